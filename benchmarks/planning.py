@@ -30,9 +30,8 @@ import typer
 from rich.table import Table
 
 from benchmarks.measuring.command_line import NOWHERE, Out, Smoke, open_output
-from dist_ckpt_strategies.core.array import ArraySpec, DType, RankShards, ShardId, ShardSpec
+from dist_ckpt_strategies.core.array import ArraySpec, DType, RankShards, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
-from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.sharded.load import build_read_item
 from dist_ckpt_strategies.sharded.plan import build_save_plan
 from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions

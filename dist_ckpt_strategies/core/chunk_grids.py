@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import product
 from typing import NamedTuple
 
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
 
 

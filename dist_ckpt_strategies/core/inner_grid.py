@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from dist_ckpt_strategies.core.array import ArraySpec
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
 
 INDEX_ENTRY_NBYTES = 16
 """Offset and size of one inner chunk, in the index at the end of the file."""
 
 CRC_NBYTES = 4
+
+RUN_NBYTES = 2 << 20
+"""Inner chunks are handled this many bytes at a time: they stay in the processor's cache."""
 
 
 def num_inner_chunks(array: ArraySpec, index: Shape) -> int:
@@ -105,29 +107,31 @@ class InnerGrid(NamedTuple):
         wanted = map(operator.mul, shape, inner) if shape else inner
         return Region(start, tuple(map(min, wanted, map(operator.sub, whole.end, start))))
 
-    def all(self, max_chunks: int) -> Iterator[Run]:
-        """All inner chunks, in the order of the file, up to ``max_chunks`` at a time."""
-        return self._runs((0,) * len(self.counts), self.counts, max_chunks)
+    def runs(self, region: Region | None = None, max_nbytes: int = RUN_NBYTES) -> Iterator[Run]:
+        """The inner chunks that share an element with ``region``, in the order of the file.
 
-    def overlapping(self, region: Region, max_chunks: int) -> Iterator[Run]:
-        """Those that share an element with ``region``, in the order of the file."""
-        if region == self.region:
-            return self.all(max_chunks)
-        common = region.intersect(self.region)
-        if common is None:
-            return iter(())
-        part = common.within(self.region)
-        low = tuple(map(operator.floordiv, part.offset, self.inner_shape))
-        high = tuple(-(-e // i) for e, i in zip(part.end, self.inner_shape, strict=True))
-        return self._runs(low, high, max_chunks)
-
-    def _runs(self, low: Shape, high: Shape, max_chunks: int) -> Iterator[Run]:
-        """The inner chunks ``[low, high)``, cut into runs."""
+        Args:
+            region: of the array; None for all.
+            max_nbytes: bound on a run, in bytes of the file; a larger inner chunk goes alone.
+        """
+        low, high = (0,) * len(self.counts), self.counts
+        if region is not None and region != self.region:
+            common = region.intersect(self.region)
+            if common is None:
+                return
+            part = common.within(self.region)
+            low = tuple(map(operator.floordiv, part.offset, self.inner_shape))
+            high = tuple(-(-e // i) for e, i in zip(part.end, self.inner_shape, strict=True))
         if not self.counts:
             yield Run(0, (), (), 1)
             return
+        max_chunks = max(1, max_nbytes // self.stored_nbytes)
         extents = tuple(map(operator.sub, high, low))
-        cut, size = self._cut_dim(extents, max_chunks)
+        # A run is contiguous: dims after the one that it is cut along are taken whole.
+        cut, size = len(extents) - 1, 1
+        while cut and extents[cut] == self.counts[cut] and size * extents[cut] <= max_chunks:
+            size *= extents[cut]
+            cut -= 1
         step = max(1, max_chunks // size)
         for outer in product(*(range(a, b) for a, b in zip(low[:cut], high[:cut], strict=True))):
             for start in range(low[cut], high[cut], step):
@@ -138,19 +142,6 @@ class InnerGrid(NamedTuple):
                 for at, num in zip(offset, self.counts, strict=True):
                     first = first * num + at
                 yield Run(first, offset, shape, count * size)
-
-    def _cut_dim(self, extents: Shape, max_chunks: int) -> tuple[int, int]:
-        """The dim along which runs are cut, and the inner chunks behind each step along it.
-
-        All dims after it are taken whole: that is what makes a run contiguous.
-        """
-        size = 1
-        for dim in range(len(extents) - 1, 0, -1):
-            is_whole = extents[dim] == self.counts[dim]
-            if not is_whole or size * extents[dim] > max_chunks:
-                return dim, size
-            size *= extents[dim]
-        return 0, size
 
 
 MIN_SPAN_NBYTES = 64 << 10
@@ -198,7 +189,7 @@ def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None
     if whole is not None:
         return (ChunkSpans(whole, array.chunk_nbytes, ((0, 0),)),)
     found = []
-    for index in array.chunks_of(region):
+    for index in region.cells(array.chunk_shape):
         spans = _chunk_spans(array, index, region)
         if len(spans.offsets) > 1 and spans.span_nbytes < MIN_SPAN_NBYTES:
             return None
@@ -209,7 +200,7 @@ def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None
 def _chunk_spans(array: ArraySpec, index: Shape, region: Region) -> ChunkSpans:
     chunk = array.chunk_region(index)
     part = chunk.intersect(region)
-    assert part is not None  # noqa: S101 - chunks_of yields only chunks that overlap
+    assert part is not None  # noqa: S101 - cells yields only chunks that overlap
     inner = _contiguous_dims(part, chunk, region)
     outer = part.ndim - inner
     span = math.prod(part.shape[outer:]) * array.dtype.itemsize

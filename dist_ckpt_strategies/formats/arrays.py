@@ -15,25 +15,25 @@ from pathlib import Path
 import numpy as np
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run, raw_spans
-from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.formats import zarr2, zarr3
 from dist_ckpt_strategies.formats.chunks import (
     Blocks,
     FileSink,
     InnerChunks,
+    at_region,
+    bits_of,
+    decode_run,
     encode_chunk,
     memory_of,
     needed_nbytes,
     opened_chunk,
     require_size,
-    runs_at_a_time,
     span_shares,
 )
 from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
-from dist_ckpt_strategies.formats.zarr3 import at_region, bits_of, decode_run
 from dist_ckpt_strategies.storage.direct_io import (
     BUFFER_NBYTES,
     MIN_DIRECT_NBYTES,
@@ -75,7 +75,7 @@ def chunk_name(array: ArraySpec, index: Shape) -> str:
     """The file of a chunk, below the checkpoint's directory."""
     if array.inner_shape is None:
         return f"{array.key}/{array.chunk_name(index)}"
-    return zarr3.chunk_name(array, index)
+    return f"{zarr3.array_directory(array.key)}/{'.'.join(['c', *map(str, index)])}"
 
 
 class ArrayWriterBase(ABC):
@@ -112,10 +112,10 @@ class ArrayWriterBase(ABC):
         jobs = []
         for write in writes:
             array, whole = write.array, Region.whole(write.array.shape)
-            for index in array.chunks_of(write.region):
+            for index in write.region.cells(array.chunk_shape):
                 chunk = array.chunk_region(index)
                 held = chunk.intersect(whole)
-                assert held is not None  # noqa: S101 - chunks_of gives none that are outside
+                assert held is not None  # noqa: S101 - cells gives none that are outside
                 source = at_region(write.source, held.within(write.region))
                 blocks = [(chunk if array.inner_shape is None else held, source)]
                 path = self._store.path(chunk_name(array, index))
@@ -276,9 +276,9 @@ class Format1Reader:
 
     def _jobs_by_chunk(self, read: ArrayRead) -> Iterator[Job]:
         array = read.array
-        for index in array.chunks_of(read.region):
+        for index in read.region.cells(array.chunk_shape):
             region = read.region.intersect(array.chunk_region(index))
-            assert region is not None  # noqa: S101 - chunks_of yields only chunks that overlap
+            assert region is not None  # noqa: S101 - cells yields only chunks that overlap
             target = at_region(read.target, region.within(read.region))
             path = f"{self._root}/{chunk_name(array, index)}"
             yield Job(
@@ -350,12 +350,11 @@ class Format2Reader(ABC):
     def _jobs(self, read: ArrayRead) -> Iterator[Job]:
         array = read.array
         record = None if self._find is None else self._find(array.key)
-        for index in array.chunks_of(read.region):
+        for index in read.region.cells(array.chunk_shape):
             path = self._store.path(chunk_name(array, index))
-            chunk = InnerChunks(
-                array, index, path, None if record is None else record.chunks[index]
-            )
-            for runs in self._shares(chunk.grid, read.region):
+            grid = InnerGrid.of(array, index)
+            chunk = InnerChunks(array, index, grid, path, record.chunks[index] if record else None)
+            for runs in self._shares(grid, read.region):
                 yield Job(array.key, path, partial(self._read_runs, read, chunk, runs))
 
     @abstractmethod
@@ -386,7 +385,7 @@ class DirectoryReader(Format2Reader):
         """See Format2Reader. One share is about _MAX_JOB_NBYTES."""
         share: list[Run] = []
         held = 0
-        for run in grid.overlapping(region, runs_at_a_time(grid)):
+        for run in grid.runs(region):
             share.append(run)
             held += run.num_chunks * grid.stored_nbytes
             if held >= _MAX_JOB_NBYTES:

@@ -8,21 +8,24 @@ from contextlib import contextmanager
 import numpy as np
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
-from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, FindRecord, Format2Reader
+from dist_ckpt_strategies.formats.arrays import (
+    ArrayWriterBase,
+    FindRecord,
+    Format2Reader,
+    chunk_name,
+)
 from dist_ckpt_strategies.formats.chunks import (
     Blocks,
     InnerChunks,
     MemorySink,
+    decode_run,
     encode_chunk,
     missing_chunk,
     require_size,
-    runs_at_a_time,
 )
-from dist_ckpt_strategies.formats.zarr3 import chunk_name, decode_run
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead
@@ -87,7 +90,7 @@ class BucketReader(Format2Reader):
         max_chunks = max(1, REQUEST_NBYTES // grid.stored_nbytes)
         share: list[Run] = []
         held = 0
-        for run in grid.overlapping(region, min(max_chunks, runs_at_a_time(grid))):
+        for run in grid.runs(region):
             is_next = share and run.first == share[0].first + held
             if share and not (is_next and held + run.num_chunks <= max_chunks):
                 yield tuple(share)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Shape
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
-from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, DirectoryWriter
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
+from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.formats.commit import require_free_folders
 from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
 from dist_ckpt_strategies.formats.manifest import (
@@ -41,9 +41,6 @@ from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
 
-Digests = Mapping[tuple[str, Shape], list[int]]
-"""Of each chunk, by key and index: of its inner chunks, then of its index."""
-
 _FORMAT1 = 1
 _OBJECT_THREADS = 8
 
@@ -66,6 +63,7 @@ class CheckpointWriter:
         version: of the format.
         options: how it writes.
         root: the checkpoint.
+        chunk_layout: what a chunk's file consists of; an object has a few hundred MB at most.
         place: where the save writes until its commit.
         arrays: writes the arrays; after ``require``.
     """
@@ -85,20 +83,15 @@ class CheckpointWriter:
         self.version = version
         self._is_format1 = version == _FORMAT1
         self.root = root
+        self.chunk_layout = ChunkLayout.BOUNDED if isinstance(root, Bucket) else ChunkLayout.INNER
         if self._is_format1:
             require_path(root, "format ('zarr', 1)")
+            self.chunk_layout = ChunkLayout.WHOLE
         self.place = open_save_place(root, options, keeps_old=keeps_old, overwrite=overwrite)
         self.options, self._global_rank = options, global_rank
         self._objects: list[Fields] = []
         self._num_packs = 0
         self._digests: dict[tuple[str, Shape], list[int]] = {}
-
-    @property
-    def chunk_layout(self) -> ChunkLayout:
-        """What a chunk's file consists of; an object of a bucket has a few hundred MB at most."""
-        if self._is_format1:
-            return ChunkLayout.WHOLE
-        return ChunkLayout.BOUNDED if isinstance(self.root, Bucket) else ChunkLayout.INNER
 
     @property
     def store(self) -> Store:
@@ -155,6 +148,8 @@ class CheckpointWriter:
 
         May be called again, with others. Small plain values go to the manifest.
         """
+        if not objects:
+            return
         location = self.place.location
         if self._is_format1 and isinstance(location, Path):
             _write_object_files(location, objects, self.options.timeout_s)
@@ -174,23 +169,17 @@ class CheckpointWriter:
         if pack:
             self.store.write(name, bytes(pack))
 
-    def write_common(self, content: bytes) -> None:
-        """Store the common state's file, durably; on the first rank."""
-        self.store.write(COMMON_NAME, content)
-
     def take_digests(self, digests: Digests) -> None:
         """Take the digests of chunks that another process has written."""
         self._digests.update(digests)
 
     def described(self, arrays: Iterable[ArraySpec], firsts: Sequence[str]) -> dict[int, bytes]:
-        """What this rank knows of each segment of the manifest; empty without a manifest.
+        """What this rank knows of each segment of the manifest.
 
         Args:
             arrays: those that this rank has created or written to.
             firsts: the first key that each segment may list; the empty one first.
         """
-        if self._is_format1:
-            return {}
         chunks: dict[str, dict[Shape, list[int]]] = defaultdict(dict)
         written = {**self.arrays.digests, **self._digests}
         for (key, index), digests in written.items():
@@ -215,8 +204,6 @@ class CheckpointWriter:
             IncompleteCheckpointError: ranks describe an array differently, or no rank has written
                 some chunk.
         """
-        if self._is_format1:
-            return None
         try:
             arrays, objects = merged_segment(contents)
         except ValueError as error:
@@ -237,10 +224,9 @@ class CheckpointWriter:
             layout: parallel sizes of the job that saved.
             common: content of the common state's file; None where others have written that.
         """
-        if not self._is_format1:
-            segments = [SegmentEntry(*entry) for entry in entries]
-            content = index_content(segments, common or self._written_common(), layout)
-            self.store.write(INDEX_NAME, content)
+        segments = [SegmentEntry(*entry) for entry in entries]
+        content = index_content(segments, common or self._written_common(), layout)
+        self.store.write(INDEX_NAME, content)
 
     def _written_common(self) -> bytes | None:
         """The common state's file; through Megatron-Core's own save it is in place already."""
@@ -257,7 +243,4 @@ def _write_object_files(root: Path, objects: Mapping[ObjectId, bytes], timeout_s
         for name, content in objects.items()
     )
     Transfer(jobs, _OBJECT_THREADS).wait(timeout_s)
-    if objects:
-        run_with_limit(
-            partial(sync_directories, root, {name.key: name.key for name in objects}), root
-        )
+    run_with_limit(partial(sync_directories, root, {name.key: name.key for name in objects}), root)

@@ -20,7 +20,13 @@ from dist_ckpt_strategies.formats.arrays import DirectoryReader, Format1Reader
 from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, num_requests
 from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import Location, content_of, require_something
-from dist_ckpt_strategies.formats.manifest import INDEX_NAME, Manifest, digest_of, similar_text
+from dist_ckpt_strategies.formats.manifest import (
+    INDEX_NAME,
+    FileDigest,
+    Manifest,
+    digest_of,
+    similar_text,
+)
 from dist_ckpt_strategies.formats.object_files import (
     object_ids,
     object_path,
@@ -28,10 +34,10 @@ from dist_ckpt_strategies.formats.object_files import (
     read_content,
 )
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_keys, find_array
-from dist_ckpt_strategies.formats.zarr3_scan import common_check, manifest_files
+from dist_ckpt_strategies.formats.zarr3_scan import manifest_files
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
-from dist_ckpt_strategies.storage.files import require_directory
+from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, limited, run_with_limit
 from dist_ckpt_strategies.storage.store import ArrayReader, Directory, Store
 
@@ -250,16 +256,22 @@ class Format2Checkpoint(StoredCheckpoint):
         path = self.file_store.path(check.name)
         return Job(check.key or "", path, partial(_require_clean, check, path))
 
-    def require_common(self) -> None:
-        """Raise unless the common state's file is the one that was there at the save.
+    def common_content(self) -> bytes:
+        """The common state's file, which is the one that was there at the save, if any was.
 
         Raises:
             IncompleteCheckpointError: it is missing.
             CorruptCheckpointError: it is another.
         """
-        listed = self.manifest.index.common
-        if listed is not None:
-            self._job(common_check(self.file_store, listed)).run()
+        content, path = self.file_store.read(COMMON_NAME), self.file_store.path(COMMON_NAME)
+        found, listed = FileDigest(len(content), digest_of(content)), self.manifest.index.common
+        if listed is not None and found != listed:
+            raise CorruptCheckpointError(
+                f"{path} is damaged: expected {listed.nbytes} bytes with digest {listed.digest}, "
+                f"found {found.nbytes} with {found.digest}",
+                path=path,
+            )
+        return content
 
 
 def _require_clean(check: FileCheck, path: str) -> None:

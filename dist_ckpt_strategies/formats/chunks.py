@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
+import google_crc32c
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from dist_ckpt_strategies.core.array import ArraySpec
-from dist_ckpt_strategies.core.inner_grid import ChunkSpans, InnerGrid, Run
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
+from dist_ckpt_strategies.core.inner_grid import RUN_NBYTES, ChunkSpans, InnerGrid, Run
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.manifest import ChunkRecord
-from dist_ckpt_strategies.formats.zarr3 import (
-    at_region,
-    bits_of,
-    digests_of,
-    encode_index,
-    encode_run,
-    is_in_place,
-)
 from dist_ckpt_strategies.storage.direct_io import (
     BLOCK_NBYTES,
     Bytes,
@@ -38,12 +35,18 @@ Blocks = Iterable[tuple[Region, HostArray]]
 """The elements of a chunk in the order of its file: regions of the array, and their elements, with
 any strides. In format 1 a region may reach past the array's edge, where its elements end."""
 
-RUN_NBYTES = 2 << 20
-"""Inner chunks are handled this many bytes at a time: they stay in the processor's cache."""
+Digests = Mapping[tuple[str, Shape], list[int]]
+"""Of each chunk, by key and index: of its inner chunks, then of its index."""
 
 _NO_BUFFER: Bytes = np.empty(0, np.uint8)
 _MAX_COPY_NBYTES = 4 << 20
+_ABSENT = 2**64 - 1
+_CRC = struct.Struct("<I")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
+
+_BITS: Mapping[int, npt.DTypeLike] = MappingProxyType(
+    {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+)
 
 
 def missing_chunk(array: ArraySpec, path: str) -> IncompleteCheckpointError:
@@ -102,19 +105,16 @@ class InnerChunks:
     Attributes:
         array: the array.
         index: of the chunk.
+        grid: its inner chunks.
         path: of its file, as its user calls it.
         record: what the manifest says about it; None to read without a look at digests.
     """
 
     array: ArraySpec
     index: Shape
+    grid: InnerGrid
     path: str
     record: ChunkRecord | None
-
-    @property
-    def grid(self) -> InnerGrid:
-        """Its inner chunks."""
-        return InnerGrid.of(self.array, self.index)
 
     def verify(self, run: Run, content: Bytes) -> None:
         """Raise unless the inner chunks of a run have the digests that the manifest lists.
@@ -127,7 +127,7 @@ class InnerChunks:
             return
         digests = digests_of(content.reshape(run.num_chunks, -1))
         for number, found in enumerate(digests, run.first):
-            expected = record.digest(number)
+            expected = record.digests[number]
             if found != expected:
                 raise damaged_chunk(
                     self.array,
@@ -224,7 +224,7 @@ def encode_chunk(
     for region, elements in blocks:
         counts = tuple(-(-n // i) for n, i in zip(region.shape, grid.inner_shape, strict=True))
         part = grid._replace(region=region, counts=counts)
-        for run in part.all(runs_at_a_time(part)):
+        for run in part.runs():
             memory = None if sink.copies else memory_of(part, run, part.region, elements)
             if memory is None:
                 memory = sink.space(run.num_chunks * grid.stored_nbytes)
@@ -258,11 +258,6 @@ def _in_order(elements: HostArray, shape: Shape) -> Iterator[HostArray]:
         yield block
 
 
-def runs_at_a_time(grid: InnerGrid) -> int:
-    """Inner chunks to handle at a time."""
-    return max(1, RUN_NBYTES // grid.stored_nbytes)
-
-
 def needed_nbytes(grid: InnerGrid) -> int:
     """Of a buffer for a run, and a block at each end of it."""
     return max(RUN_NBYTES, grid.stored_nbytes) + 2 * BLOCK_NBYTES
@@ -277,9 +272,12 @@ def memory_of(grid: InnerGrid, run: Run, region: Region, elements: HostArray) ->
         region: of the array, what ``elements`` holds.
         elements: of any strides.
     """
-    if not is_in_place(grid, run, region):
+    is_row = all(n == 1 for n in run.shape[1:]) or all(i == 1 for i in grid.inner_shape[:-1])
+    covered = grid.region_of(run.offset, run.shape)
+    is_whole = covered.shape == _whole_shape(grid, run) and grid.stored_nbytes == grid.raw_nbytes
+    if not (is_row and is_whole and region.contains(covered)):
         return None
-    part = at_region(elements, grid.region_of(run.offset, run.shape).within(region))
+    part = at_region(elements, covered.within(region))
     return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
 
 
@@ -300,3 +298,111 @@ def span_shares(spans: ChunkSpans, memory: Bytes) -> Iterator[tuple[tuple[int, B
                 share, held = [], 0
     if share:
         yield tuple(share)
+
+
+def encode_run(
+    grid: InnerGrid, run: Run, dtype: DType, source: HostArray, target: Bytes
+) -> list[int]:
+    """Put the inner chunks of a run together; the digest of each.
+
+    Args:
+        grid: of the chunk.
+        run: which inner chunks.
+        dtype: element type.
+        source: the elements of the chunk's region, with any strides.
+        target: ``run.num_chunks * grid.stored_nbytes`` bytes, which are overwritten.
+    """
+    chunks = target.reshape(run.num_chunks, grid.stored_nbytes)
+    covered = grid.region_of(run.offset, run.shape)
+    part = at_region(source, covered.within(grid.region))
+    elements = _elements(chunks, grid, run, dtype)
+    if covered.shape == _whole_shape(grid, run):
+        np.copyto(elements, _split(bits_of(part), grid))
+    else:
+        elements[...] = 0
+        for offset, chunk in _each(run, elements):
+            own = grid.region_of(offset)
+            held = at_region(source, own.within(grid.region))
+            np.copyto(at_region(chunk, Region.whole(own.shape)), bits_of(held))
+    return digests_of(chunks)
+
+
+def decode_run(
+    grid: InnerGrid, run: Run, dtype: DType, content: Bytes, region: Region, target: HostArray
+) -> None:
+    """Copy the elements that a run shares with ``region`` to their place.
+
+    Args:
+        grid: of the chunk.
+        run: which inner chunks.
+        dtype: element type.
+        content: their bytes.
+        region: what ``target`` holds.
+        target: has the region's shape, and any strides.
+    """
+    chunks = content.reshape(run.num_chunks, grid.stored_nbytes)
+    elements = _elements(chunks, grid, run, dtype)
+    covered = grid.region_of(run.offset, run.shape)
+    if covered.shape == _whole_shape(grid, run) and region.contains(covered):
+        part = at_region(target, covered.within(region))
+        np.copyto(_split(bits_of(part), grid), elements)
+        return
+    for offset, chunk in _each(run, elements):
+        own = grid.region_of(offset)
+        common = own.intersect(region)
+        if common is not None:
+            part = at_region(target, common.within(region))
+            np.copyto(bits_of(part), at_region(chunk, common.within(own)))
+
+
+def at_region(elements: HostArray, region: Region) -> HostArray:
+    """A view of a region; of an array without dims too, where plain indexing would copy."""
+    place: Any = (..., *region.slices())
+    view: HostArray = elements[place]
+    return view
+
+
+def digests_of(chunks: Bytes) -> list[int]:
+    """The digest of each row."""
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(chunk.data) for chunk in chunks]
+
+
+def encode_index(grid: InnerGrid) -> bytes:
+    """The index at the end of the file: offset and size of each inner chunk, and a CRC32C."""
+    entries = np.full((*grid.slot_counts, 2), _ABSENT, "<u8")
+    held = entries[Region.whole(grid.counts).slices()]
+    numbers = np.arange(grid.num_chunks, dtype="<u8").reshape(grid.counts)
+    held[..., 0] = numbers * grid.stored_nbytes
+    held[..., 1] = grid.stored_nbytes
+    content = entries.tobytes()
+    return content + _CRC.pack(google_crc32c.value(content))
+
+
+def _elements(chunks: Bytes, grid: InnerGrid, run: Run, dtype: DType) -> HostArray:
+    """The elements of the inner chunks: dims of the run, then those of an inner chunk."""
+    raw = chunks[:, : grid.raw_nbytes].view(_BITS.get(dtype.itemsize, dtype.numpy))
+    return raw.reshape((*run.shape, *grid.inner_shape))
+
+
+def _whole_shape(grid: InnerGrid, run: Run) -> Shape:
+    return tuple(map(operator.mul, run.shape, grid.inner_shape))
+
+
+def _split(part: HostArray, grid: InnerGrid) -> HostArray:
+    """A view with each dim cut in two: which inner chunk, and where in it; the former first."""
+    counts = tuple(map(operator.floordiv, part.shape, grid.inner_shape))
+    pairs = [size for pair in zip(counts, grid.inner_shape, strict=True) for size in pair]
+    dims = range(2 * part.ndim)
+    return part.reshape(pairs).transpose(*dims[::2], *dims[1::2])  # splitting dims never copies
+
+
+def _each(run: Run, elements: HostArray) -> Iterator[tuple[Shape, HostArray]]:
+    """The inner chunks of a run, each with its place in the chunk's grid."""
+    for at in np.ndindex(*run.shape):
+        yield tuple(map(operator.add, run.offset, at)), elements[(*at, ...)]
+
+
+def bits_of(elements: HostArray) -> HostArray:
+    """The same memory as whole numbers: copies keep every bit, and need no code for the dtype."""
+    return elements.view(_BITS.get(elements.itemsize, elements.dtype))

@@ -13,6 +13,7 @@ still waits for the file system, no other save begins there.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
@@ -22,9 +23,10 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
@@ -34,7 +36,6 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, SAVE_NAME
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import object_ids, object_path
 from dist_ckpt_strategies.formats.zarr2 import array_keys, lock_directories
 from dist_ckpt_strategies.storage.files import (
@@ -55,6 +56,64 @@ from dist_ckpt_strategies.storage.files import (
 )
 from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMarker:
+    """The four fields of Megatron-Core's ``CheckpointingConfig``; it takes no others."""
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+    @property
+    def sharded_format(self) -> tuple[str, int]:
+        """Backend and version of the sharded state."""
+        return self.sharded_backend, self.sharded_backend_version
+
+    @property
+    def common_format(self) -> tuple[str, int]:
+        """Backend and version of the common state."""
+        return self.common_backend, self.common_backend_version
+
+    def to_json(self) -> bytes:
+        """The file's content."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Self:
+        """The marker that the file holds.
+
+        Raises:
+            ValueError: not JSON, or not exactly fields of a marker with values of their types.
+        """
+        try:
+            found = json.loads(content)
+        except RecursionError as error:
+            raise ValueError("nested too deeply for a marker") from error
+        known = {field.name: int if "version" in field.name else str for field in fields(cls)}
+        if not isinstance(found, dict) or "sharded_backend" not in found:
+            raise ValueError("expected an object with the field sharded_backend")
+        for name, value in found.items():
+            if type(value) is not known.get(name):
+                raise ValueError(f"unexpected field {name} = {value!r}")
+        return cls(**found)
+
+    @classmethod
+    def of_checkpoint(cls, content: bytes, root: object, path: str) -> Self:
+        """The marker of the checkpoint at ``root``, from the content of the file at ``path``.
+
+        Raises:
+            IncompleteCheckpointError: it does not parse.
+        """
+        try:
+            return cls.from_json(content)
+        except (ValueError, TypeError) as error:
+            raise IncompleteCheckpointError(
+                f"{root} is incomplete: {path} is not whole ({error})", path=path
+            ) from error
+
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
     from dist_ckpt_strategies.storage.bucket import Bucket
@@ -327,7 +386,7 @@ class DirectoryPlace(PlaceBase):
         """
         self._commit(marker)
         try:
-            run_with_limit(partial(_remove_stale, self._root), self)
+            run_with_limit(partial(_take_away, self._root, self.location), self)
         except StorageError as error:
             logger.warning("%s: what the save replaced is still there: %s", self, error)
 

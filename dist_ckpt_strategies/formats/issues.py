@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.core.region import Shape
+from dist_ckpt_strategies.core.array import Shape
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_text
 
 if TYPE_CHECKING:  # numpy and TensorStore take a while to import

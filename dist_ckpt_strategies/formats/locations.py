@@ -22,16 +22,14 @@ from pathlib import Path
 
 from dist_ckpt_strategies.config import Options, store_options_from_environment
 from dist_ckpt_strategies.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     StorageError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats import commit
-from dist_ckpt_strategies.formats.commit import DirectoryPlace, PlaceBase
+from dist_ckpt_strategies.formats.commit import CheckpointMarker, DirectoryPlace, PlaceBase
 from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, INDEX_NAME, SAVE_NAME, begun_content
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.urls import parsed_address
@@ -115,19 +113,6 @@ def is_finished(location: Location) -> bool:
     except (CheckpointNotFoundError, IncompleteCheckpointError):
         return False
     return True
-
-
-def require_unfinished(location: Location) -> None:
-    """Raise if there is a finished checkpoint. Changes nothing.
-
-    Raises:
-        CheckpointExistsError: there is.
-    """
-    if is_finished(location):
-        raise CheckpointExistsError(
-            f"{location} already holds a finished checkpoint; pass overwrite=True to replace it",
-            path=str(location),
-        )
 
 
 def content_of(location: Location) -> Location:

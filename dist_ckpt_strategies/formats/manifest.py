@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import json
+import math
 import socket
 import time
 from bisect import bisect_right
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Shape
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
-from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
@@ -43,7 +44,6 @@ _HEADER = {"schema": SCHEMA, "version": _VERSION}
 
 _PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
 
-DIGEST_NBYTES = 8
 _HEX = "{:016x}".format
 
 _DIGEST_LEAD = b'{"digest":"'
@@ -58,22 +58,11 @@ class ChunkRecord:
 
     Attributes:
         writer: global rank that wrote it.
-        digests: XXH3 of each inner chunk in the order of the file, then of its index; 8 bytes
-            each, big-endian.
+        digests: XXH3 of each inner chunk in the order of the file, then of its index.
     """
 
     writer: int
-    digests: bytes
-
-    @property
-    def num_digests(self) -> int:
-        """How many there are, that of the index included."""
-        return len(self.digests) // DIGEST_NBYTES
-
-    def digest(self, number: int) -> int:
-        """The digest of an inner chunk; the last one is that of the index."""
-        at = DIGEST_NBYTES * number
-        return int.from_bytes(self.digests[at : at + DIGEST_NBYTES], "big")
+    digests: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +197,14 @@ def array_record(fields: Fields) -> ArrayRecord:
     array = ArraySpec(
         key, shape, dtype, chunk_shape, inner_shape=inner_shape, has_crc32c=has_crc32c
     )
-    chunks = {
-        _shape(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
-        for chunk in fields["chunks"]
-    }
+    chunks = {}
+    for chunk in fields["chunks"]:
+        digests = tuple(np.frombuffer(bytes.fromhex(chunk["digests"]), ">u8").tolist())
+        chunks[_shape(chunk["index"])] = ChunkRecord(int(chunk["writer"]), digests)
     if len(chunks) != array.num_chunks:
         raise ValueError(f"{key}: {len(chunks)} of {array.num_chunks} chunks")
     for index in array.chunk_indices():
-        found, expected = chunks[index].num_digests, num_inner_chunks(array, index) + 1
+        found, expected = len(chunks[index].digests), num_inner_chunks(array, index) + 1
         if found != expected:
             raise ValueError(f"{key}: chunk {index} has {found} digests, expected {expected}")
     return ArrayRecord(array, chunks)
@@ -255,9 +244,11 @@ def merged_segment(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields
             if known != fields:
                 raise ValueError(f"{fields['key']}: {known} on one rank, {fields} on another")
             known_chunks += chunks
+    for key, (fields, chunks) in arrays.items():
+        grid = [-(-n // c) for n, c in zip(fields["shape"], fields["chunk_shape"], strict=True)]
+        if len({tuple(chunk["index"]) for chunk in chunks}) != math.prod(grid):
+            raise ValueError(f"{key}: {len(chunks)} of {math.prod(grid)} chunks")
     merged = [{**fields, "chunks": chunks} for _, (fields, chunks) in sorted(arrays.items())]
-    for fields in merged:
-        array_record(fields)  # raises
     return merged, sorted(objects, key=lambda fields: (fields["key"], fields["offset"]))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -114,11 +113,6 @@ def _named_ids(directory: Path, prefix: str) -> Iterator[ObjectId]:
                 yield found
         elif is_directory(entry) and not is_elsewhere(entry):
             yield from _named_ids(Path(entry.path), f"{prefix}{entry.name}/")
-
-
-def archive_damage(content: bytes) -> str | None:
-    """What is wrong with the bytes of a ``.pt`` file; see file_damage."""
-    return file_damage(io.BytesIO(content))
 
 
 def file_damage(file: IO[bytes]) -> str | None:

@@ -26,7 +26,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.object_files import (
     OBJECT_SUFFIX,
-    archive_damage,
+    file_damage,
     is_plain,
     object_path,
     plain_content,
@@ -189,7 +189,7 @@ def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> 
         CorruptCheckpointError: they are not what ``torch.save`` wrote.
         IncompatibleVersionError: it needs a member of an enum that the installed release lacks.
     """
-    damage = archive_damage(content)
+    damage = file_damage(io.BytesIO(content))
     if damage:
         raise _corrupt(name, path, damage)
     with allowing(allow):

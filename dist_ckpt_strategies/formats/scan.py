@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks
-from dist_ckpt_strategies.core.array import UNKNOWN, ArraySpec, ObjectId
-from dist_ckpt_strategies.core.region import Shape
+from dist_ckpt_strategies.core.array import UNKNOWN, ArraySpec, ObjectId, Shape
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     IncompatibleVersionError,
 )
-from dist_ckpt_strategies.formats.commit import HOLDS_SAFETENSORS, are_safetensors
+from dist_ckpt_strategies.formats.commit import HOLDS_SAFETENSORS, CheckpointMarker, are_safetensors
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
     NO_FILE,
@@ -45,7 +44,6 @@ from dist_ckpt_strategies.formats.issues import (
     sorted_by_key,
     unreadable,
 )
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import file_damage, shard_id, shard_path
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, parse_metadata
 from dist_ckpt_strategies.formats.zarr3_scan import scan_format2

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.array import ArraySpec, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.formats.chunks import missing_chunk
+from dist_ckpt_strategies.formats.arrays import chunk_name
+from dist_ckpt_strategies.formats.chunks import digests_of, missing_chunk
+from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
     NO_FILE,
@@ -55,12 +56,9 @@ from dist_ckpt_strategies.formats.manifest import (
     Span,
     digest_of,
 )
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.zarr3 import (
     METADATA_NAME,
     array_directory,
-    chunk_name,
-    digests_of,
     metadata_content,
 )
 from dist_ckpt_strategies.storage.files import (
@@ -321,12 +319,7 @@ def manifest_files(
         yield from _files_of_array(store, record)
     yield from _packs(store, objects)
     if common is not None:
-        yield common_check(store, common)
-
-
-def common_check(store: Store, listed: FileDigest) -> FileCheck:
-    """The file of the common state."""
-    return _whole_file(store, None, COMMON_NAME, listed, "the state that all ranks share")
+        yield _whole_file(store, None, COMMON_NAME, common, "the state that all ranks share")
 
 
 def _files_of_array(store: Store, record: ArrayRecord) -> Iterator[FileCheck]:
@@ -338,7 +331,7 @@ def _files_of_array(store: Store, record: ArrayRecord) -> Iterator[FileCheck]:
     yield _whole_file(store, array.key, name, listed, expected)
     grid = InnerGrid.of(array, (0,) * len(array.shape))
     for index, chunk in record.chunks.items():
-        nbytes = (chunk.num_digests - 1) * grid.stored_nbytes + grid.index_nbytes
+        nbytes = (len(chunk.digests) - 1) * grid.stored_nbytes + grid.index_nbytes
         name, run = chunk_name(array, index), partial(check_chunk, store, array, index, chunk)
         expected = f"{nbytes_text(nbytes)} {_where(index, chunk)}"
         yield FileCheck(array.key, name, nbytes, run, expected)
@@ -407,11 +400,11 @@ def check_chunk(store: Store, array: ArraySpec, index: Shape, record: ChunkRecor
             array.key,
             name,
             f"{'its index' if number == grid.num_chunks else f'inner chunk {number}'} with "
-            f"digest {record.digest(number):016x} {where}",
+            f"digest {record.digests[number]:016x} {where}",
             f"{digest:016x}",
         )
         for number, digest in enumerate(digests)
-        if digest != record.digest(number)
+        if digest != record.digests[number]
     ]
 
 

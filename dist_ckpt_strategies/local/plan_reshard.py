@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt_strategies.core.array import DType, ShardId, ShardSpec
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import DType, Region, Shape, ShardId, ShardSpec
 from dist_ckpt_strategies.errors import CoverageError, PlanError, ShapeMismatchError
 
 

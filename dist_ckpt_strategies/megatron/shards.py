@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_outplace,
@@ -27,8 +29,15 @@ from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, ShardId, ShardSpec
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import (
+    ArraySpec,
+    DType,
+    ObjectId,
+    Region,
+    Shape,
+    ShardId,
+    ShardSpec,
+)
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.types import (
     CheckpointingException,
@@ -144,6 +153,11 @@ def message_of(value: Any) -> Message:
         int(value.prepend_axis_num),
         bool(value.allow_shape_mismatch),
     ]
+
+
+def digest_of(messages: Sequence[Any]) -> str:
+    """A digest of messages, or of digests of them."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(messages).encode())
 
 
 def value_from_message(message: Message) -> Any:

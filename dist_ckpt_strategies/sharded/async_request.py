@@ -15,16 +15,13 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, NoReturn, TypeVar
-from weakref import WeakKeyDictionary
 
 from dist_ckpt_strategies.comm.base import Communicator, who_is_where
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
-from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.megatron.types import AsyncRequest
 from dist_ckpt_strategies.storage.files import file_errors
-from dist_ckpt_strategies.storage.io_pool import limited
 
 logger = logging.getLogger(__name__)
 
@@ -167,48 +164,6 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-class RunningSaves:
-    """The saves that this process writes in the background, by the place that they write to.
-
-    Another save to the same place waits for them first, whichever strategy wrote them: their
-    files may have the names of the new ones. A save is not kept alive for this: the memory that it
-    was written from goes with it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._places: WeakKeyDictionary[BackgroundWork[Any], str] = WeakKeyDictionary()
-
-    def add(self, place: Location, work: BackgroundWork[Any]) -> None:
-        """Note one that has begun."""
-        name = _name_of(place)
-        with self._lock:
-            self._places[work] = name
-
-    def wait(self, place: Location, timeout_s: float) -> None:
-        """Return when all that write to a place have ended, well or not. Rank-local.
-
-        Raises:
-            SaveTimeoutError: that takes longer.
-        """
-        if not self._places:
-            return
-        name, deadline = _name_of(place), time.monotonic() + timeout_s
-        with self._lock:
-            works = [work for work, known in self._places.items() if known == name]
-        for work in works:
-            work.wait(max(0.0, deadline - time.monotonic()))
-
-
-RUNNING_SAVES = RunningSaves()
-"""Those of this process."""
-
-
-@limited
-def _name_of(place: Location) -> str:
-    return str(place.resolve() if isinstance(place, Path) else place)
 
 
 SaveName = tuple[str, str]

@@ -16,19 +16,18 @@ from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
 from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
-    RUNNING_SAVES,
     BackgroundWork,
     LocalSaveRequest,
     start_on_all,
     yield_to_training,
 )
 from dist_ckpt_strategies.sharded.plan import WriteItem
-from dist_ckpt_strategies.sharded.save import Planned, ShardedSave
+from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, Planned, ShardedSave
 from dist_ckpt_strategies.sharded.transfer import stage_plan
 from dist_ckpt_strategies.sharded.writer_process import (
-    Digests,
     SharedBytes,
     StagedWrite,
     WriteJob,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import xxhash
+from xxhash import xxh3_64_hexdigest
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, who_is_where
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
@@ -42,16 +41,10 @@ VALIDATED = _Validated()
 """Of this process: a load of the sharding that was validated last is not validated again."""
 
 
-def digest_of(value: Any) -> str:
-    """A digest of a value of JSON types."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
-
-
-def require_one_strategy(comm: Communicator, what: str, kinds: Sequence[str]) -> None:
-    """Raise PlanError unless all ranks do the same by strategies of one kind."""
-    if len(set(kinds)) > 1:
-        texts = [f"{what} by {kind}" for kind in kinds]
-        raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
+def different_strategies(comm: Communicator, what: str, kinds: Sequence[str]) -> PlanError:
+    """The error for ranks that do the same by strategies of different kinds."""
+    texts = [f"{what} by {kind}" for kind in kinds]
+    return PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
 
 
 def require_validated(comm: Communicator, messages: list[Any], group: str) -> None:
@@ -70,19 +63,6 @@ def require_validated(comm: Communicator, messages: list[Any], group: str) -> No
     VALIDATED.last = group
 
 
-def digest_of_common(common: StateDict, content: bytes | None = None) -> str:
-    """A digest of a common state; where two differ, the states may still be equal.
-
-    Args:
-        common: the state.
-        content: the state as it is written, if it was dumped already.
-
-    Raises:
-        StorageError: it holds something that cannot be pickled.
-    """
-    return xxhash.xxh3_64_hexdigest(content or dump_object(common, name="common state"))
-
-
 def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
     """Check the sharding, and that all ranks hold the same common state.
 
@@ -91,7 +71,10 @@ def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
     Raises:
         PlanError: the main replicas of a key do not fit together.
     """
-    answers = run_and_gather(comm, lambda: [_messages(state), digest_of_common(common)])
+    answers = run_and_gather(
+        comm,
+        lambda: [_messages(state), xxh3_64_hexdigest(dump_object(common, name="common state"))],
+    )
 
     def check() -> None:
         # Megatron-Core's own comparison is a broadcast: it comes first, where no rank can have

@@ -19,8 +19,7 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator, Message, report_level
 from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ShardSpec
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
 from dist_ckpt_strategies.core.report import LoadReport
 from dist_ckpt_strategies.device import may_overlap, require_plain
 from dist_ckpt_strategies.errors import (
@@ -33,6 +32,7 @@ from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
+    digest_of,
     mapped_values,
     message_of,
     object_id,
@@ -40,11 +40,7 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.checks import (
-    VALIDATED,
-    digest_of,
-    require_validated,
-)
+from dist_ckpt_strategies.sharded.checks import VALIDATED, require_validated
 from dist_ckpt_strategies.sharded.transfer import run_reads
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.time_limit import restart_limit

@@ -13,6 +13,8 @@ from dist_ckpt_strategies.core.array import (
     DType,
     ObjectId,
     RankShards,
+    Region,
+    Shape,
     ShardId,
     ShardSpec,
     require_storable_keys,
@@ -30,7 +32,6 @@ from dist_ckpt_strategies.core.chunk_grids import (
     require_partition,
 )
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
-from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 
 _MAX_LISTED = 8

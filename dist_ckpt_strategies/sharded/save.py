@@ -8,12 +8,15 @@ for ("zarr", 2) an exchange of what the ranks know of their files; the commit.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -38,6 +41,7 @@ from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
+    digest_of,
     is_main_message,
     message_of,
     object_from_message,
@@ -49,13 +53,7 @@ from dist_ckpt_strategies.megatron.shards import (
     value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES
-from dist_ckpt_strategies.sharded.checks import (
-    VALIDATED,
-    digest_of,
-    require_one_strategy,
-    require_valid,
-)
+from dist_ckpt_strategies.sharded.checks import VALIDATED, different_strategies, require_valid
 from dist_ckpt_strategies.sharded.plan import (
     ManifestPlan,
     SavePlan,
@@ -63,9 +61,12 @@ from dist_ckpt_strategies.sharded.plan import (
     build_save_plan,
 )
 from dist_ckpt_strategies.sharded.transfer import assemble, elements, run_writes
+from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.io_pool import limited
 from dist_ckpt_strategies.storage.time_limit import WORK, clean_up_limit, restart_limit, uncounted
 
 if TYPE_CHECKING:
+    from dist_ckpt_strategies.sharded.async_request import BackgroundWork
     from dist_ckpt_strategies.sharded.async_save import SaveCache
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,48 @@ logger = logging.getLogger(__name__)
 _EAGER_NBYTES = 4 << 20
 """What ranks know of the files of a save travels with a gather up to this many bytes, all ranks
 together; what is larger is sent to the rank that writes it."""
+
+
+class RunningSaves:
+    """The saves that this process writes in the background, by the place that they write to.
+
+    Another save to the same place waits for them first, whichever strategy wrote them: their
+    files may have the names of the new ones. A save is not kept alive for this: the memory that it
+    was written from goes with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: WeakKeyDictionary[BackgroundWork[Any], str] = WeakKeyDictionary()
+
+    def add(self, place: Location, work: BackgroundWork[Any]) -> None:
+        """Note one that has begun."""
+        name = _name_of(place)
+        with self._lock:
+            self._places[work] = name
+
+    def wait(self, place: Location, timeout_s: float) -> None:
+        """Return when all that write to a place have ended, well or not. Rank-local.
+
+        Raises:
+            SaveTimeoutError: that takes longer.
+        """
+        if not self._places:
+            return
+        name, deadline = _name_of(place), time.monotonic() + timeout_s
+        with self._lock:
+            works = [work for work, known in self._places.items() if known == name]
+        for work in works:
+            work.wait(max(0.0, deadline - time.monotonic()))
+
+
+RUNNING_SAVES = RunningSaves()
+"""Those of this process."""
+
+
+@limited
+def _name_of(place: Location) -> str:
+    return str(place.resolve() if isinstance(place, Path) else place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +146,7 @@ class Planned:
         plan: this rank's share.
         shards: names its tensors, in the order of its state dict; None for an object.
         keys: of all arrays and objects.
-        manifest: which rank writes which segment of the manifest.
+        manifest: which rank writes which segment of the manifest; none in a format without one.
         arrays: those that this rank creates or writes to.
         report: what it writes, but for the seconds.
     """
@@ -283,7 +326,7 @@ class ShardedSave:
         """Write this rank's objects, and on the first rank the common state. Rank-local."""
         self.writer.write_objects(self._objects)
         if self._common and self._common.content is not None:
-            self.writer.write_common(self._common.content)
+            self.writer.store.write(COMMON_NAME, self._common.content)
 
     def describe_files(self) -> Message:
         """What this rank knows of each segment of the manifest, or its size. Rank-local.
@@ -291,6 +334,8 @@ class ShardedSave:
         A description that is small enough travels with the gather that follows.
         """
         planned = self.planned
+        if not planned.manifest.owners:
+            return None
         self._segments = self.writer.described(planned.arrays, planned.manifest.firsts)
         limit = _EAGER_NBYTES // self.comm.size
         found = sorted(self._segments.items())
@@ -315,13 +360,15 @@ class ShardedSave:
                 if owner == comm.rank
             ]
 
-        is_by_first = set(manifest.owners) == {0}
+        is_by_first = not any(manifest.owners)
         answers = [] if is_by_first else run_and_gather(comm, write_segments)
 
         def commit() -> None:
-            entries = write_segments() if is_by_first else [e for found in answers for e in found]
-            layout = {"ranks": comm.size, **parallel_sizes()}
-            writer.write_index(entries, layout, common.content if common else None)
+            if manifest.owners:
+                found = [write_segments()] if is_by_first else answers
+                layout = {"ranks": comm.size, **parallel_sizes()}
+                entries = [entry for of_rank in found for entry in of_rank]
+                writer.write_index(entries, layout, common.content if common else None)
             writer.place.commit(self._marker)
 
         run_on_first_rank(comm, commit)
@@ -402,7 +449,7 @@ class ShardedSave:
         arrays = [creation.array for creation in plan.creations]
         object_keys = [object_id.key for object_id, _ in objects]
         manifest = (
-            ManifestPlan(("",), (0,))
+            ManifestPlan((), ())
             if layouts[0] == ChunkLayout.WHOLE.value
             else build_manifest_plan(arrays, object_keys, comm.size)
         )
@@ -446,7 +493,8 @@ def begun_save(
         answers = run_and_gather(comm, describe)
         restart_limit()
         kinds = ["another strategy" if answer is None else "zarr" for answer in answers]
-        require_one_strategy(comm, "a save", kinds)
+        if len(set(kinds)) > 1:
+            raise different_strategies(comm, "a save", kinds)  # noqa: TRY301 - see below
         if saves[0] is not None:
             saves[0].begin(answers)
         return saves[0]

@@ -15,8 +15,7 @@ import torch
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ShardId
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardId
 from dist_ckpt_strategies.device import (
     Slot,
     copy_into,
@@ -75,10 +74,11 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
     memory of the stored dtype, pinned for CUDA, batch by batch, and converted as ``copy_`` does;
     that takes at most ``max_inflight_bytes`` (or the largest tensor).
     """
-    sizes = [
-        region.numel * array.dtype.itemsize if _needs_staging(array, tensor) else 0
-        for array, region, tensor in reads
-    ]
+    sizes = []
+    for array, region, tensor in reads:
+        is_direct = tensor.device.type == "cpu" and tensor.dtype == torch_dtype(array.dtype)
+        needs_staging = not is_direct or tensor.is_conj() or tensor.is_neg()
+        sizes.append(region.numel * array.dtype.itemsize if needs_staging else 0)
     for batch in build_batches(sizes, options.max_inflight_bytes):
         staged = [sizes[number] > 0 for number in batch]
         _run_batch(store, [reads[number] for number in batch], staged, options)
@@ -100,11 +100,6 @@ def _run_batch(
     pairs = [(t, host) for (_, _, t), host in zip(reads, hosts, strict=True) if host is not t]
     if pairs:
         copy_into(*zip(*pairs, strict=True))
-
-
-def _needs_staging(array: ArraySpec, tensor: torch.Tensor) -> bool:
-    is_direct = tensor.device.type == "cpu" and tensor.dtype == torch_dtype(array.dtype)
-    return not is_direct or tensor.is_conj() or tensor.is_neg()
 
 
 def build_batches(staged_nbytes: Sequence[int], budget_nbytes: int) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
@@ -24,17 +24,14 @@ from typing import Any
 import numpy as np
 
 from dist_ckpt_strategies.config import environment
-from dist_ckpt_strategies.core.array import ArraySpec
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
+from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.storage.io_pool import InFlight
 from dist_ckpt_strategies.storage.store import ArrayWrite, ArrayWriter
 from dist_ckpt_strategies.storage.time_limit import WORK, time_limit
 
 logger = logging.getLogger(__name__)
-
-Digests = Mapping[tuple[str, Shape], list[int]]
-"""Of each chunk, by key and index: of its inner chunks, then of its index."""
 
 _FAREWELL_S = 2.0
 _LOW_PRIORITY = 10

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.core.array import ArraySpec
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.storage.direct_io import pread_into
 from dist_ckpt_strategies.storage.files import (

@@ -12,32 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64_hexdigest
+
 from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
+from dist_ckpt_strategies.formats.commit import CheckpointMarker, DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
     Location,
     content_of,
+    is_finished,
     located,
     read_marker,
     require_path,
-    require_unfinished,
 )
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.objects import (
-    Allowed,
-    allowing,
-    dump_loadable,
-    dump_object,
-)
+from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     merge_factories,
@@ -54,16 +51,15 @@ from dist_ckpt_strategies.megatron.types import (
     StrictHandling,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES, LocalSaveRequest
+from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import begin_in_background
 from dist_ckpt_strategies.sharded.checks import (
     check_load,
     check_save,
-    digest_of_common,
-    require_one_strategy,
+    different_strategies,
 )
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
-from dist_ckpt_strategies.sharded.save import CommonState, ShardedSave, begun_save
+from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.storage.time_limit import (
@@ -270,9 +266,10 @@ def _common_state(
     content: bytes | None = None
     if is_ours and is_first:
         content = dump_loadable(state, name=COMMON_STATE, allow=saver.allowed())
-    digest = ""
+    digest = ""  # where two differ, the states may still be equal
     if compared is not None:
-        digest = digest_of_common(compared, content if compared is state else None)
+        known = content if compared is state else None
+        digest = xxh3_64_hexdigest(known or dump_object(compared, name=COMMON_STATE))
     if is_ours:
         return CommonState(compared, digest, content, None)
     if is_first and saver.backend == TORCH_BACKEND:
@@ -320,12 +317,11 @@ class _Save:
                 f"{self.sharded}: this package saves in the background with ('zarr', 1) and "
                 "('zarr', 2) only; call dist_checkpointing.save for the strategy's own way"
             )
-        with uncounted():
-            RUNNING_SAVES.wait(root, WORK * self.options.timeout_s)
         if self.comm.rank == 0:
             complete_commit(root)
-            if not self.overwrite:
-                require_unfinished(root)
+            if not self.overwrite and is_finished(root):
+                text = "already holds a finished checkpoint; pass overwrite=True to replace it"
+                raise CheckpointExistsError(f"{root} {text}", path=str(root))
         if not (is_ours and base is self.sharded and base.runs_in_world(self.options)):
             return None
         if is_async:
@@ -350,7 +346,13 @@ class _Save:
             return run_collectively(comm, lambda: self._by_base(base, is_async=is_async))
         root = require_path(self.root, type(self.sharded).__name__)
         place = DirectoryPlace(root, self.options, keeps_old=True, overwrite=self.overwrite)
-        place.save_id = run_and_gather(comm, place.new_save_id)[0]
+
+        def new_save_id() -> str:
+            with uncounted():
+                RUNNING_SAVES.wait(root, WORK * self.options.timeout_s)
+            return place.new_save_id()
+
+        place.save_id = run_and_gather(comm, new_save_id)[0]
         run_on_first_rank(comm, lambda: place.begin(None))
 
         def commit() -> None:
@@ -618,7 +620,8 @@ class _Load:
         """
         comm, strict = self.comm, self.strictness
         kinds = [a.partition(":")[0] if isinstance(a, str) else "zarr" for a in answers]
-        require_one_strategy(comm, "a load", kinds)
+        if len(set(kinds)) > 1:
+            raise different_strategies(comm, "a load", kinds)
         if self.direct is not None:
             self.direct.begin(answers)
             result: StateDict = self.direct.run(self._finished)

@@ -37,9 +37,8 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import make_directory, set_marker_aside
+from dist_ckpt_strategies.formats.commit import CheckpointMarker, make_directory, set_marker_aside
 from dist_ckpt_strategies.formats.locations import is_finished
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict

@@ -66,6 +66,7 @@ __all__ = [
 ]
 
 BACKEND = "zarr"
+_FORMAT1 = "format ('zarr', 1)"
 
 
 class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ignore[misc]
@@ -88,10 +89,12 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
     Attributes:
         cache: what is kept from one save to the next.
         takes_urls: whether a checkpoint may be in an object store.
-        format_name: the format, for messages.
+        format_name: the format that does not take them, for messages.
 
     Source: format 1 is the layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
+
+    format_name = _FORMAT1
 
     @raises_megatron_errors
     def __init__(
@@ -108,7 +111,6 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
         super().__init__(backend, version)
         self.cache = SaveCache()
         self.takes_urls = version != 1
-        self.format_name = f"format {(backend, version)}"
         self._configure(options, allow, group, engine=engine)
 
     @raises_megatron_errors
@@ -236,7 +238,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
     takes_urls = has_digests = False
     """Whether a checkpoint may be in an object store, and ``verify`` means something."""
 
-    format_name = "format ('zarr', 1)"
+    format_name = _FORMAT1
 
     @raises_megatron_errors
     def __init__(
@@ -332,14 +334,14 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         is_any = len(self.versions) > 1  # then what lies there says which it is
         is_format2 = (isinstance(root, Bucket) or has_manifest(root)) if is_any else self.takes_urls
         if not is_format2:
-            return Format1Checkpoint(require_path(root, self.format_name), options)
+            return Format1Checkpoint(require_path(root, _FORMAT1), options)
         checkpoint = Format2Checkpoint(root, options)
         if comm is None:
             return checkpoint
         if options.verify is Verify.FULL:
             checkpoint.require_whole(comm.rank, comm.size)
-        elif comm.rank == 0:
-            checkpoint.require_common()
+        elif comm.rank == 0 and checkpoint.manifest.index.common is not None:
+            checkpoint.common_content()
         return checkpoint
 
     @raises_megatron_errors
@@ -414,7 +416,6 @@ class Format2LoadShardedStrategy(ZarrLoadShardedStrategy):
 
     versions = (2,)
     takes_urls = has_digests = True
-    format_name = "format ('zarr', 2)"
 
 
 class EitherFormatLoadShardedStrategy(ZarrLoadShardedStrategy):
@@ -422,7 +423,6 @@ class EitherFormatLoadShardedStrategy(ZarrLoadShardedStrategy):
 
     versions = (1, 2)
     takes_urls = has_digests = True
-    format_name = "format ('zarr', 2)"
 
 
 def load_zarr_based_sharded_metadata(

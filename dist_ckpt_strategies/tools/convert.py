@@ -15,7 +15,7 @@ from typing import Any
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks
 from dist_ckpt_strategies.config import MIB, Options, options_from_environment
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import Region
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointExistsError,

@@ -17,7 +17,7 @@ import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import Region, Shape
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.issues import Watch
 from dist_ckpt_strategies.formats.objects import Allowed, load_content

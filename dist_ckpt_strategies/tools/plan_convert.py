@@ -14,6 +14,8 @@ from dist_ckpt_strategies.core.array import (
     ArraySpec,
     DType,
     ObjectId,
+    Region,
+    Shape,
     require_storable_keys,
 )
 from dist_ckpt_strategies.core.chunk_grids import (
@@ -25,7 +27,6 @@ from dist_ckpt_strategies.core.chunk_grids import (
     regular_chunk_shape,
     require_partition,
 )
-from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import PlanError
 
 SAFETENSORS_DTYPES: Mapping[DType, str] = MappingProxyType(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -14,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import COMMON_OBJECT, DType, ObjectId
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import COMMON_OBJECT, DType, ObjectId, Region, Shape
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.formats.locations import Location, read_marker
-from dist_ckpt_strategies.formats.object_files import archive_damage, plain_value
+from dist_ckpt_strategies.formats.object_files import file_damage, plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file
@@ -143,9 +143,7 @@ class ZarrReader(CheckpointReader):
     def _common_file(self) -> tuple[bytes, str]:
         if isinstance(self._checkpoint, Format1Checkpoint):
             return super()._common_file()
-        self._checkpoint.require_common()
-        store = self._checkpoint.file_store
-        return store.read(COMMON_NAME), store.path(COMMON_NAME)
+        return self._checkpoint.common_content(), self._checkpoint.file_store.path(COMMON_NAME)
 
 
 class Memory(threading.local):
@@ -170,7 +168,7 @@ def require_archive(content: bytes, name: str, path: str) -> None:
     Raises:
         CorruptCheckpointError: they are not.
     """
-    damage = archive_damage(content)
+    damage = file_damage(io.BytesIO(content))
     if damage:
         raise CorruptCheckpointError(f"{name}: {path} is damaged: {damage}", key=name, path=path)
 

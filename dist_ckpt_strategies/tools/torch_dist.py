@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dist_ckpt_strategies.core.array import DType, ObjectId
+from dist_ckpt_strategies.core.array import DType, ObjectId, Region
 from dist_ckpt_strategies.core.chunk_grids import ShardPlacement
-from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.device import host_view, torch_dtype
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -38,7 +37,8 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.chunks import at_region
+from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_content,
@@ -46,7 +46,6 @@ from dist_ckpt_strategies.formats.objects import (
     load_content,
     load_pickle,
 )
-from dist_ckpt_strategies.formats.zarr3 import at_region
 from dist_ckpt_strategies.storage.direct_io import write_buffered
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, new_file, read_file
 from dist_ckpt_strategies.storage.store import HostArray

@@ -11,18 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, Shape
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
+from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.formats.locations import Location, SavePlace, require_path
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.sharded.plan import build_manifest_plan
 from dist_ckpt_strategies.storage.direct_io import pwrite_all
-from dist_ckpt_strategies.storage.files import file_errors, sync_path
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, sync_path
 from dist_ckpt_strategies.storage.store import Directory, HostArray
 from dist_ckpt_strategies.tools.plan_convert import (
     SAFETENSORS_DTYPES,
@@ -143,7 +142,7 @@ class ZarrWriter(TargetWriter):
                 yield block, padding if held is None else read(item, held)
         else:
             grid = InnerGrid.of(array, index)
-            for run in grid.all(max(1, self._block_nbytes // grid.stored_nbytes)):
+            for run in grid.runs(max_nbytes=self._block_nbytes):
                 region = grid.region_of(run.offset, run.shape)
                 yield region, read(item, region)
 
@@ -156,7 +155,7 @@ class ZarrWriter(TargetWriter):
     def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
         """See TargetWriter. In format 2 the manifest's index comes last."""
         self._write_objects(source)
-        self._writer.write_common(common)
+        self._writer.store.write(COMMON_NAME, common)
         if self._writer.version == _FORMAT2:
             self._write_manifest(records, source, common)
 

@@ -14,9 +14,8 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator, Exchange, Receive, Send
 from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.core.inner_grid import stored_nbytes
-from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import (
     Copies,

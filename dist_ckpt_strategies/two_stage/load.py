@@ -22,8 +22,7 @@ from dist_ckpt_strategies.comm.collective import (
     run_collectively,
 )
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import PlanError, StrategyError

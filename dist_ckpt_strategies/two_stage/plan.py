@@ -13,9 +13,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
 from dist_ckpt_strategies.core.inner_grid import raw_spans
-from dist_ckpt_strategies.core.region import Region, Shape
 
 MAX_SLICE_NBYTES = 64 << 20
 """A slice is no larger, unless it is a single chunk that is read whole anyway."""

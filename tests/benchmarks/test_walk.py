@@ -12,10 +12,10 @@ from tests.support.scripts import results_of
 pytestmark = pytest.mark.multiprocess
 
 BOUNDS = {
-    (1, "save"): (205, 36),
-    (1, "load"): (160, 36),
-    (2, "save"): (235, 37),
-    (2, "load"): (196, 38),
+    (1, "save"): (190, 31),
+    (1, "load"): (152, 33),
+    (2, "save"): (210, 33),
+    (2, "load"): (177, 34),
 }
 """Functions and files at most, by version and call: what was reached on the way to the aims."""
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import ShardId
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import Region, ShardId
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.plan import build_spread
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import Region, Shape
 from dist_ckpt_strategies.core.chunk_grids import (
     MAX_ASSEMBLED_NBYTES,
     MAX_OBJECT_NBYTES,
@@ -15,7 +16,6 @@ from dist_ckpt_strategies.core.chunk_grids import (
     irregular_chunk_shape,
     object_chunk_shape,
 )
-from dist_ckpt_strategies.core.region import Region, Shape
 from tests.support.boxes import Split, splits
 
 

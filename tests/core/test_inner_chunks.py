@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, cut_chunk
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.core.region import Region
 
 extents = st.one_of(st.integers(1, 40), st.sampled_from([97, 128, 1009, 4096, 12288, 25129, 50257]))
 
@@ -88,7 +87,7 @@ def test_runs_are_contiguous_and_make_up_the_box(
     grid = InnerGrid.of(array, index)
     region = _some_box(data, shape)
 
-    runs = list(grid.overlapping(region, max_chunks))
+    runs = list(grid.runs(region, max_chunks * grid.stored_nbytes))
 
     offsets = [tuple(n) for n in _offsets(grid.counts)]
     seen = []
@@ -102,9 +101,9 @@ def test_runs_are_contiguous_and_make_up_the_box(
         seen += numbers
     wanted = [n for n, o in enumerate(offsets) if grid.region_of(o).intersect(region)]
     assert seen == wanted
-    assert [
-        n for run in grid.all(max_chunks) for n in range(run.first, run.first + run.num_chunks)
-    ] == list(range(grid.num_chunks))
+    assert [n for run in grid.runs() for n in range(run.first, run.first + run.num_chunks)] == list(
+        range(grid.num_chunks)
+    )
 
 
 def _some_box(data: st.DataObject, shape: tuple[int, ...]) -> Region:
@@ -135,9 +134,9 @@ def test_another_layout_reads_little_more_than_it_needs(
         array = ArraySpec("w", shape, DType.BFLOAT16, cut.chunk_shape, inner_shape=cut.inner_shape)
         box = Region((0, 0), divided(shape, wanted_axis, wanted_parts))
         needed += box.numel * array.dtype.itemsize
-        for index in array.chunks_of(box):
+        for index in box.cells(array.chunk_shape):
             grid = InnerGrid.of(array, index)
-            runs = grid.overlapping(box, 8)
+            runs = grid.runs(box, 8 * grid.stored_nbytes)
             read += sum(run.num_chunks * grid.stored_nbytes for run in runs)
 
     is_change_of_axis = saved_parts > 1 and saved_axis != wanted_axis

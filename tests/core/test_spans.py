@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core import inner_grid as spans
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
 from dist_ckpt_strategies.core.inner_grid import MIN_SPAN_NBYTES, ChunkSpans, raw_spans
-from dist_ckpt_strategies.core.region import Region, Shape
 from tests.support.boxes import regions_in, shapes
 from tests.support.samples import Values
 

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Engine
-from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -87,16 +86,6 @@ def test_any_box_of_any_array_in_any_chunks_is_read_right(
     columns = np.zeros(box.shape[::-1], values.dtype).T
     read_into(root, ENGINE, array, box, columns)
     assert np.array_equal(columns, values[box.slices()])
-
-
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.BOOL, DType.COMPLEX128])
-def test_a_scalar_comes_back(dtype: DType, tmp_path: Path) -> None:
-    values = random_values((), dtype)
-    array = write_array(tmp_path, ENGINE, values)
-
-    assert same_bytes(read_array(tmp_path, ENGINE), values)
-    assert [path.name for path in chunk_files(tmp_path, array)] == ["0"]
-    assert (tmp_path / "w" / "0").stat().st_size == dtype.itemsize
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0, 2)])

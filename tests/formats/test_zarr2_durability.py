@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats import arrays as stores
 from dist_ckpt_strategies.formats.zarr2 import find_array

@@ -12,8 +12,7 @@ import pytest
 import zarr
 
 from dist_ckpt_strategies.config import Engine
-from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import DType, Region
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,

@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import cut_chunk
-from dist_ckpt_strategies.core.region import Region
-from dist_ckpt_strategies.formats.arrays import DirectoryReader, DirectoryWriter
+from dist_ckpt_strategies.formats.arrays import DirectoryReader, DirectoryWriter, chunk_name
 from dist_ckpt_strategies.formats.manifest import ArrayRecord, array_fields, array_record
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
-from dist_ckpt_strategies.formats.zarr3 import chunk_name, directory_name
+from dist_ckpt_strategies.formats.zarr3 import array_directory
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite
 from tests.support.samples import Values, random_values, same_bytes
 
@@ -142,18 +141,18 @@ def drop_from_cache(path: Path) -> None:
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_no_two_keys_share_a_directory(one: str, other: str) -> None:
-    names = {directory_name(one), directory_name(other)}
+    names = {array_directory(one), array_directory(other)}
 
     assert len(names) == len({one, other})
-    assert all(re.fullmatch(r"[A-Za-z0-9_%-][A-Za-z0-9._%-]{0,199}", name) for name in names)
+    assert all(re.fullmatch(r"arrays/[A-Za-z0-9_%-][A-Za-z0-9._%-]{0,199}", name) for name in names)
 
 
 def test_a_plain_key_is_its_own_directory() -> None:
     key = "decoder.layers.0.mlp.linear_fc1.weight"
-    assert directory_name(key) == key
-    assert directory_name("a/b") == "a%2Fb"
-    assert directory_name(".hidden") == "%2Ehidden"
-    assert len(directory_name("k" * 5000)) < 200
+    assert array_directory(key) == f"arrays/{key}"
+    assert array_directory("a/b") == "arrays/a%2Fb"
+    assert array_directory(".hidden") == "arrays/%2Ehidden"
+    assert len(array_directory("k" * 5000)) < 200
 
 
 def test_a_rank_without_arrays_flushes_what_is_there_file_by_file(tmp_path: Path) -> None:

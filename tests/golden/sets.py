@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Engine, Options
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import Region
 from dist_ckpt_strategies.formats.objects import allowing
 from dist_ckpt_strategies.megatron.types import default_allowed
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import DType, ShardId, ShardSpec
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import DType, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.errors import CoverageError, ShapeMismatchError
 from dist_ckpt_strategies.local.plan_reshard import build_reshard_plan
 from tests.support.boxes import Split, regions_in, spec_of, splits, times_covered

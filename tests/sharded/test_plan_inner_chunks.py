@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, MAX_OBJECT_NBYTES, ChunkLayout
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.sharded.plan import SavePlan, build_manifest_plan, build_save_plan
 from tests.support.boxes import Split, splits, times_covered
 
@@ -27,7 +26,7 @@ def planned(
 
 
 def require_one_writer_per_file(split: Split, array: ArraySpec, plan: SavePlan) -> None:
-    touched = [list(array.chunks_of(write.region)) for write in plan.writes]
+    touched = [list(write.region.cells(array.chunk_shape)) for write in plan.writes]
     assert [len(indices) for indices in touched] == [1] * array.num_chunks
     assert {tuple(*indices) for indices in touched} == set(array.chunk_indices())
     for write, (index,) in zip(plan.writes, touched, strict=True):

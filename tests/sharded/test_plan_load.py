@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
 from dist_ckpt_strategies.errors import ShapeMismatchError
 from dist_ckpt_strategies.sharded.load import build_read_item
 from tests.support.boxes import regions_in, shapes, spec_of
@@ -73,10 +72,3 @@ def test_a_box_that_reaches_outside_its_own_array_is_refused() -> None:
 
     with pytest.raises(ShapeMismatchError, match=r"^w: .*\[6:10\]"):
         build_read_item(want, stored_array((8,)))
-
-
-def test_a_shard_wholly_beyond_the_stored_rows_is_padding() -> None:
-    want = spec_of(Region((112, 0), (16, 4)), (128, 4), may_mismatch=True)
-    read = build_read_item(want, stored_array((100, 4)))
-
-    assert (read.source, read.target, read.is_padded) == (None, None, True)

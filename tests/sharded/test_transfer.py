@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.device import host_view, torch_dtype
-from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.sharded.transfer import build_batches, run_reads, run_writes
+from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.sharded.transfer import run_reads, run_writes
 from tests.support.memory_store import MemoryArrays
 from tests.support.samples import random_values, whole_of
-from tests.support.stores import ArrayStore, chunk_files, store_of
+from tests.support.stores import ArrayStore, store_of
 from tests.support.tensors import (
     Layout,
     bits,
     every_other,
     lazily_conjugated,
-    lazily_negated,
     transposed,
 )
 
@@ -57,29 +56,6 @@ def read(store: ArrayStore, targets: list[torch.Tensor], options: Options = OPTI
         [(a, whole_of(a), t) for a, t in zip(arrays, targets, strict=True)],
         options,
     )
-
-
-def test_a_lazily_conjugated_tensor_is_written_as_it_is_meant() -> None:
-    meant = torch.tensor([[1 + 2j, -3.5j], [0j, 4 - 1j]], dtype=torch.complex64)
-    store = MemoryArrays()
-    write(store, [lazily_conjugated(meant), lazily_conjugated(meant).T])
-
-    assert np.array_equal(store.arrays["w0"], meant.numpy())
-    assert np.array_equal(store.arrays["w1"], meant.numpy().T)
-
-
-def test_lazily_changed_targets_receive_what_is_stored() -> None:
-    numbers, real = torch.tensor([1 + 2j, -3j]), torch.arange(3.0)
-    store = MemoryArrays()
-    write(store, [numbers, real])
-    targets = [
-        lazily_conjugated(torch.zeros(2, dtype=torch.complex64)),
-        lazily_negated(torch.zeros(3)),
-    ]
-    read(store, targets)
-
-    assert torch.equal(targets[0].resolve_conj(), numbers)
-    assert torch.equal(targets[1].resolve_neg(), real)
 
 
 # Copies
@@ -166,40 +142,6 @@ def test_after_a_failed_write_no_transfer_is_under_way(failing: str) -> None:
     with pytest.raises(StorageError, match=f"^{failing}: told to fail"):
         write(store, sources, Options(max_inflight_bytes=64))
     assert store.in_flight == []
-
-
-@pytest.mark.parametrize("engine", Engine)
-def test_after_a_failed_read_nothing_writes_to_the_targets_any_more(
-    engine: Engine, tmp_path: Path
-) -> None:
-    sources = [tensor_of((256, 256), seed=n) for n in range(8)]
-    write(store_of(tmp_path, engine), sources)
-    chunk_files(tmp_path, array_for(sources[0], "w0"))[0].unlink()
-    targets = [torch.zeros(256, 256) for _ in sources]
-
-    with pytest.raises(IncompleteCheckpointError, match=r"^w0: "):
-        read(store_of(tmp_path, engine), targets)
-    then = [bits(target) for target in targets]
-    for _ in range(3):
-        assert [bits(target) for target in targets] == then
-
-
-# Batches
-
-sizes = st.lists(st.integers(0, 50), max_size=30)
-
-
-@given(sizes, st.integers(1, 120))
-def test_every_transfer_is_in_one_batch_and_only_a_single_larger_one_exceeds_the_budget(
-    staged: list[int], budget: int
-) -> None:
-    batches = build_batches(staged, budget)
-    assert sorted(number for batch in batches for number in batch) == list(range(len(staged)))
-    for number, batch in enumerate(batches):
-        assert batch
-        assert number == 0 or all(staged[each] for each in batch)
-        needed = [staged[number] for number in batch if staged[number]]
-        assert sum(needed) <= budget or len(needed) == 1
 
 
 # CUDA

@@ -103,7 +103,7 @@ def test_damage_anywhere_is_found_and_named(tmp_path: Path) -> None:
     wanted = {"o": ShardedObject("o", None, (1,), (0,))}
 
     def read() -> None:
-        Format2Checkpoint(root, options).require_common()
+        Format2Checkpoint(root, options).common_content()
         load_format2(state_of(0, cuts, no_data) | wanted, root, comm, options)
 
     read()

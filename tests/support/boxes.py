@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import DType, RankShards, ShardId, ShardSpec
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import DType, RankShards, Region, Shape, ShardId, ShardSpec
 
 NUM_RANKS = 4
 

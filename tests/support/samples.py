@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
 
 Values = npt.NDArray[Any]
 

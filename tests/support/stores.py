@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from dist_ckpt_strategies.config import Engine, Options
-from dist_ckpt_strategies.core.array import ArraySpec
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.formats.arrays import DirectoryWriter, Format1Reader
 from dist_ckpt_strategies.formats.zarr2 import find_array
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter

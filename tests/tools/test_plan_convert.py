@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import DType, Region
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.tools.plan_convert import (
     ConvertPlan,

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.two_stage.broadcast import Target, run_group_plan

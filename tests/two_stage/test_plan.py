@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import cut_chunk
 from dist_ckpt_strategies.core.inner_grid import stored_nbytes
-from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.two_stage.plan import (
     MAX_PACKED_NBYTES,
     MAX_SLICE_NBYTES,
