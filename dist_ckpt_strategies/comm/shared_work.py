@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import heapq
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import xxhash
 
 from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError
+from dist_ckpt_strategies.storage.io_pool import start_thread
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.comm.base import Communicator
@@ -105,9 +107,8 @@ class Ranks:
                 "the same options, and nothing may be written there meanwhile"
             )
         owners = assign_lpt([nbytes + _TASK_NBYTES for nbytes in sizes], self.size)
-        own = {n: task for n, task in enumerate(tasks) if owners[n] == self.rank}
-        queue = _Queue(own, work, min(num_threads, len(own)))
-
+        own = [(n, task) for n, task in enumerate(tasks) if owners[n] == self.rank]
+        pool = _Pool(own, work)
         done_nbytes = 0
 
         def report() -> None:
@@ -116,11 +117,11 @@ class Ranks:
 
         def state() -> list[int]:
             report()
-            queue.wait(_PAUSE_S)
-            return [queue.done_nbytes, queue.num_running]
+            num_running = pool.wait(_PAUSE_S)
+            return [pool.done_nbytes, num_running]
 
         try:
-            queue.start()
+            self.run(lambda: pool.start(num_threads))
             is_running = True
             while is_running:
                 states = self.gather(state)
@@ -128,8 +129,8 @@ class Ranks:
                 is_running = any(num_running for _, num_running in states)
             self.run(report)
         finally:
-            queue.stop()
-        return queue.results
+            pool.stop()
+        return pool.results
 
 
 @contextmanager
@@ -177,68 +178,55 @@ class _StoppedError(Exception):
     """The work has failed elsewhere, or was interrupted."""
 
 
-class _Queue(Generic[Task, T]):
-    """Tasks that threads take one after the other."""
+class _Pool(Generic[Task, T]):
+    """Threads that take numbered tasks one after the other."""
 
-    def __init__(
-        self, tasks: Mapping[int, Task], work: Callable[[Task, Count], T], num_threads: int
-    ) -> None:
-        self._waiting = iter(tasks.items())
-        self._work = work
-        self._threads = [
-            threading.Thread(target=self._run, name=f"dist-ckpt-tool-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
-        self._changed = threading.Condition()
+    def __init__(self, tasks: Sequence[tuple[int, Task]], work: Callable[[Task, Count], T]) -> None:
+        self._waiting, self._work = deque(tasks), work
+        self._threads: list[futures.Future[None]] = []
+        self._lock = threading.Lock()
         self._is_stopped = False
         self._failure: BaseException | None = None
-        self.num_running = num_threads
         self.done_nbytes = 0
         self.results: dict[int, T] = {}
 
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
+    def start(self, num_threads: int) -> None:
+        """Start as many threads, or fewer where there are fewer tasks."""
+        for _ in range(min(num_threads, len(self._waiting))):
+            self._threads.append(start_thread(self._run))
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when all tasks are done, or after that time; raise what a task has raised."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or not self.num_running, timeout_s)
+    def wait(self, timeout_s: float) -> int:
+        """Threads that still run when all tasks are done, or after that time.
+
+        Raises what a task has raised.
+        """
+        running = futures.wait(self._threads, timeout_s, futures.FIRST_EXCEPTION).not_done
         if self._failure is not None:
             raise self._failure
+        return len(running)
 
     def stop(self) -> None:
         """Let no further task begin, and end those that are running at their next count."""
         self._is_stopped = True
-        deadline = time.monotonic() + _STOP_S
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        futures.wait(self._threads, _STOP_S)
 
     def _run(self) -> None:
-        failure = None
-        try:
-            while (found := self._next()) is not None:
-                result = self._work(found[1], self._count)
-                with self._changed:
-                    self.results[found[0]] = result
-        except BaseException as error:  # noqa: BLE001 - ``wait`` raises it
-            failure = error
-        with self._changed:
-            self.num_running -= 1
-            if not self._is_stopped:
-                self._failure = self._failure or failure
-            self._changed.notify_all()
-
-    def _next(self) -> tuple[int, Task] | None:
-        with self._changed:
-            return None if self._is_stopped or self._failure else next(self._waiting, None)
+        while not self._is_stopped:
+            try:
+                number, task = self._waiting.popleft()
+            except IndexError:
+                return
+            try:
+                self.results[number] = self._work(task, self._count)
+            except BaseException as error:
+                if not self._is_stopped:
+                    self._failure, self._is_stopped = error, True
+                raise
 
     def _count(self, nbytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self.done_nbytes += nbytes
-        if self._is_stopped or self._failure:
+        if self._is_stopped:
             raise _StoppedError
 
 
