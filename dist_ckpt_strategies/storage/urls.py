@@ -82,7 +82,9 @@ def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path
     Raises:
         StrategyError: it is no address, or a Path made of a URL.
     """
-    text = _text(address, what)
+    text = os.fspath(address) if isinstance(address, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:  # None and numbers would name directories
+        raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
     if not text:
         raise StrategyError(f"{what} is empty; name the checkpoint's directory")
     if isinstance(address, Path) and _LOST_A_SLASH.match(text):
@@ -100,11 +102,3 @@ def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path
     if "://" in text:
         return StoreUrl.parse(text)
     return Path(text).absolute()
-
-
-def _text(address: object, what: str) -> str:
-    """The address as text; ``None`` and numbers would otherwise name directories."""
-    text = os.fspath(address) if isinstance(address, str | os.PathLike) else None
-    if not isinstance(text, str) or "\0" in text:
-        raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
-    return text
