@@ -36,12 +36,6 @@ def test_every_python_block_is_python(page: Path) -> None:
         compile(content, str(page), "exec")
 
 
-def test_the_readme_takes_five_lines_to_adopt_it() -> None:
-    (block,) = python_blocks(ROOT / "README.md")
-
-    assert len([line for line in block.splitlines() if line]) == 5
-
-
 def anchors_of(page: Path) -> set[str]:
     """Of each heading, as GitHub and Sphinx make them."""
     outside = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -66,22 +60,6 @@ def test_the_readme_leads_to_every_page() -> None:
     pages = {str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT}
 
     assert {page for page in pages if not page.endswith("index.md")} <= known
-
-
-def commands_of_the_readme() -> list[str]:
-    return [text.strip() for language, text in blocks_of(ROOT / "README.md") if language == "bash"]
-
-
-def test_the_readme_has_two_commands_of_one_line_each() -> None:
-    demo, tests = commands_of_the_readme()
-
-    assert demo.endswith(".venv/bin/dist-ckpt demo")
-    assert tests.endswith(".venv/bin/tox")
-    assert "\n" not in demo + tests
-
-
-def test_continuous_integration_runs_the_readmes_test_command() -> None:
-    assert commands_of_the_readme()[1] in (ROOT / ".ci" / "run").read_text()
 
 
 def links_of(page: Path) -> Iterator[str]:
