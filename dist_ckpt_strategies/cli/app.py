@@ -302,7 +302,7 @@ def convert(
     _prepare(source, target)
     from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
 
-    arguments = {"source": source, "target": target, "to": to, "keys": keys}
+    arguments: dict[str, Any] = {"source": source, "target": target, "to": to, "keys": keys}
     arguments |= {"max_file": max_file, "memory": memory}
     convert_checkpoint("convert", arguments, nproc, as_json=as_json)
 

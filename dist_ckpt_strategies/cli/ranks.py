@@ -152,6 +152,7 @@ def run_ranks(
             has_failed = False
             # After a failure only what the others have sent before.
             while running and (ready := wait([*running], 0.0 if has_failed else silence_s)):
+                connection: Any
                 for connection in ready:
                     try:
                         kind, content = connection.recv()

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import unquote
 
 from dist_ckpt_strategies.errors import StrategyError
@@ -82,7 +82,8 @@ def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path
     Raises:
         StrategyError: it is no address, or a Path made of a URL.
     """
-    text = os.fspath(address) if isinstance(address, str | os.PathLike) else None
+    given: Any = address
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:  # None and numbers would name directories
         raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
     if not text:
