@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import xxhash
 
 from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError
-from dist_ckpt_strategies.storage.io_pool import start_thread
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
+from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.comm.base import Communicator
@@ -107,8 +107,7 @@ class Ranks:
                 "the same options, and nothing may be written there meanwhile"
             )
         owners = assign_lpt([nbytes + _TASK_NBYTES for nbytes in sizes], self.size)
-        own = [(n, task) for n, task in enumerate(tasks) if owners[n] == self.rank]
-        pool = _Pool(own, work)
+        own = _Progress(tasks, work)
         done_nbytes = 0
 
         def report() -> None:
@@ -117,20 +116,27 @@ class Ranks:
 
         def state() -> list[int]:
             report()
-            num_running = pool.wait(_PAUSE_S)
-            return [pool.done_nbytes, num_running]
+            num_running = transfer.num_running_after(_PAUSE_S)
+            if own.failure is not None:
+                raise own.failure
+            return [own.done_nbytes, num_running]
 
+        def finish() -> None:
+            transfer.wait(_STOP_S)
+            report()
+
+        numbers = [number for number, owner in enumerate(owners) if owner == self.rank]
+        transfer = Transfer((Job("", "", partial(own.run, n)) for n in numbers), num_threads)
         try:
-            self.run(lambda: pool.start(num_threads))
             is_running = True
             while is_running:
                 states = self.gather(state)
                 done_nbytes = sum(nbytes for nbytes, _ in states)
                 is_running = any(num_running for _, num_running in states)
-            self.run(report)
+            self.run(finish)
         finally:
-            pool.stop()
-        return pool.results
+            transfer.stop(_STOP_S)
+        return own.results
 
 
 @contextmanager
@@ -174,60 +180,28 @@ def _digest_of(sizes: Sequence[int]) -> str:
     return xxhash.xxh3_128_hexdigest(repr(sizes).encode())
 
 
-class _StoppedError(Exception):
-    """The work has failed elsewhere, or was interrupted."""
+class _Progress(Generic[Task, T]):
+    """What threads have done of some tasks: results by number, bytes, and the first failure."""
 
-
-class _Pool(Generic[Task, T]):
-    """Threads that take numbered tasks one after the other."""
-
-    def __init__(self, tasks: Sequence[tuple[int, Task]], work: Callable[[Task, Count], T]) -> None:
-        self._waiting, self._work = deque(tasks), work
-        self._threads: list[futures.Future[None]] = []
+    def __init__(self, tasks: Sequence[Task], work: Callable[[Task, Count], T]) -> None:
+        self._tasks, self._work = tasks, work
         self._lock = threading.Lock()
-        self._is_stopped = False
-        self._failure: BaseException | None = None
-        self.done_nbytes = 0
         self.results: dict[int, T] = {}
+        self.done_nbytes = 0
+        self.failure: BaseException | None = None
 
-    def start(self, num_threads: int) -> None:
-        """Start as many threads, or fewer where there are fewer tasks."""
-        for _ in range(min(num_threads, len(self._waiting))):
-            self._threads.append(start_thread(self._run))
-
-    def wait(self, timeout_s: float) -> int:
-        """Threads that still run when all tasks are done, or after that time.
-
-        Raises what a task has raised.
-        """
-        running = futures.wait(self._threads, timeout_s, futures.FIRST_EXCEPTION).not_done
-        if self._failure is not None:
-            raise self._failure
-        return len(running)
-
-    def stop(self) -> None:
-        """Let no further task begin, and end those that are running at their next count."""
-        self._is_stopped = True
-        futures.wait(self._threads, _STOP_S)
-
-    def _run(self) -> None:
-        while not self._is_stopped:
-            try:
-                number, task = self._waiting.popleft()
-            except IndexError:
-                return
-            try:
-                self.results[number] = self._work(task, self._count)
-            except BaseException as error:
-                if not self._is_stopped:
-                    self._failure, self._is_stopped = error, True
-                raise
+    def run(self, number: int) -> None:
+        """Work a task off."""
+        try:
+            self.results[number] = self._work(self._tasks[number], self._count)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self.done_nbytes += nbytes
-        if self._is_stopped:
-            raise _StoppedError
+        raise_if_cancelled()  # the work is no longer wanted
 
 
 def assign_lpt(nbytes: Sequence[int], num_ranks: int) -> list[int]:

@@ -91,7 +91,7 @@ def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path
     if isinstance(address, Path) and _LOST_A_SLASH.match(text):
         raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
     scheme = _LACKS_SLASHES.match(text)
-    if scheme and not isinstance(address, Path):  # a typing error, lest it becomes a directory
+    if scheme and not isinstance(address, Path):  # a typing error, and no directory
         raise StrategyError(
             f"{text}: a URL begins with {scheme[0]}//; a directory of that name is ./{text}"
         )

@@ -233,7 +233,7 @@ def build_prune_plan(
         In the order of removal: unfinished ones, then the oldest.
 
     Raises:
-        PlanError: a number of the policy makes no sense.
+        PlanError: a number of the policy is out of range.
     """
     for name, count in (("keep_last", policy.last), ("keep_every", policy.every)):
         if count is not None and count < 1:
