@@ -35,8 +35,7 @@ _STORE_VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def limit_of_wait(timeout_s: float) -> float:
     """The longest that a step may wait for something of its own rank's, in seconds.
 
-    Meanwhile the others wait for this rank, for ``timeout_s``: it has to have said by then that it
-    waits in vain.
+    The others wait for this rank, for ``timeout_s``: by then it has to have reported a failure.
     """
     return _SHARE_OF_WAIT * timeout_s
 
@@ -72,7 +71,7 @@ class StoreOptions:
     """How object stores are reached; the credentials themselves are never here.
 
     Attributes:
-        endpoint: URL of a server that speaks S3; None for Amazon's own.
+        endpoint: URL of a server with the S3 protocol; None for Amazon's own.
         region: that requests are signed for. None: Amazon tells it, and where there is an
             endpoint it is us-east-1.
         credentials: where they come from; ``"default"`` is Amazon's usual chain: environment,
@@ -161,7 +160,7 @@ class Options:
         """How object stores are reached: no request outlasts what the peers wait for its rank.
 
         Raises:
-            StrategyError: it is for the environment to say, which makes no sense.
+            StrategyError: a variable of the environment is out of range, or does not parse.
         """
         store = self.store or store_options_from_environment()
         return replace(store, timeout_s=min(store.timeout_s, limit_of_wait(self.timeout_s)))
@@ -302,8 +301,7 @@ class Launch:
         worker: what the launcher calls this process.
         rank: its place as torchrun says; None where the supervisor assigns it.
         attempt: how often the launcher has restarted all of them.
-        heartbeat_pipe: file descriptor and inode of the heartbeats go to; None: no
-            process listens.
+        heartbeat_pipe: file descriptor and inode that heartbeats go to; None: no process listens.
         heartbeat_s: seconds between two of them.
     """
 

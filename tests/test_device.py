@@ -21,32 +21,15 @@ from dist_ckpt_strategies.device import (
 from dist_ckpt_strategies.errors import PlanError
 from tests.support.samples import random_values
 from tests.support.tensors import (
-    LAYOUTS,
-    Layout,
     bits,
-    lazily_conjugated,
-    lazily_negated,
 )
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
-EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 def tensor_of(dtype: DType, shape: tuple[int, ...] = (4, 6)) -> torch.Tensor:
     raw = torch.from_numpy(random_values(shape, dtype).view(np.uint8).copy())
     return raw.view(torch_dtype(dtype))
-
-
-@EVERY_DTYPE
-@EVERY_LAYOUT
-def test_a_view_shows_the_memory_of_the_tensor(dtype: DType, layout: Layout) -> None:
-    tensor = layout(tensor_of(dtype))
-    view = host_view(tensor)
-
-    assert view.dtype == dtype.numpy
-    assert view.shape == tuple(tensor.shape)
-    assert view.__array_interface__["data"][0] == tensor.data_ptr()
-    assert view.tobytes() == bits(tensor)
 
 
 def test_a_type_that_cannot_be_stored_is_refused_naming_the_key() -> None:
@@ -66,21 +49,6 @@ def test_only_what_does_not_lie_in_order_is_copied() -> None:
     assert copied == [False, False, True, True, False]
     assert all(host.flags.c_contiguous for host in hosts)
     assert [host.tobytes() for host in hosts] == [bits(tensor) for tensor in tensors]
-
-
-@pytest.mark.parametrize(
-    "lazy",
-    [
-        lazily_conjugated(torch.tensor([[1 + 2j, 3j]])),
-        lazily_conjugated(torch.tensor([[1 + 2j, 3j]])).T,
-        lazily_negated(torch.tensor([[1.0, -2.0]])),
-    ],
-    ids=["conjugated", "conjugated and transposed", "negated"],
-)
-def test_lazy_tensors_are_copied_as_they_are_meant(lazy: torch.Tensor) -> None:
-    (host,) = to_host([lazy])
-
-    assert host.tobytes() == bits(lazy)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,9 @@ import pytest
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import errors
-from dist_ckpt_strategies.core import chunk_grids
-from dist_ckpt_strategies.formats import bucket_arrays
 from dist_ckpt_strategies.inprocess import attempt
 from dist_ckpt_strategies.integrations import lightning_faults
 from dist_ckpt_strategies.recovery import CheckpointManager
-from dist_ckpt_strategies.sharded import plan
-from dist_ckpt_strategies.storage import bucket as buckets
 from tests.support.pages import PAGES, ROOT, blocks_of, page_id, python_blocks
 
 PACKAGE = Path(dist_ckpt_strategies.__file__).parent
@@ -34,12 +30,6 @@ ERRORS = {
 def test_every_python_block_is_python(page: Path) -> None:
     for content in python_blocks(page):
         compile(content, str(page), "exec")
-
-
-def test_the_readme_takes_five_lines_to_adopt_it() -> None:
-    (block,) = python_blocks(ROOT / "README.md")
-
-    assert len([line for line in block.splitlines() if line]) == 5
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -66,22 +56,6 @@ def test_the_readme_leads_to_every_page() -> None:
     pages = {str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT}
 
     assert {page for page in pages if not page.endswith("index.md")} <= known
-
-
-def commands_of_the_readme() -> list[str]:
-    return [text.strip() for language, text in blocks_of(ROOT / "README.md") if language == "bash"]
-
-
-def test_the_readme_has_two_commands_of_one_line_each() -> None:
-    demo, tests = commands_of_the_readme()
-
-    assert demo.endswith(".venv/bin/dist-ckpt demo")
-    assert tests.endswith(".venv/bin/tox")
-    assert "\n" not in demo + tests
-
-
-def test_continuous_integration_runs_the_readmes_test_command() -> None:
-    assert commands_of_the_readme()[1] in (ROOT / ".ci" / "run").read_text()
 
 
 def links_of(page: Path) -> Iterator[str]:
@@ -178,17 +152,6 @@ def test_the_names_of_the_integrations_are_in_the_reference(name: str) -> None:
     assert [one for one in listed if f"`{one}`" not in page] == []
 
 
-def test_the_figures_of_object_stores_are_those_of_the_code() -> None:
-    page = " ".join((ROOT / "docs" / "stores.md").read_text().split())
-    options = dist_ckpt_strategies.StoreOptions()
-
-    assert f"one object of {chunk_grids.MAX_OBJECT_NBYTES >> 20} MiB at most" in page
-    assert f"requests of {bucket_arrays.REQUEST_NBYTES >> 20} MiB" in page
-    assert f"at most {buckets.MAX_REQUESTS} requests" in page
-    assert f"`DIST_CKPT_STORE_TIMEOUT_S` | {options.timeout_s:g} |" in page
-    assert f"`DIST_CKPT_STORE_MAX_RETRIES` | {options.max_retries} |" in page
-
-
 def test_the_time_limits_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "errors.md").read_text()
     options, store = dist_ckpt_strategies.Options(), dist_ckpt_strategies.StoreOptions()
@@ -198,20 +161,6 @@ def test_the_time_limits_are_those_of_the_code() -> None:
     assert f"`timeout_s` of `StoreOptions`, {store.timeout_s:g} s" in page
     assert f"`timeout_s` of `CheckpointManager`, {of_recovery:g} s" in page
     assert f"`abort_timeout` of `HPWrapper`, {attempt.DEFAULT_ABORT_TIMEOUT_S:g} s" in page
-
-
-def test_the_figures_of_format_2_are_those_of_the_code() -> None:
-    page = " ".join((ROOT / "docs" / "format2.md").read_text().split())
-
-    assert f"at most {chunk_grids.MAX_NBYTES >> 20} MiB each" in page
-    assert f"one for about every {plan.MAX_SEGMENT_NBYTES >> 20} MiB of description" in page
-
-
-def test_the_figures_of_the_chunk_grid_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "format.md").read_text()
-
-    assert f"{chunk_grids.FILE_COST_NBYTES >> 10} KiB" in page
-    assert f"{chunk_grids.MAX_ASSEMBLED_NBYTES >> 20} MiB" in page
 
 
 def test_the_options_are_those_of_the_code() -> None:

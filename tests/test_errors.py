@@ -47,23 +47,6 @@ def facts(error: CheckpointError) -> tuple[Any, ...]:
 
 
 @EVERY_KIND
-def test_an_error_is_caught_by_the_builtin_one_expects(kind: type[CheckpointError]) -> None:
-    builtins = {
-        "PlanError": ValueError,
-        "StrategyNotFoundError": LookupError,
-        "ArrayNotFoundError": FileNotFoundError,
-        "CheckpointNotFoundError": FileNotFoundError,
-        "CheckpointExistsError": FileExistsError,
-        "PeerTimeoutError": TimeoutError,
-        "MissingDependencyError": ImportError,
-    }
-    expected = builtins.get(kind.__name__, Exception)
-
-    with pytest.raises(expected):
-        raise made(kind)
-
-
-@EVERY_KIND
 def test_an_error_survives_pickling_and_copying(kind: type[CheckpointError]) -> None:
     peer = error_from_peer(2, kind.__name__, "w: broken", key="w", path="/w")
     ours = [made(kind).at_rank(5), peer]

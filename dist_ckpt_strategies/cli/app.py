@@ -299,8 +299,12 @@ def convert(
     whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all
     is. After an interruption the same command starts over.
     """
-    arguments = {"to": to, "keys": keys, "max_file": max_file, "memory": memory}
-    _convert("convert", source, target, arguments, nproc, as_json=as_json)
+    _prepare(source, target)
+    from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
+
+    arguments: dict[str, Any] = {"source": source, "target": target, "to": to, "keys": keys}
+    arguments |= {"max_file": max_file, "memory": memory}
+    convert_checkpoint("convert", arguments, nproc, as_json=as_json)
 
 
 @_command("dist-ckpt upgrade SRC DST --to zarr@2", _CONVERT_STATUS)
@@ -325,23 +329,11 @@ def upgrade(
     Megatron-Core 0.16 cannot load, becomes fully_reshardable (optimizer.state.param.*). Otherwise
     like convert.
     """
-    _convert("upgrade", source, target, {"to": to, "memory": memory}, nproc, as_json=as_json)
-
-
-def _convert(
-    tool: str,
-    source: str,
-    target: str,
-    arguments: dict[str, Any],
-    nproc: int | None,
-    *,
-    as_json: bool,
-) -> None:
     _prepare(source, target)
     from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
 
-    addresses = {"source": source, "target": target}
-    convert_checkpoint(tool, addresses | arguments, nproc, as_json=as_json)
+    arguments = {"source": source, "target": target, "to": to, "memory": memory}
+    convert_checkpoint("upgrade", arguments, nproc, as_json=as_json)
 
 
 @_command(

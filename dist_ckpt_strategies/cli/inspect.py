@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain, groupby
@@ -70,30 +70,29 @@ class Summary:
     """What a checkpoint holds, and what is wrong with it.
 
     Attributes:
-        root: the checkpoint.
         fields: of the JSON object of both commands, without the issues.
-        lists: further fields of ``inspect``.
-        tables: the lists as text.
+        lists: further fields of ``inspect``, each a table of the text.
         facts: labels and texts.
         issues: everything that is wrong.
         checked: what ``verify`` looks at.
         unfinished: what to say of a save that has not ended; else nothing.
         is_foreign: another backend wrote the arrays, which are not looked for then.
-        has_sizes: sizes of files were compared; an object store lists names alone.
-        by_file: issues are listed below their files, not below their keys.
+        is_local: it lists local checkpoints, and issues below their files, not below keys.
     """
 
-    root: str
     fields: Mapping[str, Any]
     lists: Mapping[str, Sequence[Mapping[str, Any]]]
-    tables: tuple[Table, ...]
     facts: tuple[tuple[str, str], ...]
     issues: tuple[Issue, ...]
     checked: str
     unfinished: str = ""
     is_foreign: bool = False
-    has_sizes: bool = True
-    by_file: bool = False
+    is_local: bool = False
+
+    @property
+    def is_fine(self) -> bool | None:
+        """Whether nothing is wrong with it; None where it was not looked into."""
+        return None if self.is_foreign else not self.issues
 
 
 def inspect_checkpoint(
@@ -108,7 +107,7 @@ def inspect_checkpoint(
     found = _scanned(parsed_address(address, what="DIR"), None)
     summary = summary_of(found, keys, with_objects=with_objects)
     if as_json:
-        _print_json("inspect", summary, {"complete": _is_fine(summary), **summary.lists})
+        _print_json("inspect", summary, {"complete": summary.is_fine, **summary.lists})
     else:
         _print_inspection(summary)
     return status_of_issues(summary.issues)
@@ -127,7 +126,7 @@ def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Stat
     if is_reporting(nproc) and as_json:
         speed = summary.fields["nbytes"] / max(seconds, 1e-9)
         measured = {"seconds": seconds, "bytes_per_second": speed}
-        _print_json("verify", summary, {"whole": _is_fine(summary), **measured})
+        _print_json("verify", summary, {"whole": summary.is_fine, **measured})
     elif is_reporting(nproc):
         _print_verification(summary, seconds)
     return status_of_issues(summary.issues)
@@ -155,20 +154,16 @@ def _scanned(place: Path | StoreUrl, watch: Watch | None) -> Scan | LocalScan:
     return scan_local(place) or scan(place, watch)
 
 
-def _is_fine(summary: Summary) -> bool | None:
-    return None if summary.is_foreign else not summary.issues
-
-
 def _print_json(command: str, summary: Summary, fields: Mapping[str, Any]) -> None:
     issues = {"findings": list(map(asdict, summary.issues))}
-    print_json(command, {"path": summary.root, **summary.fields, **fields, **issues})
+    print_json(command, {**summary.fields, **fields, **issues})
 
 
 def _print_inspection(summary: Summary) -> None:
     console = Console(highlight=False)
-    for table in summary.tables:
-        if table.rows:
-            print_table(console, table)
+    for name, listed in summary.lists.items():
+        if listed:
+            print_table(console, _table(list(map(_ROWS[name], listed))))
             console.print()
     _print_facts(console, (*summary.facts, ("complete", _completeness(summary))))
     for issue in summary.issues[:_NUM_FIRST]:
@@ -183,7 +178,8 @@ def _completeness(summary: Summary) -> str:
     if summary.issues:
         issues = counted(len(summary.issues), "issue")
         return f"NO, {issues}; `dist-ckpt verify` lists them all"
-    looked_at = "names and sizes" if summary.has_sizes else "names"
+    is_directory = isinstance(parsed_address(summary.fields["path"]), Path)
+    looked_at = "names and sizes" if is_directory else "names"  # as an object store lists them
     return f"yes, by {looked_at}; `dist-ckpt verify` also reads the files"
 
 
@@ -198,13 +194,13 @@ def _print_verification(summary: Summary, seconds: float) -> None:
     console = Console(highlight=False)
     sections: dict[str, list[Issue]] = defaultdict(list)
     for issue in summary.issues:
-        title = issue.path if summary.by_file else issue.key or "the checkpoint"
+        title = issue.path if summary.is_local else issue.key or "the checkpoint"
         sections[title].append(issue)
     for title, issues in sections.items():
         console.print(Text(printable(title), "bold"), soft_wrap=True)
         for issue in issues[:_MAX_PER_SECTION]:
             file = issue.path.removeprefix(f"{issue.key}/")
-            where = issue.key if summary.by_file and issue.key else file
+            where = issue.key if summary.is_local and issue.key else file
             text = f"{where}: expected {issue.expected}, found {issue.found}"
             label = issue.problem.value.replace("_", " ")
             line = f"  {label:<{_PROBLEM_WIDTH}}{printable(text)}"
@@ -214,7 +210,7 @@ def _print_verification(summary: Summary, seconds: float) -> None:
             print_dim(console, f"  ... and {num_more:,} more; --json lists them")
     _print_facts(console, [fact for fact in summary.facts if fact[0] == "left over"])
     verdict = Text(f" {_verdict(summary)}", "bold red" if summary.issues else "bold green")
-    console.print(Text(printable(summary.root)) + verdict, soft_wrap=True)
+    console.print(Text(printable(summary.fields["path"])) + verdict, soft_wrap=True)
     if not summary.is_foreign:
         files = counted(summary.fields["num_files"], "file")
         size = f"{files}, {bytes_text(summary.fields['nbytes'])} in all"
@@ -251,6 +247,7 @@ def summary_of(
     common, is_unfinished = found.common_nbytes, found.is_unfinished
     begun = f", which began {_begun(found.begun)}," if found.begun else ""
     fields = {
+        "path": str(found.root),
         "marker": asdict(found.marker) if found.marker else None,
         "common": None if common is None else {"path": "common.pt", "nbytes": common},
         "num_arrays": len(found.arrays),
@@ -266,16 +263,13 @@ def summary_of(
     }
     contents = f"{counted(len(found.arrays), 'array')}, {counted(len(found.objects), 'object')}"
     return Summary(
-        str(found.root),
         fields,
         {"arrays": arrays, "objects": objects},
-        (_table(map(_array_row, arrays)), _table(map(_object_row, objects))),
         tuple(_facts(found)),
         found.issues,
         f"{contents} and common.pt",
         _UNFINISHED.format(begun) if is_unfinished and found.version == _FORMAT2 else "",
         is_foreign=found.is_foreign,
-        has_sizes=found.has_sizes,
     )
 
 
@@ -336,15 +330,12 @@ def _object_row(fields: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _table(rows: Iterable[Mapping[str, str]]) -> Table:
+def _table(rows: Sequence[Mapping[str, str]]) -> Table:
     """Rows that lack files are marked; columns without any text are left out."""
-    found = list(rows)
-    titles = [title for title in (found[0] if found else ()) if any(row[title] for row in found)]
-    texts = tuple(tuple(row[title] for title in titles) for row in found)
-    marked = {
-        n for n, row in enumerate(found) if _LACKING in row.get("files", "") + row.get("shards", "")
-    }
-    return Table(tuple(titles), texts, _RIGHT, marked)
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    texts = tuple(tuple(row[title] for title in titles) for row in rows)
+    lacking = (_LACKING in row.get("files", row.get("shards", "")) for row in rows)
+    return Table(tuple(titles), texts, _RIGHT, {n for n, lacks in enumerate(lacking) if lacks})
 
 
 def _present(found: int, expected: int) -> str:
@@ -420,19 +411,19 @@ def _local_summary(found: LocalScan, keys: str | None) -> Summary:
     held = f"{counted(num_saves, 'save')}, {counted(len(by_shard), 'shard')}"
     num_tensors = sum(len(copy.shard.buffers) for copy in found.copies if copy.shard is not None)
     stale = list(map(asdict, found.stale_files))
+    root = str(found.root)
+    totals = {"num_files": num_files, "nbytes": found.nbytes}
     return Summary(
-        str(found.root),
-        {"tier": "local", "num_files": num_files, "nbytes": found.nbytes, "leftovers": stale},
+        {"path": root, "tier": "local", **totals, "leftovers": stale},
         {"iterations": saves, "parts": shards},
-        (_table(map(_save_row, saves)), _table(map(_shard_row, shards))),
         (
-            ("directory", str(found.root)),
+            ("directory", root),
             ("local", f"{held} in {counted(num_files, 'file')}, {bytes_text(found.nbytes)}"),
             *_stale_facts(found.stale_files),
         ),
         found.issues,
         counted(num_tensors, "tensor"),
-        by_file=True,
+        is_local=True,
     )
 
 
@@ -502,3 +493,11 @@ def _save_row(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def _known(value: int | str | None) -> str:
     return _UNKNOWN if value is None else printable(str(value))
+
+
+_ROWS = {
+    "arrays": _array_row,
+    "objects": _object_row,
+    "iterations": _save_row,
+    "parts": _shard_row,
+}

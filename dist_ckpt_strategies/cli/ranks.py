@@ -152,12 +152,15 @@ def run_ranks(
             has_failed = False
             # After a failure only what the others have sent before.
             while running and (ready := wait([*running], 0.0 if has_failed else silence_s)):
+                connection: Any
                 for connection in ready:
-                    kind, content = _received(connection)
-                    if kind == "end":
+                    try:
+                        kind, content = connection.recv()
+                    except (EOFError, ConnectionError):  # its process has ended
                         del running[connection]
                         has_failed |= bool(processes[connection].wait())
-                    elif kind == "event":
+                        continue
+                    if kind == "event":
                         on_event(content)
                     else:
                         found[kind][running[connection]] = content
@@ -168,15 +171,6 @@ def run_ranks(
                 text = f"rank(s) {names} still running, but nothing happened for {silence_s:g} s"
                 raise _noted(RankError(text), scratch, min(running.values()))
         return found["result"][0]
-
-
-def _received(connection: Any) -> tuple[str, Any]:
-    """The next message of a rank: its kind and content; ``end`` once its process has ended."""
-    try:
-        kind, content = connection.recv()
-    except (EOFError, ConnectionError):
-        return "end", None
-    return kind, content
 
 
 def _failure(

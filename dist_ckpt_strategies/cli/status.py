@@ -125,7 +125,7 @@ def require_answers(*addresses: str) -> None:
 
     Raises:
         StoreUnreachableError, StoreAccessError, BucketNotFoundError: the store does not give it.
-        StrategyError: an address is none, or the environment makes no sense.
+        StrategyError: an address is none, or a variable of the environment does not parse.
     """
     for address in addresses:
         url = parsed_address(address)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import heapq
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import xxhash
 
 from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
+from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.comm.base import Communicator
@@ -105,9 +107,7 @@ class Ranks:
                 "the same options, and nothing may be written there meanwhile"
             )
         owners = assign_lpt([nbytes + _TASK_NBYTES for nbytes in sizes], self.size)
-        own = {n: task for n, task in enumerate(tasks) if owners[n] == self.rank}
-        queue = _Queue(own, work, min(num_threads, len(own)))
-
+        own = _Progress(tasks, work)
         done_nbytes = 0
 
         def report() -> None:
@@ -116,20 +116,27 @@ class Ranks:
 
         def state() -> list[int]:
             report()
-            queue.wait(_PAUSE_S)
-            return [queue.done_nbytes, queue.num_running]
+            num_running = transfer.num_running_after(_PAUSE_S)
+            if own.failure is not None:
+                raise own.failure
+            return [own.done_nbytes, num_running]
 
+        def finish() -> None:
+            transfer.wait(_STOP_S)
+            report()
+
+        numbers = [number for number, owner in enumerate(owners) if owner == self.rank]
+        transfer = Transfer((Job("", "", partial(own.run, n)) for n in numbers), num_threads)
         try:
-            queue.start()
             is_running = True
             while is_running:
                 states = self.gather(state)
                 done_nbytes = sum(nbytes for nbytes, _ in states)
                 is_running = any(num_running for _, num_running in states)
-            self.run(report)
+            self.run(finish)
         finally:
-            queue.stop()
-        return queue.results
+            transfer.stop(_STOP_S)
+        return own.results
 
 
 @contextmanager
@@ -173,73 +180,28 @@ def _digest_of(sizes: Sequence[int]) -> str:
     return xxhash.xxh3_128_hexdigest(repr(sizes).encode())
 
 
-class _StoppedError(Exception):
-    """The work has failed elsewhere, or was interrupted."""
+class _Progress(Generic[Task, T]):
+    """What threads have done of some tasks: results by number, bytes, and the first failure."""
 
-
-class _Queue(Generic[Task, T]):
-    """Tasks that threads take one after the other."""
-
-    def __init__(
-        self, tasks: Mapping[int, Task], work: Callable[[Task, Count], T], num_threads: int
-    ) -> None:
-        self._waiting = iter(tasks.items())
-        self._work = work
-        self._threads = [
-            threading.Thread(target=self._run, name=f"dist-ckpt-tool-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
-        self._changed = threading.Condition()
-        self._is_stopped = False
-        self._failure: BaseException | None = None
-        self.num_running = num_threads
-        self.done_nbytes = 0
+    def __init__(self, tasks: Sequence[Task], work: Callable[[Task, Count], T]) -> None:
+        self._tasks, self._work = tasks, work
+        self._lock = threading.Lock()
         self.results: dict[int, T] = {}
+        self.done_nbytes = 0
+        self.failure: BaseException | None = None
 
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when all tasks are done, or after that time; raise what a task has raised."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or not self.num_running, timeout_s)
-        if self._failure is not None:
-            raise self._failure
-
-    def stop(self) -> None:
-        """Let no further task begin, and end those that are running at their next count."""
-        self._is_stopped = True
-        deadline = time.monotonic() + _STOP_S
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _run(self) -> None:
-        failure = None
+    def run(self, number: int) -> None:
+        """Work a task off."""
         try:
-            while (found := self._next()) is not None:
-                result = self._work(found[1], self._count)
-                with self._changed:
-                    self.results[found[0]] = result
-        except BaseException as error:  # noqa: BLE001 - ``wait`` raises it
-            failure = error
-        with self._changed:
-            self.num_running -= 1
-            if not self._is_stopped:
-                self._failure = self._failure or failure
-            self._changed.notify_all()
-
-    def _next(self) -> tuple[int, Task] | None:
-        with self._changed:
-            return None if self._is_stopped or self._failure else next(self._waiting, None)
+            self.results[number] = self._work(self._tasks[number], self._count)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
 
     def _count(self, nbytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self.done_nbytes += nbytes
-        if self._is_stopped or self._failure:
-            raise _StoppedError
+        raise_if_cancelled()  # the work is no longer wanted
 
 
 def assign_lpt(nbytes: Sequence[int], num_ranks: int) -> list[int]:

@@ -198,11 +198,6 @@ class Scan:
         """Whether another backend wrote the arrays, so that they were not looked for."""
         return self.version is None
 
-    @property
-    def has_sizes(self) -> bool:
-        """Whether the sizes of files were compared; an object store's list has names alone."""
-        return isinstance(self.root, Path)
-
 
 def lacks_files(issues: Iterable[Issue]) -> bool:
     """Whether there is any issue other than files that should not be there."""

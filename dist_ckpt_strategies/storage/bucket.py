@@ -275,7 +275,8 @@ class Bucket:
                 path=path,
             ) from None
         except Exception as error:
-            server = server_name(self.url, self._options)
+            endpoint = self._options.endpoint or "Amazon's S3"
+            server = "Google Cloud Storage" if self.url.scheme == "gs" else endpoint
             raise store_error(error, operation, path, self.url, server) from error
 
     def _why_not(self) -> str:
@@ -297,13 +298,6 @@ class Bucket:
         return ts.KvStore.open(_spec(self.url, self._options)).result()
 
 
-def server_name(url: StoreUrl, options: StoreOptions) -> str:
-    """Who is asked for what lies below a URL."""
-    if url.scheme == "gs":
-        return "Google Cloud Storage"
-    return options.endpoint or "Amazon's S3"
-
-
 def _spec(url: StoreUrl, options: StoreOptions) -> dict[str, Any]:
     """The TensorStore spec of what lies below a URL."""
     retries = {
@@ -318,9 +312,11 @@ def _spec(url: StoreUrl, options: StoreOptions) -> dict[str, Any]:
             "gcs_request_retries": retries,
             "gcs_request_concurrency": {"limit": MAX_REQUESTS},
         }
+    takes_profile = options.credentials in {Credentials.DEFAULT, Credentials.PROFILE}
+    profile = {"profile": options.profile} if options.profile and takes_profile else {}
     spec = place | {
         "driver": "s3",
-        "aws_credentials": _credentials(options),
+        "aws_credentials": {"type": options.credentials.value} | profile,
         "use_conditional_write": False,
         "s3_request_retries": retries,
         "s3_request_concurrency": {"limit": MAX_REQUESTS},
@@ -328,9 +324,3 @@ def _spec(url: StoreUrl, options: StoreOptions) -> dict[str, Any]:
     if options.endpoint is not None:
         return spec | {"endpoint": options.endpoint, "aws_region": options.region or "us-east-1"}
     return spec | ({"aws_region": options.region} if options.region else {})
-
-
-def _credentials(options: StoreOptions) -> dict[str, str]:
-    takes_profile = options.credentials in {Credentials.DEFAULT, Credentials.PROFILE}
-    profile = {"profile": options.profile} if options.profile and takes_profile else {}
-    return {"type": options.credentials.value} | profile

@@ -98,15 +98,6 @@ def stop_direct(handle: int) -> None:
     fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
-def pwrite_all(handle: int, content: Bytes, byte_offset: int) -> None:
-    """Write every byte to a position of the file, a slice at a time."""
-    done = 0
-    while done < content.size:
-        raise_if_cancelled()
-        some = content[done : done + MAX_SLICE_NBYTES]
-        done += os.pwrite(handle, some.data, byte_offset + done)
-
-
 def read_direct(handle: int, byte_offset: int, target: Bytes, buffer: Bytes) -> int:
     """Fill ``target`` from a position of the file; returns the bytes that there were.
 
@@ -161,7 +152,7 @@ def pread_into(handle: int, byte_offset: int, target: Bytes) -> int:
 
 
 def write_buffered(handle: int, content: Bytes) -> None:
-    """Write every byte, a slice at a time."""
+    """Write every byte behind what was written last, a slice at a time."""
     done = 0
     while done < content.size:
         raise_if_cancelled()
@@ -180,13 +171,11 @@ def begin_writeback(handle: int, byte_offset: int = 0, nbytes: int = 0) -> None:
         byte_offset: first byte of the range.
         nbytes: its size; 0 for all up to the file's end.
     """
-    call = _write_out_call()
+    call = getattr(_c_library(), "sync_file_range", None)
     if call is not None:
         call(handle, ctypes.c_int64(byte_offset), ctypes.c_int64(nbytes), _BEGIN)
 
 
 @cache
-def _write_out_call() -> Any:
-    if platform.system() != "Linux":
-        return None
-    return getattr(ctypes.CDLL(None), "sync_file_range", None)
+def _c_library() -> Any:
+    return ctypes.CDLL(None) if platform.system() == "Linux" else None

@@ -36,31 +36,13 @@ class FileAccess:
     num_read_threads: int
     num_write_threads: int
     num_metadata_threads: int
-    is_direct: bool
-    is_flushed_whole: bool
+    is_direct: bool = False
+    is_flushed_whole: bool = False
 
 
-_LOCAL_DISK = FileAccess(
-    num_read_threads=4,
-    num_write_threads=8,
-    num_metadata_threads=1,
-    is_direct=True,
-    is_flushed_whole=True,
-)
-_MEMORY = FileAccess(
-    num_read_threads=1,
-    num_write_threads=1,
-    num_metadata_threads=1,
-    is_direct=False,
-    is_flushed_whole=False,
-)
-_OTHER = FileAccess(
-    num_read_threads=8,
-    num_write_threads=16,
-    num_metadata_threads=8,
-    is_direct=False,
-    is_flushed_whole=False,
-)
+_LOCAL_DISK = FileAccess(4, 8, 1, is_direct=True, is_flushed_whole=True)
+_MEMORY = FileAccess(1, 1, 1)
+_OTHER = FileAccess(8, 16, 8)
 """Network file systems: each file waits for a server, so that more of them hide more of it."""
 
 _BY_TYPE = {

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, contextmanager
@@ -94,6 +95,15 @@ class Transfer:
         for error in sorted(failures, key=lambda error: not isinstance(error, StorageTimeoutError)):
             raise error
         raise_if_cancelled()  # this thread may itself work for one that was given up
+
+    def num_running_after(self, seconds: float) -> int:
+        """Threads that still work when that time is over, or 0 as soon as none does."""
+        return len(futures.wait(self._workers, seconds).not_done)
+
+    def stop(self, timeout_s: float) -> None:
+        """Start no further job, and give those that are running some time to notice and end."""
+        self._give_up()
+        futures.wait(self._workers, timeout_s)
 
     def _give_up(self) -> None:
         self._cancelled.set()

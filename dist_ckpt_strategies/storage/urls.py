@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import unquote
 
 from dist_ckpt_strategies.errors import StrategyError
@@ -82,13 +82,16 @@ def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path
     Raises:
         StrategyError: it is no address, or a Path made of a URL.
     """
-    text = _text(address, what)
+    given: Any = address
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:  # None and numbers would name directories
+        raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
     if not text:
         raise StrategyError(f"{what} is empty; name the checkpoint's directory")
     if isinstance(address, Path) and _LOST_A_SLASH.match(text):
         raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
     scheme = _LACKS_SLASHES.match(text)
-    if scheme and not isinstance(address, Path):  # a typing error, lest it becomes a directory
+    if scheme and not isinstance(address, Path):  # a typing error, and no directory
         raise StrategyError(
             f"{text}: a URL begins with {scheme[0]}//; a directory of that name is ./{text}"
         )
@@ -100,11 +103,3 @@ def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path
     if "://" in text:
         return StoreUrl.parse(text)
     return Path(text).absolute()
-
-
-def _text(address: object, what: str) -> str:
-    """The address as text; ``None`` and numbers would otherwise name directories."""
-    text = os.fspath(address) if isinstance(address, str | os.PathLike) else None
-    if not isinstance(text, str) or "\0" in text:
-        raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
-    return text

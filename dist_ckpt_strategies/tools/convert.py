@@ -178,7 +178,7 @@ def convert(  # noqa: PLR0913
         ArrayNotFoundError: no array of a model, or none whose key matches.
         PlanError: the target cannot hold an array, or the ranks see different sources.
         StrategyError: one place is within the other, or the target is a URL and the format not
-            ("zarr", 2); or one that makes no sense.
+            ("zarr", 2); or one is no address.
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """

@@ -198,8 +198,11 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         StorageError: ``root`` cannot be read, or something cannot be removed; what went before is
             gone.
     """
-    place = parsed_address(root, what="root")
-    location = place if isinstance(place, Path) else _bucket(place, store)
+    location: Location | StoreUrl = parsed_address(root, what="root")
+    if isinstance(location, StoreUrl):
+        from dist_ckpt_strategies.storage.bucket import Bucket  # noqa: PLC0415
+
+        location = Bucket(location, store or store_options_from_environment())
     policy = RetentionPolicy(keep_last, keep_every, unfinished, older_than_s)
     removed, kept = [], []
     for decision in build_prune_plan(_find(location), policy):
@@ -230,7 +233,7 @@ def build_prune_plan(
         In the order of removal: unfinished ones, then the oldest.
 
     Raises:
-        PlanError: a number of the policy makes no sense.
+        PlanError: a number of the policy is out of range.
     """
     for name, count in (("keep_last", policy.last), ("keep_every", policy.every)):
         if count is not None and count < 1:
@@ -240,22 +243,18 @@ def build_prune_plan(
     ordered = sorted(found, key=_order)
     complete = [one for one in ordered if one.status is Status.COMPLETE]
     decisions = []
-    for one in sorted(ordered, key=lambda one: _REMOVAL_ORDER[one.status]):
+    for one in sorted(ordered, key=_removal_order):
         why = _why_it_stays(one, policy, complete)
         is_killed = one.status is Status.UNFINISHED
-        removal = "unfinished: its save was killed" if is_killed else f"{one.status}, {_NOT_KEPT}"
+        removal = f"{one.status}{': its save was killed' if is_killed else ', and not to be kept'}"
         decisions.append(PruneDecision(one.name, one.status, one.nbytes, not why, why or removal))
     return tuple(decisions)
 
 
-_REMOVAL_ORDER = {
-    Status.UNFINISHED: 0,
-    Status.COMPLETE: 1,
-    Status.DAMAGED: 1,
-    Status.OTHER: 2,
-    Status.UNREADABLE: 3,
-}
-_NOT_KEPT = "and not to be kept"
+def _removal_order(one: FoundCheckpoint) -> tuple[bool, ...]:
+    """Unfinished ones, checkpoints, what is no checkpoint, what cannot be read."""
+    status = one.status
+    return status is not Status.UNFINISHED, status is Status.UNREADABLE, status is Status.OTHER
 
 
 def _order(one: FoundCheckpoint) -> tuple[bool, int, float, str]:
@@ -297,12 +296,6 @@ def _why_it_stays(
         (is_ours and one.name == _RELEASE, "a release"),
     )
     return next((why for applies, why in reasons if applies), "")
-
-
-def _bucket(url: StoreUrl, store: StoreOptions | None) -> Bucket:
-    from dist_ckpt_strategies.storage.bucket import Bucket  # noqa: PLC0415
-
-    return Bucket(url, store or store_options_from_environment())
 
 
 def _find(root: Location) -> list[FoundCheckpoint]:

@@ -20,7 +20,7 @@ from dist_ckpt_strategies.formats.locations import Location, SavePlace, require_
 from dist_ckpt_strategies.formats.object_files import plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.sharded.plan import build_manifest_plan
-from dist_ckpt_strategies.storage.direct_io import pwrite_all
+from dist_ckpt_strategies.storage.direct_io import write_buffered
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, sync_path
 from dist_ckpt_strategies.storage.store import Directory, HostArray
 from dist_ckpt_strategies.tools.plan_convert import (
@@ -235,7 +235,8 @@ class SafetensorsWriter(TargetWriter):
                     content, done = bytes_of(read(item, block)), 0
                     for first, count in contiguous_runs(block, shape):
                         run = content[done : done + count * itemsize]
-                        pwrite_all(file.fileno(), run, start + first * itemsize)
+                        file.seek(start + first * itemsize)
+                        write_buffered(file.fileno(), run)
                         done += run.size
 
     def flush(self, tasks: Sequence[FileTask]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.stores.commands import BucketFiles, DirectoryFiles, Files
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
 
 
@@ -43,7 +45,11 @@ def store(request: pytest.FixtureRequest) -> ObjectStore:
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest, store: ObjectStore) -> str:
     """A new bucket for one test."""
-    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[-60:].strip("-")
+    return _new_bucket(store, request.node.name)
+
+
+def _new_bucket(store: ObjectStore, test: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", test.lower()).strip("-")[-60:].strip("-")
     store.make_bucket(name)
     return name
 
@@ -54,3 +60,17 @@ def environment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectSt
     for name, value in store.variables.items():
         monkeypatch.setenv(name, value)
     return store
+
+
+@pytest.fixture(params=["directory", "moto", "radosgw"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
+    """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
+    if request.param == "directory":
+        return DirectoryFiles(tmp_path / "run" / "iter_0000003")
+    fixture = "radosgw" if request.param == "radosgw" else "moto_store"
+    found = request.getfixturevalue(fixture)
+    store: ObjectStore = found.store if isinstance(found, Radosgw) else found
+    monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
+    for name, value in store.variables.items():
+        monkeypatch.setenv(name, value)
+    return BucketFiles(store, _new_bucket(store, request.node.name))

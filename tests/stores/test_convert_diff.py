@@ -18,13 +18,12 @@ from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CheckpointExistsError,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.locations import is_finished, located
-from tests.stores.commands import CHUNK, PACK, json_of, run, write
+from tests.stores.commands import json_of, run, write
 from tests.support.object_stores import ObjectStore
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
@@ -162,23 +161,6 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
     assert differing(url) == []
     saves = {name.split("/")[1] for name in environment.names(bucket)} - {"metadata.json"}
     assert len(saves) == 1
-
-
-@ONE_SERVER
-def test_damage_in_the_source_is_named_and_nothing_is_visible(
-    environment: ObjectStore, bucket: str, tmp_path: Path
-) -> None:
-    url = write(f"s3://{bucket}/run")
-    place = environment.place(bucket)
-    for name in (CHUNK, PACK, "common.pt"):
-        content = bytearray(environment.read(bucket, f"{place}/{name}"))
-        content[40] ^= 1
-        whole = environment.read(bucket, f"{place}/{name}")
-        environment.put(bucket, f"{place}/{name}", bytes(content))
-        with pytest.raises(CorruptCheckpointError, match=f"{place}/{name}"):
-            convert(url, tmp_path / name, "zarr@2")
-        assert not is_finished(tmp_path / name)
-        environment.put(bucket, f"{place}/{name}", whole)
 
 
 def test_what_is_missing_is_told_apart(

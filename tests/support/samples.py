@@ -22,18 +22,6 @@ def random_values(shape: Shape, dtype: DType, seed: int = 0) -> Values:
     return raw.view(dtype.numpy).reshape(shape)
 
 
-def nan_payloads(dtype: DType) -> Values:
-    """Quiet and signalling NaNs of both signs, each with its own payload."""
-    patterns = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-    size = dtype.itemsize // (2 if dtype.value.startswith("complex") else 1)
-    width = {DType.BFLOAT16: 7, DType.FLOAT16: 10}.get(dtype, {4: 23, 8: 52}.get(size, 0))
-    exponent = (1 << (8 * size - 1)) - (1 << width)
-    payloads = [1, 3, (1 << width) - 1, 1 << (width - 1), (1 << (width - 1)) | 5]
-    found = [sign | exponent | p for p in payloads for sign in (0, 1 << (8 * size - 1))]
-    doubled = found * 2 if dtype.value.startswith("complex") else found
-    return np.array(doubled, patterns[size]).view(dtype.numpy)
-
-
 def same_bytes(one: Values, other: Values) -> bool:
     """Whether two arrays agree in shape, type and every bit."""
     return (

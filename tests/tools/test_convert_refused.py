@@ -30,6 +30,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.zarr3 import array_directory
+from tests.support.checkpoints import flip_at
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import on_grid, state_of
 from tests.tools.all_formats import FORMATS, saved_by
@@ -99,12 +100,6 @@ def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -
             convert(saved / "zarr@1", target, "zarr@2")
 
 
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 4
-    path.write_bytes(content)
-
-
 def cut_short(path: Path, at: int) -> None:
     os.truncate(path, at)
 
@@ -114,18 +109,18 @@ def unlink(path: Path, at: int) -> None:
 
 
 DAMAGES: list[tuple[str, str, Callable[[Path, int], None]]] = [
-    ("zarr@2", f"{array_directory('w1')}/c.0.1", flip),
+    ("zarr@2", f"{array_directory('w1')}/c.0.1", flip_at),
     ("zarr@2", f"{array_directory('w1')}/c.0.1", unlink),
-    ("zarr@2", "objects/rank-00000.bin", flip),
-    ("zarr@2", "common.pt", flip),
+    ("zarr@2", "objects/rank-00000.bin", flip_at),
+    ("zarr@2", "common.pt", flip_at),
     ("zarr@1", "w1/0.1", cut_short),
     ("zarr@1", "w1/0.1", unlink),
-    ("zarr@1", "rng/shard_0_1.pt", flip),
-    ("torch_dist", "__0_0.distcp", flip),
+    ("zarr@1", "rng/shard_0_1.pt", flip_at),
+    ("torch_dist", "__0_0.distcp", flip_at),
     ("torch_dist", "__0_1.distcp", cut_short),
     ("torch_dist", "__0_0.distcp", unlink),
     ("torch_dist", ".metadata", cut_short),
-    ("torch_dist", "common.pt", flip),
+    ("torch_dist", "common.pt", flip_at),
 ]
 
 
@@ -152,7 +147,7 @@ def test_flipped_bytes_of_elements_are_found(saved: Path, tmp_path: Path, source
     for number, path in enumerate(sorted(files)[:: max(1, len(files) // 6)]):
         content = path.read_bytes()
         at = places_of_elements(path, content)[number % 3]
-        flip(path, at)
+        flip_at(path, at)
         with pytest.raises(CorruptCheckpointError, match=path.name):
             convert(root, tmp_path / f"t{number}", "zarr@1")
         path.write_bytes(content)

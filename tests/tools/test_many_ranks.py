@@ -27,7 +27,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.scan import scan, verify
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import flip_at, write_checkpoint
 from tests.support.objects import write_object
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.stores import write_array
@@ -116,7 +116,7 @@ def test_ranks_find_the_damage_that_one_process_finds(
     shutil.copytree(sources / source, root)
     damaged = [*sorted(root.glob("arrays/*/c*"))[:5], *sorted(root.rglob("shard_*"))[:2]]
     for path in [*damaged, root / "common.pt"]:
-        flip(path)
+        flip_at(path, min(70, path.stat().st_size - 1))
     expected = verify(scan(root))
     assert len(expected) == len(damaged) + 1
 
@@ -125,19 +125,13 @@ def test_ranks_find_the_damage_that_one_process_finds(
     assert results == [expected] * 2
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[min(70, len(content) - 1)] ^= 4
-    path.write_bytes(content)
-
-
 def test_damage_that_one_rank_finds_ends_the_conversion_on_all(
     sources: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "c"
     shutil.copytree(sources / "zarr@2", root)
     (path,) = root.glob("arrays/large/c.1.1")
-    flip(path)
+    flip_at(path, 70)
 
     errors = on_ranks(3, lambda comm: convert(root, tmp_path / "t", "zarr@1", comm=comm))
 
