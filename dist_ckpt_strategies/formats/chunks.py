@@ -273,9 +273,10 @@ def memory_of(grid: InnerGrid, run: Run, region: Region, elements: HostArray) ->
         elements: of any strides.
     """
     is_row = all(n == 1 for n in run.shape[1:]) or all(i == 1 for i in grid.inner_shape[:-1])
+    if not is_row or grid.stored_nbytes != grid.raw_nbytes:
+        return None
     covered = grid.region_of(run.offset, run.shape)
-    is_whole = covered.shape == _whole_shape(grid, run) and grid.stored_nbytes == grid.raw_nbytes
-    if not (is_row and is_whole and region.contains(covered)):
+    if covered.shape != _whole_shape(grid, run) or not region.contains(covered):
         return None
     part = at_region(elements, covered.within(region))
     return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
