@@ -320,8 +320,11 @@ class _Save:
         if self.comm.rank == 0:
             complete_commit(root)
             if not self.overwrite and is_finished(root):
-                text = "already holds a finished checkpoint; pass overwrite=True to replace it"
-                raise CheckpointExistsError(f"{root} {text}", path=str(root))
+                raise CheckpointExistsError(
+                    f"{root} already holds a finished checkpoint; pass overwrite=True to replace "
+                    "it",
+                    path=str(root),
+                )
         if not (is_ours and base is self.sharded and base.runs_in_world(self.options)):
             return None
         if is_async:
