@@ -157,13 +157,3 @@ def test_the_abstract_members_are_those_of_the_reference() -> None:
 
     assert local.ReplicationStrategy.__abstractmethods__ == strategies
     assert inspect.isabstract(local.LazyReplicationStrategyBuilder)
-    assert local.TensorAwareStateDict.__abstractmethods__ == {
-        "copy_tensors_to_cpu",
-        "init_tensors",
-        "insert_tensors",
-        "is_hollow",
-        "pop_tensors",
-        "restore_tensor_device",
-        "state_dict",
-        "tensors",
-    }
