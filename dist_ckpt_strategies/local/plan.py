@@ -169,10 +169,7 @@ def build_exchange_plan(
     Raises:
         NoReplicasAvailableError: no rank can read one of them; names it and who wants it.
     """
-    holders: defaultdict[str, list[int]] = defaultdict(list)
-    for rank in sorted(available):
-        for shard_id in set(available[rank]):
-            holders[shard_id].append(rank)
+    holders = _readers(available)
     transfers: list[Transfer] = []
     load: Counter[int] = Counter()
     for receiver in sorted(wanted):
@@ -190,6 +187,15 @@ def build_exchange_plan(
             load[sender] += 1
             transfers.append(Transfer(shard_id, sender, receiver))
     return ExchangePlan(tuple(transfers))
+
+
+def _readers(available: Mapping[int, Collection[str]]) -> dict[str, list[int]]:
+    """The ranks that can read each shard, ascending."""
+    readers: dict[str, list[int]] = {}
+    for rank in sorted(available):
+        for shard_id in set(available[rank]):
+            readers.setdefault(shard_id, []).append(rank)
+    return readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +251,7 @@ def assign_shards(
         available: for each rank of today the ids of the shards that it can read.
     """
     assigned: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
-    readers: defaultdict[str, list[int]] = defaultdict(list)
-    for rank in assigned:
-        for shard_id in set(available[rank]):
-            readers[shard_id].append(rank)
+    readers = _readers(available)
     for old_rank in range(old_size):
         shard_id = str(LocalShardId(save, old_rank))
         chosen = min(readers.get(shard_id, assigned), key=lambda rank: (len(assigned[rank]), rank))
