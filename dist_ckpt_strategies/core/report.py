@@ -117,23 +117,6 @@ class ReplicationReport(_Report):
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalReport(_Report):
-    """One rank's share of a local load.
-
-    Attributes:
-        num_shards: shards that it wanted and got.
-        read_nbytes: bytes that it read from its node's disk, for itself and for others.
-        received_nbytes: sizes of the shards that came from other ranks.
-        seconds: wall time, waiting for peers included.
-    """
-
-    num_shards: int
-    read_nbytes: int
-    received_nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class RecoveryReport(_Report):
     """One rank's share of a recovery from the memory of others.
 

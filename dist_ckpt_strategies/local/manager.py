@@ -27,17 +27,18 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.encoding import (
-    RESHARDED_KINDS,
     decode_shards,
     default_local_allowed,
     encode_state,
 )
-from dist_ckpt_strategies.local.loading import (
-    Inventory,
-    LocalShards,
-    find_newest,
-    gather_listings,
+from dist_ckpt_strategies.local.inventory import (
+    Intent,
+    complete_save,
+    gather_inventory,
     load_newest,
+    newest_save,
+    remove_save,
+    require_possible,
 )
 from dist_ckpt_strategies.local.replicate import FilledShard, run_replicate
 from dist_ckpt_strategies.local.replication import (
@@ -45,13 +46,6 @@ from dist_ckpt_strategies.local.replication import (
     CliqueReplicationStrategy,
     LazyReplicationStrategyBuilder,
     ReplicationStrategy,
-)
-from dist_ckpt_strategies.local.saving import (
-    Intent,
-    remove_outdated,
-    remove_save,
-    require_complete,
-    require_possible,
 )
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId, shard_layout
@@ -125,11 +119,10 @@ class LocalCheckpointManager:
         self.session_id = session_id
         self.repl_strategy = repl_strategy
         self._directory = ShardDirectory(self.root_local_ckpt_dir / session_id)
-        self._parts = LocalShards(self._directory, session_id, max_bucket_bytes)
         self._keep = keep
         self._group = group
         self.timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
-        self._max_bucket_nbytes = max_bucket_bytes
+        self.max_bucket_bytes = max_bucket_bytes
         self._allowed = default_local_allowed(allow)
         self._snapshot = HostSnapshot()
         self._running: BackgroundWork[ReplicationReport] | None = None
@@ -139,7 +132,7 @@ class LocalCheckpointManager:
     def local_ckpt_dir(self) -> Path:
         """Where this rank keeps its own shard and its copies of others'."""
         comm = self.communicator("directory")
-        return self._directory.holder_directory(comm.global_rank(comm.rank))
+        return self._directory.holder_directory(comm.rank)
 
     @raises_megatron_errors
     def save(
@@ -179,35 +172,33 @@ class LocalCheckpointManager:
         strategy = self._strategy()
         encoded = self._prepare(comm, state_dict, iteration, strategy, is_async=is_async)
         save = encoded.shard.shard_id.save
-        clique: Communicator = SoloCommunicator(comm.global_rank(comm.rank))
-        bound = self._max_bucket_nbytes
+        clique: Communicator = SoloCommunicator(comm.rank)
         if strategy is not None:
             clique = strategy.communicator("local save", f"of iteration {iteration}")
-            bound = strategy.max_bucket_bytes
+
+        def store(filled: FilledShard) -> ReplicationReport:
+            """Write this rank's shard and those of its clique. Collective over the clique."""
+            return run_replicate(
+                clique,
+                filled,
+                lambda shard: self._directory.create(shard, comm.rank),
+                max_bucket_nbytes=(strategy or self).max_bucket_bytes,
+            )
+
         if not is_async:
             with time_limit(self.timeout_s, WORK):
-                report = self._stored(comm, save, lambda: self._store(clique, encoded, bound))
+                report = self._stored(comm, save, lambda: store(encoded))
                 self._complete(comm, save, report)
             return None
 
         def prepare() -> BackgroundWork[ReplicationReport]:
-            if strategy is not None and strategy.is_over_default_group:
-                raise StrategyError(
-                    "is_async: the strategy's group is the default one, which training uses at the "
-                    "same time; make it by from_replication_params, or give it a group of its own"
-                )
-            if strategy is not None and strategy.target_device.startswith("cuda"):
-                raise StrategyError(
-                    "is_async: the strategy sends over NCCL, where messages in the background and "
-                    "those of training can wait for each other for ever; use target_device='cpu'"
-                )
             copied = FilledShard(encoded.shard, self._snapshot.take(encoded.payloads))
 
             def write() -> ReplicationReport:
                 yield_to_training()
                 time.sleep(_HEAD_START_S)
                 with time_limit(self.timeout_s, WORK):
-                    return self._store(clique, copied, bound)
+                    return store(copied)
 
             return BackgroundWork(write, "local-save")
 
@@ -228,7 +219,7 @@ class LocalCheckpointManager:
         comm = self.communicator("search for local checkpoints")
         self._let_finish(comm)
         with time_limit(self.timeout_s, OPENING, then=WORK):
-            newest = find_newest(comm, self._parts, RESHARDED_KINDS)
+            newest = newest_save(gather_inventory(comm, self._directory, self.session_id))
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors
@@ -253,14 +244,20 @@ class LocalCheckpointManager:
         comm = self.communicator("load of a local checkpoint")
         self._let_finish(comm)
         with time_limit(self.timeout_s, OPENING, then=WORK):
-            shards = load_newest(comm, self._parts, RESHARDED_KINDS, at_least)
-        state = run_collectively(comm, lambda: decode_shards(shards, allowed=self._allowed))
-        own = LocalShardId(shards[0].shard.shard_id.save, comm.global_rank(comm.rank))
+            shards = load_newest(
+                comm,
+                self._directory,
+                self.session_id,
+                max_inflight_nbytes=self.max_bucket_bytes,
+                at_least=at_least,
+            )
+        state = run_collectively(comm, lambda: decode_shards(shards, self._allowed))
+        own = LocalShardId(shards[0].shard.shard_id.save, comm.rank)
         logger.log(report_level(comm), "rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
 
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
-        """All ranks of the manager, for one thing that they do together.
+        """All ranks of the manager, each by its global rank, for one thing that they do together.
 
         Args:
             purpose: what they do; equal on all ranks.
@@ -309,18 +306,18 @@ class LocalCheckpointManager:
         *,
         is_async: bool,
     ) -> FilledShard:
-        """Take the state apart, once all ranks know of the save and have room. Collective.
+        """Encode the state, once all ranks know of the save and have room. Collective.
 
         One collective: training waits for it.
         """
-        me = comm.global_rank(comm.rank)
+        me = comm.rank
         held: list[FilledShard] = []
 
         def describe() -> list[Any]:
             directory = self._directory
-            _require_clique(strategy)
+            _require_usable(strategy, is_async=is_async)
             with time_limit(self.timeout_s, OPENING):
-                freed = directory.remove_leftovers(me)
+                freed = directory.remove_stale_files(me)
                 device, free = directory.room()
                 if strategy is not None:
                     with uncounted():
@@ -328,17 +325,10 @@ class LocalCheckpointManager:
             logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             number = _whole_number(iteration)
             placeholder = LocalShardId(SaveId(number, "0" * _TOKEN_DIGITS), me)
-            encoded = encode_state(
-                state,
-                placeholder,
-                world_size=comm.size,
-                session_id=self.session_id,
-                allowed=self._allowed,
-            )
-            held.append(encoded)
+            held.append(encode_state(state, placeholder, comm.size, self.session_id, self._allowed))
             return [
                 number,
-                shard_layout(encoded.shard).nbytes,
+                shard_layout(held[0].shard).nbytes,
                 strategy.global_ranks if strategy else (me,),
                 device,
                 freed,
@@ -348,26 +338,10 @@ class LocalCheckpointManager:
             ]
 
         answers = run_and_gather(comm, describe)
-        intents = {
-            comm.global_rank(rank): Intent(number, nbytes, tuple(members), *room)
-            for rank, (number, nbytes, members, *room, _) in enumerate(answers)
-        }
-        require_possible(intents, self._directory)
+        require_possible([Intent(*plans) for *plans, _ in answers], self._directory)
         save = self._newest = SaveId(answers[0][0], answers[0][-1])
         shard = replace(held[0].shard, shard_id=LocalShardId(save, me))
         return FilledShard(shard, held[0].payloads)
-
-    def _store(
-        self, clique: Communicator, encoded: FilledShard, max_bucket_nbytes: int
-    ) -> ReplicationReport:
-        """Write this rank's shard and those of its clique. Collective over the clique."""
-        holder = clique.global_rank(clique.rank)
-        return run_replicate(
-            clique,
-            encoded,
-            lambda shard: self._directory.create(shard, holder),
-            max_bucket_nbytes=max_bucket_nbytes,
-        )
 
     def _stored(
         self, comm: Communicator, save: SaveId, store: Callable[[], ReplicationReport]
@@ -383,7 +357,7 @@ class LocalCheckpointManager:
             raise
         except CheckpointError:
             with clean_up_limit():
-                remove_save(self._directory, comm.global_rank(comm.rank), save)
+                remove_save(self._directory, comm.rank, save)
             raise
 
     @raises_megatron_errors
@@ -405,26 +379,29 @@ class LocalCheckpointManager:
 
     def _complete(self, comm: Communicator, save: SaveId, report: ReplicationReport) -> None:
         """Remove what is not kept, unless a later save is under way, which will. Collective."""
-        me = comm.global_rank(comm.rank)
         text = "rank %s: local save of iteration %s: %s"
-        logger.log(report_level(comm), text, me, save.iteration, report)
-        if save != self._newest:
-            return
-        listings = gather_listings(comm, self._directory, self.session_id)
-
-        def clean_up() -> None:
-            found = Inventory.of(listings)
-            require_complete(found, save)
-            remove_outdated(comm, self._directory, found, save, self._keep)
-
-        run_collectively(comm, clean_up)
+        logger.log(report_level(comm), text, comm.rank, save.iteration, report)
+        if save == self._newest:
+            complete_save(comm, self._directory, self.session_id, save, self._keep)
 
 
-def _require_clique(strategy: object) -> None:
-    if strategy is not None and not isinstance(strategy, CliqueReplicationStrategy):
+def _require_usable(strategy: object, *, is_async: bool) -> None:
+    if strategy is None:
+        return
+    if not isinstance(strategy, CliqueReplicationStrategy):
         raise StrategyError(
             f"repl_strategy: a {type(strategy).__qualname__} cannot say which ranks keep copies; "
             "derive it from CliqueReplicationStrategy"
+        )
+    if is_async and strategy.is_over_default_group:
+        raise StrategyError(
+            "is_async: the strategy's group is the default one, which training uses at the same "
+            "time; make it by from_replication_params, or give it a group of its own"
+        )
+    if is_async and strategy.target_device.startswith("cuda"):
+        raise StrategyError(
+            "is_async: the strategy sends over NCCL, where messages in the background and those "
+            "of training can wait for each other for ever; use target_device='cpu'"
         )
 
 

@@ -22,15 +22,13 @@ from dist_ckpt_strategies.core.array import (
     shard_to_wire,
 )
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.local.plan import build_spread
-from dist_ckpt_strategies.local.shard_fetching import (
-    fetched_objects,
-    fetched_shards,
-    objects_at_hand,
+from dist_ckpt_strategies.local.plan import build_distribution
+from dist_ckpt_strategies.local.reshard import (
+    retrieved_objects,
+    retrieved_shards,
     stored_keys,
-    tensors_at_hand,
 )
-from dist_ckpt_strategies.local.state_dicts import ListedTensors
+from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.shards import (
     LoadParts,
     SaveParts,
@@ -59,16 +57,16 @@ _ALGORITHMS = ("atomic", "fully_parallel")
 
 @dataclass(frozen=True, slots=True)
 class ShardDistribution:
-    """Which rank of a group keeps each shard; valid as long as the sharding is the same.
+    """The main rank of each shard in a group; valid as long as the sharding is the same.
 
     Attributes:
-        keepers: rank within the group, by shard.
+        main_rank_for_shard: rank within the group, by shard.
     """
 
-    keepers: Mapping[ShardId, int]
+    main_rank_for_shard: Mapping[ShardId, int]
 
 
-class MCoreTensorAwareStateDict(ListedTensors):
+class MCoreTensorAwareStateDict(TensorAwareStateDict):
     """A sharded state dict: ShardedTensors and ShardedObjects, and the common state beside them.
 
     Made by ``from_state_dict``; what was loaded becomes a state dict again by ``to_state_dict``,
@@ -95,7 +93,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
             tensors.append(value.data.detach())
             return bare
 
-        self._frame = mapped_values(take, sharded)
+        self._hollow = mapped_values(take, sharded)
         self._hold(tensors, devices)
         self.common_state_dict = common
 
@@ -108,7 +106,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
         parallelization_group: ProcessGroup | None = None,
         cached_metadata: ShardDistribution | None = None,
     ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution | None]:
-        """The state, and how its shards are dealt out, for the next call.
+        """The state, and how its shards are distributed, for the next call.
 
         Collective over the world, and over the group. Without ``cached_metadata`` Megatron-Core's
         checks of the sharding are run. The caller's state dict is left as it is.
@@ -117,47 +115,60 @@ class MCoreTensorAwareStateDict(ListedTensors):
             sharded_state_dict: as for ``dist_checkpointing.save``.
             algo: ``"atomic"`` keeps all shards on every rank; ``"fully_parallel"`` lets one of
                 the ranks of the group that hold a shard keep it.
-            parallelization_group: the ranks that deal them out; the world by default.
+            parallelization_group: the ranks that distribute them; the world by default.
             cached_metadata: what an earlier call returned, if the sharding has not changed.
 
         Raises:
             PlanError: the algorithm is unknown, or the shards of all ranks do not fit together.
         """
-        world = _communicator(None, "taking a state apart")
+        world = _communicator(None, "split of a state dict")
 
-        def take_apart() -> tuple[SaveParts, MCoreTensorAwareStateDict]:
+        def split() -> tuple[SaveParts, MCoreTensorAwareStateDict]:
             options_from_environment()
-            parts = _taken_apart(sharded_state_dict, algo)
+            _require_algorithm(algo)
+            parts = split_for_save(sharded_state_dict, None)
             return parts, cls(parts.common, parts.sharded)
 
-        parts, whole = run_collectively(world, take_apart)
+        parts, whole = run_collectively(world, split)
         if cached_metadata is None:
             check_save(world, parts.sharded, parts.common)
         if algo == "atomic":
             return whole, None
-        group = _communicator(parallelization_group, "dealing out of shards")
-        return cls.dealt_out(group, parts.common, parts.sharded, cached_metadata)
+        group = _communicator(parallelization_group, "distribution of shards")
+        return cls.distributed(group, parts.common, parts.sharded, cached_metadata)
 
     @classmethod
-    def dealt_out(
+    def distributed(
         cls,
         comm: Communicator,
         common: StateDict,
         sharded: StateDict,
         distribution: ShardDistribution | None = None,
     ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution]:
-        """A state of which each shard is kept by one of the ranks that hold it. Collective.
+        """A state that has each shard on one of the ranks that hold it. Collective.
 
         Args:
-            comm: ranks that deal the shards out.
+            comm: the ranks that distribute the shards.
             common: what every rank holds alike.
             sharded: this rank's ShardedTensors and ShardedObjects; left as they are.
-            distribution: who keeps what, if that is known.
+            distribution: the main rank of each shard, if that is known.
         """
-        dealt = distribution or distribute_shards(comm, sharded)
-        return run_collectively(
-            comm, lambda: cls(common, only_kept(sharded, dealt, comm.rank))
-        ), dealt
+        found = distribution or _distribution(comm, sharded)
+
+        def keep(value: Any) -> Any:
+            if not isinstance(value, ShardedTensor):
+                return value
+            rank = found.main_rank_for_shard.get(shard_spec(value).id)
+            if rank is None:
+                raise PlanError(
+                    f"{value.key}: cached_metadata does not know this shard; leave it out after "
+                    "the sharding has changed",
+                    key=value.key,
+                )
+            return value if rank == comm.rank else value.without_data()
+
+        state = run_collectively(comm, lambda: cls(common, mapped_values(keep, sharded)))
+        return state, found
 
     @raises_megatron_errors
     def to_state_dict(  # noqa: PLR0913, PLR0917 - Megatron's signature
@@ -198,7 +209,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
         def begin() -> bool:
             options_from_environment()
             _require_algorithm(algo)
-            self._require_tensors()
+            self.require_tensors()
             wanted = {} if sharded_state_dict is None else sharded_state_dict
             parts = split_for_load(mapped_values(copy.copy, wanted))
             begun.append((mapped_values(lambda value: value, self.common_state_dict), parts))
@@ -209,7 +220,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
         if not is_any_wanted:
             return state
         strictness = run_collectively(comm, lambda: parsed_strict(strict))
-        stored = stored_keys(comm, self._frame) if needs_stored_keys(strictness) else {}
+        stored = stored_keys(comm, self._hollow) if needs_stored_keys(strictness) else {}
         outcome = check_load(
             comm, parts.sharded, strictness, lambda: stored, validate_access_integrity
         )
@@ -225,7 +236,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
     @property
     def sharded_state_dict(self) -> StateDict:
         """The ShardedTensors and ShardedObjects, new ones each time; without data if hollow."""
-        tensors = None if self.is_hollow else self._require_tensors()
+        tensors = None if self.is_hollow else self.require_tensors()
 
         def give(value: Any) -> Any:
             place = self._places.get(id(value))
@@ -235,12 +246,12 @@ class MCoreTensorAwareStateDict(ListedTensors):
             full.data = tensors[place]
             return full
 
-        return mapped_values(give, self._frame)
+        return mapped_values(give, self._hollow)
 
     @property
     def state_dict(self) -> StateDict:
         """The common state, with the sharded values in their places."""
-        self._require_tensors()
+        self.require_tensors()
         return self._merged()
 
     def values(self) -> ValuesView[Any]:
@@ -275,8 +286,12 @@ class MCoreTensorAwareStateDict(ListedTensors):
         at_hand: dict[ShardId, torch.Tensor] = {}
 
         def describe() -> list[Any]:
-            held.update(tensors_at_hand(self.sharded_state_dict))
-            objects.update(objects_at_hand(self._frame))
+            for value in sharded_values(self.sharded_state_dict):
+                if isinstance(value, ShardedObject):
+                    objects[object_id(value)] = value.data
+                elif value.data is not None:
+                    spec = shard_spec(value)
+                    held[spec] = value.data.detach().reshape(spec.region.shape)
             at_hand.update({spec.id: tensor for spec, tensor in held.items()})
             values = list(sharded_values(wanted))
             specs = (shard_spec(value) for value in values if isinstance(value, ShardedTensor))
@@ -288,10 +303,10 @@ class MCoreTensorAwareStateDict(ListedTensors):
 
         answers = run_and_gather(comm, describe)
         lost = [names for _, names in answers]
-        objects.update(fetched_objects(comm, objects, lost))
+        objects.update(retrieved_objects(comm, objects, lost))
         missing = [wires for wires, _ in answers]
         if any(missing):
-            at_hand.update(fetched_shards(comm, held, missing))
+            at_hand.update(retrieved_shards(comm, held, missing))
 
         def give(value: Any) -> Any:
             if isinstance(value, ShardedObject):
@@ -316,13 +331,8 @@ def _require_algorithm(algo: str) -> None:
         raise PlanError(f"algo: expected one of {', '.join(_ALGORITHMS)}, found {algo!r}")
 
 
-def _taken_apart(sharded_state_dict: StateDict, algo: str) -> SaveParts:
-    _require_algorithm(algo)
-    return split_for_save(sharded_state_dict, None)
-
-
-def distribute_shards(comm: Communicator, sharded: StateDict) -> ShardDistribution:
-    """Deal the shards out among the ranks of a group. Collective over it."""
+def _distribution(comm: Communicator, sharded: StateDict) -> ShardDistribution:
+    """Choose the main rank of each shard in a group. Collective over it."""
 
     def describe() -> list[Any]:
         values = (v for v in sharded_values(sharded) if isinstance(v, ShardedTensor))
@@ -330,7 +340,7 @@ def distribute_shards(comm: Communicator, sharded: StateDict) -> ShardDistributi
 
     everyone = run_and_gather(comm, describe)
 
-    def deal() -> ShardDistribution:
+    def choose() -> ShardDistribution:
         holders: dict[ShardId, list[int]] = {}
         nbytes: dict[ShardId, int] = {}
         for rank, wires in enumerate(everyone):
@@ -339,24 +349,6 @@ def distribute_shards(comm: Communicator, sharded: StateDict) -> ShardDistributi
                 having = holders.setdefault(spec.id, [])
                 if not having or having[-1] != rank:  # ranks come in order, each once
                     having.append(rank)
-        return ShardDistribution(build_spread(holders, nbytes))
+        return ShardDistribution(build_distribution(holders, nbytes))
 
-    return run_collectively(comm, deal)
-
-
-def only_kept(sharded: StateDict, distribution: ShardDistribution, rank: int) -> StateDict:
-    """The state dict without the data of tensors that other ranks keep."""
-
-    def keep(value: Any) -> Any:
-        if not isinstance(value, ShardedTensor):
-            return value
-        keeper = distribution.keepers.get(shard_spec(value).id)
-        if keeper is None:
-            raise PlanError(
-                f"{value.key}: cached_metadata does not know this shard; leave it out after the "
-                "sharding has changed",
-                key=value.key,
-            )
-        return value if keeper == rank else value.without_data()
-
-    return mapped_values(keep, sharded)
+    return run_collectively(comm, choose)

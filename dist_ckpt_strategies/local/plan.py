@@ -1,13 +1,19 @@
-"""Which ranks keep copies for each other."""
+"""Pure plans: which ranks hold replicas for each other, and who sends which shard to whom."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dist_ckpt_strategies.core.array import ShardId
-from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
+from dist_ckpt_strategies.core.array import DType, Region, Shape, ShardId, ShardSpec
+from dist_ckpt_strategies.errors import (
+    CoverageError,
+    NoReplicasAvailableError,
+    PlanError,
+    ShapeMismatchError,
+)
 from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
 
 Clique = tuple[int, ...]
@@ -37,7 +43,13 @@ def build_cliques(
 
     Source: the replication groups of NVIDIA's resiliency extension.
     """
-    _require_positive(world_size, replication_jump, replication_factor)
+    for name, number in (
+        ("world_size", world_size),
+        ("replication_jump", replication_jump),
+        ("replication_factor", replication_factor),
+    ):
+        if number < 1:
+            raise PlanError(f"{name}: expected 1 or more, found {number}")
     block = replication_jump * replication_factor
     if world_size % block and not allow_uneven:
         raise PlanError(
@@ -65,17 +77,6 @@ def build_cliques(
     for place, rank in enumerate(left, start=-len(left) % len(cliques)):
         cliques[place % len(cliques)].append(rank)
     return tuple(tuple(sorted(clique)) for clique in cliques)
-
-
-def _require_positive(world_size: int, replication_jump: int, replication_factor: int) -> None:
-    values = {
-        "world_size": world_size,
-        "replication_jump": replication_jump,
-        "replication_factor": replication_factor,
-    }
-    for name, value in values.items():
-        if value < 1:
-            raise PlanError(f"{name}: expected 1 or more, found {value}")
 
 
 def build_retention(
@@ -115,17 +116,12 @@ class ExchangePlan:
     """Who reads which shard for whom.
 
     Attributes:
-        transfers: all of them, sorted by receiver, then by id.
+        entries: all transfers, sorted by receiver, then by id.
         own_rank: who holds this plan, where that is known; the plan is equal on all ranks.
     """
 
-    transfers: tuple[Transfer, ...]
+    entries: tuple[Transfer, ...]
     own_rank: int | None = field(default=None, compare=False)
-
-    @property
-    def entries(self) -> tuple[Transfer, ...]:
-        """All transfers, under the name that users of NVRx know."""
-        return self.transfers
 
     def required_ids(self, rank: int | None = None) -> set[str]:
         """Ids of the shards that a rank has to have, for itself or for others.
@@ -139,7 +135,7 @@ class ExchangePlan:
         sender = self.own_rank if rank is None else rank
         if sender is None:
             raise PlanError("required_ids: expected a rank; this plan does not say whose it is")
-        return {t.id_ for t in self.transfers if t.sender == sender}
+        return {t.id_ for t in self.entries if t.sender == sender}
 
     def held_by(self, rank: int) -> ExchangePlan:
         """The same plan, in the hands of a rank."""
@@ -151,12 +147,12 @@ class ExchangePlan:
         Raises:
             PlanError: a rank of the plan has no other number.
         """
-        for t in self.transfers:
+        for t in self.entries:
             for rank in (t.sender, t.receiver):
                 if rank not in numbers:
                     raise PlanError(f"{t.id_}: rank {rank} is not one of {sorted(numbers)}")
         return ExchangePlan(
-            tuple(Transfer(t.id_, numbers[t.sender], numbers[t.receiver]) for t in self.transfers)
+            tuple(Transfer(t.id_, numbers[t.sender], numbers[t.receiver]) for t in self.entries)
         )
 
 
@@ -172,28 +168,33 @@ def build_exchange_plan(
     Raises:
         NoReplicasAvailableError: no rank can read one of them; names it and who wants it.
     """
-    holders: defaultdict[str, list[int]] = defaultdict(list)
-    for rank in sorted(available):
-        for shard_id in set(available[rank]):
-            holders[shard_id].append(rank)
+    holders = _readers(available)
     transfers: list[Transfer] = []
     load: Counter[int] = Counter()
     for receiver in sorted(wanted):
         for shard_id in sorted(set(wanted[receiver])):
-            sender = _sender(receiver, shard_id, holders.get(shard_id, ()), load)
+            able = holders.get(shard_id, ())
+            if not able:
+                raise NoReplicasAvailableError(
+                    None,
+                    f"no rank has a copy of {shard_id}, which rank {receiver} wants",
+                    key=shard_id,
+                )
+            sender = (
+                receiver if receiver in able else min(able, key=lambda rank: (load[rank], rank))
+            )
             load[sender] += 1
             transfers.append(Transfer(shard_id, sender, receiver))
     return ExchangePlan(tuple(transfers))
 
 
-def _sender(receiver: int, shard_id: str, holders: Sequence[int], load: Mapping[int, int]) -> int:
-    if not holders:
-        raise NoReplicasAvailableError(
-            None, f"no rank has a copy of {shard_id}, which rank {receiver} wants", key=shard_id
-        )
-    if receiver in holders:
-        return receiver
-    return min(holders, key=lambda rank: (load[rank], rank))
+def _readers(available: Mapping[int, Collection[str]]) -> dict[str, list[int]]:
+    """The ranks that can read each shard, ascending."""
+    readers: dict[str, list[int]] = {}
+    for rank in sorted(available):
+        for shard_id in set(available[rank]):
+            readers.setdefault(shard_id, []).append(rank)
+    return readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ class Completeness:
     kinds: frozenset[str] = frozenset()
 
 
-def build_survey(found: Iterable[tuple[LocalShardId, int, str]]) -> tuple[Completeness, ...]:
+def group_saves(found: Iterable[tuple[LocalShardId, int, str]]) -> tuple[Completeness, ...]:
     """What there is of each save, the newest first.
 
     Shards that state different world sizes are of different saves, the largest world first.
@@ -236,10 +237,10 @@ def build_survey(found: Iterable[tuple[LocalShardId, int, str]]) -> tuple[Comple
     )
 
 
-def spread_shards(
+def assign_shards(
     save: SaveId, old_size: int, available: Mapping[int, Collection[str]]
 ) -> dict[int, tuple[str, ...]]:
-    """Which ranks take over the shards of a world of another size: few each, readable if possible.
+    """Assign the shards of a world of another size to ranks: few each, readable if possible.
 
     Every rank gets one at least; where there are more ranks than shards, some shards go to several.
 
@@ -248,25 +249,22 @@ def spread_shards(
         old_size: ranks that took part in the save.
         available: for each rank of today the ids of the shards that it can read.
     """
-    taken: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
-    readers: defaultdict[str, list[int]] = defaultdict(list)
-    for rank in taken:
-        for shard_id in set(available[rank]):
-            readers[shard_id].append(rank)
+    assigned: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
+    readers = _readers(available)
     for old_rank in range(old_size):
         shard_id = str(LocalShardId(save, old_rank))
-        chosen = min(readers.get(shard_id, taken), key=lambda rank: (len(taken[rank]), rank))
-        taken[chosen].append(shard_id)
-    for place, rank in enumerate(taken):
-        if not taken[rank]:
-            taken[rank].append(str(LocalShardId(save, place % old_size)))
-    return {rank: tuple(ids) for rank, ids in taken.items()}
+        chosen = min(readers.get(shard_id, assigned), key=lambda rank: (len(assigned[rank]), rank))
+        assigned[chosen].append(shard_id)
+    for place, rank in enumerate(assigned):
+        if not assigned[rank]:
+            assigned[rank].append(str(LocalShardId(save, place % old_size)))
+    return {rank: tuple(ids) for rank, ids in assigned.items()}
 
 
-def build_spread(
+def build_distribution(
     holders: Mapping[ShardId, Sequence[int]], nbytes: Mapping[ShardId, int]
 ) -> dict[ShardId, int]:
-    """The rank that keeps each shard, one of its holders.
+    """The main rank of each shard, one of its holders.
 
     Shards with few holders come first, since they leave the least choice, then the largest; each
     goes to the holder that has the least so far.
@@ -279,10 +277,151 @@ def build_spread(
         PlanError: no rank holds a shard.
     """
     load: Counter[int] = Counter()
-    keepers: dict[ShardId, int] = {}
+    main_ranks: dict[ShardId, int] = {}
     for shard in sorted(holders, key=lambda s: (len(holders[s]), -nbytes[s], s)):
         if not holders[shard]:
             raise PlanError(f"{shard.key}: no rank holds {shard.region}", key=shard.key)
-        keepers[shard] = min(holders[shard], key=lambda rank: (load[rank], rank))
-        load[keepers[shard]] += nbytes[shard]
-    return keepers
+        main_ranks[shard] = min(holders[shard], key=lambda rank: (load[rank], rank))
+        load[main_ranks[shard]] += nbytes[shard]
+    return main_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSlice:
+    """A part of a shard, from a rank that holds it to one that wants something around it.
+
+    Attributes:
+        source: the shard that is held.
+        target: the shard that is wanted.
+        region: what they share.
+        dtype: of the elements.
+        sender: who holds it, within the group.
+        receiver: who wants it; may be the same.
+    """
+
+    source: ShardId
+    target: ShardId
+    region: Region
+    dtype: DType
+    sender: int
+    receiver: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.region.numel * self.dtype.itemsize
+
+
+def build_reshard_plan(
+    held: Sequence[Sequence[ShardSpec]], wanted: Sequence[Sequence[ShardSpec]]
+) -> tuple[ShardSlice, ...]:
+    """Cover every wanted shard by parts of held ones, from the rank itself if possible.
+
+    Args:
+        held: for each rank of the group what it holds; replicas are welcome.
+        wanted: for each rank what it wants and does not hold as it is.
+
+    Raises:
+        CoverageError: no rank holds a part of something that is wanted; names rank and key.
+        ShapeMismatchError: an array is held with another shape than it is wanted with.
+    """
+    holders: defaultdict[str, defaultdict[Region, list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    arrays: dict[str, tuple[Shape, DType]] = {}
+    for rank, specs in enumerate(held):
+        for spec in specs:
+            array = (spec.array_shape, spec.dtype)
+            if arrays.setdefault(spec.key, array) != array:
+                raise PlanError(f"{spec.key}: ranks hold it as {arrays[spec.key]} and as {array}")
+            having = holders[spec.key][spec.region]
+            if not having or having[-1] != rank:  # ranks come in order
+                having.append(rank)
+    regions = {key: _HeldRegions.of(of_key) for key, of_key in holders.items()}
+    load: Counter[int] = Counter()
+    slices: list[ShardSlice] = []
+    for rank, specs in enumerate(wanted):
+        for spec in sorted(specs, key=lambda spec: spec.id):
+            slices += _slices(spec, regions, arrays, rank, load)
+    return tuple(slices)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldRegions:
+    """The regions of an array that some rank holds, ordered along the dim that tells most apart.
+
+    Attributes:
+        holders: the ranks that hold each.
+        dim: along which they are ordered.
+        regions: by their first element along it.
+        starts: those elements.
+        longest: the most extent along it.
+    """
+
+    holders: Mapping[Region, Sequence[int]]
+    dim: int
+    regions: Sequence[Region]
+    starts: Sequence[int]
+    longest: int
+
+    @classmethod
+    def of(cls, holders: Mapping[Region, Sequence[int]]) -> _HeldRegions:
+        ndim = next(iter(holders)).ndim
+        if ndim == 0:
+            return cls(holders, 0, tuple(holders), (0,), 1)
+        dim = max(range(ndim), key=lambda d: len({region.offset[d] for region in holders}))
+        regions = sorted(holders, key=lambda region: region.offset[dim])
+        starts = [region.offset[dim] for region in regions]
+        return cls(holders, dim, regions, starts, max(region.shape[dim] for region in regions))
+
+    def near(self, region: Region) -> list[Region]:
+        """Every region that shares an element with this one, and perhaps others, sorted."""
+        if region.ndim == 0:
+            return list(self.regions)
+        first = bisect_right(self.starts, region.offset[self.dim] - self.longest)
+        stop = bisect_left(self.starts, region.end[self.dim])
+        return sorted(self.regions[first:stop])
+
+
+def _slices(
+    spec: ShardSpec,
+    regions: Mapping[str, _HeldRegions],
+    arrays: Mapping[str, tuple[Shape, DType]],
+    rank: int,
+    load: Counter[int],
+) -> list[ShardSlice]:
+    """Parts of held shards that make up a wanted one: one held whole, else all that it meets."""
+    if spec.key not in arrays:
+        raise CoverageError(
+            f"{spec.key}: rank {rank} wants {spec.region}, but no part of the checkpoint has it",
+            key=spec.key,
+        )
+    shape, dtype = arrays[spec.key]
+    if shape != spec.array_shape:
+        raise ShapeMismatchError(
+            f"{spec.key}: shape {shape} in the checkpoint, {spec.array_shape} requested by rank "
+            f"{rank}",
+            key=spec.key,
+        )
+    held = regions[spec.key]
+    exact = spec.region in held.holders
+    sources = [spec.region] if exact else held.near(spec.region)
+    found = []
+    for source in sources:
+        shared = source.intersect(spec.region)
+        if shared is None:
+            continue
+        able = held.holders[source]
+        sender = rank if rank in able else min(able, key=lambda rank: (load[rank], rank))
+        one = ShardSlice(ShardId(spec.key, source), spec.id, shared, dtype, sender, rank)
+        if sender != rank:
+            load[sender] += one.nbytes
+        found.append(one)
+    covered = sum(one.region.numel for one in found)
+    if covered != spec.region.numel:
+        raise CoverageError(
+            f"{spec.key}: rank {rank} wants {spec.region}, of {spec.region.numel} elements; the "
+            f"parts of the checkpoint hold {covered} of them",
+            key=spec.key,
+        )
+    return found

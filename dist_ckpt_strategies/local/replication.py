@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
-from dist_ckpt_strategies.comm.exchange import Blocks, Outgoing, exchange
+from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.new_groups import new_group_of
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
@@ -26,26 +28,26 @@ from dist_ckpt_strategies.config import (
     local_world_size,
     options_from_environment,
 )
+from dist_ckpt_strategies.device import TensorBytes, torch_dtype
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.encoding import (
-    decode_state,
+    decode_shards,
     default_local_allowed,
     encode_state,
 )
-from dist_ckpt_strategies.local.plan import Clique, ExchangePlan, build_cliques, build_exchange_plan
-from dist_ckpt_strategies.local.replicate import (
-    FilledShard,
-    MemorySink,
-    SharedReads,
-    Stream,
-    run_replicate,
+from dist_ckpt_strategies.local.plan import (
+    Clique,
+    ExchangePlan,
+    Transfer,
+    build_cliques,
+    build_exchange_plan,
 )
+from dist_ckpt_strategies.local.replicate import FilledShard
 from dist_ckpt_strategies.local.shard_format import (
     LocalShard,
     LocalShardId,
     SaveId,
     shard_from_fields,
-    shard_layout,
     shard_to_fields,
 )
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
@@ -154,24 +156,21 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         limit_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
         world = open_communicator(None, timeout_s=limit_s, purpose="making of cliques")
 
+        cliques: list[Clique] = []
+
         def plan() -> list[Any]:
-            jump = replication_jump or local_world_size()
-            build_cliques(world.size, jump, replication_factor, allow_uneven=allow_uneven)
-            return [jump, replication_factor, bool(allow_uneven)]
+            numbers = (replication_jump or local_world_size(), replication_factor)
+            cliques.extend(build_cliques(world.size, *numbers, allow_uneven=allow_uneven))
+            return [*numbers, bool(allow_uneven)]
 
         asked = run_and_gather(world, plan)
-
-        def checked() -> tuple[Clique, ...]:
-            for rank, found in enumerate(asked):
-                if found != asked[0]:
-                    raise PlanError(
-                        f"rank {world.global_rank(rank)} asks for other cliques than rank "
-                        f"{world.global_rank(0)}: give replication_jump, replication_factor and "
-                        "allow_uneven alike"
-                    )
-            return build_cliques(world.size, *asked[0][:2], allow_uneven=allow_uneven)
-
-        cliques = run_collectively(world, checked)
+        for rank, found in enumerate(asked):
+            if found != asked[0]:
+                raise PlanError(
+                    f"rank {world.global_rank(rank)} asks for other cliques than rank "
+                    f"{world.global_rank(0)}: give replication_jump, replication_factor and "
+                    "allow_uneven alike"
+                )
         backend = "nccl" if target_device.startswith("cuda") else "gloo"
         group = new_group_of(cliques, backend=backend, timeout_s=limit_s)
         return cls(group, target_device, max_bucket_bytes=max_bucket_bytes, timeout_s=timeout_s)
@@ -238,39 +237,14 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         states are on the CPU; ``restore_tensor_device`` moves them to their devices.
         """
         comm = self.communicator("replication", f"of {id_}")
-        sinks: dict[int, MemorySink] = {}
-
-        me = comm.global_rank(comm.rank)
-        encoded: list[FilledShard] = []
-
-        def encode() -> str:
-            self.let_finish(limit_of_wait(self._timeout_s))
-            encoded.append(_encoded(local_ckpt, me))
-            return str(id_)
-
-        ids = run_and_gather(comm, encode)
-
-        def open_sink(shard: LocalShard) -> MemorySink | None:
-            rank = shard.shard_id.global_rank
-            if rank != me:
-                sinks[rank] = MemorySink(shard)
-            return sinks.get(rank)
-
-        run_replicate(
+        pairs = [(sender, to) for sender in range(comm.size) for to in range(comm.size)]
+        ids, received = self._exchange(
             comm,
-            encoded[0],
-            open_sink,
-            max_bucket_nbytes=self.max_bucket_bytes,
+            lambda: {str(id_): local_ckpt},
+            lambda ids: [Transfer(ids[sender][0], sender, receiver) for sender, receiver in pairs],
         )
-
-        def decode() -> list[TensorAwareStateDict]:
-            states = []
-            for rank in range(comm.size):
-                sink = sinks.get(comm.global_rank(rank))
-                states.append(local_ckpt if sink is None else _decoded(sink))
-            return states
-
-        return run_collectively(comm, decode), ids
+        by_sender = {t.sender: state for t, state in received.items()} | {comm.rank: local_ckpt}
+        return [by_sender[rank] for rank in range(comm.size)], [id_ for (id_,) in ids]
 
     @raises_megatron_errors
     def retrieve_plan(
@@ -282,8 +256,12 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         the order of the ranks.
         """
         comm = self.communicator("plan of a retrieval")
-        run_collectively(comm, lambda: self.let_finish(limit_of_wait(self._timeout_s)))
-        everyone = run_and_gather(comm, lambda: [str(id_) for id_ in wanted])
+
+        def ask() -> list[str]:
+            self.let_finish(limit_of_wait(self._timeout_s))
+            return [str(id_) for id_ in wanted]
+
+        everyone = run_and_gather(comm, ask)
         members = [comm.global_rank(rank) for rank in range(comm.size)]
 
         def plan() -> ExchangePlan:
@@ -313,66 +291,77 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """
         comm = self.communicator("retrieval")
         me = comm.global_rank(comm.rank)
-        sent: dict[str, FilledShard] = {}
-        sinks: dict[str, MemorySink] = {}
 
-        def encode() -> dict[str, Any]:
-            self.let_finish(limit_of_wait(self._timeout_s))
-            for id_ in sorted({t.id_ for t in plan.transfers if t.sender == me}):
+        def sent() -> dict[str, TensorAwareStateDict]:
+            ids = sorted({t.id_ for t in plan.entries if t.sender == me})
+            for id_ in ids:
                 if id_ not in my_data:
                     raise PlanError(
                         f"the plan has this rank send {id_}, which my_data does not hold"
                     )
-                sent[id_] = _encoded(my_data[id_], me)
-            return {id_: shard_to_fields(filled.shard) for id_, filled in sent.items()}
+            return {id_: my_data[id_] for id_ in ids}
+
+        numbers = {comm.global_rank(rank): rank for rank in range(comm.size)}
+        _, received = self._exchange(comm, sent, lambda _: plan.renumbered(numbers).entries)
+        own = {t.id_: my_data[t.id_] for t in plan.entries if t.sender == t.receiver == me}
+        return own | {t.id_: state for t, state in received.items()}
+
+    def _exchange(
+        self,
+        comm: Communicator,
+        states: Callable[[], Mapping[str, TensorAwareStateDict]],
+        transfers: Callable[[Sequence[Sequence[str]]], Sequence[Transfer]],
+    ) -> tuple[list[list[str]], dict[Transfer, TensorAwareStateDict]]:
+        """The ids of the states that each member sends, and what came from others. Collective.
+
+        Args:
+            comm: the clique.
+            states: what this rank sends, by id; what it raises, every rank raises.
+            transfers: who sends what to whom, in ranks of ``comm``, given each member's ids.
+        """
+        encoded: dict[str, FilledShard] = {}
+        received: dict[Transfer, FilledShard] = {}
+
+        def encode() -> dict[str, Any]:
+            self.let_finish(limit_of_wait(self._timeout_s))
+            me = LocalShardId(_IN_MEMORY, comm.global_rank(comm.rank))
+            allowed = default_local_allowed()
+            for id_, state in states().items():
+                encoded[id_] = encode_state(state, me, 1, "", allowed)
+            return {id_: shard_to_fields(one.shard) for id_, one in encoded.items()}
 
         fields = run_and_gather(comm, encode)
+        ids = [list(of_rank) for of_rank in fields]
 
-        exchange(
-            comm,
-            lambda: _blocks_of(comm, plan, sent, fields, sinks),
-            max_inflight_nbytes=self.max_bucket_bytes,
-        )
+        def prepare() -> Blocks:
+            moved = [t for t in transfers(ids) if t.sender != t.receiver]
+            outgoing, incoming = [], []
+            for t in moved:
+                if t.sender == comm.rank:
+                    own = TensorBytes(encoded[t.id_].payloads)
+                    outgoing.append(Outgoing(t.id_, t.receiver, own.nbytes, own.read))
+                if t.receiver == comm.rank:
+                    one = received[t] = _empty(shard_from_fields(fields[t.sender][t.id_]))
+                    target = TensorBytes(one.payloads)
+                    incoming.append(Incoming(t.id_, t.sender, target.nbytes, target.write))
+            return outgoing, incoming
 
-        def decode() -> dict[str, TensorAwareStateDict]:
-            own = {t.id_: my_data[t.id_] for t in plan.transfers if t.sender == t.receiver == me}
-            return own | {id_: _decoded(sink) for id_, sink in sinks.items()}
+        exchange(comm, prepare, max_inflight_nbytes=self.max_bucket_bytes)
 
-        return run_collectively(comm, decode)
+        def decode() -> dict[Transfer, TensorAwareStateDict]:
+            allowed = default_local_allowed()
+            return {t: decode_shards([one], allowed) for t, one in received.items()}
 
-
-def _blocks_of(
-    comm: Communicator,
-    plan: ExchangePlan,
-    sent: Mapping[str, FilledShard],
-    fields: Sequence[Mapping[str, Any]],
-    sinks: dict[str, MemorySink],
-) -> Blocks:
-    """What a plan has this rank send and receive; the memory for the latter goes into ``sinks``."""
-    numbers = {comm.global_rank(rank): rank for rank in range(comm.size)}
-    moved = [t for t in plan.renumbered(numbers).transfers if t.sender != t.receiver]
-    outgoing, incoming = [], []
-    for t in moved:
-        if t.sender == comm.rank:
-            reads = SharedReads(sent[t.id_].payloads, shard_layout(sent[t.id_].shard))
-            outgoing.append(Outgoing(t.id_, t.receiver, reads.nbytes, reads.read))
-        if t.receiver == comm.rank:
-            sink = sinks[t.id_] = MemorySink(shard_from_fields(fields[t.sender][t.id_]))
-            incoming.append(Stream(sink.shard, sink).incoming(t.sender))
-    return outgoing, incoming
+        return ids, run_collectively(comm, decode)
 
 
-def _decoded(sink: MemorySink) -> TensorAwareStateDict:
-    found: TensorAwareStateDict = decode_state(
-        FilledShard(sink.shard, sink.tensors), allowed=default_local_allowed()
+def _empty(shard: LocalShard) -> FilledShard:
+    """Memory for what a shard describes."""
+    tensors = (
+        torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
+        for buffer in shard.buffers
     )
-    return found
-
-
-def _encoded(state: TensorAwareStateDict, rank: int) -> FilledShard:
-    shard_id = LocalShardId(_IN_MEMORY, rank)
-    allowed = default_local_allowed()
-    return encode_state(state, shard_id, world_size=1, session_id="", allowed=allowed)
+    return FilledShard(shard, tuple(tensors))
 
 
 def _by_rank(

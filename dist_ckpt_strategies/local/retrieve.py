@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from dist_ckpt_strategies.comm.base import Bytes, Communicator
 from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.comm.exchange import MESSAGE_NBYTES, Blocks, Incoming, Outgoing, exchange
-from dist_ckpt_strategies.core.report import RetrievalReport
-from dist_ckpt_strategies.device import host_memory
+from dist_ckpt_strategies.device import host_memory, torch_dtype
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -26,7 +23,7 @@ from dist_ckpt_strategies.errors import (
     as_checkpoint_error,
 )
 from dist_ckpt_strategies.local.plan import ExchangePlan, Transfer
-from dist_ckpt_strategies.local.replicate import FilledShard, tensors_in
+from dist_ckpt_strategies.local.replicate import FilledShard
 from dist_ckpt_strategies.local.shard_files import ShardReader
 from dist_ckpt_strategies.local.shard_format import (
     PREFIX_NBYTES,
@@ -37,7 +34,8 @@ from dist_ckpt_strategies.local.shard_format import (
 )
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, run_with_limit, settled
 
-_MAX_READERS = 4
+_NUM_READERS = min(4, os.cpu_count() or 1)
+"""Threads that read this node's own files."""
 
 _READ_NBYTES = 2 << 20
 """Read at once: little enough to be in the processor's cache still when its digest is taken."""
@@ -49,15 +47,12 @@ class FileSource:
     Attributes:
         stored: what its header describes; None if it cannot be used.
         failure: what is wrong with it, once that is known.
-        read_nbytes: bytes read from storage so far.
     """
 
     def __init__(self, shard_id: str, path: Path | None) -> None:
         self._name = str(path or shard_id)
         self.stored: StoredShard | None = None
         self.failure: CheckpointError | None = None
-        self.read_nbytes = 0
-        self._counting = threading.Lock()
         self._reader: ShardReader | None = None
         try:
             if path is None:
@@ -81,8 +76,6 @@ class FileSource:
         try:
             if self.failure is None and self._reader is not None:
                 self._reader.read(byte_offset, host.numpy())
-                with self._counting:
-                    self.read_nbytes += host.numel()
                 return host
         except Exception as error:  # noqa: BLE001 - reported to all ranks, which use another copy
             self.failure = as_checkpoint_error(error)
@@ -94,35 +87,18 @@ class FileSource:
             self._reader.close()
 
 
-@dataclass(frozen=True, slots=True)
-class BadCopy:
-    """A copy that cannot be used.
-
-    Attributes:
-        rank: who read it, within the group.
-        shard_id: which file.
-        reason: what is wrong, with the file.
-    """
-
-    rank: int
-    shard_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Retrieval:
+class Retrieval(NamedTuple):
     """What arrived.
 
     Attributes:
         shards: what this rank wanted and got, by id.
-        bad: the copies that cannot be used, the same on every rank; what was to come from them
-            is missing in ``shards``.
-        report: in numbers.
+        bad: why copies cannot be used, with the file, by the rank that reads them, within the
+            group, and by id; the same on every rank. What was to come from them is missing in
+            ``shards``.
     """
 
     shards: Mapping[str, FilledShard]
-    bad: tuple[BadCopy, ...]
-    report: RetrievalReport
+    bad: Mapping[tuple[int, str], str]
 
 
 def run_retrieve(
@@ -130,7 +106,7 @@ def run_retrieve(
     decide: Callable[[], ExchangePlan],
     open_source: Callable[[str], FileSource],
     *,
-    message_nbytes: int,
+    max_inflight_nbytes: int,
 ) -> Retrieval:
     """Carry out a plan: read, send, receive, and compare every digest.
 
@@ -141,12 +117,11 @@ def run_retrieve(
         comm: the ranks that the plan was made for.
         decide: says who reads what for whom; what it raises, every rank raises.
         open_source: this rank's copy of a file that the plan has it read.
-        message_nbytes: bound on what travels at once in each direction.
+        max_inflight_nbytes: bound on what travels at once in each direction.
 
     Raises:
         PeerError: a rank does not take part any more.
     """
-    started = time.monotonic()
     with ExitStack() as stack:
         files = _Files(comm, stack)
         sizes = run_and_gather(comm, lambda: files.open(decide(), open_source))
@@ -154,22 +129,13 @@ def run_retrieve(
             comm,
             lambda: files.prepare(sizes),
             files.find_bad,
-            max_inflight_nbytes=message_nbytes,
+            max_inflight_nbytes=max_inflight_nbytes,
             compares_digests=False,  # those of the buffers are
         )
-    reasons: dict[tuple[int, str], str] = {}
-    for rank, shard_id, reason in (one for some in found for one in some):
-        reasons.setdefault((rank, shard_id), reason)
+    reports = sorted(report for of_rank in found for report in of_rank)
+    bad = {(rank, shard_id): reason for rank, shard_id, reason in reports}
     arrived = files.arrivals.items()
-    shards = {t.id_: one.shard() for t, one in arrived if (t.sender, t.id_) not in reasons}
-    report = RetrievalReport(
-        num_shards=len(shards),
-        read_nbytes=sum(source.read_nbytes for source in files.sources.values()),
-        received_nbytes=sum(one.nbytes for t, one in arrived if t.sender != comm.rank),
-        seconds=time.monotonic() - started,
-    )
-    bad = tuple(BadCopy(*where, reason) for where, reason in sorted(reasons.items()))
-    return Retrieval(shards, bad, report)
+    return Retrieval({t.id_: a.shard() for t, a in arrived if (t.sender, t.id_) not in bad}, bad)
 
 
 class _Files:
@@ -190,8 +156,8 @@ class _Files:
 
     def open(self, plan: ExchangePlan, source_of: Callable[[str], FileSource]) -> dict[str, int]:
         """Open the files of a plan; returns the sizes of those that can be used, by id."""
-        self._transfers = plan.transfers
-        for shard_id in sorted({t.id_ for t in plan.transfers if t.sender == self._rank}):
+        self._transfers = plan.entries
+        for shard_id in sorted({t.id_ for t in plan.entries if t.sender == self._rank}):
             source = self.sources[shard_id] = source_of(shard_id)
             self._stack.callback(source.close)
         return {
@@ -210,14 +176,14 @@ class _Files:
         self.arrivals.update(
             {t: _Arrival(sizes[t.sender][t.id_]) for t in moved if t.receiver == self._rank}
         )
-        readers = self._stack.enter_context(OrderedQueues(_num_readers()))
+        readers = self._stack.enter_context(OrderedQueues(_NUM_READERS))
         for source, arrival in (
             (self.sources[t.id_], arrival)
             for t, arrival in self.arrivals.items()
             if t.sender == self._rank
         ):
             self._own_reads.extend(
-                (source, readers.submit(number % _num_readers(), read))
+                (source, readers.submit(number % _NUM_READERS, read))
                 for number, read in enumerate(arrival.reads_of(source))
             )
         outgoing = [
@@ -320,12 +286,18 @@ class _Arrival:
         return None
 
     def shard(self) -> FilledShard:
-        """The file, once it is known to be whole."""
+        """The file, once it is known to be whole.
+
+        Each tensor has a storage of its own: saving it would save its neighbours too otherwise.
+        """
         assert self._stored is not None  # noqa: S101 - it has no damage
-        shard, layout = self._stored.shard, self._stored.layout
-        return FilledShard(shard, tensors_in(self._memory, shard, layout))
-
-
-def _num_readers() -> int:
-    """Threads that read this node's own files: a few, as many as there are processors for."""
-    return min(_MAX_READERS, os.cpu_count() or 1)
+        shard, content = self._stored.shard, self._memory.numpy()
+        payloads = (
+            torch.from_numpy(content[start : start + buffer.nbytes])
+            .view(torch_dtype(buffer.dtype))
+            .reshape(buffer.shape)
+            if buffer.nbytes
+            else torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
+            for buffer, start in zip(shard.buffers, self._stored.layout.byte_offsets, strict=True)
+        )
+        return FilledShard(shard, tuple(payloads))

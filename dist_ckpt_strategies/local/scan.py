@@ -37,7 +37,7 @@ from dist_ckpt_strategies.formats.issues import (
     unreadable,
 )
 from dist_ckpt_strategies.formats.scan import run_checks
-from dist_ckpt_strategies.local.shard_files import SUFFIX, ShardReader, is_being_written
+from dist_ckpt_strategies.local.shard_files import RANK, SUFFIX, ShardReader, is_being_written
 from dist_ckpt_strategies.local.shard_format import LocalShard, LocalShardId
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -55,8 +55,9 @@ if TYPE_CHECKING:  # torch takes a while to import
 
 BACKEND = "local_replicated"
 
-_RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
-_SESSION = re.compile(r"[0-9a-f]{32}")
+SESSION = re.compile(r"[0-9a-f]{32}")
+"""The name of a directory with the shards of one save: the digest of its ``common.pt``."""
+
 _MAX_DEPTH = 3
 _BLOCK_NBYTES = 4 << 20
 
@@ -198,10 +199,10 @@ def _damaged(root: Path, path: str, error: CheckpointError) -> Issue:
 
 def _rank_folders(root: Path, folder: Folder, depth: int = _MAX_DEPTH) -> Iterator[Folder]:
     """The directories of ranks: this one, and those below it."""
-    if _RANK.fullmatch(os.path.basename(folder.key or root)):  # noqa: PTH119 - of a text or a path
+    if RANK.fullmatch(os.path.basename(folder.key or root)):  # noqa: PTH119 - of a text or a path
         yield folder
     for name in folder.folders if depth else ():
-        if depth == _MAX_DEPTH or _RANK.fullmatch(name) or _SESSION.fullmatch(name):
+        if depth == _MAX_DEPTH or RANK.fullmatch(name) or SESSION.fullmatch(name):
             yield from _rank_folders(root, read_folder(root, folder.path_of(name)), depth - 1)
 
 
@@ -241,7 +242,7 @@ def _compare_common_files(
     by_common: dict[PurePosixPath, dict[str, list[StoredCopy]]] = {}
     for copy in copies:
         session = PurePosixPath(copy.path).parent.parent
-        if _SESSION.fullmatch(session.name):
+        if SESSION.fullmatch(session.name):
             of_save = by_common.setdefault(session.parent / COMMON_NAME, {})
             of_save.setdefault(session.name, []).append(copy)
     replaced: list[StoredCopy] = []

@@ -6,6 +6,7 @@ A rank keeps its own shard and copies of others' in ``<root>/<its global rank>/<
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -20,6 +21,7 @@ import numpy as np
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local.shard_format import (
     PREFIX_NBYTES,
+    BufferDigests,
     Bytes,
     Digest,
     LocalShard,
@@ -47,6 +49,9 @@ from dist_ckpt_strategies.storage.time_limit import (
 )
 
 SUFFIX = ".part"
+
+RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
+"""The name of a rank's directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class ShardDirectory:
         """Global ranks that have a directory here."""
         with file_errors(None, self.root):
             names = [path.name for path in _entries(self.root) if path.is_dir()]
-        return sorted(int(name) for name in names if _is_rank(name))
+        return sorted(int(name) for name in names if RANK.fullmatch(name))
 
     def holder_directory(self, global_rank: int) -> Path:
         """Where a rank keeps its shards."""
@@ -129,8 +134,8 @@ class ShardDirectory:
             found.path.unlink(missing_ok=True)
 
     @limited
-    def remove_leftovers(self, holder: int) -> int:
-        """Remove what a killed save of this rank has left; returns the bytes that are free again.
+    def remove_stale_files(self, holder: int) -> int:
+        """Remove stale files of killed saves of this rank; returns the bytes that are free again.
 
         What is being written, here or in another process, stays.
 
@@ -188,13 +193,20 @@ class _Handle:
 class ShardWriter:
     """A shard being written beside its place, in a file that is locked until it appears.
 
+    Attributes:
+        shard: what it holds.
+        layout: where its buffers are.
+        digests: of the bytes that have been written.
+
     Raises:
         StorageError: the file cannot be made.
     """
 
     def __init__(self, path: Path, shard: LocalShard) -> None:
         self.path = path
-        self._part = shard
+        self.shard = shard
+        self.layout = shard_layout(shard)
+        self.digests = BufferDigests(shard, self.layout)
         self._has_appeared = False
         self._handle: _Handle | None
         with file_errors(None, path):
@@ -207,12 +219,13 @@ class ShardWriter:
         return str(self.path)
 
     def write(self, byte_offset: int, content: Bytes) -> None:
-        """Write bytes at a position of the file, and have the disk begin with them.
+        """Write the next bytes of a buffer, and have the disk begin with them.
 
         Raises:
             StorageError: they cannot be written.
         """
         handle = self._open_handle()
+        self.digests.take(byte_offset, content)
         done = 0
         with file_errors(None, self.path):
             while done < content.size:
@@ -229,9 +242,9 @@ class ShardWriter:
             StorageError: something cannot be written.
         """
         handle = self._open_handle()
-        self.write(0, np.frombuffer(encode_header(self._part, digests), np.uint8))
+        self.write(0, np.frombuffer(encode_header(self.shard, digests), np.uint8))
         with file_errors(None, self.path):
-            os.ftruncate(handle.number, shard_layout(self._part).nbytes)
+            os.ftruncate(handle.number, self.layout.nbytes)
             os.fsync(handle.number)
             raise_if_cancelled()
             self._partial.replace(self.path)  # locked until it has its name
@@ -354,7 +367,7 @@ def _begin_file(directory: Path) -> tuple[Path, int]:
             raise
         if is_there:
             return path, handle
-        os.close(handle)  # taken for a leftover before it was locked
+        os.close(handle)  # taken for a stale file before it was locked
 
 
 def _remove_unlocked(path: Path) -> int:
@@ -390,10 +403,6 @@ def _opened_unless_locked(path: Path) -> Iterator[bool]:
         yield try_lock(handle)
     finally:
         os.close(handle)
-
-
-def _is_rank(name: str) -> bool:
-    return name.isascii() and name.isdigit() and str(int(name)) == name
 
 
 @limited

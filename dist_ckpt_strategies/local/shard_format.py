@@ -17,6 +17,12 @@ import xxhash
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 
+BASIC, MCORE, MEGATRON = "basic", "mcore", "megatron"
+"""Kinds of states in shard files."""
+
+RESHARDED_KINDS = frozenset({MCORE, MEGATRON})
+"""Those whose shards another number of ranks can use."""
+
 _ID = re.compile(r"iter_(\d{7,})_(\d+)_local_([0-9a-f]{1,64})")
 
 
@@ -269,7 +275,10 @@ def shard_from_fields(fields: Any) -> LocalShard:
     """
     found = fields["format"], fields["version"]
     if found != (_FORMAT, _VERSION):
-        raise ValueError(f"format {found[0]!r} version {found[1]!r}, expected {_VERSION}")
+        raise ValueError(
+            f"format {found[0]!r} version {found[1]!r}, expected {_FORMAT!r} version {_VERSION}; "
+            "load it with the release that wrote it"
+        )
     (world_size,) = _counts([fields["world_size"]], _MAX_WORLD_SIZE)
     if world_size < 1:
         raise ValueError("expected a world of 1 rank or more")

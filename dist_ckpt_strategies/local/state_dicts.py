@@ -13,41 +13,11 @@ from dist_ckpt_strategies.errors import PlanError
 
 
 class TensorAwareStateDict(ABC):
-    """A state dict whose tensors can be told from the rest of it.
+    """A state dict that holds its tensors in order or, once taken out, their shapes and dtypes.
 
-    The names are those of NVIDIA's resiliency extension; ListedTensors says what each does. The
-    manager stores the classes of this package and Megatron-Core's.
+    The names are those of NVIDIA's resiliency extension. The manager stores the classes of this
+    package and Megatron-Core's.
     """
-
-    @abstractmethod
-    def pop_tensors(self) -> Sequence[torch.Tensor]:
-        """Take the tensors out, in their order."""
-
-    @property
-    @abstractmethod
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, always in the same order."""
-
-    @property
-    @abstractmethod
-    def is_hollow(self) -> bool:
-        """Whether the tensors have been taken out, and none put in their place."""
-
-    @abstractmethod
-    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors into a hollow state."""
-
-    @abstractmethod
-    def init_tensors(self) -> None:
-        """Fill a hollow state with uninitialised tensors."""
-
-    @abstractmethod
-    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Replace every tensor by a copy on the CPU."""
-
-    @abstractmethod
-    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Move every tensor back to the device that it was on."""
 
     @property
     @abstractmethod
@@ -63,20 +33,17 @@ class TensorAwareStateDict(ABC):
         found: ValuesView[Any] = self.state_dict.values()
         return found
 
-
-class ListedTensors(TensorAwareStateDict):
-    """A state dict that holds its tensors in order or, once taken out, their shapes and dtypes."""
-
     def _hold(self, tensors: Iterable[torch.Tensor], devices: Sequence[str] | None = None) -> None:
         """Begin with these tensors; by default each belongs to the device that it is on."""
         self._tensors: list[torch.Tensor] | None = list(tensors)
-        self._outlines: list[tuple[torch.Size, torch.dtype]] = []
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         if devices is None:
-            self._homes = [tensor.device for tensor in self._tensors]
+            self._devices = [tensor.device for tensor in self._tensors]
         else:
-            self._homes = [torch.device(device) for device in devices]
+            self._devices = [torch.device(device) for device in devices]
 
-    def _require_tensors(self) -> list[torch.Tensor]:
+    def require_tensors(self) -> list[torch.Tensor]:
+        """The tensors; PlanError if the state is hollow."""
         if self._tensors is None:
             raise PlanError("the state is hollow: call insert_tensors or init_tensors first")
         return self._tensors
@@ -88,7 +55,7 @@ class ListedTensors(TensorAwareStateDict):
     @property
     def devices(self) -> list[str]:
         """The kind of device that each tensor belongs to."""
-        return [home.type for home in self._homes]
+        return [device.type for device in self._devices]
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -97,7 +64,7 @@ class ListedTensors(TensorAwareStateDict):
         Raises:
             PlanError: the state is hollow.
         """
-        return iter(self._require_tensors())
+        return iter(self.require_tensors())
 
     @property
     def is_hollow(self) -> bool:
@@ -110,8 +77,8 @@ class ListedTensors(TensorAwareStateDict):
         Raises:
             PlanError: it is hollow already.
         """
-        tensors = self._require_tensors()
-        self._outlines = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        tensors = self.require_tensors()
+        self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._tensors = None
         return tensors
 
@@ -123,8 +90,8 @@ class ListedTensors(TensorAwareStateDict):
         """
         self._require_hollow()
         found = list(tensor_data)
-        if len(found) != len(self._homes):
-            raise PlanError(f"expected {len(self._homes)} tensors, found {len(found)}")
+        if len(found) != len(self._devices):
+            raise PlanError(f"expected {len(self._devices)} tensors, found {len(found)}")
         self._tensors = found
 
     def init_tensors(self) -> None:
@@ -135,8 +102,8 @@ class ListedTensors(TensorAwareStateDict):
         """
         self._require_hollow()
         self._tensors = [
-            torch.empty(shape, dtype=dtype, device=home)
-            for (shape, dtype), home in zip(self._outlines, self._homes, strict=True)
+            torch.empty(shape, dtype=dtype, device=device)
+            for (shape, dtype), device in zip(self._shapes, self._devices, strict=True)
         ]
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -148,7 +115,7 @@ class ListedTensors(TensorAwareStateDict):
         cpu = torch.device("cpu")
         self._tensors = [
             tensor.detach().to(cpu, non_blocking=non_blocking, copy=True)
-            for tensor in self._require_tensors()
+            for tensor in self.require_tensors()
         ]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
@@ -159,9 +126,9 @@ class ListedTensors(TensorAwareStateDict):
         """
         self._tensors = [
             tensor
-            if tensor.device.type == home.type
-            else tensor.to(home, non_blocking=non_blocking)
-            for tensor, home in zip(self._require_tensors(), self._homes, strict=True)
+            if tensor.device.type == device.type
+            else tensor.to(device, non_blocking=non_blocking)
+            for tensor, device in zip(self.require_tensors(), self._devices, strict=True)
         ]
 
 
@@ -171,7 +138,7 @@ class TensorPlace(int):
     __slots__ = ()
 
 
-class BasicTensorAwareStateDict(ListedTensors):
+class BasicTensorAwareStateDict(TensorAwareStateDict):
     """Any nested dicts, lists and tuples; their tensors may be on the CPU and on devices.
 
     The caller's containers are left as they are: what is taken out and put in concerns this
@@ -181,27 +148,25 @@ class BasicTensorAwareStateDict(ListedTensors):
         state_dict: the state.
         devices: the kind of device that each tensor belongs to, in order; by default the one
             that it is on.
+
+    Attributes:
+        hollow: the state with a TensorPlace for each tensor.
     """
 
     def __init__(self, state_dict: Any, *, devices: Sequence[str] | None = None) -> None:
         found: dict[str, torch.Tensor] = {}
-        self._frame = take_tensors(state_dict, found)
+        self.hollow = take_tensors(state_dict, found)
         self._names = tuple(found)
         self._hold(found.values(), devices)
 
     @property
     def state_dict(self) -> Any:
         """The state with its tensors in their places; new containers each time."""
-        return put_tensors(self._frame, self._require_tensors())
+        return put_tensors(self.hollow, self.require_tensors())
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by their places in the state, in order."""
-        return dict(zip(self._names, self._require_tensors(), strict=True))
-
-    @property
-    def frame(self) -> Any:
-        """The state with a TensorPlace for each tensor."""
-        return self._frame
+        return dict(zip(self._names, self.require_tensors(), strict=True))
 
 
 def take_tensors(value: Any, found: dict[str, torch.Tensor], where: str = "") -> Any:
@@ -222,9 +187,9 @@ def take_tensors(value: Any, found: dict[str, torch.Tensor], where: str = "") ->
     return _mapped(take, value, where)
 
 
-def put_tensors(frame: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def put_tensors(hollow: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """What ``take_tensors`` was given, with these tensors; new containers."""
-    return _mapped(lambda v, _: tensors[v] if isinstance(v, TensorPlace) else v, frame, "")
+    return _mapped(lambda v, _: tensors[v] if isinstance(v, TensorPlace) else v, hollow, "")
 
 
 def _mapped(convert: Callable[[Any, str], Any], value: Any, where: str) -> Any:

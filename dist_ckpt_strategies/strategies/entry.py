@@ -364,7 +364,7 @@ class _Save:
         if isinstance(base, LocalReplicatedSaveShardedStrategy):
             run_collectively(comm, lambda: self._write_common(place))
             run_collectively(
-                comm, lambda: base.save_with_common(state, root, place.location, commit)
+                comm, lambda: base.save(state, root, common_dir=place.location, commit=commit)
             )
         else:
             self._by_foreign(place)

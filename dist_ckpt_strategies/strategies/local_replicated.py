@@ -43,6 +43,7 @@ from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
+from dist_ckpt_strategies.local.scan import BACKEND, SESSION
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, read_first_header
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -77,13 +78,9 @@ from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 
-BACKEND = "local_replicated"
 VERSION = 1
 
 logger = logging.getLogger(__name__)
-
-_SESSION = re.compile(r"[0-9a-f]{32}")
-"""The name of a directory with the shards of one save: the digest of its ``common.pt``."""
 
 _ITERATION = re.compile(r"(\d+)\D*$")
 """The number that the directory's name ends with."""
@@ -160,36 +157,31 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         )
 
     @raises_megatron_errors
-    def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
+    def save(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        *,
+        common_dir: Path | None = None,
+        commit: Callable[[], None] | None = None,
+    ) -> None:
         """Write this rank's shards, copies of its clique's, and the common state, durably.
 
         Collective over the group. Does not write ``metadata.json`` on the node of the first rank,
         where Megatron-Core does, but on all others.
 
-        Raises:
-            PlanError: a tensor cannot be stored.
-            UnsafeObjectError: an object is of a class that is not allowed.
-            StorageError: a file cannot be written; a PeerError of that class elsewhere.
-        """
-        self.save_with_common(sharded_state_dict, checkpoint_dir)
-
-    @raises_megatron_errors
-    def save_with_common(
-        self,
-        sharded_state_dict: StateDict,
-        checkpoint_dir: str | Path,
-        common_dir: Path | None = None,
-        commit: Callable[[], None] | None = None,
-    ) -> None:
-        """Like ``save``, for a caller that has not yet replaced an earlier checkpoint.
-
         Args:
-            sharded_state_dict: as in ``save``.
-            checkpoint_dir: as in ``save``.
+            sharded_state_dict: this rank's.
+            checkpoint_dir: its name is that of the checkpoint on every node.
             common_dir: where the first rank finds ``common.pt``; an earlier checkpoint stays as it
                 is until all else is written. None: it is in ``checkpoint_dir`` already.
             commit: moves it from there to ``checkpoint_dir``, and the marker; called on the first
                 rank. What the save replaces is removed after it.
+
+        Raises:
+            PlanError: a tensor cannot be stored.
+            UnsafeObjectError: an object is of a class that is not allowed.
+            StorageError: a file cannot be written; a PeerError of that class elsewhere.
         """
         comm = self.communicator("save", f"to {checkpoint_dir}")
         root = run_collectively(comm, lambda: self.root(checkpoint_dir, comm))
@@ -235,7 +227,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         common = {"stored": stored}
         if self._local.algo == "atomic":
             return run_collectively(comm, lambda: MCoreTensorAwareStateDict(common, sharded))
-        state, _ = MCoreTensorAwareStateDict.dealt_out(comm, common, sharded)
+        state, _ = MCoreTensorAwareStateDict.distributed(comm, common, sharded)
         return state
 
 
@@ -328,34 +320,12 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         Raises:
             IncompleteCheckpointError: this node has no file of it; call ``prepare_local_load``.
         """
-        found = self._stored(checkpoint_dir).items()
+        found = self.load_sharded_metadata(checkpoint_dir).items()
         return {key: value for key, value in found if isinstance(value, ShardedTensor)}
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        return self._stored(checkpoint_dir)
-
-    @raises_megatron_errors
-    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Not offered: all shards of a rank are one file, with copies on other nodes."""
-        raise StrategyError(
-            f"{checkpoint_dir}: arrays of {key_prefix!r} cannot be removed from a local "
-            "checkpoint; save another without them"
-        )
-
-    @raises_megatron_errors
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise IncompatibleVersionError unless the backend is ``"local_replicated"``."""
-        require_own(BACKEND, (VERSION,), loaded_backend, VERSION)
-
-    @raises_megatron_errors
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise IncompatibleVersionError unless the version is 1."""
-        require_own(BACKEND, (VERSION,), BACKEND, loaded_version)
-
-    def _stored(self, checkpoint_dir: str | Path) -> StateDict:
-        """The arrays and objects of the whole checkpoint, from a file on this node."""
         comm = self.communicator("look at a checkpoint")
         with time_limit(self.options.timeout_s):
             root = self.root(checkpoint_dir, comm)
@@ -378,6 +348,24 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             name = ObjectId(key, tuple(offset), tuple(shape))
             found[name.unique_key] = metadata_object(name)
         return found
+
+    @raises_megatron_errors
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Not offered: all shards of a rank are one file, with copies on other nodes."""
+        raise StrategyError(
+            f"{checkpoint_dir}: arrays of {key_prefix!r} cannot be removed from a local "
+            "checkpoint; save another without them"
+        )
+
+    @raises_megatron_errors
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise IncompatibleVersionError unless the backend is ``"local_replicated"``."""
+        require_own(BACKEND, (VERSION,), loaded_backend, VERSION)
+
+    @raises_megatron_errors
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise IncompatibleVersionError unless the version is 1."""
+        require_own(BACKEND, (VERSION,), BACKEND, loaded_version)
 
 
 @raises_megatron_errors
@@ -478,7 +466,7 @@ def common_digest(checkpoint_dir: Path) -> str:
 def _sessions(root: Path) -> list[str]:
     """Digests of the common states of which local shards are on this node."""
     with file_errors(None, root), suppress(FileNotFoundError):
-        return sorted(path.name for path in root.iterdir() if _SESSION.fullmatch(path.name))
+        return sorted(path.name for path in root.iterdir() if SESSION.fullmatch(path.name))
     return []
 
 

@@ -19,8 +19,8 @@ import xxhash
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import CheckpointError, NoReplicasAvailableError
-from dist_ckpt_strategies.local.encoding import decode_state, default_local_allowed, encode_state
-from dist_ckpt_strategies.local.loading import LocalShards, load_newest
+from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
+from dist_ckpt_strategies.local.inventory import load_newest
 from dist_ckpt_strategies.local.replicate import run_replicate
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.local.shard_format import (
@@ -58,9 +58,9 @@ class Nodes:
         encoded = encode_state(
             state_of(rank, ITERATION),
             LocalShardId(SaveId(ITERATION, "a1"), rank),
-            world_size=NUM_RANKS,
-            session_id="",
-            allowed=default_local_allowed(),
+            NUM_RANKS,
+            "",
+            default_local_allowed(),
         )
 
         run_replicate(
@@ -70,10 +70,10 @@ class Nodes:
 
     def load(self, comm: Communicator) -> Any:
         """What a rank loads, or why it does not. Collective."""
-        local = LocalShards(self.directory(comm.rank), "", 1 << 20)
+        directory = self.directory(comm.rank)
         try:
-            (shard,) = load_newest(comm, local, ())
-            state = decode_state(shard, allowed=default_local_allowed())
+            shards = load_newest(comm, directory, "", max_inflight_nbytes=1 << 20)
+            state = decode_shards(shards, default_local_allowed())
         except CheckpointError as error:
             return error
         return described(state.state_dict)

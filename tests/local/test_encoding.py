@@ -70,13 +70,13 @@ def parts_of(*states: Any, forge: Callable[[Any], Any] = lambda shard: shard) ->
         encoded = encode_state(
             state,
             LocalShardId(SaveId(1, "a"), rank),
-            world_size=len(states),
-            session_id="",
-            allowed=allowed,
+            len(states),
+            "",
+            allowed,
         )
         payloads = tuple(payload.clone() for payload in encoded.payloads)
         retrieved.append(FilledShard(forge(encoded.shard), payloads))
-    return decode_shards(retrieved, allowed=allowed)
+    return decode_shards(retrieved, allowed)
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import DType, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.errors import CoverageError, ShapeMismatchError
-from dist_ckpt_strategies.local.plan_reshard import build_reshard_plan
+from dist_ckpt_strategies.local.plan import build_reshard_plan
 from tests.support.boxes import Split, regions_in, spec_of, splits, times_covered
 
 ROWS = 12
@@ -34,20 +34,20 @@ def test_any_layout_is_made_from_any_other(old: int, new: int, size: int) -> Non
     held = [cut(old)[rank::size] for rank in range(size)]
     wanted = [[cut(new)[rank % new]] for rank in range(size)]
     plan = build_reshard_plan(held, wanted)
-    pieces = list(plan)
+    slices = list(plan)
 
     for rank, (want,) in enumerate(wanted):
         rows = sorted(
             row
-            for piece in pieces
-            if piece.receiver == rank
-            for row in range(piece.region.offset[0], piece.region.end[0])
+            for one in slices
+            if one.receiver == rank
+            for row in range(one.region.offset[0], one.region.end[0])
         )
         assert rows == list(range(want.region.offset[0], want.region.end[0]))
-    for piece in pieces:
-        assert piece.source in [one.id for one in held[piece.sender]]
-        if any(one.id == piece.source for one in held[piece.receiver]):
-            assert piece.sender == piece.receiver
+    for one in slices:
+        assert one.source in [spec.id for spec in held[one.sender]]
+        if any(spec.id == one.source for spec in held[one.receiver]):
+            assert one.sender == one.receiver
 
 
 @given(splits().filter(lambda split: split.main), st.data())
@@ -60,15 +60,15 @@ def test_every_wanted_box_is_covered_once_by_parts_of_what_is_held(
 
     plan = build_reshard_plan(held, wanted)
 
-    pieces = list(plan)
-    found = times_covered(split.shape, [piece.region for piece in pieces])
+    slices = list(plan)
+    found = times_covered(split.shape, [one.region for one in slices])
     assert (found == times_covered(split.shape, [box])).all()
 
 
 def test_replicas_share_the_sending() -> None:
     plan = build_reshard_plan([cut(2), cut(2), [], []], [[], [], cut(2), cut(2)])
 
-    senders = [piece.sender for piece in plan]
+    senders = [one.sender for one in plan]
     assert sorted(senders) == [0, 0, 1, 1]
 
 

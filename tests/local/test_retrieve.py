@@ -79,7 +79,9 @@ class Disks:
         def open_source(shard_id: str) -> FileSource:
             return FileSource(shard_id, self.paths.get((comm.rank, owner_of(shard_id))))
 
-        return run_retrieve(comm, lambda: plan, open_source, message_nbytes=self.message_nbytes)
+        return run_retrieve(
+            comm, lambda: plan, open_source, max_inflight_nbytes=self.message_nbytes
+        )
 
     def run(self, wanted: Mapping[int, Sequence[int]]) -> list[Retrieval]:
         """Carry it out on all ranks."""
@@ -116,22 +118,13 @@ def test_parts_that_all_lie_at_the_next_rank_travel_in_a_circle(
     results = disks.run({rank: [rank] for rank in range(3)})
     for rank, found in enumerate(results):
         disks.require_whole(found, [rank])
-        assert found.bad == ()
-        assert found.report.received_nbytes > 0
-
-
-def test_own_copies_do_not_travel(tmp_path: Path) -> None:
-    disks = Disks(tmp_path, mixed(), [{0, 1, 2}] * 3)
-    for rank, found in enumerate(disks.run({rank: [rank] for rank in range(3)})):
-        disks.require_whole(found, [rank])
-        assert found.report.received_nbytes == 0
+        assert found.bad == {}
 
 
 def test_one_holder_serves_all(tmp_path: Path) -> None:
     disks = Disks(tmp_path, [*mixed(), []], [set(), set(), {0, 1, 2, 3}, set()])
     for rank, found in enumerate(disks.run({rank: [rank] for rank in range(4)})):
         disks.require_whole(found, [rank])
-        assert (found.report.read_nbytes > 0) == (rank == 2)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +151,7 @@ def test_a_bad_copy_is_reported_on_every_rank_and_not_returned(
     results = disks.run({0: [0], 1: [1], 2: [2], 3: [1]})
 
     for found, owners in zip(results, ([], [1], [2], [1]), strict=True):
-        assert [(bad.rank, bad.shard_id) for bad in found.bad] == [
-            (sender, str(LocalShardId(SAVE, 0)))
-        ]
+        assert list(found.bad) == [(sender, str(LocalShardId(SAVE, 0)))]
         assert found.bad == results[0].bad
         disks.require_whole(found, owners)
 
@@ -175,10 +166,10 @@ def test_a_file_that_is_cut_while_it_is_read_is_reported(tmp_path: Path) -> None
             os.truncate(disks.paths[0, 0], 20_000)
             return source
 
-        return run_retrieve(comm, lambda: plan, open_source, message_nbytes=4096)
+        return run_retrieve(comm, lambda: plan, open_source, max_inflight_nbytes=4096)
 
     for found in run_ranks(2, retrieve):
-        assert [bad.rank for bad in found.bad] == [0]
+        assert [rank for rank, _ in found.bad] == [0]
         assert found.shards == {}
 
 
@@ -187,7 +178,7 @@ def test_every_bad_copy_is_reported_at_once(tmp_path: Path) -> None:
     for path in disks.paths.values():
         flip(path, 20_000)
     for found in disks.run({rank: [rank] for rank in range(3)}):
-        assert [(bad.rank, owner_of(bad.shard_id)) for bad in found.bad] == [(0, 1), (1, 2), (2, 0)]
+        assert [(rank, owner_of(id_)) for rank, id_ in found.bad] == [(0, 1), (1, 2), (2, 0)]
         assert found.shards == {}
 
 
@@ -196,8 +187,8 @@ def test_a_rank_that_was_to_have_a_copy_and_has_none_is_reported(tmp_path: Path)
     plan = disks.plan({1: [0]})
     del disks.paths[0, 0]
     for found in run_ranks(2, lambda comm: disks.retrieve(comm, plan)):
-        assert [bad.rank for bad in found.bad] == [0]
-        assert "has no copy" in found.bad[0].reason
+        assert [rank for rank, _ in found.bad] == [0]
+        assert ["has no copy" in reason for reason in found.bad.values()] == [True]
 
 
 @pytest.mark.parametrize("number", [0, 3, 5])
@@ -210,7 +201,7 @@ def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Pat
         return disks.retrieve(carrier, plan)
 
     for found in run_ranks(3, retrieve):
-        assert [bad.rank for bad in found.bad] == [0]
+        assert [rank for rank, _ in found.bad] == [0]
         assert found.shards == {}
 
 
@@ -222,7 +213,10 @@ def test_a_source_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
         raise PlanError(f"{shard_id}: nothing of that name")
 
     seen = run_ranks(
-        2, lambda c: caught(lambda: run_retrieve(c, lambda: plan, open_source, message_nbytes=99))
+        2,
+        lambda c: caught(
+            lambda: run_retrieve(c, lambda: plan, open_source, max_inflight_nbytes=99)
+        ),
     )
     assert all(isinstance(error, PlanError) for error in seen), seen
 

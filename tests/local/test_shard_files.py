@@ -201,14 +201,14 @@ def test_what_a_killed_writer_leaves_is_never_listed_and_is_removed(tmp_path: Pa
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        assert directory.remove_leftovers(1) == 0
+        assert directory.remove_stale_files(1) == 0
         process.send_signal(signal.SIGKILL)
     left = [path for path in files_below(tmp_path) if PARTIAL_PREFIX in path]
 
     assert len(left) == 1
     assert [found.path for found in directory.find()] == [kept]
-    assert directory.remove_leftovers(2) == 0
-    assert directory.remove_leftovers(1) == 9096
+    assert directory.remove_stale_files(2) == 0
+    assert directory.remove_stale_files(1) == 9096
     assert files_below(tmp_path) == [str(kept.relative_to(tmp_path))]
 
 
@@ -216,7 +216,7 @@ def test_what_another_manager_is_writing_is_not_removed(tmp_path: Path) -> None:
     writer = begun(ShardDirectory(tmp_path))
     other = ShardDirectory(tmp_path)
 
-    assert other.remove_leftovers(1) == 0
+    assert other.remove_stale_files(1) == 0
     writer.finish([5])
     assert [found.path for found in other.find()] == [writer.path]
 
@@ -252,7 +252,7 @@ def test_a_file_system_without_locks_will_do(
     written(directory)
     begun(directory)
 
-    assert directory.remove_leftovers(1) == 9096
+    assert directory.remove_stale_files(1) == 9096
 
 
 def test_odd_leftovers_are_a_storage_error_or_gone(tmp_path: Path) -> None:
@@ -260,12 +260,12 @@ def test_odd_leftovers_are_a_storage_error_or_gone(tmp_path: Path) -> None:
     holder.mkdir()
     os.mkfifo(holder / f"{PARTIAL_PREFIX}pipe")
     (holder / f"{PARTIAL_PREFIX}link").symlink_to("nowhere")
-    ShardDirectory(tmp_path).remove_leftovers(1)
+    ShardDirectory(tmp_path).remove_stale_files(1)
     assert list(holder.iterdir()) == []
 
     (holder / f"{PARTIAL_PREFIX}directory").mkdir()
     with pytest.raises(StorageError, match="directory"):
-        ShardDirectory(tmp_path).remove_leftovers(1)
+        ShardDirectory(tmp_path).remove_stale_files(1)
 
 
 @pytest.mark.parametrize("first", ["part", "room"])
@@ -324,4 +324,4 @@ def test_a_full_disk_or_a_file_in_the_way_is_a_storage_error(tmp_path: Path) -> 
     with pytest.raises(StorageError):
         begun(directory)
     with pytest.raises(StorageError):
-        directory.remove_leftovers(1)
+        directory.remove_stale_files(1)

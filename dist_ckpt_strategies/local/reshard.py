@@ -25,42 +25,17 @@ from dist_ckpt_strategies.core.array import (
 )
 from dist_ckpt_strategies.device import TensorBytes, torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError
-from dist_ckpt_strategies.local.plan_reshard import Piece, build_reshard_plan
+from dist_ckpt_strategies.local.plan import ShardSlice, build_reshard_plan
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     message_of,
-    object_id,
-    shard_spec,
     sharded_values,
     value_from_message,
 )
-from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor
-
-_Shards = Mapping[ShardId, torch.Tensor]
-"""Tensors by shard, each shaped like its region."""
-
-
-def tensors_at_hand(sharded: StateDict) -> dict[ShardSpec, torch.Tensor]:
-    """Tensors at hand, each shaped like its region."""
-    found: dict[ShardSpec, torch.Tensor] = {}
-    for value in sharded_values(sharded):
-        if isinstance(value, ShardedTensor) and value.data is not None:
-            spec = shard_spec(value)
-            found[spec] = value.data.detach().reshape(spec.region.shape)
-    return found
-
-
-def objects_at_hand(sharded: StateDict) -> dict[ObjectId, Any]:
-    """What the ShardedObjects hold."""
-    return {
-        object_id(value): value.data
-        for value in sharded_values(sharded)
-        if isinstance(value, ShardedObject)
-    }
 
 
 def stored_keys(comm: Communicator, sharded: StateDict) -> StateDict:
-    """A sharded value, without data, for every key that the parts of all ranks hold. Collective."""
+    """A sharded value, without data, for every key that some rank holds. Collective."""
 
     def describe() -> list[Any]:
         first = {value.key: value for value in reversed(list(sharded_values(sharded)))}
@@ -71,7 +46,7 @@ def stored_keys(comm: Communicator, sharded: StateDict) -> StateDict:
     return {value.key: value for value in found}
 
 
-def fetched_objects(
+def retrieved_objects(
     comm: Communicator,
     objects: Mapping[ObjectId, Any],
     lost: Sequence[Sequence[Any]],
@@ -110,7 +85,7 @@ def fetched_objects(
     return run_collectively(comm, take)
 
 
-def fetched_shards(
+def retrieved_shards(
     comm: Communicator,
     held: Mapping[ShardSpec, torch.Tensor],
     missing: Sequence[Sequence[Any]],
@@ -133,7 +108,7 @@ def fetched_shards(
     def prepare() -> Blocks:
         found = [list(map(shard_from_wire, wires)) for _, wires in everyone]
         wanted = [list(map(shard_from_wire, wires)) for wires in missing]
-        pieces = build_reshard_plan(found, wanted)
+        slices = build_reshard_plan(found, wanted)
         dtypes = {spec.key: spec.dtype for specs in found for spec in specs}
         device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
         for spec in wanted[comm.rank]:
@@ -141,29 +116,29 @@ def fetched_shards(
             targets[spec.id] = torch.empty(spec.region.shape, dtype=dtype, device=device)
         sources = {spec.id: tensor for spec, tensor in held.items()}
         outgoing, incoming = [], []
-        for piece in pieces:
-            if piece.sender == comm.rank:
-                own = TensorBytes([_part(piece, piece.source, sources)])
-                outgoing.append(Outgoing(piece.target.key, piece.receiver, own.nbytes, own.read))
-            if piece.receiver == comm.rank:
-                incoming.append(_incoming(piece, targets))
+        for one in slices:
+            if one.sender == comm.rank:
+                own = TensorBytes([_part(one, one.source, sources)])
+                outgoing.append(Outgoing(one.target.key, one.receiver, own.nbytes, own.read))
+            if one.receiver == comm.rank:
+                incoming.append(_incoming(one, targets))
         return outgoing, incoming
 
     exchange(comm, prepare, max_inflight_nbytes=min(bound for bound, _ in everyone))
     return targets
 
 
-def _incoming(piece: Piece, targets: _Shards) -> Incoming:
-    target = TensorBytes([_part(piece, piece.target, targets)])
+def _incoming(one: ShardSlice, targets: Mapping[ShardId, torch.Tensor]) -> Incoming:
+    target = TensorBytes([_part(one, one.target, targets)])
 
     def take(start: int, content: torch.Tensor) -> None:
         target.write(start, content)
         if start + content.numel() == target.nbytes:
             target.write_back()
 
-    return Incoming(piece.target.key, piece.sender, target.nbytes, take, key=piece.target.key)
+    return Incoming(one.target.key, one.sender, target.nbytes, take, key=one.target.key)
 
 
-def _part(piece: Piece, shard: ShardId, tensors: _Shards) -> torch.Tensor:
-    """The piece's elements, as a view of the tensor of a shard."""
-    return tensors[shard].detach()[piece.region.within(shard.region).slices()]
+def _part(one: ShardSlice, shard: ShardId, tensors: Mapping[ShardId, torch.Tensor]) -> torch.Tensor:
+    """The elements of a slice, as a view of the tensor of a shard."""
+    return tensors[shard].detach()[one.region.within(shard.region).slices()]
