@@ -169,18 +169,15 @@ def begin_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
         if on_device is None:
             plain.copy_(found)
             continue
-        stream = streams.get(on_device.device) or _side_stream(on_device.device)
-        streams[on_device.device] = stream
+        device = on_device.device
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            streams[device].wait_stream(torch.cuda.current_stream(device))
+        stream = streams[device]
         with torch.cuda.stream(stream):
             plain.copy_(found, non_blocking=True)
             on_device.record_stream(stream)
     return Copies(tuple(streams.values()))
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -216,7 +216,12 @@ class _Rounds:
                 )
             if own is not None:
                 landed[self._comm.rank] = own
-            taking.append([self._begin_take(rank, coming[rank], landed[rank]) for rank in landed])
+            taking.append([])
+            for rank, content in landed.items():
+                block = self._incoming[rank][coming[rank].block]
+                thread = _NUM_THREADS + rank % _NUM_THREADS
+                take = self.threads.submit(thread, self._take, rank, coming[rank], content)
+                taking[-1].append((block, take))
         while taking:
             self._finish_takes(taking.popleft())
 
@@ -263,13 +268,6 @@ class _Rounds:
             self._failures.append(error)
             self._failed.add(self._incoming[rank][part.block])
         return self._memory[False, rank][number % _RECEIVE_SLOTS][: part.nbytes]
-
-    def _begin_take(
-        self, rank: int, part: _Part, content: torch.Tensor
-    ) -> tuple[Incoming, Future[None]]:
-        thread = _NUM_THREADS + rank % _NUM_THREADS
-        block = self._incoming[rank][part.block]
-        return block, self.threads.submit(thread, self._take, rank, part, content)
 
     def _take(self, rank: int, part: _Part, content: torch.Tensor) -> None:
         block = self._incoming[rank][part.block]

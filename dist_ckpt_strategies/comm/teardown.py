@@ -248,11 +248,6 @@ def _plain(address: Any) -> tuple[str, int]:
 # Rendezvous by attempt
 
 
-def store_of_attempt(base: Any, attempt: str) -> Any:
-    """A store over another one, with keys of this attempt only."""
-    return PrefixStore(f"attempt{attempt}", base)
-
-
 @contextmanager
 def rendezvous_by_attempt(
     attempt: Callable[[], int], note_store: Callable[[Any], None]

@@ -131,7 +131,9 @@ class TorchCommunicator:
         self._tracker = MissingRankTracker(
             group, self._global_ranks, f"{purpose} {detail}".rstrip(), timeout_s
         )
-        self._purpose_number = _number_of(purpose)
+        # Not 0, which other collectives of the job begin with.
+        digest = xxhash.xxh3_64_intdigest(purpose.encode())
+        self._purpose_number = digest % ((1 << _PURPOSE_BITS) - 1) + 1
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -332,11 +334,6 @@ class TorchCommunicator:
             missing[0] if missing and len(missing) == 1 else None,
             f"lost contact with {described(missing)}: {what}: {error}",
         )
-
-
-def _number_of(purpose: str) -> int:
-    """A number that identifies a purpose; not 0, which other collectives of the job begin with."""
-    return xxhash.xxh3_64_intdigest(purpose.encode()) % ((1 << _PURPOSE_BITS) - 1) + 1
 
 
 def _encoded(item: Message) -> tuple[bytes, CheckpointError | None]:

@@ -70,7 +70,10 @@ def require_partition(
         )
     held = sum(placement.region.numel for placement in placements)
     if held != math.prod(shape):
-        gap = _first_gap(whole, placements)
+        rest = [whole]
+        for placement in sorted(placements):
+            rest = [left for region in rest for left in region.without(placement.region)]
+        gap = min(region.offset for region in rest)
         raise CoverageError(
             f"{key}: main replicas cover {held} of {math.prod(shape)} elements of shape {shape}; "
             f"first element not covered: {gap}, {_held_by(gap, copies)}",
@@ -95,14 +98,6 @@ def _first_overlap(
                 return other, placement
         overlapping.append(placement)
     return None
-
-
-def _first_gap(whole: Region, placements: Sequence[ShardPlacement]) -> Shape:
-    """Lowest corner of what is left of ``whole`` once every placement is cut away."""
-    rest = [whole]
-    for placement in sorted(placements):
-        rest = [left for region in rest for left in region.without(placement.region)]
-    return min(region.offset for region in rest)
 
 
 def _held_by(element: Shape, copies: Iterable[ShardPlacement]) -> str:

@@ -56,7 +56,10 @@ def decode_chunk(
         )
     try:
         if engine is Engine.TENSORSTORE:
-            return _by_tensorstore(directory, region)
+            import tensorstore as ts  # noqa: PLC0415 - takes a while, and few arrays need it
+
+            opened = ts.open(array_store_spec(directory), read=True).result()
+            return np.asarray(opened[region.slices()].read().result())
         chunk = _by_numcodecs(directory, array, handle)
         return chunk[region.within(array.chunk_region(index)).slices()]
     except (OSError, StorageError):
@@ -65,13 +68,6 @@ def decode_chunk(
         path = str(directory / array.chunk_name(index))
         kind, text = _meaning(error, engine)
         raise kind(f"{array.key}: {path}: {text}", key=array.key, path=path) from error
-
-
-def _by_tensorstore(directory: Path, region: Region) -> HostArray:
-    import tensorstore as ts  # noqa: PLC0415 - takes a while, and few arrays need it
-
-    opened = ts.open(array_store_spec(directory), read=True).result()
-    return np.asarray(opened[region.slices()].read().result())
 
 
 def _by_numcodecs(directory: Path, array: ArraySpec, handle: int) -> HostArray:

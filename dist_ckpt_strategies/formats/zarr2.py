@@ -87,7 +87,11 @@ def _parsed(content: bytes) -> ArraySpec:
     """The array without a key; the arrays of all layers have few descriptions between them."""
     fields = json.loads(content)
     spelled = str(fields["dtype"])
-    dtype = _spelled_dtypes().get(spelled) or DType.from_numpy(_numpy_dtype(spelled), key="")
+    dtype = _spelled_dtypes().get(spelled)
+    if dtype is None:
+        if spelled[:1] not in set("<>|"):
+            raise ValueError(f"dtype {spelled!r}, expected one such as '<f4'")
+        dtype = DType.from_numpy(np.dtype(spelled), key="")
     raw = (
         fields["compressor"] is None
         and not fields.get("filters")
@@ -114,13 +118,6 @@ def _spelled_dtypes() -> Mapping[str, DType]:
     return {dtype_name(dtype): dtype for dtype in DType}
 
 
-def _numpy_dtype(spelled: str) -> np.dtype[np.generic]:
-    """Numpy's dtype of a spelling that begins with its byte order."""
-    if spelled[:1] not in set("<>|"):
-        raise ValueError(f"dtype {spelled!r}, expected one such as '<f4'")
-    return np.dtype(spelled)
-
-
 def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
     if fields["zarr_format"] != 2:  # noqa: PLR2004 - the format's own number
         raise ValueError(f"zarr_format {fields['zarr_format']}, expected 2")
@@ -128,12 +125,9 @@ def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
         raise ValueError(f"shape {array.shape} with chunks {array.chunk_shape}")
     if fields["order"] not in {"C", "F"} or array.separator not in {".", "/"}:
         raise ValueError(f"order {fields['order']!r}, dimension_separator {array.separator!r}")
-    if not all(map(_is_codec, (fields["compressor"], *(fields.get("filters") or ())))):
+    codecs = [c for c in (fields["compressor"], *(fields.get("filters") or ())) if c is not None]
+    if not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in codecs):
         raise ValueError("a compressor or filter that is neither null nor has an id")
-
-
-def _is_codec(found: Any) -> bool:
-    return found is None or (isinstance(found, dict) and isinstance(found.get("id"), str))
 
 
 def find_array(root: Path, key: str) -> ArraySpec:

@@ -67,12 +67,9 @@ def imported(module: str, name: str) -> Any:
 
 def abort_megatron() -> None:
     """Take Megatron-Core's parallel layout and its global buffers down."""
-    if "megatron.core.parallel_state" in sys.modules:
-        from dist_ckpt_strategies.megatron.process_state import (  # noqa: PLC0415 - only if imported
-            forget_parallel_layout,
-        )
-
-        forget_parallel_layout()
+    destroy = imported("megatron.core.parallel_state", "destroy_model_parallel")
+    if destroy is not None:
+        destroy()
 
 
 def abort_te() -> None:

@@ -147,7 +147,7 @@ class Supervisor:
             self._job.command,
             {**self._environment, **place},
             self._job.heartbeat_timeout_s,
-            lambda stream, line: self._on_line(self._label(name), stream, line),
+            lambda stream, line: self._on_line(str(self._ranks.get(name, "spare")), stream, line),
         )
         self._workers[name] = worker
         self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._lose(worker))
@@ -264,10 +264,6 @@ class Supervisor:
         size = self._job.num_ranks
         port = str(self._host.port)
         return RankInfo(rank, rank, size, size, (("MASTER_ADDR", _HOST), ("MASTER_PORT", port)))
-
-    def _label(self, name: str) -> str:
-        rank = self._ranks.get(name)
-        return "spare" if rank is None else str(rank)
 
     def _take_away(self, worker: WorkerProcess) -> int:
         """The exit code of a worker that is gone, or is ended now; 0 where it was taken away."""

@@ -11,7 +11,8 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt_strategies.comm.teardown import store_of_attempt
+from torch._C._distributed_c10d import PrefixStore
+
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.errors import MissingDependencyError
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
@@ -21,7 +22,7 @@ from dist_ckpt_strategies.integrations.lightning_state import (
     peft_callback_of,
     wrapper_of,
 )
-from dist_ckpt_strategies.megatron.process_state import forget_num_microbatches
+from dist_ckpt_strategies.megatron.training_state import forget_num_microbatches
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
 
@@ -139,7 +140,7 @@ def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
             forget_num_microbatches()
             if self.base_store is not None:
                 attempt = environment().get(_ATTEMPT, "0")
-                self.store = store_of_attempt(self.base_store, attempt)
+                self.store = PrefixStore(f"attempt{attempt}", self.base_store)
             super().setup_distributed()
 
         def load_model_state_dict(

@@ -114,7 +114,9 @@ class LocalCheckpointManager:
             raise PlanError(f"keep: expected 1 or more saves, found {keep}")
         if max_bucket_bytes < 1:
             raise PlanError(f"max_bucket_bytes: expected 1 or more, found {max_bucket_bytes}")
-        _require_plain_name(session_id)
+        name: object = session_id
+        if not isinstance(name, str) or Path(name).name != name or name == ".." or "\0" in name:
+            raise PlanError(f"session_id: expected a name that is no path, found {session_id!r}")
         self.root_local_ckpt_dir = Path(root_local_ckpt_dir).absolute()
         self.session_id = session_id
         self.repl_strategy = repl_strategy
@@ -411,9 +413,3 @@ def _whole_number(iteration: Any) -> int:
         return operator.index(iteration)
     except TypeError:
         raise PlanError(f"iteration: expected a whole number, found {iteration!r}") from None
-
-
-def _require_plain_name(session_id: object) -> None:
-    is_plain = isinstance(session_id, str) and Path(session_id).name == session_id != ".."
-    if not is_plain or "\0" in str(session_id):
-        raise PlanError(f"session_id: expected a name that is no path, found {session_id!r}")

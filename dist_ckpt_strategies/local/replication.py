@@ -44,7 +44,7 @@ from dist_ckpt_strategies.local.plan import (
 )
 from dist_ckpt_strategies.local.replicate import FilledShard
 from dist_ckpt_strategies.local.shard_format import (
-    LocalShard,
+    BufferSpec,
     LocalShardId,
     SaveId,
     shard_from_fields,
@@ -265,7 +265,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         members = [comm.global_rank(rank) for rank in range(comm.size)]
 
         def plan() -> ExchangePlan:
-            available = _by_rank(globally_available_ids, members)
+            # NVRx hands on a list of all ranks' as it was gathered.
+            ids: Any = globally_available_ids
+            found = ids if isinstance(ids, Mapping) else dict(enumerate(ids))
+            available = {rank: list(map(str, found.get(rank, ()))) for rank in members}
             return build_exchange_plan(available, dict(zip(members, everyone, strict=True)))
 
         return run_collectively(comm, plan).held_by(comm.global_rank(comm.rank))
@@ -341,7 +344,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                     own = TensorBytes(encoded[t.id_].payloads)
                     outgoing.append(Outgoing(t.id_, t.receiver, own.nbytes, own.read))
                 if t.receiver == comm.rank:
-                    one = received[t] = _empty(shard_from_fields(fields[t.sender][t.id_]))
+                    shard = shard_from_fields(fields[t.sender][t.id_])
+                    one = received[t] = FilledShard(shard, tuple(map(_memory_for, shard.buffers)))
                     target = TensorBytes(one.payloads)
                     incoming.append(Incoming(t.id_, t.sender, target.nbytes, target.write))
             return outgoing, incoming
@@ -355,21 +359,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return ids, run_collectively(comm, decode)
 
 
-def _empty(shard: LocalShard) -> FilledShard:
-    """Memory for what a shard describes."""
-    tensors = (
-        torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
-        for buffer in shard.buffers
-    )
-    return FilledShard(shard, tuple(tensors))
-
-
-def _by_rank(
-    ids: Mapping[int, Sequence[str]] | Sequence[Sequence[str]], members: Sequence[int]
-) -> dict[int, list[str]]:
-    """The ids that each member has; NVRx hands on a list of all ranks' as it was gathered."""
-    found = ids if isinstance(ids, Mapping) else dict(enumerate(ids))
-    return {rank: list(map(str, found.get(rank, ()))) for rank in members}
+def _memory_for(buffer: BufferSpec) -> torch.Tensor:
+    return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
 
 
 EagerT = TypeVar("EagerT", bound=ReplicationStrategy)

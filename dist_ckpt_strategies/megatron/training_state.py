@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
@@ -106,7 +106,10 @@ def set_group_values(optimizers: Sequence[Any], values: Sequence[Sequence[Any]])
     """Take over what ``group_values`` gave."""
     for one, of_it in zip(optimizers, values, strict=True):
         for group, found in zip(one.optimizer.param_groups, of_it, strict=True):
-            _set_values(group, found)
+            for key in [key for key in group if key != "params" and key not in found]:
+                del group[key]
+            for key, value in found.items():
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def finish_gradients(optimizer: Any, optimizers: Sequence[Any]) -> bool:
@@ -144,8 +147,6 @@ def _main_params(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _set_values(group: dict[str, Any], found: Mapping[str, Any]) -> None:
-    for key in [key for key in group if key != "params" and key not in found]:
-        del group[key]
-    for key, value in found.items():
-        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+def forget_num_microbatches() -> None:
+    """Have the number of micro-batches in a step determined anew; without one does nothing."""
+    num_microbatches_calculator.destroy_num_microbatches_calculator()

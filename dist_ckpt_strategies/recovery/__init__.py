@@ -9,10 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt_strategies.recovery.in_memory import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.peft import PEFTCheckpointManager
-from dist_ckpt_strategies.recovery.provider import Phase, StateProvider
+from dist_ckpt_strategies.recovery.plan import Phase
+from dist_ckpt_strategies.recovery.provider import MemoryChecksumManager, StateProvider
 from dist_ckpt_strategies.recovery.step_keeper import ParameterUpdateLock
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
 

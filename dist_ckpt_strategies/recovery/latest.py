@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -141,8 +141,9 @@ def load_latest(
     attempts: list[Attempt] = []
     with time_limit(timeout_s):
         found = _found(comm, global_dirs)
-    for bound, candidate in _stages(found):
-        loaded = _from_local(local_manager, bound, attempts)
+    for candidate in [*found, None]:  # at last, local ones of any iteration
+        at_least = candidate.iteration if candidate else 0
+        loaded = _from_local(local_manager, at_least, attempts)
         if loaded is None and candidate is not None:
             loaded = _from_global(comm, timeout_s, candidate, load_global, attempts)
         if loaded is not None:
@@ -161,13 +162,6 @@ def _communicator(manager: LocalCheckpointManager | None) -> Communicator:
         return manager.communicator(purpose)
     limit_s = options_from_environment().timeout_s
     return open_communicator(None, timeout_s=limit_s, purpose=purpose)
-
-
-def _stages(found: Sequence[_Global]) -> Iterator[tuple[int, _Global | None]]:
-    """Each global checkpoint, with the iteration that a local one has to have to come first."""
-    for candidate in found:
-        yield candidate.iteration, candidate
-    yield 0, None
 
 
 def _from_local(
@@ -191,14 +185,11 @@ def _from_local(
         _note(attempts, Attempt(Tier.LOCAL, newest, root, str(error), newest == _NONE))
         return None
     iteration = int(shard_id.split("_")[1])
-    if iteration < newest and all(one.iteration != newest for one in _of_local(attempts)):
+    known = {one.iteration for one in attempts if one.tier is Tier.LOCAL}
+    if iteration < newest and newest not in known:
         reason = f"a shard of it is damaged in every copy; iteration {iteration} is used instead"
         _note(attempts, Attempt(Tier.LOCAL, newest, root, reason))
     return Loaded(Tier.LOCAL, iteration, shard_id, state, tuple(attempts))
-
-
-def _of_local(attempts: Sequence[Attempt]) -> list[Attempt]:
-    return [one for one in attempts if one.tier is Tier.LOCAL]
 
 
 def _from_global(
@@ -266,46 +257,39 @@ def _note(attempts: list[Attempt], attempt: Attempt) -> None:
 def _found(comm: Communicator, global_dirs: Sequence[str | Path]) -> list[_Global]:
     """All global checkpoints as the first rank sees them, the newest first. Collective."""
 
+    def find() -> dict[str, bool]:
+        """Whether there is a marker, good or not, in each."""
+        found: dict[str, bool] = {}
+        for address in global_dirs:
+            place = located(address, options_from_environment())
+            found |= _in_directory(place) if isinstance(place, Path) else _in_store(place)
+        return found
+
     def look() -> list[Any]:
-        if comm.rank:
-            return []
-        named = ", ".join(map(str, global_dirs))
-        found = run_with_limit(
-            lambda: [one for name in global_dirs for one in _checkpoints(name)], named
-        )
-        return [[_iteration_of(name), name, has_marker] for name, has_marker in dict(found).items()]
+        found = {} if comm.rank else run_with_limit(find, ", ".join(map(str, global_dirs)))
+        return [[_iteration_of(name), name, has_marker] for name, has_marker in found.items()]
 
     found = run_and_gather(comm, look)[0]
-    return sorted((_Global(*one) for one in found), key=_age, reverse=True)
+    return sorted(
+        (_Global(*one) for one in found), key=lambda one: (one.iteration, one.path), reverse=True
+    )
 
 
-def _age(one: _Global) -> tuple[int, str]:
-    return one.iteration, one.path
-
-
-def _checkpoints(address: str | Path) -> Iterator[tuple[str, bool]]:
-    """The place itself if it is a checkpoint or meant as one, else those right below it.
-
-    Each with whether there is a marker, good or not.
-    """
-    place = located(address, options_from_environment())
-    yield from _in_directory(place) if isinstance(place, Path) else _in_store(place)
-
-
-def _in_directory(directory: Path) -> list[tuple[str, bool]]:
+def _in_directory(directory: Path) -> dict[str, bool]:
+    """The place itself if it is a checkpoint or meant as one, else those right below it."""
     with file_errors(None, directory):
         if not directory.exists():
-            return []
+            return {}
         _complete(directory)
         has_marker = (directory / MARKER_NAME).exists()
         below = list(directory.iterdir()) if directory.is_dir() and not has_marker else []
         numbered = [path for path in below if path.is_dir() and _NUMBER.search(path.name)]
         is_meant = has_marker or not directory.is_dir() or _NUMBER.search(directory.name)
         if not numbered:
-            return [(str(directory), has_marker)] if is_meant else []
+            return {str(directory): has_marker} if is_meant else {}
         for path in numbered:
             _complete(path)
-        return [(str(path), (path / MARKER_NAME).exists()) for path in numbered]
+        return {str(path): (path / MARKER_NAME).exists() for path in numbered}
 
 
 def _complete(directory: Path) -> None:
@@ -318,18 +302,16 @@ def _complete(directory: Path) -> None:
         logger.warning("%s: the commit of a save cannot be completed: %s", directory, error)
 
 
-def _in_store(place: Bucket) -> Iterator[tuple[str, bool]]:
+def _in_store(place: Bucket) -> dict[str, bool]:
     url = str(place.url)
     names = list(place.names(""))
     if MARKER_NAME in names:
-        yield url, True
-        return
+        return {url: True}
     tops = {top for top, slash, _ in (name.partition("/") for name in names) if slash}
     numbered = sorted(top for top in tops if _NUMBER.search(top))
     if not numbered and names and _NUMBER.search(url):
-        yield url, False
-    for top in numbered:
-        yield f"{url}/{top}", f"{top}/{MARKER_NAME}" in names
+        return {url: False}
+    return {f"{url}/{top}": f"{top}/{MARKER_NAME}" in names for top in numbered}
 
 
 def _iteration_of(name: str) -> int:

@@ -21,14 +21,16 @@ from dist_ckpt_strategies.errors import (
     RestartError,
     forget_frames,
 )
-from dist_ckpt_strategies.recovery.in_memory import (
+from dist_ckpt_strategies.recovery.plan import Phase
+from dist_ckpt_strategies.recovery.provider import (
+    HasStateProvider,
     HeldTensors,
     InMemoryCheckpoint,
     MemoryChecksumManager,
+    StateProvider,
     host_copy,
+    provider_of,
 )
-from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.provider import HasStateProvider, StateProvider, provider_of
 from dist_ckpt_strategies.recovery.recover import (
     BrokenGatherError,
     Recovery,

@@ -10,14 +10,16 @@ import torch
 
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
-from dist_ckpt_strategies.recovery.in_memory import (
+from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.recovery.plan import Phase
+from dist_ckpt_strategies.recovery.provider import (
+    HasStateProvider,
     HeldTensors,
     InMemoryCheckpoint,
     MemoryChecksumManager,
+    StateProvider,
+    provider_of,
 )
-from dist_ckpt_strategies.recovery.manager import CheckpointManager
-from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.provider import HasStateProvider, StateProvider, provider_of
 from dist_ckpt_strategies.recovery.recover import Recovery
 from dist_ckpt_strategies.recovery.shards import Shards
 

@@ -227,18 +227,14 @@ def require_equal_copies(digests: Sequence[Mapping[str, str]]) -> None:
 def _target(facts: Sequence[RankFacts]) -> int:
     held = [one.held for one in facts if one.held is not None]
     if not held:
-        why = "; ".join(_each_why(facts[:_MAX_SHOWN]))
-        raise NoReplicasAvailableError(None, f"no rank has kept its state: {why}")
+        first: dict[str, int] = {}  # what is the same on several ranks, and long, is said once
+        texts = []
+        for rank, one in enumerate(facts[:_MAX_SHOWN]):
+            is_first = first.setdefault(one.why, rank) == rank or len(one.why) <= _SHORT_WHY
+            texts.append(f"rank {rank} {one.why if is_first else f'as rank {first[one.why]}'}")
+        text = f"no rank has kept its state: {'; '.join(texts)}"
+        raise NoReplicasAvailableError(None, text)
     return max(state.step + (state.phase >= Phase.COMMITTED) for state in held)
-
-
-def _each_why(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Why each rank has nothing; what is the same on several, and long, is said once."""
-    first: dict[str, int] = {}
-    for rank, one in enumerate(facts):
-        known = first.setdefault(one.why, rank)
-        is_short = len(one.why) <= _SHORT_WHY
-        yield f"rank {rank} {one.why if known == rank or is_short else f'as rank {known}'}"
 
 
 def _role(held: HeldState | None, target: int) -> Role:

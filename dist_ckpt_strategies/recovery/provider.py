@@ -1,17 +1,23 @@
-"""What recovery asks of a training: its state by name, its step, and how an update is finished."""
+"""What recovery asks of a training, and the state that it keeps in memory through a fault.
+
+A training has its state by name, its step, and how an update is finished; digests vouch for what is
+kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, cast
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
-from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.device import HostSnapshot
+from dist_ckpt_strategies.errors import RestartError, StrategyError
 from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.shards import dump_objects, flat_shards
-
-__all__ = ["HasStateProvider", "Phase", "StateProvider", "provider_of"]
+from dist_ckpt_strategies.recovery.shards import Shards, dump_objects, flat_shards
 
 
 class StateProvider(Protocol):
@@ -101,3 +107,136 @@ def require_movable(provider: StateProvider) -> None:
     """
     flat_shards(provider.parts())
     dump_objects(provider.objects())
+
+
+class MemoryChecksumManager:
+    """The digests (xxh3) of every tensor of a state, of any dtype, at one step.
+
+    Attributes:
+        step: that the digests are of; None where there are none.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._digests: dict[str, dict[str, str]] = {}
+
+    def record(self, step: int, parts: Shards) -> None:
+        """Take the digests of a state; looks at every byte."""
+        self._digests = _digests_of(parts)
+        self.step = step
+
+    def verify(self, parts: Shards) -> bool:
+        """Whether the state is the recorded one, bit for bit; True where nothing is recorded."""
+        return not self.differences(parts)
+
+    def differences(self, parts: Shards) -> list[str]:
+        """The tensors that are not as they were recorded, each in a line that says how."""
+        if self.step is None:
+            return []
+        found: list[str] = []
+        now = _digests_of(parts)
+        for shard_id in sorted(self._digests.keys() | now.keys()):
+            before, after = self._digests.get(shard_id, {}), now.get(shard_id, {})
+            found += [
+                f"{shard_id}: {name}: has digest {after.get(name)}, expected {before.get(name)}"
+                for name in sorted(before.keys() | after.keys())
+                if before.get(name) != after.get(name)
+            ]
+        return found
+
+    def clear(self) -> None:
+        """Forget the digests."""
+        self.step = None
+        self._digests = {}
+
+
+def _digests_of(shards: Shards) -> dict[str, dict[str, str]]:
+    return {shard_id: one.tensor_digests() for shard_id, one in flat_shards(shards).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class InMemoryCheckpoint:
+    """A state, and how far it is. Replaced as a whole, so that an interruption finds one or other.
+
+    Attributes:
+        provider: whose tensors are live.
+        step: that it is in.
+        phase: how far it is within it.
+    """
+
+    provider: StateProvider
+    step: int
+    phase: Phase
+
+    def damage(self, recorded: MemoryChecksumManager | None) -> list[str]:
+        """How it differs from the digests of its step's beginning, which the update ends."""
+        if recorded is None or self.phase >= Phase.UPDATING or recorded.step != self.step:
+            return []
+        return recorded.differences(self.provider.parts())
+
+
+class HeldTensors:
+    """A StateProvider of tensors and objects at hand, which trains nothing.
+
+    Args:
+        tensors: gives the tensors, by shard id and name.
+        step: that they are in.
+        gathered: ids of the shards that are made anew from others.
+        objects: the state that is no tensor.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[], Shards],
+        *,
+        step: int = 0,
+        gathered: frozenset[str] = frozenset(),
+        objects: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.parts = tensors
+        self._gathered = gathered
+        self._objects = objects
+        self._step = step
+
+    @property
+    def step(self) -> int:
+        """See StateProvider."""
+        return self._step
+
+    def set_step(self, step: int) -> None:
+        """See StateProvider."""
+        self._step = step
+
+    def gathered_parts(self) -> frozenset[str]:
+        """See StateProvider."""
+        return self._gathered
+
+    def objects(self) -> Mapping[str, Any]:
+        """See StateProvider."""
+        return self._objects
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """See StateProvider."""
+        self._objects = copy.deepcopy(dict(objects))
+
+    def apply_update(self) -> NoReturn:
+        """Raise a RestartError: held tensors have no gradients."""
+        raise RestartError("held tensors have no gradients to update from")
+
+    def gather_weights(self) -> None:
+        """See StateProvider; nothing trains with these."""
+
+
+def host_copy(provider: StateProvider, shards: Shards, step: int) -> HeldTensors:
+    """A copy of a state on the host, with these of its tensors: others can take it over."""
+    keys = [(shard_id, name) for shard_id, tensors in shards.items() for name in tensors]
+    copies = HostSnapshot().take([shards[shard_id][name] for shard_id, name in keys])
+    copied: dict[str, dict[str, Any]] = {shard_id: {} for shard_id in shards}
+    for (shard_id, name), tensor in zip(keys, copies, strict=True):
+        copied[shard_id][name] = tensor
+    return HeldTensors(
+        lambda: copied,
+        step=step,
+        gathered=provider.gathered_parts(),
+        objects=copy.deepcopy(dict(provider.objects())),
+    )

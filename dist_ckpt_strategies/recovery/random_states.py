@@ -1,9 +1,10 @@
-"""Random states of a process as bytes, and back."""
+"""Random states of a process as bytes, and back. Importing this does not import Megatron-Core."""
 
 from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 
 from dist_ckpt_strategies.device import uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError
-from dist_ckpt_strategies.megatron.process_state import set_tracked_states, tracked_states
 
 RandomState = tuple[str, Any]
 """Of one generator: its name, and what it needs to go on from there."""
 
 _TRACKED = "megatron/"
+_MODULE = "megatron.core.tensor_parallel.random"
 
 
 def capture_random_states() -> tuple[RandomState, ...]:
@@ -33,7 +34,10 @@ def capture_random_states() -> tuple[RandomState, ...]:
     ]
     if uses_cuda():
         found.append(("cuda", torch.cuda.get_rng_state().numpy()))
-    found += [(_TRACKED + name, state.cpu().numpy()) for name, state in tracked_states().items()]
+    tracker = _tracker()
+    for name, state in sorted(tracker.get_states().items()) if tracker else ():
+        tensor = state.get_state() if isinstance(state, torch.Generator) else state
+        found.append((_TRACKED + name, tensor.cpu().numpy().copy()))
     return tuple(found)
 
 
@@ -52,7 +56,15 @@ def restore_random_states(states: Sequence[RandomState]) -> None:
                 _restore(name, state)
         except (LookupError, ValueError, TypeError, RuntimeError) as error:
             raise CorruptCheckpointError(f"random states: {name}: {error}") from error
-    set_tracked_states(tracked)
+    tracker = _tracker()
+    if tracker and tracked:
+        current = dict(tracker.get_states())
+        for name, tensor in tracked.items():
+            if isinstance(current.get(name), torch.Generator):
+                current[name].set_state(tensor)
+            else:
+                current[name] = tensor.clone()
+        tracker.set_states(current)
 
 
 def encode_random_states(states: Sequence[RandomState]) -> bytes:
@@ -77,3 +89,9 @@ def _restore(name: str, state: Any) -> None:
         torch.cuda.set_rng_state(torch.from_numpy(state))
     else:
         raise ValueError("no generator has this name")
+
+
+def _tracker() -> Any:
+    """Megatron-Core's tracker; None where it has not been set up in this process."""
+    tracker = getattr(sys.modules.get(_MODULE), "_CUDA_RNG_STATE_TRACKER", None)
+    return tracker if tracker is not None and tracker.is_initialized() else None

@@ -24,7 +24,6 @@ from dist_ckpt_strategies.errors import (
     ShapeMismatchError,
     text_of,
 )
-from dist_ckpt_strategies.recovery.in_memory import InMemoryCheckpoint, MemoryChecksumManager
 from dist_ckpt_strategies.recovery.plan import (
     ByteCopy,
     HeldState,
@@ -36,7 +35,11 @@ from dist_ckpt_strategies.recovery.plan import (
     find_layout_conflict,
     require_equal_copies,
 )
-from dist_ckpt_strategies.recovery.provider import StateProvider
+from dist_ckpt_strategies.recovery.provider import (
+    InMemoryCheckpoint,
+    MemoryChecksumManager,
+    StateProvider,
+)
 from dist_ckpt_strategies.recovery.shards import (
     FlatShard,
     Shards,

@@ -12,10 +12,11 @@ from typing import Self
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank
 from dist_ckpt_strategies.comm.step_commit import StepCommit
 from dist_ckpt_strategies.errors import RestartError
-from dist_ckpt_strategies.recovery.in_memory import InMemoryCheckpoint, MemoryChecksumManager
 from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import (
     HasStateProvider,
+    InMemoryCheckpoint,
+    MemoryChecksumManager,
     StateProvider,
     provider_of,
     require_movable,

@@ -167,7 +167,9 @@ def build_save_plan(
         held = by_key[key]
         main = _main_replicas(key, held)
         array, chunks = _array_of(held, main, grids, chunk_layout)
-        creator = _creator(main, held, num_created)
+        # A rank that holds a part of the array, or knows an empty one.
+        ranks = {placement.rank for placement, _ in main} or {rank for rank, _ in held}
+        creator = min(ranks, key=lambda rank: (num_created[rank], rank))
         creations.append(ArrayCreation(array, creator))
         num_created[creator] += 1
         if chunks is None:
@@ -347,12 +349,6 @@ def _chunks_of(shape: Shape, chunk: Shape, placements: Sequence[ShardPlacement])
         region = Region(offset, tuple(map(min, chunk, map(operator.sub, shape, offset))))
         chunks.append((region, tuple(parts[index])))
     return tuple(chunks)
-
-
-def _creator(main: _Main, held: Sequence[tuple[int, ShardSpec]], num_created: Counter[int]) -> int:
-    """A rank that holds a part of the array, or knows an empty one: who has created least."""
-    ranks = {placement.rank for placement, _ in main} or {rank for rank, _ in held}
-    return min(ranks, key=lambda rank: (num_created[rank], rank))
 
 
 def _assembled_items(

@@ -22,7 +22,7 @@ from dist_ckpt_strategies.local import (
     MCoreTensorAwareStateDict,
 )
 from dist_ckpt_strategies.recovery import CheckpointManager, Phase
-from dist_ckpt_strategies.recovery.in_memory import InMemoryCheckpoint
+from dist_ckpt_strategies.recovery.provider import InMemoryCheckpoint
 from dist_ckpt_strategies.recovery.random_states import (
     capture_random_states,
     encode_random_states,

@@ -17,8 +17,8 @@ from dist_ckpt_strategies.errors import (
     RestartError,
     ShapeMismatchError,
 )
-from dist_ckpt_strategies.recovery.in_memory import InMemoryCheckpoint, MemoryChecksumManager
 from dist_ckpt_strategies.recovery.plan import Phase
+from dist_ckpt_strategies.recovery.provider import InMemoryCheckpoint, MemoryChecksumManager
 from dist_ckpt_strategies.recovery.recover import Recovery
 from dist_ckpt_strategies.recovery.shards import FlatShard
 from tests.support.memory_provider import MemoryProvider
