@@ -58,7 +58,8 @@ class ChunkRecord:
 
     Attributes:
         writer: global rank that wrote it.
-        digests: XXH3 of each inner chunk in the order of the file, then of its index.
+        digests: XXH3 of each inner chunk in the order of the file, then of its index; 8 bytes
+            each, as there may be millions.
     """
 
     writer: int
@@ -199,7 +200,7 @@ def array_record(fields: Fields) -> ArrayRecord:
     )
     chunks = {}
     for chunk in fields["chunks"]:
-        digests = tuple(np.frombuffer(bytes.fromhex(chunk["digests"]), ">u8").tolist())
+        digests = np.frombuffer(bytes.fromhex(chunk["digests"]), ">u8").astype("u8").data
         chunks[_shape(chunk["index"])] = ChunkRecord(int(chunk["writer"]), digests)
     if len(chunks) != array.num_chunks:
         raise ValueError(f"{key}: {len(chunks)} of {array.num_chunks} chunks")
