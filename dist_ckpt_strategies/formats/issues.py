@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.core.array import Shape
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
@@ -19,11 +18,11 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_text
 
 if TYPE_CHECKING:  # numpy and TensorStore take a while to import
-    from dist_ckpt_strategies.core.array import ArraySpec
+    from dist_ckpt_strategies.core.array import ArraySpec, Shape
+    from dist_ckpt_strategies.formats.commit import CheckpointMarker
     from dist_ckpt_strategies.formats.manifest import ManifestIndex
     from dist_ckpt_strategies.storage.bucket import Bucket
     from dist_ckpt_strategies.storage.store import Store
@@ -270,6 +269,8 @@ def marker_or_issue(store: Store) -> CheckpointMarker | Issue:
     Raises:
         StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.
     """
+    from dist_ckpt_strategies.formats.commit import CheckpointMarker  # noqa: PLC0415 - see above
+
     try:
         return CheckpointMarker.from_json(store.read(MARKER_NAME))
     except NO_ANSWER:
