@@ -281,8 +281,8 @@ class Intent:
 def require_possible(intents: Sequence[Intent], directory: ShardDirectory) -> None:
     """Raise unless the ranks save the same iteration, and each file system has room.
 
-    Equal intents give equal answers, so no rank raises alone. Nobody knows whether a rank looked
-    before or after another had removed its stale files: these count as room either way.
+    Equal intents give equal answers, so no rank raises alone. A rank may have looked before or
+    after another removed its stale files: these count as room either way.
 
     Args:
         intents: by rank.
