@@ -88,7 +88,7 @@ class Ranks:
         A failure ends the work of all threads and ranks, at their next count.
 
         Args:
-            tasks: equal on all ranks; dealt out so that all have about as many bytes.
+            tasks: equal on all ranks; distributed so that all have about as many bytes.
             nbytes_of: bytes of a task.
             work: carries out a task on any thread, and reports its bytes to its second argument.
             num_threads: of this rank.

@@ -177,7 +177,7 @@ _LOW_32_BITS = 0xFFFFFFFF
 def open_sockets() -> dict[int, int]:
     """File descriptors of the sockets of this process, by inode.
 
-    Sockets are told apart by inode: the numbers of file descriptors are used again.
+    Sockets are identified by inode: the numbers of file descriptors are used again.
     """
     found = ((_SOCKET.match(target), fd) for fd, target in _open_files())
     return {int(match[1]): fd for match, fd in found if match}

@@ -72,11 +72,11 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
     as the last of the callbacks that change what the next step sees.
 
     What is drawn between two steps (validation, loading of data) does not move the random numbers
-    of the next step: each begins with those of the vote before it.
+    of the next step: each begins with those of the step commit before it.
 
     Args:
         enable_inprocess: report progress to the wrapper, and count steps.
-        enable_checkpointless: vote on each step, hold the lock during its update, and keep the
+        enable_checkpointless: commit each step, hold the lock during its update, and keep the
             state. Needs ``enable_inprocess``.
         enable_checksum: have the manager compare checksums. Needs ``enable_checkpointless``.
         clean_tensor_hook: after a fault, take all hooks off CUDA tensors. Looks at every object.

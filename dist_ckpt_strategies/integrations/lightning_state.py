@@ -32,7 +32,7 @@ class LoopState:
 
     It is captured at the end of each step: the moment at which Lightning's own checkpoints are
     made, and that its loops can go on from. Only the trainer can end a step, so a rank that was
-    interrupted between the vote and the end of its step takes the state of another rank.
+    interrupted between the step commit and the end of its step takes the state of another rank.
 
     The loops are held from the first use on: a trainer that is torn down drops them.
     """
@@ -78,7 +78,7 @@ class LoopState:
 
         Args:
             on_final_gradients: to be called in each step before a parameter changes, where the
-                optimizer has no vote in it.
+                optimizer does not commit the step.
         """
         raise NotImplementedError
 
@@ -217,7 +217,7 @@ def _require_replicated(trainer: Any) -> None:
     if not trainer.lightning_module.automatic_optimization or len(trainer.optimizers) != 1:
         raise StrategyError(
             f"{len(trainer.optimizers)} optimizers: recovery from memory needs automatic "
-            "optimization and one optimizer, so that a step has one place for the vote"
+            "optimization and one optimizer, so that a step is committed in one place"
         )
 
 

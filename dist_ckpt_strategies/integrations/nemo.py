@@ -60,7 +60,7 @@ class NemoStateProvider(LoopState, MegatronStateProvider):
         return f"{name} has no state_dict that says where the data goes on"
 
     def begin_training(self, on_final_gradients: Callable[[], None]) -> None:
-        """See LoopState; the optimizer has its vote in it."""
+        """See LoopState; the optimizer commits the step."""
         del on_final_gradients
         self.objects()
         self.set_step(int(self._trainer.global_step))
@@ -84,7 +84,7 @@ class NemoStateProvider(LoopState, MegatronStateProvider):
 def guard_optimizer(
     optimizer: Any, provider: NemoStateProvider, manager: CheckpointManager
 ) -> None:
-    """Put a step in the place of ``optimizer.step`` that has a vote and the lock in it.
+    """Put a step in the place of ``optimizer.step`` that commits it and holds the lock.
 
     The state counts as inconsistent until the end of Lightning's step, where its loops are
     captured. The lock is held until then, except while the ranks gather their weights.

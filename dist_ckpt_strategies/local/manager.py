@@ -76,7 +76,7 @@ _HEAD_START_S = 0.01
 
 
 class LocalCheckpointManager:
-    """Saves every rank's state to its node, and loads the newest that can be put together.
+    """Saves every rank's state to its node, and loads the newest that can be assembled.
 
     Each rank writes its own shard and those of its clique below
     ``<root_local_ckpt_dir>/<session_id>/<its global rank>``. A shard that is lost or damaged is
@@ -226,7 +226,7 @@ class LocalCheckpointManager:
 
     @raises_megatron_errors
     def load(self, *, at_least: int = 0) -> tuple[Any, str]:
-        """The newest state that can be put together, and the id of this rank's shard.
+        """The newest state that can be assembled, and the id of this rank's shard.
 
         Collective. Every tensor's digest is compared. Where a copy is damaged another one is
         used, and where there is none, the save before.
@@ -350,8 +350,8 @@ class LocalCheckpointManager:
     ) -> ReplicationReport:
         """What ``store`` returns; if it fails on any rank, no rank keeps its shards. Collective.
 
-        Out of contact with a peer nobody knows how it went there: the shards stay, and count if
-        all are there.
+        Where contact with a peer is lost its outcome is unknown: the shards stay, and count if all
+        are there.
         """
         try:
             return run_collectively(comm, store)

@@ -165,7 +165,7 @@ class ShardDirectory:
     def name(self) -> str:
         """The same for all ranks that see this directory, and for no other.
 
-        A directory is told by its device and number, on the machine that has started once; one
+        A directory is identified by its device and number, and by the boot of its machine; one
         that is not there, or cannot be looked at, by its path.
         """
         try:
@@ -377,7 +377,7 @@ def _remove_unlocked(path: Path) -> int:
         if not stat.S_ISREG(found.st_mode):
             path.unlink()
             return 0
-        with _opened_unless_locked(path) as is_ours:  # and nobody else's while it is removed
+        with _opened_unless_locked(path) as is_ours:  # until it is removed
             if is_ours:
                 path.unlink()
             return found.st_size if is_ours else 0

@@ -48,7 +48,7 @@ class LocalShardId:
 
     Attributes:
         save: the save it belongs to.
-        global_rank: the rank whose state it is, whoever keeps the copy.
+        global_rank: the rank whose state it is; any rank may hold a copy.
     """
 
     save: SaveId
@@ -115,7 +115,7 @@ class LocalShard:
     Attributes:
         shard_id: the save and the rank.
         world_size: ranks that took part in the save.
-        session_id: the training session, as the manager was told.
+        session_id: the training session, as given to the manager.
         kind: of the state's class.
         content: of JSON types, for readers of the header alone: the common state, if it is such.
         buffers: the state's tensors in order, then those of its common state, then the state

@@ -57,7 +57,9 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
         if type(one.optimizer).__name__ not in _FUSED:
             raise StrategyError(f"{type(one.optimizer).__name__}: expected one of {sorted(_FUSED)}")
         if one.grad_scaler is not None and one.config.loss_scale is None and one.config.fp16:
-            raise StrategyError("a dynamic loss scale changes before the vote: expected bfloat16")
+            raise StrategyError(
+                "a dynamic loss scale changes before the step commit: expected bfloat16"
+            )
     return found
 
 

@@ -104,7 +104,7 @@ class MegatronStateProvider:
     def finish_gradients(self) -> bool:
         """Make the gradients final; False if they are not finite, and the update does nothing.
 
-        Collective over the ranks of the model. The vote comes next.
+        Collective over the ranks of the model. The step commit comes next.
         """
         with torch.no_grad():
             self._applies = finish_gradients(self._optimizer, self._optimizers)

@@ -176,7 +176,7 @@ class StepKeeper:
         needs other ranks for the update, such as the norm of the gradients, comes before.
 
         Raises:
-            RestartError: some rank votes on another step; on all ranks alike.
+            RestartError: some rank commits another step; on all ranks alike.
         """
         kept, commit = self._tracked({Phase.RUNNING})
         after = kept.step + 1
@@ -187,7 +187,7 @@ class StepKeeper:
         # A rank that has committed knows that all have reached this, and replicated theirs before.
         if not commit.should_commit(kept.step):
             raise RestartError(
-                f"vote on step {kept.step}: some rank votes on another one; all have to load the "
+                f"commit of step {kept.step}: some rank commits another one; all have to load the "
                 "same checkpoint, and to begin with the same step"
             )
         self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.COMMITTED)

@@ -23,8 +23,8 @@ class TorchStateProvider:
     optimizer. Most optimizers make their state in the first step; here it is made at once, as
     zeros, which is what it is then, so that a fresh rank has a place for what it receives.
 
-    Gradients are reduced before the vote, by DistributedDataParallel or otherwise; the update is
-    ``apply_update()``, which asks no peer.
+    Gradients are reduced before the step commit, by DistributedDataParallel or otherwise; the
+    update is ``apply_update()``, which asks no peer.
 
     Buffers that forward changes, such as the running statistics of BatchNorm, are those of the
     step's beginning until the update: a copy is taken when a forward in training mode begins.

@@ -438,4 +438,4 @@ def test_where_ranks_vote_on_different_steps_none_of_them_commits() -> None:
     found = run_processes(3, vote_on)
 
     for rank, text in enumerate(found):
-        assert f"vote on step {rank + 4}: some rank votes on another one" in text
+        assert f"commit of step {rank + 4}: some rank commits another one" in text
