@@ -127,11 +127,12 @@ def test_a_spare_that_is_still_starting_takes_over_before_a_new_process_could(
 ) -> None:
     body = """
 if rank is None:
+    was_there_before = is_first("spare")
     (here / "starting").touch()
     wait_for("dead")
     time.sleep(0.5)
     from dist_ckpt_strategies.inprocess.train_utils import wait_rank
-    if not is_first("spare"):
+    if not was_there_before:
         time.sleep(120)
     wait_rank()
     print("now", os.environ["RANK"])
