@@ -1,4 +1,4 @@
-"""Waits that another thread can abort: whether they are aborted, and blocking calls on threads."""
+"""Blocking calls on threads, whose waits another thread can abort."""
 
 from __future__ import annotations
 
@@ -9,22 +9,8 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
+from dist_ckpt_strategies.comm.process_group import RELEASED
 from dist_ckpt_strategies.errors import WaitReleasedError
-
-RELEASED = "this process stopped waiting for its peers: a rank has failed"
-
-ABORTED = threading.Event()
-"""Set while the communication of this process is ended: at first, before any group is aborted."""
-
-
-def raise_if_aborted() -> None:
-    """Raise if the communication of this process has been ended, or is about to be.
-
-    NCCL ends pending works without an error then, and what they have received is garbage. So this
-    is called between the wait for a collective and the use of its result.
-    """
-    if ABORTED.is_set():
-        raise WaitReleasedError(None, RELEASED)
 
 
 class AbortableWaits:

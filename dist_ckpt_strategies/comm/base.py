@@ -1,12 +1,12 @@
-"""What the package asks of a group of ranks, and the group of one."""
+"""What the package asks of a group of ranks; a process alone is a group of one."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,94 +41,61 @@ class Receive:
     into: Buffer
 
 
-class Exchange(Protocol):
-    """Bytes that are travelling; their memory belongs to the exchange until ``wait`` returns."""
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Bytes that are travelling; their memory belongs to the exchange until ``wait`` returns.
 
-    def wait(self) -> None:
-        """Return once this rank's bytes are sent, and those for it have arrived."""
-        ...
+    Attributes:
+        wait: returns once this rank's bytes are sent, and those for it have arrived.
+    """
+
+    wait: Callable[[], None]
 
 
-class Communicator(Protocol):
-    """A fixed set of ranks that call the same methods in the same order.
+class Communicator:
+    """A fixed set of ranks that call the same methods in the same order; here, one process alone.
 
     Every method waits at most the timeout given when the communicator was made, and raises
     PeerTimeoutError after that, PeerLostError where contact with a peer broke off. After either
     the group is out of step: nothing more may be asked of it.
+
+    Args:
+        global_ranks: of the ranks of the group.
+        rank: this process, counted within the group.
+
+    Attributes:
+        rank: see above.
+        size: ranks in the group.
+        device: where tensors are that travel without a copy to the host or from it.
     """
 
-    @property
-    def rank(self) -> int:
-        """This process, counted within the group."""
-        ...
+    device = torch.device("cpu")
 
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors are that travel without a copy to the host or from it."""
-        ...
+    def __init__(self, global_ranks: Sequence[int] = (0,), rank: int = 0) -> None:
+        self._global_ranks = tuple(global_ranks)
+        self.rank = rank
+        self.size = len(self._global_ranks)
 
     def global_rank(self, rank: int) -> int:
         """The global rank of a rank of the group."""
-        ...
+        return self._global_ranks[rank]
 
     def all_gather(self, item: Message) -> list[Message]:
         """Every rank's item, by rank. Collective."""
-        ...
+        return [item]
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """Carry all the bytes. Collective.
 
         Between any two ranks, the n-th send matches the n-th receive, and their sizes are equal.
         """
-        ...
+        self.begin_exchange(sends, receives).wait()
 
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """Like ``exchange``, but return at once. Collective; one at a time may be under way."""
-        ...
-
-
-class _Done:
-    """An Exchange that is over."""
-
-    def wait(self) -> None:
-        """See Exchange."""
-
-
-class SoloCommunicator:
-    """A Communicator of one rank: single processes, tools, process groups of one rank.
-
-    Args:
-        global_rank: what this process is called in messages.
-    """
-
-    def __init__(self, global_rank: int = 0) -> None:
-        self._global_rank = global_rank
-        self.rank = 0
-        self.size = 1
-        self.device = torch.device("cpu")
-
-    def global_rank(self, rank: int) -> int:  # noqa: ARG002 - there is one
-        """See Communicator."""
-        return self._global_rank
-
-    def all_gather(self, item: Message) -> list[Message]:
-        """See Communicator."""
-        return [item]
-
-    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """See Communicator."""
         for send, receive in zip(sends, receives, strict=True):
             np.asarray(receive.into)[...] = np.asarray(send.data)
-
-    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
-        """See Communicator."""
-        self.exchange(sends, receives)
-        return _Done()
+        return Exchange(lambda: None)
 
 
 def report_level(comm: Communicator) -> int:

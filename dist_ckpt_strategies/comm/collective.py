@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -30,10 +30,7 @@ from dist_ckpt_strategies.errors import (
 T = TypeVar("T")
 
 _NUM_FIELDS = 5
-"""Of a failure: see ``_description``."""
-
-_NUM_HALVES = 2
-"""Of an answer: a failure, and what the step has returned."""
+"""Of a failure: class, message, key, path, and the rank where another one's is reported."""
 
 
 def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
@@ -45,14 +42,15 @@ def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
     becomes a CheckpointError too. The others raise a PeerError of the same class as the first
     failed rank's error, which names that rank, the key and the file.
     """
-    result, error = _attempt(step)
+    results: list[T] = []
     try:
-        failures = comm.all_gather(None if error is None else _description(error))
-        if any(failure is not None for failure in failures):
-            _raise_first(comm, error, failures)
-        return cast("T", result)
+        answers = run_and_gather(comm, lambda: results.append(step()), is_sparse=True)
+        for rank, answer in enumerate(answers):
+            if answer is not None:
+                raise out_of_step(comm.global_rank(rank), "this step")
+        return results[0]
     finally:
-        del result, error  # or a raised error would hold this frame and its tensors, in a cycle
+        results.clear()  # or a raised error would hold the tensors
 
 
 def run_and_gather(
@@ -68,20 +66,31 @@ def run_and_gather(
         is_sparse: None, the usual result, is sent as nothing, which takes one collective of torch's
             in place of two; a rank in another step is detected only where a step has a result.
     """
-    result, error = _attempt(step)
+    result: Message = None
+    own: CheckpointError | None = None
     try:
-        answer = [None if error is None else _description(error), result]
-        answers = comm.all_gather(None if is_sparse and answer == [None, None] else answer)
-        if is_sparse:
-            answers = [[None, None] if found is None else found for found in answers]
-        for rank, found in enumerate(answers):
-            if not (isinstance(found, list) and len(found) == _NUM_HALVES):
+        try:
+            result = step()
+        except SaveTimeoutError as error:
+            own = error
+        except (PeerTimeoutError, PeerLostError):
+            raise  # ranks are out of step: there is no collective any more
+        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+            own = as_checkpoint_error(error)
+        if own is not None:
+            key, path = (None if text is None else str(text) for text in (own.key, own.path))
+            answers = comm.all_gather([kind_of(own), own.message, key, path, own.global_rank])
+        else:
+            answers = comm.all_gather(None if is_sparse and result is None else [result])
+        answers = [[None] if is_sparse and found is None else found for found in answers]
+        for rank, answer in enumerate(answers):
+            if not (isinstance(answer, list) and len(answer) in {1, _NUM_FIELDS}):
                 raise out_of_step(comm.global_rank(rank), "this step")
-        if any(failure is not None for failure, _ in answers):
-            _raise_first(comm, error, [failure for failure, _ in answers])
-        return [result for _, result in answers]
+        if any(len(answer) > 1 for answer in answers):
+            _raise_first(comm, own, answers)
+        return [gathered for (gathered,) in answers]
     finally:
-        del result, error
+        del result, own  # or a raised error would hold this frame and its tensors, in a cycle
 
 
 def run_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> list[bytes]:
@@ -126,20 +135,8 @@ def run_on_first_rank(comm: Communicator, step: Callable[[], None]) -> None:
     run_collectively(comm, step if comm.rank == 0 else lambda: None)
 
 
-def _attempt(step: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
-    """The step's result or error; where ranks are out of step there is no collective any more."""
-    try:
-        return step(), None
-    except SaveTimeoutError as error:
-        return None, error
-    except (PeerTimeoutError, PeerLostError):
-        raise
-    except Exception as error:  # noqa: BLE001 - raised again by the caller, on every rank
-        return None, as_checkpoint_error(error)
-
-
 def _raise_first(
-    comm: Communicator, own: CheckpointError | None, failures: Sequence[Message]
+    comm: Communicator, own: CheckpointError | None, answers: Sequence[Message]
 ) -> None:
     """Raise a rank's own error, else the first other rank's.
 
@@ -152,24 +149,11 @@ def _raise_first(
             if own.global_rank is None:
                 own.at_rank(comm.global_rank(comm.rank))
             found.append(own)
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                found.append(_reported(comm, rank, failure))
+        for rank, answer in enumerate(answers):
+            if len(answer) > 1:
+                kind, message, key, path, reported = answer
+                who = comm.global_rank(rank) if reported is None else reported
+                found.append(error_from_peer(who, kind, message, key=key, path=path))
         raise min(found, key=lambda error: not isinstance(error, StorageTimeoutError))
     finally:
         del own, found
-
-
-def _reported(comm: Communicator, rank: int, failure: Message) -> CheckpointError:
-    """The error that another rank's failure stands for."""
-    if not (isinstance(failure, list) and len(failure) == _NUM_FIELDS):
-        return out_of_step(comm.global_rank(rank), "this step")
-    kind, message, key, path, global_rank = failure
-    who = comm.global_rank(rank) if global_rank is None else global_rank
-    return error_from_peer(who, kind, message, key=key, path=path)
-
-
-def _description(error: CheckpointError) -> Message:
-    """What the others learn; the rank only where it is another one's that this rank reports."""
-    key, path = (None if text is None else str(text) for text in (error.key, error.path))
-    return [kind_of(error), error.message, key, path, error.global_rank]

@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.base import Buffer, Communicator, Message, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator, Message, Receive, Send
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.device import host_memory, to_host, uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled
+
+T = TypeVar("T")
 
 MESSAGE_NBYTES = 8 << 20
 """A larger message gains nothing, and leaves the processor's cache before its digest is taken."""
@@ -181,7 +184,7 @@ class _Rounds:
         }
         self._digests: dict[tuple[bool, int, int], Any] | None = {} if digests else None
         self._failures: list[Exception] = []
-        self._failed: set[Incoming] = set()
+        self._failed: set[Outgoing | Incoming] = set()
         self.threads = OrderedQueues(2 * _NUM_THREADS if outgoing or incoming else 0)
 
     def _new_memory(self) -> torch.Tensor:
@@ -211,8 +214,8 @@ class _Rounds:
             own = contents.pop(self._comm.rank, None)
             if contents or landed:
                 self._comm.exchange(
-                    [Send(rank, _buffer(content)) for rank, content in contents.items()],
-                    [Receive(rank, _buffer(memory)) for rank, memory in landed.items()],
+                    [Send(rank, content) for rank, content in contents.items()],
+                    [Receive(rank, memory) for rank, memory in landed.items()],
                 )
             if own is not None:
                 landed[self._comm.rank] = own
@@ -228,20 +231,14 @@ class _Rounds:
     def _begin_reads(
         self, sent: Mapping[int, Sequence[_Part]], number: int
     ) -> dict[int, tuple[_Part, Future[torch.Tensor]]]:
-        return {
-            rank: (
-                parts[number],
-                self.threads.submit(
-                    rank % _NUM_THREADS,
-                    self._read,
-                    rank,
-                    parts[number],
-                    self._memory[True, rank][number % _SEND_SLOTS],
-                ),
-            )
-            for rank, parts in sent.items()
-            if number < len(parts)
-        }
+        begun = {}
+        for rank, parts in sent.items():
+            if number < len(parts):
+                memory = self._memory[True, rank][number % _SEND_SLOTS]
+                thread = rank % _NUM_THREADS
+                read = self.threads.submit(thread, self._read, rank, parts[number], memory)
+                begun[rank] = parts[number], read
+        return begun
 
     def _read(self, rank: int, part: _Part, memory: torch.Tensor) -> torch.Tensor:
         content = self._outgoing[rank][part.block].read(part.start, memory[: part.nbytes])
@@ -253,21 +250,18 @@ class _Rounds:
         self, rank: int, part: _Part, content: Future[torch.Tensor], number: int
     ) -> torch.Tensor:
         """What was read; where that failed, any bytes: the peer waits for some."""
-        try:
-            return settled(content, self._outgoing[rank][part.block].name)
-        except Exception as error:  # noqa: BLE001 - raised at the end
-            self._failures.append(error)
+        block = self._outgoing[rank][part.block]
+        found = self._attempt(block, partial(settled, content, block.name))
+        if found is None:
             return self._memory[True, rank][number % _SEND_SLOTS][: part.nbytes]
+        return found
 
     def _landing(self, rank: int, part: _Part, number: int) -> torch.Tensor:
-        try:
-            found = self._incoming[rank][part.block].landing(part.start, part.nbytes)
-            if found is not None:
-                return found
-        except Exception as error:  # noqa: BLE001 - raised at the end
-            self._failures.append(error)
-            self._failed.add(self._incoming[rank][part.block])
-        return self._memory[False, rank][number % _RECEIVE_SLOTS][: part.nbytes]
+        block = self._incoming[rank][part.block]
+        found = self._attempt(block, partial(block.landing, part.start, part.nbytes))
+        if found is None:
+            return self._memory[False, rank][number % _RECEIVE_SLOTS][: part.nbytes]
+        return found
 
     def _take(self, rank: int, part: _Part, content: torch.Tensor) -> None:
         block = self._incoming[rank][part.block]
@@ -278,11 +272,16 @@ class _Rounds:
 
     def _finish_takes(self, takes: Sequence[tuple[Incoming, Future[None]]]) -> None:
         for block, taken in takes:
-            try:
-                settled(taken, block.name)
-            except Exception as error:  # noqa: BLE001 - raised at the end
-                self._failures.append(error)
-                self._failed.add(block)
+            self._attempt(block, partial(settled, taken, block.name))
+
+    def _attempt(self, block: Outgoing | Incoming, call: Callable[[], T | None]) -> T | None:
+        """What a call for a block returns; None where it fails, which is raised at the end."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - see above
+            self._failures.append(error)
+            self._failed.add(block)
+            return None
 
     def _take_digest(self, which: tuple[bool, int, int], content: torch.Tensor) -> None:
         if self._digests is not None:
@@ -330,7 +329,3 @@ def _parts(sizes: Iterable[int], bound: int) -> list[_Part]:
         for number, nbytes in enumerate(sizes)
         for start in range(0, nbytes, bound)
     ]
-
-
-def _buffer(content: torch.Tensor) -> Buffer:
-    return content.numpy() if content.device.type == "cpu" else content

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -25,28 +24,11 @@ _SLICE_S = 0.02
 _NO_LIMIT = timedelta(0)
 
 _COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "_end_coalescing",
+    *("_allgather", "_end_coalescing", "_reduce_scatter"),
+    *("all", "barrier", "broadcast", "gather", "reduce", "scatter"),
 )
+"""How the names of torch's methods begin that start a collective."""
+
 _MESSAGES = ("send", "recv", "recv_anysource")
 _PLAIN = (
     "_get_backend",
@@ -281,29 +263,27 @@ def _allreduce(self: InterruptibleGloo, tensors: Any, options: Any = None, *args
     return work
 
 
-def _forward() -> None:
-    """Give groups the methods of torch's, and works those that ask about them."""
+def _forward(name: str, wrap: Callable[[InterruptibleGloo, Any], Any]) -> None:
+    """Give groups a method of torch's, whose result is wrapped."""
 
-    def forwarded(name: str, wrap: Callable[[InterruptibleGloo, Any], Any]) -> Any:
-        def call(self: InterruptibleGloo, *args: Any, **kwargs: Any) -> Any:
-            return wrap(self, getattr(self.inner, name)(*args, **kwargs))
+    def call(self: InterruptibleGloo, *args: Any, **kwargs: Any) -> Any:
+        return wrap(self, getattr(self.inner, name)(*args, **kwargs))
 
-        return call
-
-    def asked(name: str) -> Any:
-        return lambda self: getattr(self._inner, name)()
-
-    wraps: dict[tuple[str, ...], Callable[[InterruptibleGloo, Any], Any]] = {
-        _COLLECTIVES: InterruptibleGloo.started,
-        _MESSAGES: _Message,
-        _PLAIN: lambda _, result: result,
-    }
-    for names, wrap in wraps.items():
-        for name in filter(partial(hasattr, dist.ProcessGroup), names):
-            setattr(InterruptibleGloo, name, forwarded(name, wrap))
-    for name in ("is_completed", "is_success", "exception", "result", "_source_rank"):
-        setattr(_Collective, name, asked(name))
-    InterruptibleGloo.allreduce = _allreduce  # type: ignore[assignment, method-assign, unused-ignore]
+    setattr(InterruptibleGloo, name, call)
 
 
-_forward()
+def _ask(name: str) -> None:
+    """Give works a method of torch's works."""
+    setattr(_Collective, name, lambda self: getattr(self._inner, name)())
+
+
+for _name in dir(dist.ProcessGroup):
+    if _name.startswith(_COLLECTIVES):
+        _forward(_name, InterruptibleGloo.started)
+    elif _name in _MESSAGES:
+        _forward(_name, _Message)
+    elif _name in _PLAIN:
+        _forward(_name, lambda _, result: result)
+for _name in ("is_completed", "is_success", "exception", "result", "_source_rank"):
+    _ask(_name)
+InterruptibleGloo.allreduce = _allreduce  # type: ignore[assignment, method-assign, unused-ignore]

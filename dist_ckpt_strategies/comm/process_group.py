@@ -1,17 +1,43 @@
-"""What torch.distributed says of this process and of the groups that it is in."""
+"""Groups of torch.distributed: what it says of them, and how they are made and aborted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.errors import PeerLostError, StrategyError, text_of
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather
+from dist_ckpt_strategies.errors import (
+    PeerLostError,
+    PeerTimeoutError,
+    StrategyError,
+    WaitReleasedError,
+    text_of,
+)
 
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
+
+RELEASED = "this process stopped waiting for its peers: a rank has failed"
+
+ABORTED = threading.Event()
+"""Set while the communication of this process is ended: at first, before any group is aborted."""
+
+
+def raise_if_aborted() -> None:
+    """Raise if the communication of this process has been ended, or is about to be.
+
+    NCCL ends pending works without an error then, and what they have received is garbage. So this
+    is called between the wait for a collective and the use of its result.
+    """
+    if ABORTED.is_set():
+        raise WaitReleasedError(None, RELEASED)
 
 
 def is_distributed() -> bool:
@@ -65,9 +91,7 @@ def require_member(group: object) -> None:
 
 def message_device(group: ProcessGroup | None) -> torch.device:
     """Where messages have to be to travel over the group: the host, unless it has NCCL alone."""
-    if "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return torch.device("cpu") if "gloo" in dist.get_backend(group) else payload_device(group)
 
 
 def payload_device(group: ProcessGroup | None) -> torch.device:
@@ -107,3 +131,73 @@ def is_of_communication(error: BaseException | None) -> bool:
     if isinstance(error, dist.DistError | ConnectionError | PeerLostError):
         return True
     return isinstance(error, RuntimeError) and "gloo" in text_of(error)
+
+
+def new_gloo_groups(
+    world: Communicator, group: ProcessGroup | None, num_groups: int, *, timeout_s: float
+) -> tuple[ProcessGroup, ...]:
+    """Gloo groups of the same ranks as ``group``, for as many streams side by side.
+
+    Collective over the world: every rank calls this, with the group that it is in.
+
+    Raises:
+        StrategyError: some rank is not in the group that it has given.
+    """
+
+    def describe() -> list[int] | int:
+        """The first rank of a group sends its ranks: all by all would be too much."""
+        ranks = group_ranks(group)
+        return list(ranks) if ranks[0] == dist.get_rank() else ranks[0]
+
+    answers = run_and_gather(world, describe)
+    groups = [answer for answer in answers if isinstance(answer, list)]
+    firsts = [answer[0] if isinstance(answer, list) else answer for answer in answers]
+    divided = sorted((rank, ranks[0]) for ranks in groups for rank in ranks)
+    if divided != list(enumerate(firsts)):
+        raise StrategyError(
+            f"the process groups that the ranks have given overlap, or differ: {groups}; every "
+            "rank has to give the group that it is in, and be in one only"
+        )
+    made = (new_group_of(groups, backend="gloo", timeout_s=timeout_s) for _ in range(num_groups))
+    return tuple(one for one in made if one is not None)
+
+
+def new_group_of(
+    groups: Sequence[Sequence[int]], *, backend: str, timeout_s: float
+) -> ProcessGroup | None:
+    """Make one process group for each list of global ranks; the one that this rank is in.
+
+    Collective over the world, with equal arguments; every rank is in one list. None without
+    torch.distributed.
+
+    Torch's ``new_group`` would be called once for each list by every rank, one after the other. Its
+    ``use_local_synchronization`` names a group by how many others a rank has, which differs; its
+    ``split_group`` is for NCCL alone. So each rank makes its own group only, under a name that
+    counts the calls, which is the same on all ranks, and that has the place in the list.
+
+    Raises:
+        PeerTimeoutError, PeerLostError: a rank has not come to make it, or broke off.
+    """
+    if not is_distributed():
+        return None
+    me = dist.get_rank()
+    number, mine = next((n, sorted(ranks)) for n, ranks in enumerate(groups) if me in ranks)
+    limit = timedelta(seconds=timeout_s)
+    began = time.monotonic()
+    c10d: Any = dist.distributed_c10d
+    name = f"{c10d._process_group_name(mine, False)}.{number}"  # noqa: FBT003, SLF001 - see above
+    store, place = c10d._get_default_store(), mine.index(me)  # noqa: SLF001
+    try:
+        made, _ = c10d._new_process_group_helper(  # noqa: SLF001
+            len(mine), place, mine, dist.Backend(backend), store, name, timeout=limit
+        )
+    except RuntimeError as error:
+        what = f"making of a {backend} group of {len(mine)} ranks: {error}"
+        if time.monotonic() - began >= limit.total_seconds():
+            raise PeerTimeoutError(None, f"a peer did not arrive in time: {what}") from error
+        if isinstance(error, dist.DistError) or "onnect" in str(error):
+            raise PeerLostError(None, f"lost contact with a peer: {what}") from error
+        raise StrategyError(what) from error
+    c10d._world.pg_group_ranks[made] = {rank: n for n, rank in enumerate(mine)}  # noqa: SLF001
+    group: ProcessGroup = made
+    return group

@@ -42,25 +42,22 @@ class Ranks:
 
     Every method is collective where there are several ranks. The failure of a step on one of them
     is raised on all, with rank, key and file.
+
+    Attributes:
+        first: what messages call the first rank.
     """
 
     def __init__(self, comm: Communicator | None) -> None:
         self._comm = None if comm is None or comm.size == 1 else comm
         self.rank = 0 if self._comm is None else self._comm.rank
         self.size = 1 if self._comm is None else self._comm.size
-
-    @property
-    def first(self) -> str:
-        """What messages call the first rank."""
-        return f"rank {0 if self._comm is None else self._comm.global_rank(0)}"
+        self.first = f"rank {0 if self._comm is None else self._comm.global_rank(0)}"
 
     def run(self, step: Callable[[], T]) -> T:
         """Run a step on every rank; returns this rank's result."""
-        if self._comm is None:
-            return step()
-        from dist_ckpt_strategies.comm.collective import run_collectively  # noqa: PLC0415
-
-        return run_collectively(self._comm, step)
+        results: list[T] = []
+        self.gather(lambda: results.append(step()))
+        return results[0]
 
     def gather(self, step: Callable[[], Any]) -> list[Any]:
         """Run a step on every rank; returns all results, of JSON types, by rank."""
@@ -101,7 +98,7 @@ class Ranks:
             PlanError: the ranks have listed different tasks.
         """
         sizes = [nbytes_of(task) for task in tasks]
-        if self.size > 1 and len({*self.gather(lambda: _digest_of(sizes))}) > 1:
+        if len({*self.gather(lambda: _digest_of(sizes))}) > 1:
             raise PlanError(
                 "the ranks see different checkpoints; every rank needs the same file system and "
                 "the same options, and nothing may be written there meanwhile"

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.abortable_waits import raise_if_aborted
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     is_distributed,
     message_device,
+    raise_if_aborted,
 )
 from dist_ckpt_strategies.device import uses_cuda
 from dist_ckpt_strategies.errors import RestartError

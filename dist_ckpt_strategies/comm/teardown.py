@@ -19,9 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from dist_ckpt_strategies.comm.abortable_waits import ABORTED
 from dist_ckpt_strategies.comm.interruptible_gloo import InterruptibleGloo
-from dist_ckpt_strategies.comm.process_group import abort_nccl, uses_nccl
+from dist_ckpt_strategies.comm.process_group import ABORTED, abort_nccl, uses_nccl
 
 logger = logging.getLogger(__name__)
 

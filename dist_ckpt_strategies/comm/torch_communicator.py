@@ -1,22 +1,25 @@
-"""A Communicator over a process group of torch.distributed."""
+"""A Communicator over a process group of torch.distributed; it names ranks that are missing."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.abortable_waits import raise_if_aborted
+from dist_ckpt_strategies.comm.abortable_waits import run_abandonable
 from dist_ckpt_strategies.comm.base import (
     Buffer,
     Communicator,
@@ -24,16 +27,15 @@ from dist_ckpt_strategies.comm.base import (
     Message,
     Receive,
     Send,
-    SoloCommunicator,
     out_of_step,
     who_is_where,
 )
-from dist_ckpt_strategies.comm.missing_ranks import MissingRankTracker, described
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     abort_nccl,
     is_distributed,
     message_device,
+    raise_if_aborted,
 )
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -56,6 +58,25 @@ _SIZE_BITS = 41
 _PURPOSE_BITS = 63 - _SIZE_BITS
 _PURPOSE_NBYTES = 160
 """Of the text that ranks exchange where their purposes differ."""
+
+_LOOKUP_S = 5.0
+"""Longest wait for the job's key-value store, once a collective has failed."""
+
+_LOOKUP_PAUSE_S = 0.05
+
+_STATE, _FLAGS, _STARTED = 0, 6, 19
+"""Where these stand in ``/proc/PID/stat``, counted behind the name; see proc(5)."""
+
+_PF_EXITING = 0x4
+"""In the flags of ``/proc/PID/stat``: the process ends, its connections are about to break off."""
+
+_COUNTS: WeakKeyDictionary[Any, tuple[int, float, str]] = WeakKeyDictionary()
+"""Collectives of each group so far, when the last one was reached, and a name of this process'
+group: a later one may have torch's name of it. Torch's own sequence number counts messages between
+single ranks too, and a group takes no attributes."""
+
+_SHARE_OF_LIMIT = 0.5
+"""A rank that reaches a collective later than this after the one before may come too late."""
 
 
 def open_communicator(
@@ -83,39 +104,36 @@ def open_communicator(
             send from there; by default the host, or where the group has NCCL alone, the GPU.
     """
     if not is_distributed():
-        return SoloCommunicator()
+        return Communicator()
     if group is None:
         group = dist.group.WORLD
     assert group is not None  # noqa: S101 - torch.distributed is initialised
     if dist.get_world_size(group) == 1:
-        return SoloCommunicator(dist.get_rank())
-    return TorchCommunicator(
-        group,
-        timeout_s=timeout_s,
-        purpose=purpose,
-        detail=detail,
-        channels=channels,
-        payload_device=payload_device,
-    )
+        return Communicator([dist.get_rank()])
+    return TorchCommunicator(group, timeout_s, (purpose, detail), channels, payload_device)
 
 
-class TorchCommunicator:
+class TorchCommunicator(Communicator):
     """A Communicator over an existing process group of two or more ranks.
 
     Works over gloo on the CPU and, where the group has no CPU backend, over NCCL through device
     buffers.
+
+    A collective that times out does not say which rank it waited for. So each rank writes one key
+    per collective to the job's key-value store: how many collectives of this package the group has
+    had, which is equal on all ranks, and its process, so that ranks on the same host see that it
+    has died.
     """
 
     def __init__(
         self,
         group: ProcessGroup,
-        *,
         timeout_s: float,
-        purpose: str,
-        detail: str = "",
-        channels: Sequence[ProcessGroup] = (),
-        payload_device: torch.device | None = None,
+        what: tuple[str, str],
+        channels: Sequence[ProcessGroup],
+        payload_device: torch.device | None,
     ) -> None:
+        super().__init__(dist.get_process_group_ranks(group), dist.get_rank(group))
         self._group = group
         self._channels = tuple(channels) or (group,)
         self._has_own_channels = bool(channels)
@@ -127,61 +145,60 @@ class TorchCommunicator:
             for channel in self._channels
             if self.device.type != "cpu" and (channel, self.device) != (group, self._message_device)
         ]
-        self._global_ranks = dist.get_process_group_ranks(group)
-        self._tracker = MissingRankTracker(
-            group, self._global_ranks, f"{purpose} {detail}".rstrip(), timeout_s
-        )
+        self._title = " ".join(what).rstrip()
         # Not 0, which other collectives of the job begin with.
-        digest = xxhash.xxh3_64_intdigest(purpose.encode())
+        digest = xxhash.xxh3_64_intdigest(what[0].encode())
         self._purpose_number = digest % ((1 << _PURPOSE_BITS) - 1) + 1
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self._store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public way
+        prefix = f"dist_ckpt/{group.group_name}"
+        self._keys = {rank: f"{prefix}/{rank}" for rank in self._global_ranks}
+        self._given_up_key = f"{prefix}/given_up"
+        self._num_collectives = 0
+        self._total, self._name = 0, ""
 
-    def global_rank(self, rank: int) -> int:
-        """See Communicator."""
-        return self._global_ranks[rank]
+    @property
+    def _what(self) -> str:
+        """The current collective, for messages."""
+        return f"{self._title}, collective {self._num_collectives}"
 
     def all_gather(self, item: Message) -> list[Message]:
-        """See Communicator."""
-        content, failure = _encoded(item)
-        size = len(content) if failure is None else -len(content)
-        sizes = self._gathered_sizes(size)
-        longest = max(map(abs, sizes))
-        if longest == 0:
+        """See Communicator.
+
+        One number leads, for the size and the purpose: another collective of the job most likely
+        sends a number too.
+        """
+        failure: CheckpointError | None = None
+        try:
+            content = b"" if item is None else json.dumps([item], separators=(",", ":")).encode()
+        except (TypeError, ValueError, MemoryError, RecursionError) as error:
+            failure = as_checkpoint_error(error)
+            content = json.dumps(failure.message).encode()
+        number = self._purpose_number << _SIZE_BITS | len(content)
+        gathered = self._gathered(torch.tensor([number], dtype=torch.int64, device="cpu"))
+        numbers = [int(found) for found in gathered]
+        purposes = [found >> _SIZE_BITS for found in numbers]
+        if min(purposes) <= 0:
+            raise out_of_step(self.global_rank(purposes.index(min(purposes))), self._what)
+        if len(set(purposes)) > 1:
+            raise self._other_purpose(purposes)
+        sizes = [found & (1 << _SIZE_BITS) - 1 for found in numbers]
+        if not any(sizes):
             return [None] * self.size
-        texts = self._gathered_bytes(content, longest)
+        texts = self._gathered_bytes(content, max(sizes))
         messages = [
-            self._message(rank, text[: abs(size)])
+            self._decoded(rank, text[:size]) if size else [None]
             for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))
         ]
         if failure is not None:
             raise failure.at_rank(self.global_rank(self.rank))
-        for rank, (message, size) in enumerate(zip(messages, sizes, strict=True)):
-            if size < 0:
-                raise error_from_peer(self.global_rank(rank), "CheckpointError", str(message))
-        return messages
-
-    def _gathered_sizes(self, size: int) -> list[int]:
-        """Each rank's size; raises unless all have the same purpose.
-
-        One number for both: another collective of the job most likely sends a number too.
-        """
-        packed = self._purpose_number << _SIZE_BITS | abs(size)
-        mine = torch.tensor([packed if size >= 0 else -packed], dtype=torch.int64, device="cpu")
-        numbers = [int(number) for number in self._gathered(mine)]
-        purposes = [abs(number) >> _SIZE_BITS for number in numbers]
-        for rank, purpose in enumerate(purposes):
-            if purpose == 0:
-                raise out_of_step(self.global_rank(rank), self._tracker.what)
-        if len(set(purposes)) > 1:
-            raise self._other_purpose(purposes)
-        sizes = [abs(number) & (1 << _SIZE_BITS) - 1 for number in numbers]
-        return [-s if number < 0 else s for s, number in zip(sizes, numbers, strict=True)]
+        for rank, message in enumerate(messages):
+            if isinstance(message, str):
+                raise error_from_peer(self.global_rank(rank), "CheckpointError", message)
+        return [message for (message,) in messages]
 
     def _other_purpose(self, purposes: Sequence[int]) -> PlanError:
         """The error for ranks that call for different purposes. Collective: all of them see it."""
-        mine = self._tracker.what.encode()[:_PURPOSE_NBYTES]
-        padded = self._gathered_bytes(mine, _PURPOSE_NBYTES)
+        padded = self._gathered_bytes(self._what.encode()[:_PURPOSE_NBYTES], _PURPOSE_NBYTES)
         texts = [text.rstrip(b"\0").decode(errors="replace") for text in padded]
         return PlanError(
             "expected the same call on all ranks, in the same order, found "
@@ -189,69 +206,94 @@ class TorchCommunicator:
             "see that first"
         )
 
-    def _message(self, rank: int, content: bytes) -> Message:
-        """A rank's message; it may come from another collective of the job."""
+    def _decoded(self, rank: int, content: bytes) -> Message:
+        """What a rank has sent; it may come from another collective of the job."""
         try:
-            return json.loads(content) if content else None
+            return json.loads(content)
         except ValueError as error:
-            raise out_of_step(self.global_rank(rank), self._tracker.what) from error
+            raise out_of_step(self.global_rank(rank), self._what) from error
 
-    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """See Communicator."""
-        self.begin_exchange(sends, receives).wait()
+    def _gathered_bytes(self, content: bytes, nbytes: int) -> list[bytes]:
+        """Every rank's bytes, with zeros behind them up to ``nbytes``."""
+        mine = torch.frombuffer(bytearray(content.ljust(nbytes, b"\0")), dtype=torch.uint8)
+        return [found.numpy().tobytes() for found in self._gathered(mine)]
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, on the host. One collective, which this rank notes that it reaches.
+
+        Over NCCL all ranks of each channel connect first: an exchange may be one of few of them.
+        """
+        self._num_collectives += 1
+        now = time.monotonic()
+        total, before, self._name = _COUNTS.get(self._group) or (0, 0.0, uuid.uuid4().hex)
+        self._total = total + 1
+        _COUNTS[self._group] = self._total, now, self._name
+        deadline = now + self._timeout_s
+        reached = f"{self._total} {self._name} {_process_name(os.getpid())}"
+        mine = mine.to(self._message_device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._peer_errors(deadline):
+            self._store.set(self._keys[self._global_ranks[self.rank]], reached)
+            while self._unconnected:
+                nothing = torch.zeros(1, device=self.device)
+                channel = self._unconnected.pop()
+                work = dist.all_reduce(nothing, group=channel, async_op=True)
+                _wait(work, deadline, self.device)
+            work = dist.all_gather(found, mine, group=self._group, async_op=True)
+            _wait(work, deadline, self._message_device)
+            if now - before > _SHARE_OF_LIMIT * self._timeout_s:
+                self._require_awaited()
+        return [tensor.cpu() for tensor in found]
 
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
-        """See Communicator. Not counted as a collective: ranks may take part in different ones."""
-        staged = [self._tensor_of(receive.into, self.device) for receive in receives]
-        turns = _Turns(self._channels), _Turns(self._channels)
-        operations: list[dist.P2POp] = []
-        for receive, tensor in zip(receives, staged, strict=True):
-            peer = self._global_ranks[receive.from_rank]
-            operations.append(dist.P2POp(dist.irecv, tensor, peer, turns[0].next(peer)))
-        for send in sends:
-            peer = self._global_ranks[send.to_rank]
-            tensor = self._tensor_of(send.data, self.device)
-            operations.append(dist.P2POp(dist.isend, tensor, peer, turns[1].next(peer)))
+        """See Communicator. Not counted as a collective: ranks may take part in different ones.
+
+        The channels take turns, separately for each peer: the same on both sides. NCCL takes the
+        operations of a group as a batch: one after the other, two ranks that both receive first
+        would wait for each other for ever.
+        """
+        turns: Counter[tuple[Any, int]] = Counter()
+
+        def operation(call: Any, rank: int, tensor: torch.Tensor) -> dist.P2POp:
+            channel = self._channels[turns[call, rank] % len(self._channels)]
+            turns[call, rank] += 1
+            return dist.P2POp(call, tensor, self._global_ranks[rank], channel)
+
+        received = [(receive, self._tensor_of(receive.into)) for receive in receives]
+        operations = [operation(dist.irecv, r.from_rank, tensor) for r, tensor in received]
+        operations += [operation(dist.isend, s.to_rank, self._tensor_of(s.data)) for s in sends]
+        works: list[tuple[int | None, Any]]
         with self._peer_errors(time.monotonic() + self._timeout_s):
-            works = self._started(operations)
-        return _Arriving(self, tuple(works), tuple(zip(receives, staged, strict=True)))
+            if self.device.type == "cpu":
+                works = [(o.peer, o.op(o.tensor, o.peer, group=o.group)) for o in operations]
+            else:
+                batches = [[o for o in operations if o.group is c] for c in self._channels]
+                started = [dist.batch_isend_irecv(batch) for batch in batches if batch]
+                works = [(None, work) for some in started for work in some]
+        return Exchange(partial(self._finish, works, received))
 
-    def _started(self, operations: list[dist.P2POp]) -> list[tuple[int | None, dist.Work | None]]:
-        """The works of the operations, each with the rank at its other end where that is known.
-
-        NCCL takes those of a group as a batch: one after the other, two ranks that both receive
-        first would wait for each other for ever.
-        """
-        if self.device.type != "cpu":
-            batches: dict[Any, list[dist.P2POp]] = {}
-            for operation in operations:
-                batches.setdefault(operation.group, []).append(operation)
-            works = (dist.batch_isend_irecv(batch) for batch in batches.values())
-            return [(None, work) for some in works for work in some]
-        return [(o.peer, o.op(o.tensor, o.peer, group=o.group)) for o in operations]
-
-    def finish(
-        self, works: Sequence[tuple[int | None, dist.Work | None]], device: torch.device
+    def _finish(
+        self,
+        works: Sequence[tuple[int | None, Any]],
+        received: Sequence[tuple[Receive, torch.Tensor]],
     ) -> None:
-        """Wait for what was started, each with the global rank at its other end if it has one.
-
-        Raises:
-            PeerTimeoutError: it takes longer than this communicator waits.
-            PeerLostError: contact broke off.
-        """
+        """Wait for the works, each with the global rank at its other end if that is known."""
         deadline = time.monotonic() + self._timeout_s
         for peer, work in works:
             if work is not None:
-                self._wait(work, deadline, peer, device)
+                with self._peer_errors(deadline, peer):
+                    _wait(work, deadline, self.device)
+        for receive, tensor in received:
+            into = torch.as_tensor(receive.into)
+            if into.device != tensor.device:
+                into.copy_(tensor)
+
+    def _tensor_of(self, data: Buffer) -> torch.Tensor:
+        return torch.as_tensor(data).to(self.device)
 
     @contextmanager
     def _peer_errors(self, deadline: float, peer: int | None = None) -> Iterator[None]:
-        """Raise errors of torch's as ours; no later call is to take the bytes of this one.
-
-        Gloo breaks off all connections of a group that has waited in vain, but of no other: the
-        channels beside it would carry the next call's bytes, to peers that still are in
-        this one. NCCL breaks off nothing: its group is aborted.
-        """
+        """Raise errors of torch's as ours; no later call is to take the bytes of this one."""
         try:
             yield
         except (PeerError, RuntimeError) as error:
@@ -259,137 +301,158 @@ class TorchCommunicator:
                 None if isinstance(error, PeerError) else self._peer_error(error, deadline, peer)
             )
             try:
-                if self.device.type != "cpu":
-                    with suppress(RuntimeError, ValueError):  # it may have been aborted before
-                        abort_nccl({self._group, *self._channels})
-                if self._has_own_channels and self._message_device.type == "cpu":
-                    for channel in self._channels:
-                        self._break_off(channel)
+                self._break_off()
                 if found is None:
                     raise
                 raise found from error
             finally:
                 del found  # or the error would hold this frame, and the group, in a cycle
 
-    def _break_off(self, channel: ProcessGroup) -> None:
-        """Wait in vain, for something that no rank sends."""
-        peer = self._global_ranks[self.rank - 1]
-        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-        # It is what this is for; and the group may be broken off, or destroyed, already.
-        with suppress(RuntimeError, ValueError):
-            work: Any = dist.irecv(nothing, peer, group=channel, tag=_TAG_OF_NOTHING)
-            work.wait(timedelta(milliseconds=1))
+    def _break_off(self) -> None:
+        """Abort NCCL; over gloo, have every channel wait in vain, for something no rank sends.
 
-    def _gathered_bytes(self, content: bytes, nbytes: int) -> list[bytes]:
-        """Every rank's bytes, with zeros behind them up to ``nbytes``."""
-        padded = bytearray(content.ljust(nbytes, b"\0"))
-        mine = torch.frombuffer(padded, dtype=torch.uint8)
-        return [found.numpy().tobytes() for found in self._gathered(mine)]
-
-    def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._tracker.reach()
-        deadline = time.monotonic() + self._timeout_s
-        self._connect(deadline)
-        mine = tensor.to(self._message_device)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._peer_errors(deadline):
-            work = dist.all_gather(found, mine, group=self._group, async_op=True)
-        self._wait(work, deadline, None, self._message_device)
-        with self._peer_errors(deadline):
-            self._tracker.require_awaited()
-        return [t.cpu() for t in found]
-
-    def _connect(self, deadline: float) -> None:
-        """Have NCCL connect all ranks of each channel: an exchange may be one of few of them."""
-        while self._unconnected:
-            nothing = torch.zeros(1, device=self.device)
-            with self._peer_errors(deadline):
-                work: Any = dist.all_reduce(nothing, group=self._unconnected.pop(), async_op=True)
-            self._wait(work, deadline, None, self.device)
-
-    @staticmethod
-    def _tensor_of(data: Buffer, device: torch.device) -> torch.Tensor:
-        return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).to(device)
-
-    def _wait(
-        self, work: dist.Work, deadline: float, peer: int | None, device: torch.device
-    ) -> None:
-        with self._peer_errors(deadline, peer):
-            if device.type != "cpu":
-                _wait_for_device(work, deadline)
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            raise_if_aborted()
+        Gloo breaks off all connections of a group that has waited in vain, but of no other: the
+        channels beside it would carry the next call's bytes, to peers that still are in this one.
+        NCCL breaks off nothing: its group is aborted.
+        """
+        # Any group may be broken off, aborted or destroyed already.
+        if self.device.type != "cpu":
+            with suppress(RuntimeError, ValueError):
+                abort_nccl({self._group, *self._channels})
+        if self._has_own_channels and self._message_device.type == "cpu":
+            peer = self._global_ranks[self.rank - 1]
+            for channel in self._channels:
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                with suppress(RuntimeError, ValueError):
+                    work: Any = dist.irecv(nothing, peer, group=channel, tag=_TAG_OF_NOTHING)
+                    work.wait(timedelta(milliseconds=1))
 
     def _peer_error(self, error: Exception, deadline: float, peer: int | None) -> PeerError:
         """The error for a collective that timed out or broke off, with the ranks to blame."""
-        what = self._tracker.what
         is_lost = time.monotonic() < deadline - 0.001
-        missing = [peer] if peer is not None else self._tracker.missing(is_lost=is_lost)
+        missing = [peer] if peer is not None else self._missing(is_lost=is_lost)
+        if missing is None:
+            who = "a peer (perhaps rank 0: the job's key-value store does not answer)"
+        else:
+            who = f"ranks {missing}" if missing else "a peer"
         if not is_lost:
             return PeerTimeoutError(
                 missing[0] if missing else None,
-                f"{described(missing)} did not arrive within {self._timeout_s:g} s: {what}",
+                f"{who} did not arrive within {self._timeout_s:g} s: {self._what}",
             )
         return PeerLostError(
             missing[0] if missing and len(missing) == 1 else None,
-            f"lost contact with {described(missing)}: {what}: {error}",
+            f"lost contact with {who}: {self._what}: {error}",
         )
 
+    def _require_awaited(self) -> None:
+        """Raise if the other ranks had given up on this one before it reached the collective.
 
-def _encoded(item: Message) -> tuple[bytes, CheckpointError | None]:
-    """The item as bytes; or its error as bytes, and the error to raise once it is sent."""
-    if item is None:
-        return b"", None
-    try:
-        return json.dumps(item, separators=(",", ":")).encode(), None
-    except (TypeError, ValueError, MemoryError, RecursionError) as error:
-        failure = as_checkpoint_error(error)
-        return json.dumps(failure.message).encode(), failure
+        What they sent may have arrived all the same.
+        """
+        if not self._store.check([self._given_up_key]):
+            return
+        rank, total, name = self._store.get(self._given_up_key).decode().split()
+        key = self._keys.get(int(rank))  # an earlier group of that name had other ranks
+        if key is None or int(total) < self._total:
+            return
+        if self._store.get(key).decode().split()[1] == name:
+            raise PeerTimeoutError(
+                None,
+                f"this rank arrived after others had waited for their whole limit: {self._what}",
+            )
+
+    def _missing(self, *, is_lost: bool) -> list[int] | None:
+        """Global ranks to blame for a failed collective; None if the store does not answer.
+
+        After a timeout, notes for late ranks that this rank has given up. To blame are those that
+        have not reached it, else those whose processes on this host have ended. Where contact
+        broke off, those that have ended, else those that have not reached it once slower ranks had
+        time to.
+
+        A question to a store hosted by a silent rank never returns, so it is asked over a new
+        connection on a thread.
+        """
+        limit_s = min(self._timeout_s, _LOOKUP_S)
+
+        def ask() -> list[int]:
+            store = self._store.clone()
+            if not is_lost:
+                me = self._global_ranks[self.rank]
+                store.set(self._given_up_key, f"{me} {self._total} {self._name}")
+                ended, late = _ended_and_late(store, self._keys, self._total)
+                return late or ended
+            deadline = time.monotonic() + limit_s / 2
+            while True:
+                ended, late = _ended_and_late(store, self._keys, self._total)
+                if ended or len(late) <= 1 or time.monotonic() >= deadline:
+                    return ended or late
+                time.sleep(_LOOKUP_PAUSE_S)
+
+        try:
+            found: list[int] = run_abandonable(ask, limit_s, "the job's key-value store")
+        except (RuntimeError, TimeoutError):
+            return None
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Arriving:
-    """Works of one exchange, and the tensors that are received in place of host memory.
-
-    Attributes:
-        comm: whose exchange it is.
-        works: what travels over process groups, with the rank at the other end.
-        received: where that lands, and where it belongs.
-    """
-
-    comm: TorchCommunicator
-    works: tuple[tuple[int | None, dist.Work | None], ...]
-    received: tuple[tuple[Receive, torch.Tensor], ...]
-
-    def wait(self) -> None:
-        """See Exchange."""
-        self.comm.finish(self.works, self.comm.device)
-        for receive, tensor in self.received:
-            if isinstance(receive.into, np.ndarray) and tensor.device.type != "cpu":
-                torch.from_numpy(receive.into).copy_(tensor)
-
-
-def _wait_for_device(work: dist.Work, deadline: float) -> None:
-    """Return when the device is done. Its own ``wait`` holds up a stream, not the caller.
+def _wait(work: Any, deadline: float, device: torch.device) -> None:
+    """Return when the work is done. On a device its own ``wait`` holds up a stream alone.
 
     Raises:
-        RuntimeError: the deadline has passed.
+        RuntimeError: the deadline has passed, or contact broke off.
     """
-    while not work.is_completed():
+    while device.type != "cpu" and not work.is_completed():
         if time.monotonic() >= deadline:
             raise RuntimeError("the device is not done in time")
         time.sleep(_DEVICE_PAUSE_S)
+    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    raise_if_aborted()
 
 
-class _Turns:
-    """Which channel the next message to or from a peer takes: the same on both sides."""
+# Which ranks have not reached a collective, or have died in it
 
-    def __init__(self, channels: Sequence[ProcessGroup]) -> None:
-        self._channels = channels
-        self._count: Counter[int] = Counter()
 
-    def next(self, peer: int) -> ProcessGroup:
-        """The channels take turns, separately for each peer."""
-        channel = self._channels[self._count[peer] % len(self._channels)]
-        self._count[peer] += 1
-        return channel
+def _ended_and_late(store: Any, keys: Mapping[int, str], total: int) -> tuple[list[int], list[int]]:
+    """Ranks whose processes have ended, and those that have not reached so many collectives."""
+    written = {rank: key for rank, key in keys.items() if store.check([key])}
+    texts = store.multi_get(list(written.values())) if written else []
+    found = {rank: text.decode().split(" ", 2) for rank, text in zip(written, texts, strict=True)}
+    ended = [rank for rank, (_, _, process) in found.items() if _has_ended(process)]
+    return ended, [rank for rank in keys if rank not in found or int(found[rank][0]) < total]
+
+
+@lru_cache(maxsize=1)
+def _host_name() -> str:
+    """Identifies this host and its process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+@lru_cache(maxsize=1)
+def _process_name(pid: int) -> str:
+    """Identifies a process of this host among all, of other hosts and times; empty if unknown."""
+    try:
+        return f"{_host_name()} {pid} {_stat(pid)[_STARTED]}"
+    except OSError:
+        return ""
+
+
+def _has_ended(name: str) -> bool:
+    """Whether a process with this ``_process_name`` is known to have ended, or to be ending."""
+    host, _, rest = name.partition(" ")
+    pid, _, started = rest.partition(" ")
+    try:
+        if not started or host != _host_name():
+            return False
+        stat = _stat(int(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    is_ending = stat[_STATE] in {"Z", "X"} or bool(int(stat[_FLAGS]) & _PF_EXITING)
+    return is_ending or stat[_STARTED] != started
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

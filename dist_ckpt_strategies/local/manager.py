@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator, report_level
+from dist_ckpt_strategies.comm.base import Communicator, report_level
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
@@ -174,7 +174,7 @@ class LocalCheckpointManager:
         strategy = self._strategy()
         encoded = self._prepare(comm, state_dict, iteration, strategy, is_async=is_async)
         save = encoded.shard.shard_id.save
-        clique: Communicator = SoloCommunicator(comm.rank)
+        clique = Communicator([comm.rank])
         if strategy is not None:
             clique = strategy.communicator("local save", f"of iteration {iteration}")
 

@@ -12,13 +12,13 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
-from dist_ckpt_strategies.comm.new_groups import new_group_of
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     group_ranks,
     is_alive,
     is_default_group,
     is_distributed,
+    new_group_of,
     payload_device,
 )
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator

@@ -13,13 +13,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator, report_level
+from dist_ckpt_strategies.comm.base import Communicator, report_level
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
-from dist_ckpt_strategies.comm.new_groups import new_gloo_groups
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     is_alive,
     is_distributed,
+    new_gloo_groups,
     payload_device,
     require_member,
 )
@@ -180,8 +180,10 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         if self._channels and all(map(is_alive, self._channels)):
             return
         self._channels = ()
+        timeout_s = self.options.timeout_s
+        world = open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
         self._channels = new_gloo_groups(
-            self.data_parallel_group_orig, _NUM_CHANNELS, timeout_s=self.options.timeout_s
+            world, self.data_parallel_group_orig, _NUM_CHANNELS, timeout_s=timeout_s
         )
         self.data_parallel_group = self._channels[0]
 
@@ -285,7 +287,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
         base = self.base_strategy
         if self._is_own:
-            loaded = base.load_by(SoloCommunicator(), wanted, root)
+            loaded = base.load_by(Communicator(), wanted, root)
         else:
             loaded = base.load(wanted, root)
         tensor: torch.Tensor = loaded["tensor"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from tests.support.ranks import run_processes
 from tests.support.thread_ranks import ThreadCommunicator, run_ranks
@@ -17,7 +17,7 @@ Carrier = Callable[..., list[Any]]
 
 def over_solo(body: Body, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """One rank."""
-    return [_outcome(body, SoloCommunicator(), args)]
+    return [_outcome(body, Communicator(), args)]
 
 
 def over_threads(body: Body, *args: Any, timeout_s: float = 60.0) -> list[Any]:

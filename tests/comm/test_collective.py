@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dist_ckpt_strategies import errors
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
+from dist_ckpt_strategies.comm.collective import (
+    run_and_gather,
+    run_and_gather_bytes,
+    run_collectively,
+    run_on_first_rank,
+)
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
@@ -24,12 +31,14 @@ from dist_ckpt_strategies.errors import (
     PeerError,
     PeerLostError,
     PeerTimeoutError,
+    SaveTimeoutError,
     ShapeMismatchError,
     StorageError,
     StrategyNotFoundError,
     UnsafeObjectError,
 )
-from tests.comm.communicators import Carrier, over_threads
+from tests.comm.communicators import Carrier, over_gloo, over_threads
+from tests.faults.injection import TARGETS, failing_call
 
 
 def fails_on(comm: Communicator, ranks: list[int], kind: str) -> Any:
@@ -60,15 +69,14 @@ def steps_apart(comm: Communicator, *, fails: bool) -> Any:
 def test_ranks_in_different_steps_find_out(fails: bool, four_ranks: Carrier) -> None:
     *others, last = four_ranks(partial(steps_apart, fails=fails))
 
-    for error in others:
-        assert isinstance(error, PeerLostError)
-        assert "out of step" in str(error)
-        assert error.global_rank == len(others)
     if fails:
         assert str(last) == f"rank {len(others)}: broken"
-    else:
-        assert isinstance(last, PeerLostError)
-        assert last.global_rank == 0
+        assert all(isinstance(error, StorageError) for error in others)
+        return
+    for found, blamed in [(last, 0), *((error, len(others)) for error in others)]:
+        assert isinstance(found, PeerLostError)
+        assert "out of step" in str(found)
+        assert found.global_rank == blamed
 
 
 def test_where_no_rank_fails_each_has_its_own_result(carrier: Carrier) -> None:
@@ -130,10 +138,13 @@ def test_where_several_fail_each_raises_its_own_and_the_others_the_first(
     ]
 
 
-def fails_with_an_error_of_somebody_else(comm: Communicator) -> None:
+def raises(comm: Communicator, made: dict[int, Callable[[], BaseException]]) -> None:
+    """A step that raises what is made for the rank."""
+
     def step() -> None:
-        if comm.rank == 1:
-            raise ZeroDivisionError("by zero")
+        if comm.rank in made:
+            error = made[comm.rank]()
+            raise error
 
     run_collectively(comm, step)
 
@@ -141,7 +152,7 @@ def fails_with_an_error_of_somebody_else(comm: Communicator) -> None:
 def test_an_error_that_is_not_ours_is_raised_as_it_is_and_told_to_the_others(
     four_ranks: Carrier,
 ) -> None:
-    results = four_ranks(fails_with_an_error_of_somebody_else)
+    results = four_ranks(raises, {1: partial(ZeroDivisionError, "by zero")})
 
     assert isinstance(results[1], ZeroDivisionError)
     for rank in (0, 2, 3):
@@ -153,99 +164,43 @@ class FaceError(IncompleteCheckpointError):
     """A class that a face made of one of ours."""
 
 
-def fails_with_a_class_made_elsewhere(comm: Communicator) -> None:
-    def step() -> None:
-        if comm.rank == 0:
-            raise FaceError("gone", key="w")
-
-    run_collectively(comm, step)
-
-
 def test_a_class_derived_from_ours_is_its_nearest_of_ours_to_the_others() -> None:
-    results = over_threads(fails_with_a_class_made_elsewhere)
+    results = over_threads(raises, {0: partial(FaceError, "gone", key="w")})
 
     assert all(isinstance(error, IncompleteCheckpointError) for error in results)
     assert all(isinstance(error, PeerError) for error in results[1:])
 
 
-def fails_with_odd_attributes(comm: Communicator) -> None:
-    def step() -> None:
-        if comm.rank == 1:
-            from pathlib import Path  # noqa: PLC0415
-
-            raise StorageError("odd \ud800", key="\udc80", path=Path("/a/b"))  # type: ignore[arg-type]
-
-    run_collectively(comm, step)
-
-
 def test_a_failure_that_cannot_be_told_as_it_is_does_not_leave_the_others_waiting(
     four_ranks: Carrier,
 ) -> None:
-    results = four_ranks(fails_with_odd_attributes)
+    odd = partial(StorageError, "odd \ud800", key="\udc80", path=Path("/a/b"))  # type: ignore[arg-type]
+    results = four_ranks(raises, {1: odd})
 
     assert all(isinstance(error, StorageError) for error in results)
     assert all(error.path == "/a/b" for error in results if isinstance(error, PeerError))
 
 
-def reports_what_a_peer_reported(comm: Communicator) -> None:
-    """Ranks 2 and 3 agreed among themselves before; rank 3 had failed."""
-
-    def step() -> None:
-        if comm.rank == 2:
-            raise errors.error_from_peer(3, "IncompleteCheckpointError", "gone", key="w")
-        if comm.rank == 3:
-            raise IncompleteCheckpointError("gone", key="w")
-
-    run_collectively(comm, step)
-
-
 def test_a_failure_that_a_rank_learnt_from_a_peer_keeps_class_and_rank(
     four_ranks: Carrier,
 ) -> None:
-    results = four_ranks(reports_what_a_peer_reported)
+    reported = partial(errors.error_from_peer, 3, "IncompleteCheckpointError", "gone", key="w")
+    own = partial(IncompleteCheckpointError, "gone", key="w")
+    results = four_ranks(raises, {2: reported, 3: own})
 
     assert all(isinstance(error, IncompleteCheckpointError) for error in results)
     assert {str(error) for error in results} == {"rank 3: gone"}
 
 
-def goes_on_after_a_failure(comm: Communicator) -> list[Any]:
-    seen: list[Any] = []
-    for attempt in range(5):
-        try:
-            fails_on(comm, [attempt], "StorageError")
-        except StorageError as error:
-            seen.append(error.global_rank)
-    seen.append(run_collectively(comm, lambda: comm.rank))
-    return seen
-
-
-def test_ranks_are_in_step_after_a_failure(four_ranks: Carrier) -> None:
-    results = four_ranks(goes_on_after_a_failure)
-
-    assert results == [[0, 1, 2, 3, rank] for rank in range(4)]
-
-
-def gathers(comm: Communicator, failing: list[int]) -> list[Any]:
-    def step() -> Any:
-        if comm.rank in failing:
-            raise StorageError("broken", key="w")
-        return {"rank": comm.rank} if comm.rank else None
-
-    return run_and_gather(comm, step)
+def gathers(comm: Communicator) -> list[Any]:
+    return run_and_gather(comm, lambda: {"rank": comm.rank} if comm.rank else None)
 
 
 def test_results_are_gathered_by_rank(carrier: Carrier) -> None:
-    results = carrier(gathers, [])
+    results = carrier(gathers)
 
     expected = [None] + [{"rank": rank} for rank in range(1, len(results))]
     assert all(found == expected for found in results)
-
-
-def test_a_failure_while_gathering_reaches_all(four_ranks: Carrier) -> None:
-    results = four_ranks(gathers, [2])
-
-    assert all(isinstance(error, StorageError) for error in results)
-    assert {str(error) for error in results} == {"rank 2: broken"}
 
 
 def first_rank_only(comm: Communicator, fails: bool) -> list[int]:
@@ -288,18 +243,75 @@ def test_after_a_timeout_within_a_step_no_rank_waits_a_second_time(four_ranks: C
     assert four_ranks(steps_aside, timeout_s=4.0) == ["in time"] * 3 + ["away"]
 
 
-def interrupted(comm: Communicator) -> str:
-    def step() -> None:
-        raise KeyboardInterrupt
-
-    try:
-        run_collectively(comm, step)
-    except KeyboardInterrupt:
-        return "left at once"
-    return "went on"
-
-
 def test_an_interrupt_is_no_failure_to_agree_on() -> None:
-    from dist_ckpt_strategies.comm.base import SoloCommunicator  # noqa: PLC0415
+    with pytest.raises(KeyboardInterrupt):
+        raises(Communicator(), {0: KeyboardInterrupt})
 
-    assert interrupted(SoloCommunicator()) == "left at once"
+
+# What a rank cannot say, or has not the memory for, the others learn all the same
+
+
+def says_what_is_no_json(comm: Communicator) -> list[Any]:
+    seen: list[Any] = []
+    try:
+        run_and_gather(comm, lambda: {1, 2} if comm.rank == 2 else [comm.rank])
+    except CheckpointError as error:
+        seen = [isinstance(error, PeerError), str(error)]
+    return [*seen, run_collectively(comm, lambda: comm.rank)]
+
+
+@pytest.mark.multiprocess
+def test_what_cannot_be_told_is_an_error_on_all_ranks_which_stay_in_step() -> None:
+    text = "rank 2: TypeError: Object of type set is not JSON serializable"
+
+    assert over_gloo(says_what_is_no_json)[:4] == [[r != 2, text, r] for r in range(4)]
+
+
+def test_what_the_system_says_of_a_file_is_a_storage_error_on_every_rank(
+    four_ranks: Carrier,
+) -> None:
+    denied = partial(PermissionError, 13, "Permission denied", "/ckpt/w/0.0")
+    results = four_ranks(raises, {1: denied})
+
+    for rank, error in enumerate(results):
+        assert isinstance(error, StorageError)
+        assert isinstance(error, PermissionError) == (rank == 1)
+        assert str(error) == "rank 1: PermissionError: /ckpt/w/0.0: Permission denied"
+        assert (error.path, error.global_rank) == ("/ckpt/w/0.0", 1)
+
+
+def waits_too_long_for_a_save(comm: Communicator) -> list[Any]:
+    def step() -> None:
+        if comm.rank == 3:
+            raise SaveTimeoutError(None, "the save is not done after 5 s")
+
+    with pytest.raises(PeerTimeoutError, match="rank 3: the save is not done") as caught:
+        run_collectively(comm, step)
+    return [type(caught.value).__name__, run_collectively(comm, lambda: comm.rank)]
+
+
+def test_after_a_save_that_takes_too_long_ranks_are_in_step(four_ranks: Carrier) -> None:
+    assert four_ranks(waits_too_long_for_a_save) == [["SaveTimeoutError", n] for n in range(4)]
+
+
+def has_no_memory_for_the_others(comm: Communicator) -> list[Any]:
+    content = b"x" * (comm.rank + 1)
+    seen: list[Any] = []
+    try:
+        if comm.rank == 1:
+            with failing_call(TARGETS["np.frombuffer"], 1):
+                run_and_gather_bytes(comm, lambda: content)
+        else:
+            run_and_gather_bytes(comm, lambda: content)
+    except CheckpointError as error:
+        seen.append(str(error))
+    return [*seen, *run_and_gather_bytes(comm, lambda: content)]
+
+
+@pytest.mark.multiprocess
+def test_bytes_that_one_rank_has_no_room_for_are_an_error_on_all() -> None:
+    everyone = [b"x", b"xx", b"xxx", b"xxxx"]
+
+    found = over_gloo(has_no_memory_for_the_others)
+
+    assert found == [["rank 1: MemoryError: injected", *everyone]] * 4

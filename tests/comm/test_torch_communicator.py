@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dist_ckpt_strategies.comm.base import Receive, Send, SoloCommunicator
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.comm.collective import run_collectively
-from dist_ckpt_strategies.comm.new_groups import new_gloo_groups, new_group_of
+from dist_ckpt_strategies.comm.process_group import new_gloo_groups, new_group_of
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.errors import (
     PeerError,
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.multiprocess
 def test_without_torch_distributed_a_process_is_alone() -> None:
     comm = open_communicator(None, timeout_s=1.0, purpose="a test")
 
-    assert isinstance(comm, SoloCommunicator)
+    assert type(comm) is Communicator
     assert (comm.rank, comm.size, comm.global_rank(0)) == (0, 1, 0)
 
 
@@ -309,13 +309,12 @@ def test_a_killed_rank_is_an_error_on_the_others_long_before_the_timeout(killed:
         assert "save of /ckpt/iter_1" in str(error)
 
 
-def dies_in_a_meeting(rank: int, killed: int) -> Any:
-    """One has signed for the meeting when it dies: that it has not come does not tell who it is."""
-    comm: Any = open_communicator(None, timeout_s=10.0, purpose="a test")
+def dies_in_a_collective(rank: int, killed: int) -> Any:
+    """The killed rank has reached the collective: that one is missing does not tell who it is."""
+    comm = open_communicator(None, timeout_s=10.0, purpose="a test")
     run_collectively(comm, lambda: None)
     if rank == killed:
-        comm._tracker.reach()
-        os.kill(os.getpid(), signal.SIGKILL)
+        vars(dist)["all_gather"] = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     try:
         comm.all_gather({"rank": rank})
     except PeerError as error:
@@ -324,8 +323,8 @@ def dies_in_a_meeting(rank: int, killed: int) -> Any:
 
 
 @pytest.mark.parametrize("killed", [1, 3])
-def test_a_rank_that_dies_in_a_meeting_is_named(killed: int) -> None:
-    results = run_processes(4, dies_in_a_meeting, killed)
+def test_a_rank_that_dies_in_a_collective_is_named(killed: int) -> None:
+    results = run_processes(4, dies_in_a_collective, killed)
 
     for rank, error in enumerate(results):
         if rank != killed:
@@ -392,17 +391,20 @@ def counted_groups(*, dies_at: int | None = None) -> list[Any]:
     return made
 
 
+def world_of(timeout_s: float) -> Communicator:
+    return open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
+
+
 def makes_groups(rank: int) -> Any:
     """With other numbers of earlier groups: torch counts them in some names of groups."""
-    world = range(8)
     dist.new_group([0, 1, 2])
     made = counted_groups()
     cliques = [[low, low + 4] for low in range(4)]
     found: list[Any] = [new_group_of(cliques, backend="gloo", timeout_s=60) for _ in range(2)]
-    half = dist.new_group([r for r in world if r % 2 == 0])
-    odd = dist.new_group([r for r in world if r % 2])
+    half = dist.new_group([r for r in range(8) if r % 2 == 0])
+    odd = dist.new_group([r for r in range(8) if r % 2])
     before = len(made)
-    found += new_gloo_groups(odd if rank % 2 else half, 2, timeout_s=60)
+    found += new_gloo_groups(world_of(60.0), odd if rank % 2 else half, 2, timeout_s=60)
     sums = []
     for group in found:
         total = torch.tensor(rank)
@@ -421,7 +423,7 @@ def test_each_rank_makes_its_own_group_alone() -> None:
 
 def gives_a_group_of_others(rank: int) -> Any:
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-    return outcome(lambda: new_gloo_groups(groups[rank > 0], 1, timeout_s=60))
+    return outcome(lambda: new_gloo_groups(world_of(60.0), groups[rank > 0], 1, timeout_s=60))
 
 
 def test_groups_that_do_not_fit_each_other_are_an_error_on_all_ranks() -> None:
@@ -433,7 +435,7 @@ def dies_before_its_second_group(rank: int) -> Any:
     if rank == 1:
         counted_groups(dies_at=1)
     try:
-        return new_gloo_groups(None, 2, timeout_s=3.0)
+        return new_gloo_groups(world_of(3.0), None, 2, timeout_s=3.0)
     except PeerError as error:
         return error
 

@@ -28,8 +28,6 @@ TEXT = "injected"
 _OF_MEETINGS = (
     "comm/collective.py",
     "comm/base.py",
-    "comm/missing_ranks.py",
-    "comm/new_groups.py",
     "comm/process_group.py",
     "comm/torch_communicator.py",
 )

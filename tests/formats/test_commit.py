@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
-from dist_ckpt_strategies.comm.base import SoloCommunicator
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import DType, ObjectId
 from dist_ckpt_strategies.errors import (
@@ -57,7 +57,7 @@ def save_over(root: Path, *keys: str) -> None:
         else ShardedTensor.from_rank_offsets(key, torch.zeros(4))
         for key in keys
     }
-    save_format1(state, root, SoloCommunicator(), Options(timeout_s=60.0), SaveCache())
+    save_format1(state, root, Communicator(), Options(timeout_s=60.0), SaveCache())
 
 
 def files_of(*keys: str) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send, SoloCommunicator
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.errors import (
@@ -156,7 +156,7 @@ def test_copies_of_a_part_are_equal_files(tmp_path: Path) -> None:
 
 def test_a_member_alone_needs_no_group(tmp_path: Path) -> None:
     clique = Clique(mixed()[:1], 4096, tmp_path)
-    clique.save(SoloCommunicator(0))
+    clique.save(Communicator([0]))
 
     assert clique.files() == [f"node0/0/{LocalShardId(SAVE, 0)}.part"]
 
@@ -252,7 +252,9 @@ def test_a_byte_that_changes_on_the_way_is_noticed(number: int, tmp_path: Path) 
     clique = Clique([[noise(30_000, rank)] for rank in range(3)], 8192, tmp_path)
 
     def save(comm: Any) -> Exception | None:
-        carrier = Flipping(comm, from_rank=0, number=number, place=17) if comm.rank == 2 else comm
+        carrier = comm
+        if comm.rank == 2:
+            carrier = Flipping(comm, from_rank=0, number=number, place=17)
         return caught(lambda: clique.save(carrier))
 
     seen = run_ranks(3, save)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.plan import ExchangePlan, build_exchange_plan
 from dist_ckpt_strategies.local.replicate import FilledShard, run_replicate
@@ -57,7 +57,7 @@ class Disks:
 
         tensors = self.states[owner]
         run_replicate(
-            SoloCommunicator(rank), FilledShard(part_of(owner, tensors), tuple(tensors)),
+            Communicator([rank]), FilledShard(part_of(owner, tensors), tuple(tensors)),
             lambda shard: directory.create(shard, rank), max_bucket_nbytes=1 << 20,
         )  # fmt: skip
         return directory.holder_directory(rank) / f"{LocalShardId(SAVE, owner)}.part"
@@ -197,7 +197,9 @@ def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Pat
     plan = disks.plan({1: [0], 2: [0]})
 
     def retrieve(comm: Any) -> Any:
-        carrier = Flipping(comm, from_rank=0, number=number, place=99) if comm.rank == 2 else comm
+        carrier = comm
+        if comm.rank == 2:
+            carrier = Flipping(comm, from_rank=0, number=number, place=99)
         return disks.retrieve(carrier, plan)
 
     for found in run_ranks(3, retrieve):

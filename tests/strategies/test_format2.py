@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.comm.base import SoloCommunicator
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
     CheckpointExistsError,
@@ -95,7 +95,7 @@ def test_damage_anywhere_is_found_and_named(tmp_path: Path) -> None:
     root = tmp_path / "c"
     cuts = [on_grid("w", (64, 32), (1, 1)), on_grid("b", (7,), (1,))]
     options = Options(timeout_s=60)
-    comm = SoloCommunicator()
+    comm = Communicator()
     objects = {"o": ShardedObject("o", {"t": torch.ones(3)}, (1,), (0,))}
     root.mkdir()
     (root / "common.pt").write_bytes(dump_object({"iteration": 1}, name="common"))

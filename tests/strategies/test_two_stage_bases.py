@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.comm.base import SoloCommunicator
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
@@ -182,9 +182,7 @@ class Alone:
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """See LoadShardedStrategy."""
-        return ZarrLoadShardedStrategy().load_by(
-            SoloCommunicator(), sharded_state_dict, checkpoint_dir
-        )
+        return ZarrLoadShardedStrategy().load_by(Communicator(), sharded_state_dict, checkpoint_dir)
 
 
 def test_a_failure_of_the_base_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:

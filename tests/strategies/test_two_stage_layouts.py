@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from dist_ckpt_strategies.comm.base import SoloCommunicator
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.sharded.async_save import SaveCache
 from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
@@ -133,7 +133,7 @@ def test_ranks_that_read_alone_and_together_get_what_was_saved(seed: int, num_ra
 
         results = run_ranks(num_ranks, save_and_load, timeout_s=20)
         for own, together in zip(requests, results, strict=True):
-            alone = strategy.load_by(SoloCommunicator(), state_requested(own), root)
+            alone = strategy.load_by(Communicator(), state_requested(own), root)
             assert list(together) == list(alone)
             for name, wanted in zip(alone, own, strict=True):
                 expected = part_of(wanted.cut, wanted.part)

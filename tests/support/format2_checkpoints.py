@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-from dist_ckpt_strategies.comm.base import SoloCommunicator
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.sharded.async_save import SaveCache
@@ -33,7 +33,7 @@ def write_format2(root: Path, *, is_finished: bool = True) -> Path:
     """Write a checkpoint, or what a save leaves that is killed just before its end."""
     root.mkdir(parents=True)
     (root / "common.pt").write_bytes(dump_object({"iteration": 7}, name="common state"))
-    save_format2(state(), root, SoloCommunicator(), Options(timeout_s=60.0), SaveCache())
+    save_format2(state(), root, Communicator(), Options(timeout_s=60.0), SaveCache())
     if is_finished:
         write_marker(root, "zarr", 2)
     return root

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Exchange, Message, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator, Exchange, Message, Receive, Send
 from dist_ckpt_strategies.errors import PeerTimeoutError
 
 T = TypeVar("T")
@@ -39,37 +40,13 @@ class ThreadWorld:
         self.pipes = {(a, b): queue.Queue() for a in ranks for b in ranks}
 
 
-@dataclass(frozen=True, slots=True)
-class _Arriving:
-    """Bytes for one rank that may be in its pipes already."""
-
-    world: ThreadWorld
-    rank: int
-    receives: tuple[Receive, ...]
-
-    def wait(self) -> None:
-        """See Exchange."""
-        for receive in self.receives:
-            pipe = self.world.pipes[receive.from_rank, self.rank]
-            try:
-                found = pipe.get(timeout=self.world.timeout_s)
-            except queue.Empty:
-                raise PeerTimeoutError(receive.from_rank, "sent nothing in time") from None
-            torch.as_tensor(receive.into).copy_(found)
-
-
-class ThreadCommunicator:
+class ThreadCommunicator(Communicator):
     """One rank of a ThreadWorld; see Communicator."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(range(world.size), rank)
         self._world = world
-        self.rank = rank
-        self.size = world.size
         self.device = world.device
-
-    def global_rank(self, rank: int) -> int:
-        """See Communicator."""
-        return rank
 
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator."""
@@ -79,15 +56,20 @@ class ThreadCommunicator:
         self._meet()
         return items
 
-    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """See Communicator."""
-        self.begin_exchange(sends, receives).wait()
-
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """See Communicator."""
         for send in sends:
             self._world.pipes[self.rank, send.to_rank].put(torch.as_tensor(send.data).clone())
-        return _Arriving(self._world, self.rank, tuple(receives))
+        return Exchange(partial(self._finish, tuple(receives)))
+
+    def _finish(self, receives: Sequence[Receive]) -> None:
+        for receive in receives:
+            pipe = self._world.pipes[receive.from_rank, self.rank]
+            try:
+                found = pipe.get(timeout=self._world.timeout_s)
+            except queue.Empty:
+                raise PeerTimeoutError(receive.from_rank, "sent nothing in time") from None
+            torch.as_tensor(receive.into).copy_(found)
 
     def _meet(self) -> None:
         try:
