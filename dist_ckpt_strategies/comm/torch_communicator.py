@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import time
 import uuid
 from collections import Counter
@@ -51,6 +52,9 @@ _DEVICE_PAUSE_S = 0.0002
 
 _TAG_OF_NOTHING = 1 << 30
 """Of a message that no rank sends; others have the tag 0."""
+
+_NUMBER = struct.Struct("=q")
+"""How a number travels; another collective of the job most likely sends one too."""
 
 _SIZE_BITS = 41
 """Of the number that leads a message: its size. The bits above say what for."""
@@ -174,8 +178,7 @@ class TorchCommunicator(Communicator):
             failure = as_checkpoint_error(error)
             content = json.dumps(failure.message).encode()
         number = self._purpose_number << _SIZE_BITS | len(content)
-        gathered = self._gathered(torch.tensor([number], dtype=torch.int64, device="cpu"))
-        numbers = [int(found) for found in gathered]
+        numbers = [_NUMBER.unpack(found)[0] for found in self._gathered(_NUMBER.pack(number))]
         purposes = [found >> _SIZE_BITS for found in numbers]
         if min(purposes) <= 0:
             raise out_of_step(self.global_rank(purposes.index(min(purposes))), self._what)
@@ -184,7 +187,7 @@ class TorchCommunicator(Communicator):
         sizes = [found & (1 << _SIZE_BITS) - 1 for found in numbers]
         if not any(sizes):
             return [None] * self.size
-        texts = self._gathered_bytes(content, max(sizes))
+        texts = self._gathered(content.ljust(max(sizes), b"\0"))
         messages = [
             self._decoded(rank, text[:size]) if size else [None]
             for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))
@@ -198,8 +201,8 @@ class TorchCommunicator(Communicator):
 
     def _other_purpose(self, purposes: Sequence[int]) -> PlanError:
         """The error for ranks that call for different purposes. Collective: all of them see it."""
-        padded = self._gathered_bytes(self._what.encode()[:_PURPOSE_NBYTES], _PURPOSE_NBYTES)
-        texts = [text.rstrip(b"\0").decode(errors="replace") for text in padded]
+        mine = self._what.encode()[:_PURPOSE_NBYTES].ljust(_PURPOSE_NBYTES, b"\0")
+        texts = [text.rstrip(b"\0").decode(errors="replace") for text in self._gathered(mine)]
         return PlanError(
             "expected the same call on all ranks, in the same order, found "
             f"{who_is_where(self, purposes, texts)}; if one of them has raised an error before, "
@@ -213,13 +216,8 @@ class TorchCommunicator(Communicator):
         except ValueError as error:
             raise out_of_step(self.global_rank(rank), self._what) from error
 
-    def _gathered_bytes(self, content: bytes, nbytes: int) -> list[bytes]:
-        """Every rank's bytes, with zeros behind them up to ``nbytes``."""
-        mine = torch.frombuffer(bytearray(content.ljust(nbytes, b"\0")), dtype=torch.uint8)
-        return [found.numpy().tobytes() for found in self._gathered(mine)]
-
-    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, on the host. One collective, which this rank notes that it reaches.
+    def _gathered(self, content: bytes) -> list[bytes]:
+        """Every rank's bytes, as many as here. One collective, which this rank notes it reaches.
 
         Over NCCL all ranks of each channel connect first: an exchange may be one of few of them.
         """
@@ -230,7 +228,7 @@ class TorchCommunicator(Communicator):
         _COUNTS[self._group] = self._total, now, self._name
         deadline = now + self._timeout_s
         reached = f"{self._total} {self._name} {_process_name(os.getpid())}"
-        mine = mine.to(self._message_device)
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._message_device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self._peer_errors(deadline):
             self._store.set(self._keys[self._global_ranks[self.rank]], reached)
@@ -243,7 +241,7 @@ class TorchCommunicator(Communicator):
             _wait(work, deadline, self._message_device)
             if now - before > _SHARE_OF_LIMIT * self._timeout_s:
                 self._require_awaited()
-        return [tensor.cpu() for tensor in found]
+        return [tensor.cpu().numpy().tobytes() for tensor in found]
 
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """See Communicator. Not counted as a collective: ranks may take part in different ones.
