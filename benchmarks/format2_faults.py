@@ -70,8 +70,7 @@ from benchmarks.measuring.command_line import (
     open_output,
 )
 from benchmarks.measuring.harness import Ranks
-from dist_ckpt_strategies.formats.scan import verify
-from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
+from dist_ckpt_strategies.formats.scan import scan, verify
 
 OTHER = "other"
 ITERATION = 1
@@ -175,8 +174,7 @@ def _complaint(files: Files, damage: Damage, outcome: Outcome) -> str | None:
 
 def _unverified(files: Files, damage: Damage) -> str | None:
     """Whether ``dist-ckpt verify`` should have noticed and has not, or the other way round."""
-    survey = scan_format2(files.root)
-    findings = () if survey is None else verify(survey)
+    findings = verify(scan(files.root))
     named = {finding.path for finding in findings}
     is_meaningless = files.is_same(damage) or set(damage.names) == {Kind.SAVE}
     if is_meaningless:

@@ -15,8 +15,7 @@ from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Spec, make_wo
 from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
-from dist_ckpt_strategies.formats.scan import verify
-from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
+from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.storage.files import MARKER_NAME
 from dist_ckpt_strategies.tools.prune import prune
 
@@ -164,8 +163,7 @@ def _complaint(
     told = [one for one in kill.survivors if one.ending is Ending.SAVED]
     if told and not is_there:
         return f"{len(told)} ranks were told that it was saved"
-    survey = scan_format2(spec.directory(kill.expected))
-    findings = "no checkpoint of format 2" if survey is None else verify(survey)
+    findings = verify(scan(spec.directory(kill.expected)))
     return f"dist-ckpt verify of {kill.expected}: {findings}" if findings else None
 
 

@@ -27,8 +27,7 @@ with quiet_imports():
     from dist_ckpt_strategies import ConvertOptions, convert
     from dist_ckpt_strategies.comm.base import Communicator
     from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-    from dist_ckpt_strategies.formats.scan import verify
-    from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
+    from dist_ckpt_strategies.formats.scan import scan, verify
 
 _STATUS = Path("/proc/self/status")
 
@@ -85,9 +84,8 @@ class ToolWorker:
 
 def _verify(source: Path, _target: Path, bounds: Bounds) -> None:
     """What ``dist-ckpt verify`` does, which takes as many threads as there are cores."""
-    scan = scan_format2(source)
-    issues = None if scan is None else verify(scan, comm=bounds.comm)
-    if issues != ():
+    issues = verify(scan(source), comm=bounds.comm)
+    if issues:
         raise ValueError(f"{source}: {issues}")
 
 

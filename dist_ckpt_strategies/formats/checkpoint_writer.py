@@ -34,8 +34,14 @@ from dist_ckpt_strategies.formats.manifest import (
     merged_segment,
     segment_content,
 )
-from dist_ckpt_strategies.formats.object_files import is_plain, plain_content, plain_value
-from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, write_dumped
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    dump_loadable,
+    is_plain,
+    plain_content,
+    plain_value,
+    write_dumped,
+)
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit

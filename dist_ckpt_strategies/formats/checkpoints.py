@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from itertools import islice
@@ -18,6 +17,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.arrays import DirectoryReader, Format1Reader
 from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, num_requests
+from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import Location, content_of, require_something
 from dist_ckpt_strategies.formats.manifest import (
@@ -27,14 +27,13 @@ from dist_ckpt_strategies.formats.manifest import (
     digest_of,
     similar_text,
 )
-from dist_ckpt_strategies.formats.object_files import (
+from dist_ckpt_strategies.formats.objects import (
     object_ids,
     object_path,
     plain_content,
     read_content,
 )
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_keys, find_array
-from dist_ckpt_strategies.formats.zarr3_scan import manifest_files
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
 from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
@@ -48,79 +47,39 @@ def has_manifest(root: Path) -> bool:
     return (root / INDEX_NAME).exists()
 
 
-class StoredCheckpoint(ABC):
-    """A checkpoint that can be read, whatever its format. Rank-local.
+class Format1Checkpoint:
+    """A checkpoint of format ("zarr", 1) that can be read. Rank-local.
+
+    Args:
+        root: its directory.
+        options: engine and timeout.
 
     Attributes:
-        identity: a digest that no other checkpoint has; empty in a format without digests.
+        identity: empty: the format has no digests.
     """
 
     identity = ""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, root: Path, options: Options) -> None:
+        self._root, self._options = root, options
 
     @cached_property
     def array_reader(self) -> ArrayReader:
         """Reads the arrays that ``find`` gives."""
-        return self._reader(self._options)
+        return Format1Reader(self._root, self._options)
 
     @property
     def buffered_reader(self) -> ArrayReader:
         """The same, without direct I/O: what it reads stays in the page cache for others."""
-        return self._reader(self._options.with_changes(direct_io=False))
+        return Format1Reader(self._root, self._options.with_changes(direct_io=False))
 
-    @abstractmethod
-    def _reader(self, options: Options) -> ArrayReader: ...
-
-    @abstractmethod
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """The arrays of these keys, sorted by key.
+        """The arrays of these keys, sorted by key. One metadata file is read for each.
 
         Raises:
             ArrayNotFoundError: one is missing; names similar ones.
             CorruptCheckpointError: the description of one is damaged.
         """
-
-    @abstractmethod
-    def keys(self) -> Iterator[str]:
-        """The keys of all arrays."""
-
-    @abstractmethod
-    def object_ids(self) -> Iterator[ObjectId]:
-        """All shards of objects."""
-
-    @abstractmethod
-    def object_path(self, object_id: ObjectId) -> str:
-        """Where one shard of an object is kept, for messages."""
-
-    @abstractmethod
-    def object_content(self, object_id: ObjectId) -> bytes:
-        """What is stored of one shard of an object, for ``load_content``.
-
-        Raises:
-            ArrayNotFoundError: there is no such shard.
-            CorruptCheckpointError: it is damaged.
-        """
-
-
-class Format1Checkpoint(StoredCheckpoint):
-    """A checkpoint of format ("zarr", 1); see StoredCheckpoint.
-
-    Args:
-        root: its directory.
-        options: engine and timeout.
-    """
-
-    def __init__(self, root: Path, options: Options) -> None:
-        super().__init__(options)
-        self._root = root
-
-    def _reader(self, options: Options) -> ArrayReader:
-        return Format1Reader(self._root, options)
-
-    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """See StoredCheckpoint. One metadata file is read for each; sorted by key."""
         paths = {key: f"{self._root}/{key}/{METADATA_NAME}" for key in sorted(keys)}
         found: dict[str, ArraySpec] = {}
 
@@ -139,19 +98,23 @@ class Format1Checkpoint(StoredCheckpoint):
         return {key: found[key] for key in paths}  # threads finish in any order
 
     def keys(self) -> Iterator[str]:
-        """See StoredCheckpoint."""
+        """The keys of all arrays."""
         return array_keys(self._root)
 
     def object_ids(self) -> Iterator[ObjectId]:
-        """See StoredCheckpoint."""
+        """All shards of objects."""
         return object_ids(self._root)
 
     def object_path(self, object_id: ObjectId) -> str:
-        """See StoredCheckpoint."""
+        """Where one shard of an object is kept, for messages."""
         return str(object_path(self._root, object_id))
 
     def object_content(self, object_id: ObjectId) -> bytes:
-        """See StoredCheckpoint."""
+        """What is stored of one shard of an object, for ``load_content``.
+
+        Raises:
+            ArrayNotFoundError: there is no such shard.
+        """
         return read_content(self._root, object_id)
 
     def _not_found(self, key: str) -> ArrayNotFoundError:
@@ -167,12 +130,17 @@ class Format1Checkpoint(StoredCheckpoint):
         )
 
 
-class Format2Checkpoint(StoredCheckpoint):
-    """A checkpoint of format ("zarr", 2); see StoredCheckpoint.
+class Format2Checkpoint:
+    """A checkpoint of format ("zarr", 2); see Format1Checkpoint.
 
     Args:
         root: its directory, or its place in an object store.
         options: what to verify, and how to read.
+
+    Attributes:
+        identity: a digest that no other checkpoint has.
+        manifest: what was saved.
+        file_store: its files.
 
     Raises:
         CheckpointNotFoundError: there is nothing at that place.
@@ -182,8 +150,8 @@ class Format2Checkpoint(StoredCheckpoint):
     """
 
     def __init__(self, root: Location, options: Options) -> None:
-        super().__init__(options)
-        self._root = root = content_of(root)
+        self._options, self._root = options, content_of(root)
+        root = self._root
         if isinstance(root, Path):
             run_with_limit(partial(require_directory, root), root)
         self.file_store: Store = root if isinstance(root, Bucket) else Directory(root)
@@ -195,6 +163,16 @@ class Format2Checkpoint(StoredCheckpoint):
             raise
         self.identity = self.manifest.digest
 
+    @cached_property
+    def array_reader(self) -> ArrayReader:
+        """See Format1Checkpoint."""
+        return self._reader(self._options)
+
+    @property
+    def buffered_reader(self) -> ArrayReader:
+        """See Format1Checkpoint."""
+        return self._reader(self._options.with_changes(direct_io=False))
+
     def _reader(self, options: Options) -> ArrayReader:
         find = None if options.verify is Verify.OFF else self.manifest.find
         if isinstance(self._root, Bucket):
@@ -202,38 +180,38 @@ class Format2Checkpoint(StoredCheckpoint):
         return DirectoryReader(self._root, options, find)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """See StoredCheckpoint. The segments of the manifest that list them are read, once each."""
+        """See Format1Checkpoint. Segments of the manifest that list them are read, once each."""
         return {key: self.manifest.find(key).array for key in sorted(keys)}
 
     def keys(self) -> Iterator[str]:
-        """See StoredCheckpoint."""
+        """See Format1Checkpoint."""
         return self.manifest.keys()
 
     def object_ids(self) -> Iterator[ObjectId]:
-        """See StoredCheckpoint."""
+        """See Format1Checkpoint."""
         return (record.id for record in self.manifest.objects())
 
     def object_path(self, object_id: ObjectId) -> str:
-        """See StoredCheckpoint."""
+        """See Format1Checkpoint."""
         span = self.manifest.find_object(object_id).span
         return self.file_store.path(INDEX_NAME if span is None else span.name)
 
     def object_content(self, object_id: ObjectId) -> bytes:
-        """See StoredCheckpoint. Its digest is compared, whatever the options say."""
+        """See Format1Checkpoint. Its digest is compared, whatever the options say."""
         record = self.manifest.find_object(object_id)
         span = record.span
         if span is None:
             return plain_content(record.value)
         content = self.file_store.read(span.name, span.byte_offset, span.nbytes)
-        if digest_of(content) != span.digest:
+        found = digest_of(content)
+        if found != span.digest:
             name, path = object_id.unique_key, self.file_store.path(span.name)
-            raise CorruptCheckpointError(
-                f"{name}: {path}, written by rank {record.writer}, is damaged: "
-                f"{len(content)} bytes from byte {span.byte_offset} have digest "
-                f"{digest_of(content)}, expected {span.nbytes} and {span.digest}",
-                key=name,
-                path=path,
+            text = (
+                f"{name}: {path}, written by rank {record.writer}, is damaged: {len(content)} "
+                f"bytes from byte {span.byte_offset} have digest {found}, expected {span.nbytes} "
+                f"and {span.digest}"
             )
+            raise CorruptCheckpointError(text, key=name, path=path)
         return content
 
     def require_whole(self, rank: int, num_ranks: int) -> None:
@@ -248,13 +226,22 @@ class Format2Checkpoint(StoredCheckpoint):
         else:
             num_threads = file_access(self._root, self._options).num_read_threads
         manifest, store = self.manifest, self.file_store
-        checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.index.common)
-        jobs = map(self._job, islice(checks, rank, None, num_ranks))
-        Transfer(jobs, num_threads).wait(self._options.timeout_s)
 
-    def _job(self, check: FileCheck) -> Job:
-        path = self.file_store.path(check.name)
-        return Job(check.key or "", path, partial(_require_clean, check, path))
+        def require(check: FileCheck) -> None:
+            for issue in check.run():
+                lead, path = f"{issue.key}: " if issue.key else "", store.path(check.name)
+                raise CorruptCheckpointError(
+                    f"{lead}{path} is damaged: expected {issue.expected}, found {issue.found}",
+                    key=issue.key,
+                    path=path,
+                )
+
+        checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.index.common)
+        jobs = (
+            Job(check.key or "", store.path(check.name), partial(require, check))
+            for check in islice(checks, rank, None, num_ranks)
+        )
+        Transfer(jobs, num_threads).wait(self._options.timeout_s)
 
     def common_content(self) -> bytes:
         """The common state's file, which is the one that was there at the save, if any was.
@@ -264,22 +251,12 @@ class Format2Checkpoint(StoredCheckpoint):
             CorruptCheckpointError: it is another.
         """
         content, path = self.file_store.read(COMMON_NAME), self.file_store.path(COMMON_NAME)
-        found, listed = FileDigest(len(content), digest_of(content)), self.manifest.index.common
-        if listed is not None and found != listed:
+        found, listed = FileDigest.of(content), self.manifest.index.common
+        if listed not in {None, found}:
             raise CorruptCheckpointError(
-                f"{path} is damaged: expected {listed.nbytes} bytes with digest {listed.digest}, "
-                f"found {found.nbytes} with {found.digest}",
-                path=path,
+                f"{path} is damaged: expected {listed}, found {found}", path=path
             )
         return content
 
 
-def _require_clean(check: FileCheck, path: str) -> None:
-    """Raise the first issue of a file."""
-    for issue in check.run():
-        lead = f"{issue.key}: " if issue.key else ""
-        raise CorruptCheckpointError(
-            f"{lead}{path} is damaged: expected {issue.expected}, found {issue.found}",
-            key=issue.key,
-            path=path,
-        )
+StoredCheckpoint = Format1Checkpoint | Format2Checkpoint

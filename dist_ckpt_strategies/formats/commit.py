@@ -36,7 +36,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, SAVE_NAME
-from dist_ckpt_strategies.formats.object_files import object_ids, object_path
+from dist_ckpt_strategies.formats.objects import object_ids, object_path
 from dist_ckpt_strategies.formats.zarr2 import array_keys, lock_directories
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +37,7 @@ Watch = Callable[[int, int], None]
 """Called with how much of a step is done and how much there is; the second may still grow."""
 
 _MAX_NAMED = 3
-_COMMON_FORMAT = ("torch", 1)
+COMMON_FORMAT = ("torch", 1)
 
 
 class Problem(StrEnum):
@@ -198,11 +196,6 @@ class Scan:
         return self.version is None
 
 
-def lacks_files(issues: Iterable[Issue]) -> bool:
-    """Whether there is any issue other than files that should not be there."""
-    return any(issue.problem is not Problem.UNEXPECTED_FILE for issue in issues)
-
-
 def sorted_by_key(issues: Iterable[Issue]) -> tuple[Issue, ...]:
     """The issues of the whole checkpoint, then those of each key, in the order given."""
     return tuple(sorted(issues, key=lambda issue: issue.key or ""))
@@ -225,28 +218,6 @@ def compared(check: FileCheck, files: Mapping[str, int | None]) -> Iterator[Issu
     elif (found := files[check.name]) not in {None, check.nbytes}:  # None: a list of names alone
         text = nbytes_text(found or 0)
         yield Issue(Problem.WRONG_SIZE, check.key, check.name, check.expected, text)
-
-
-def missing_files(
-    key: str,
-    grid: Shape,
-    present: Collection[Shape],
-    path_of: Callable[[Shape], str],
-    expected: str,
-) -> Iterator[Issue]:
-    """Issues for the files, one for each index of a grid, that are not there.
-
-    A damaged grid may be of any size: of more than MAX_LISTED there is one issue.
-    """
-    num_files = math.prod(grid)
-    num_missing = num_files - len(present)
-    if num_missing > MAX_LISTED:
-        found = f"{len(present)}; {num_missing} are missing"
-        yield Issue(Problem.MISSING_FILE, key, key, f"{num_files} files", found)
-    elif num_missing:
-        for index in product(*map(range, grid)):
-            if index not in present:
-                yield Issue(Problem.MISSING_FILE, key, path_of(index), expected, NO_FILE)
 
 
 def require_no_inner(place: object, inner: Sequence[str]) -> None:
@@ -286,11 +257,6 @@ def marker_or_issue(store: Store) -> CheckpointMarker | Issue:
         return Issue(Problem.DAMAGED, None, MARKER_NAME, expected, str(error))
 
 
-def has_own_common(marker: CheckpointMarker | Issue) -> bool:
-    """Whether the common state lies in ``common.pt``, as far as the marker says."""
-    return isinstance(marker, Issue) or marker.common_format == _COMMON_FORMAT
-
-
 def check_marker(marker: CheckpointMarker | Issue, expected: tuple[str, int]) -> Iterator[Issue]:
     """What is wrong with a marker; ``expected`` are backend and version of the sharded state."""
     if isinstance(marker, Issue):
@@ -298,7 +264,7 @@ def check_marker(marker: CheckpointMarker | Issue, expected: tuple[str, int]) ->
         return
     for which, found, known in (
         ("sharded", marker.sharded_format, expected),
-        ("common", marker.common_format, _COMMON_FORMAT),
+        ("common", marker.common_format, COMMON_FORMAT),
     ):
         if found != known:
             text = f"{which} backend {known[0]} version {known[1]}"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -126,6 +126,15 @@ class FileDigest(NamedTuple):
     nbytes: int
     digest: str
 
+    def __str__(self) -> str:
+        """For messages."""
+        return f"{self.nbytes} bytes with digest {self.digest}"
+
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """Of a file with that content."""
+        return cls(len(content), digest_of(content))
+
 
 @dataclass(frozen=True, slots=True)
 class ManifestIndex:
@@ -188,7 +197,7 @@ def array_record(fields: Fields) -> ArrayRecord:
     """
     key = str(fields["key"])
     shape, chunk_shape, inner_shape = (
-        _shape(fields[name]) for name in ("shape", "chunk_shape", "inner_shape")
+        _numbers(fields[name]) for name in ("shape", "chunk_shape", "inner_shape")
     )
     if not len(shape) == len(chunk_shape) == len(inner_shape):
         raise ValueError(f"{key}: dims of shape, chunk_shape and inner_shape differ")
@@ -201,7 +210,7 @@ def array_record(fields: Fields) -> ArrayRecord:
     chunks = {}
     for chunk in fields["chunks"]:
         digests = np.frombuffer(bytes.fromhex(chunk["digests"]), ">u8").astype("u8").data
-        chunks[_shape(chunk["index"])] = ChunkRecord(int(chunk["writer"]), digests)
+        chunks[_numbers(chunk["index"])] = ChunkRecord(int(chunk["writer"]), digests)
     if len(chunks) != array.num_chunks:
         raise ValueError(f"{key}: {len(chunks)} of {array.num_chunks} chunks")
     for index in array.chunk_indices():
@@ -212,13 +221,14 @@ def array_record(fields: Fields) -> ArrayRecord:
 
 
 def _object_record(fields: Fields) -> ObjectRecord:
-    found = ObjectId(_key(fields), _shape(fields["offset"]), _shape(fields["shape"]))
+    found = ObjectId(str(fields["key"]), _numbers(fields["offset"]), _numbers(fields["shape"]))
     writer = int(fields["writer"])
     if "span" not in fields:
         return ObjectRecord(found, writer, None, fields["value"])
     name, byte_offset, nbytes, digest = fields["span"]
-    _require_below(name, OBJECTS_NAME)
-    byte_offset, nbytes = _shape([byte_offset, nbytes])
+    if not name.startswith(f"{OBJECTS_NAME}/") or ".." in name:
+        raise ValueError(f"{name!r}, expected a file in {OBJECTS_NAME}")
+    byte_offset, nbytes = _numbers([byte_offset, nbytes])
     return ObjectRecord(found, writer, Span(name, byte_offset, nbytes, str(digest)))
 
 
@@ -284,13 +294,7 @@ def _installed_versions() -> Mapping[str, str]:
     return found
 
 
-def parse_index(content: bytes, path: str) -> ManifestIndex:
-    """The index that the bytes hold.
-
-    Raises:
-        CorruptCheckpointError: they are damaged.
-        IncompatibleVersionError: a later version of this package wrote them.
-    """
+def _parse_index(content: bytes, path: str) -> ManifestIndex:
     start = len(_DIGEST_LEAD)
     digest, rest = content[start : start + _DIGEST_HEX], content[start + _DIGEST_HEX :]
     if not content.startswith(_DIGEST_LEAD) or digest != digest_of(rest).encode():
@@ -299,46 +303,49 @@ def parse_index(content: bytes, path: str) -> ManifestIndex:
             f"follows, {digest_of(rest)}",
             path=path,
         )
-    try:
+    with _parsing(path):
         fields = json.loads(content)
         if (fields["schema"], fields["version"]) != (SCHEMA, _VERSION):
             raise IncompatibleVersionError(
                 f"{path}: schema {fields['schema']} {fields['version']}, this version of the "
                 f"package reads {SCHEMA} {_VERSION}; install a later one"
             )
-        common = fields["common"]
-        return ManifestIndex(
-            _segment_entries(fields["parts"]),
-            None if common is None else FileDigest(int(common[0]), str(common[1])),
-            fields["layout"],
-            fields["versions"],
-        )
-    except (ValueError, LookupError, TypeError) as error:
-        raise CorruptCheckpointError(f"{path} is no manifest: {error!r}", path=path) from error
+        segments = tuple(SegmentEntry(**listed) for listed in fields["parts"])
+        for segment in segments:
+            if not segment.name.startswith(f"{MANIFEST_NAME}/") or ".." in segment.name:
+                raise ValueError(f"{segment.name!r}, expected a file in {MANIFEST_NAME}")
+        firsts = [segment.first for segment in segments]
+        if not firsts or firsts != sorted(set(firsts)):
+            raise ValueError("the first keys of its segments do not ascend")
+        common = fields["common"] and FileDigest(*fields["common"])
+        return ManifestIndex(segments, common, fields["layout"], fields["versions"])
 
 
-def _segment_entries(listed: Any) -> tuple[SegmentEntry, ...]:
-    if not isinstance(listed, list):
-        raise TypeError(f"{listed!r}, expected a list of segments")
-    entries = tuple(SegmentEntry(**fields) for fields in listed)
-    for entry in entries:
-        _require_below(entry.name, MANIFEST_NAME)
-    firsts = [entry.first for entry in entries]
-    if firsts != sorted(set(firsts)):
-        raise ValueError("the first keys of its segments do not ascend")
-    return entries
+def _numbers(found: Any) -> Shape:
+    if not isinstance(found, list) or any(type(n) is not int or n < 0 for n in found):
+        raise ValueError(f"{found!r}, expected a list of whole numbers")
+    return tuple(found)
 
 
-def _require_below(name: Any, directory: str) -> None:
-    """Raise unless it is the name of a file in a directory of the checkpoint."""
-    if not (isinstance(name, str) and name.startswith(f"{directory}/")) or ".." in name:
-        raise ValueError(f"{name!r}, expected a file in {directory}")
+@contextmanager
+def _parsing(path: str) -> Iterator[None]:
+    """Turn what parsing a file raises into an error that names it."""
+    try:
+        yield
+    except IncompatibleVersionError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        # PlanError, of a dtype that there is not, is a ValueError too.
+        text = f"{path} is damaged: it is no file of a manifest: {error!r}"
+        raise CorruptCheckpointError(text, path=path) from error
 
 
-def _shape(numbers: Any) -> Shape:
-    if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
-        raise ValueError(f"{numbers!r}, expected a list of whole numbers")
-    return tuple(numbers)
+class _Segment(NamedTuple):
+    """What a segment lists; the fields of its arrays are made into records one at a time."""
+
+    path: str
+    arrays: dict[str, Fields]
+    objects: dict[str, ObjectRecord]
 
 
 class Manifest:
@@ -360,7 +367,7 @@ class Manifest:
     def __init__(self, store: Store) -> None:
         self._store = store
         content = store.read(INDEX_NAME)
-        self.index = parse_index(content, store.path(INDEX_NAME))
+        self.index = _parse_index(content, store.path(INDEX_NAME))
         self.digest = digest_of(content)
         self._segments: dict[str, _Segment] = {}
         self._records: dict[str, ArrayRecord] = {}
@@ -374,15 +381,16 @@ class Manifest:
         """
         if key not in self._records:
             segment = self._segment_for(key)
-            if segment is None or key not in segment.arrays:
+            if key not in segment.arrays:
                 raise self._not_found(key, list(self.keys()), "array")
-            self._records[key] = segment.array(key)
+            with _parsing(segment.path):
+                self._records[key] = array_record(segment.arrays[key])
         return self._records[key]
 
     def find_object(self, object_id: ObjectId) -> ObjectRecord:
         """One shard of an object; errors as in ``find``."""
         segment, name = self._segment_for(object_id.key), object_id.unique_key
-        if segment is None or name not in segment.objects:
+        if name not in segment.objects:
             raise self._not_found(name, [r.id.unique_key for r in self.objects()], "object")
         return segment.objects[name]
 
@@ -408,23 +416,29 @@ class Manifest:
             CorruptCheckpointError: it is damaged.
         """
         segment = self._segment(entry)
-        return list(map(segment.array, segment.arrays)), list(segment.objects.values())
+        return list(map(self.find, segment.arrays)), list(segment.objects.values())
 
-    def _segment_for(self, key: str) -> _Segment | None:
-        """The segment that lists a key; None where the key comes before the first one."""
+    def _segment_for(self, key: str) -> _Segment:
+        """The segment that lists a key, if there is one."""
         number = bisect_right(self.index.segments, key, key=lambda entry: entry.first) - 1
-        return self._segment(self.index.segments[number]) if number >= 0 else None
+        return self._segment(self.index.segments[max(number, 0)])
 
     def _segment(self, entry: SegmentEntry) -> _Segment:
-        if entry.name not in self._segments:
-            content, path = self._store.read(entry.name), self._store.path(entry.name)
-            found = digest_of(content)
-            if found != entry.digest:
-                raise CorruptCheckpointError(
-                    f"{path} is damaged: it has digest {found}, expected {entry.digest}",
-                    path=path,
-                )
-            self._segments[entry.name] = _Segment(content, path)
+        if entry.name in self._segments:
+            return self._segments[entry.name]
+        content, path = self._store.read(entry.name), self._store.path(entry.name)
+        found = digest_of(content)
+        if found != entry.digest:
+            text = f"{path} is damaged: it has digest {found}, expected {entry.digest}"
+            raise CorruptCheckpointError(text, path=path)
+        with _parsing(path):
+            fields = json.loads(content)
+            arrays = {str(listed["key"]): listed for listed in fields["arrays"]}
+            records = map(_object_record, fields["objects"])
+            objects = {record.id.unique_key: record for record in records}
+            if (len(arrays), len(objects)) != (len(fields["arrays"]), len(fields["objects"])):
+                raise ValueError("an array or object is listed twice")
+        self._segments[entry.name] = _Segment(path, arrays, objects)
         return self._segments[entry.name]
 
     def _not_found(self, name: str, known: Sequence[str], what: str) -> ArrayNotFoundError:
@@ -438,40 +452,3 @@ def similar_text(name: str, known: Sequence[str]) -> str:
     """What follows an error about a name that is not there: similar ones, if there are."""
     near = difflib.get_close_matches(name, known, n=3)
     return f"; similar ones: {', '.join(near)}" if near else ""
-
-
-class _Segment:
-    """A segment of the manifest; the fields of its arrays are made into records one at a time."""
-
-    def __init__(self, content: bytes, path: str) -> None:
-        self._path = path
-        with self._named():
-            fields = json.loads(content)
-            self.arrays = {_key(found): found for found in fields["arrays"]}
-            records = map(_object_record, fields["objects"])
-            self.objects = {record.id.unique_key: record for record in records}
-            for listed, by_name in (("arrays", self.arrays), ("objects", self.objects)):
-                if len(by_name) < len(fields[listed]):
-                    raise ValueError(f"one of the {listed} is listed twice")
-
-    def array(self, key: str) -> ArrayRecord:
-        with self._named():
-            return array_record(self.arrays[key])
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Turn what parsing raises into an error that names the file."""
-        try:
-            yield
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-            # PlanError, of a dtype that there is not, is a ValueError too.
-            raise CorruptCheckpointError(
-                f"{self._path} is no segment of a manifest: {error!r}", path=self._path
-            ) from error
-
-
-def _key(fields: Fields) -> str:
-    key = fields["key"]
-    if not isinstance(key, str):
-        raise TypeError(f"{key!r}, expected a text")
-    return key

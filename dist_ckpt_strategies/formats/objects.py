@@ -1,22 +1,30 @@
-"""Objects in ``.pt`` files: the only place that unpickles, and never freely."""
+"""Objects of a checkpoint: their files, values that need no pickle, and what is unpickled.
+
+The only place that unpickles, and never freely. Loads torch only where that is needed.
+"""
 
 from __future__ import annotations
 
 import io
+import json
+import math
+import os
 import pickle
 import re
+import struct
 import threading
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from enum import Enum
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import torch
-
-from dist_ckpt_strategies.core.array import ObjectId
+from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId
 from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleVersionError,
@@ -24,23 +32,33 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.object_files import (
-    OBJECT_SUFFIX,
-    file_damage,
-    is_plain,
-    object_path,
-    plain_content,
-    plain_value,
-    read_content,
+from dist_ckpt_strategies.storage.files import (
+    PARTIAL_PREFIX,
+    REMOVED_PREFIX,
+    file_errors,
+    is_directory,
+    is_elsewhere,
+    read_file,
+    remove_empty,
+    write_file,
 )
-from dist_ckpt_strategies.storage.files import file_errors, write_file
 from dist_ckpt_strategies.storage.io_pool import limited
 
-_UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
-"""In torch's message; of a file in the older form torch lists no more than the first."""
+OBJECT_SUFFIX = ".pt"
 
-_UNSAFE_BUILD = re.compile(r"allowlisted via `add_safe_globals`, but got <class '([^']+)'>")
-"""In torch's message: of a class that no name in the file stands for."""
+_PLAIN_LEAD = b"json:"
+"""No pickle and no archive starts like this."""
+
+_REFUSED_FLAGS = 0x2061
+"""Encrypted, patched, masked: torch's reader refuses such entries."""
+
+_DOS_DIRECTORY = 0x10
+"""An entry with this attribute is read by torch as an empty directory, without an error."""
+
+_UNSAFE = re.compile(
+    r"(?<=GLOBAL )\S+|(?<=allowlisted via `add_safe_globals`, but got <class ')[^']+(?='>)"
+)
+"""In torch's message: the first class of an older file, or one that no name in it stands for."""
 
 _UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(.*)")
 """In torch's message; what stands before it advises to unpickle freely."""
@@ -57,12 +75,168 @@ _HELD: dict[Any, Any] = {}
 """What is on torch's list because of us, with the context that takes it off again."""
 
 
+def object_ids(root: Path) -> Iterator[ObjectId]:
+    """Every object shard below a checkpoint, sorted; names of the older form are completed.
+
+    An older name lacks the last number of the grid's shape: it is one more than the largest
+    offset found, as Megatron-Core concludes.
+    """
+    by_key: dict[str, list[ObjectId]] = {}
+    for object_id in _named_ids(root, ""):
+        by_key.setdefault(object_id.key, []).append(object_id)
+    for key in sorted(by_key):
+        last = max(object_id.offset[-1] for object_id in by_key[key]) + 1
+        for object_id in sorted(by_key[key]):
+            shape = object_id.shape
+            if shape[-1] == UNKNOWN:
+                shape = (*shape[:-1], last)
+            yield ObjectId(key, object_id.offset, shape)
+
+
+def shard_id(path: str) -> ObjectId | None:
+    """The shard in a file of that path below a checkpoint; None where the name is none of a shard.
+
+    The last number of the shape is UNKNOWN in a name of the older form.
+    """
+    if not path.endswith(OBJECT_SUFFIX):
+        return None
+    found = ObjectId.parse(path.removesuffix(OBJECT_SUFFIX))
+    return found if found is not None and shard_path(found) == path else None
+
+
+def shard_path(object_id: ObjectId) -> str:
+    """The file of a shard that ``shard_id`` gives, below the checkpoint."""
+    is_older = object_id.shape[-1] == UNKNOWN
+    return (object_id.older_key if is_older else object_id.unique_key) + OBJECT_SUFFIX
+
+
+@limited
+def object_path(root: Path, object_id: ObjectId) -> Path:
+    """The file of a shard that ``object_ids`` yielded."""
+    path = root / (object_id.unique_key + OBJECT_SUFFIX)
+    older = root / (object_id.older_key + OBJECT_SUFFIX)
+    return path if path.exists() or not older.exists() else older
+
+
+@limited
+def read_content(root: Path, object_id: ObjectId) -> bytes:
+    """The bytes of the file of one shard of an object, to be loaded by ``load_pickle``.
+
+    Raises:
+        ArrayNotFoundError: there is no such shard.
+    """
+    path = object_path(root, object_id)
+    with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
+        return read_file(path)
+
+
+def remove_object(root: Path, object_id: ObjectId) -> None:
+    """Remove one shard of an object, durably; directories that it leaves empty go too."""
+    path = object_path(root, object_id)
+    with file_errors(object_id.key, path):
+        path.unlink(missing_ok=True)
+        remove_empty(path.parent, root)
+
+
+def _named_ids(directory: Path, prefix: str) -> Iterator[ObjectId]:
+    with file_errors(prefix, directory), os.scandir(directory) as scan:
+        entries = list(scan)
+    for entry in entries:
+        if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)):
+            continue
+        if entry.name.endswith(OBJECT_SUFFIX):
+            found = ObjectId.parse(prefix + entry.name.removesuffix(OBJECT_SUFFIX))
+            if found is not None:
+                yield found
+        elif is_directory(entry) and not is_elsewhere(entry):
+            yield from _named_ids(Path(entry.path), f"{prefix}{entry.name}/")
+
+
+def file_damage(file: IO[bytes]) -> str | None:
+    """What is wrong with the zip archive that ``torch.save`` makes; None where nothing is.
+
+    Every record is compared with the archive's own checksum of it, and its entry in the archive's
+    directory with what torch's reader takes. Reads the file once, in blocks. Files of the older,
+    non-zip form carry no checksum and pass.
+    """
+    head = file.read(2)
+    if head != b"PK":
+        return None if head.startswith(b"\x80") else "it is not a file that torch.save wrote"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if bad := archive.testzip():
+                return f"checksum mismatch in its record {bad}"
+            for entry in archive.infolist():  # torch's reader would refuse it, or read it wrongly
+                if (
+                    entry.compress_type != zipfile.ZIP_STORED
+                    or entry.compress_size != entry.file_size
+                    or entry.flag_bits & _REFUSED_FLAGS
+                    or entry.external_attr & _DOS_DIRECTORY
+                    or entry.volume
+                    or entry.comment
+                ):
+                    return f"the entry of its record {entry.filename} is not torch's"
+            return None
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        return str(error) or type(error).__name__
+
+
+def require_archive(content: bytes, path: Path | str, name: str) -> None:
+    """Raise CorruptCheckpointError unless it is an archive that fits its own checksums."""
+    if damage := file_damage(io.BytesIO(content)):
+        raise _corrupt(name, path, damage)
+
+
+def is_plain(obj: Any) -> bool:
+    """Whether JSON gives an object back as it is."""
+    if type(obj) is list:
+        return all(map(is_plain, obj))
+    if type(obj) is dict:
+        return all(type(key) is str and is_plain(held) for key, held in obj.items())
+    return (
+        obj is None or type(obj) in {bool, int, str} or (type(obj) is float and math.isfinite(obj))
+    )
+
+
+def plain_content(obj: Any) -> bytes:
+    """What stands for an object that JSON gives back as it is."""
+    return _PLAIN_LEAD + json.dumps(obj, allow_nan=False).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A value that JSON gives back as it is."""
+
+    value: Any
+
+
+def plain_value(content: bytes) -> Plain | None:
+    """The value that ``plain_content`` stands for; None of what is pickled, or damaged."""
+    if not content.startswith(_PLAIN_LEAD):
+        return None
+    try:
+        return Plain(json.loads(content[len(_PLAIN_LEAD) :]))
+    except (ValueError, RecursionError):
+        return None
+
+
 def dump_object(obj: Any, *, name: str) -> bytes:
     """The object as ``torch.save`` writes it.
 
     Raises:
         StorageError: it holds something that cannot be pickled.
     """
+    import torch  # noqa: PLC0415 - takes a while, and scans go without
+
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer)
@@ -79,6 +253,8 @@ def dump_loadable(obj: Any, *, name: str, allow: Allowed) -> bytes:
         UnsafeObjectError: it needs a class that is not allowed.
         StorageError: it cannot be pickled, or not be unpickled.
     """
+    import torch  # noqa: PLC0415 - takes a while, and scans go without
+
     content = dump_object(obj, name=name)
     with allowing(allow):
         try:
@@ -123,6 +299,8 @@ def allowing(allow: Allowed) -> Iterator[None]:
     Raises:
         StrategyError: something in it is neither a class, a function, nor such a tuple.
     """
+    import torch  # noqa: PLC0415 - takes a while, and scans go without
+
     wanted = {_by_name(found) for found in allow}
     with _ALLOWING:
         for found in wanted.difference(_HELD):
@@ -153,7 +331,8 @@ def _by_name(found: Any) -> tuple[Any, str]:
     if isinstance(found, tuple) and list(map(type, found[1:])) == [str]:
         found, name = found
     else:
-        name = _name_of(found)
+        parts = [getattr(found, field, None) for field in ("__module__", "__qualname__")]
+        name = None if None in parts else ".".join(map(str, parts))
     if not callable(found) or name is None:
         raise StrategyError(
             f"allow: expected classes, functions or (class, name) tuples, found {found!r}"
@@ -161,22 +340,8 @@ def _by_name(found: Any) -> tuple[Any, str]:
     return found, name
 
 
-def _name_of(found: Any) -> str | None:
-    parts = [getattr(found, field, None) for field in ("__module__", "__qualname__")]
-    return ".".join(map(str, parts)) if None not in parts else None
-
-
-def dump_content(obj: Any, *, name: str) -> bytes:
-    """What is stored of an object where JSON will do: exact values, nothing to be unpickled.
-
-    Raises:
-        StorageError: it holds something that cannot be pickled.
-    """
-    return plain_content(obj) if is_plain(obj) else dump_object(obj, name=name)
-
-
 def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
-    """The object that ``dump_object`` or ``dump_content`` made bytes of; see load_pickle."""
+    """The object that ``dump_object`` or ``plain_content`` made bytes of; see load_pickle."""
     plain = plain_value(content)
     return load_pickle(content, path, name, allow) if plain is None else plain.value
 
@@ -189,56 +354,45 @@ def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> 
         CorruptCheckpointError: they are not what ``torch.save`` wrote.
         IncompatibleVersionError: it needs a member of an enum that the installed release lacks.
     """
-    damage = file_damage(io.BytesIO(content))
-    if damage:
-        raise _corrupt(name, path, damage)
+    import torch  # noqa: PLC0415 - takes a while, and scans go without
+
+    require_archive(content, path, name)
     with allowing(allow):
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise _load_error(error, content, path, name, allow) from error
+            raise _load_error(error, content, path, name) from error
 
 
-def _load_error(
-    error: Exception, content: bytes, path: Path | str, name: str, allow: Allowed
-) -> CheckpointError:
+def _load_error(error: Exception, content: bytes, path: Path | str, name: str) -> CheckpointError:
+    if unsafe := _unsafe_error(error, content, name, path):
+        return unsafe
+    if lost := _NOT_A_MEMBER.search(str(error)):
+        return IncompatibleVersionError(
+            f"{name}: {path} holds a {lost[2]} with the value {lost[1]}, which the installed "
+            f"release lacks; say what stands for it with a classmethod {lost[2]}._missing_, or "
+            "load with the release that wrote it",
+            key=name,
+        )
     said = _UNPICKLER_SAYS.search(str(error))
-    why = (said[1] if said else str(error)) or "it cannot be unpickled"
-    return (
-        _unsafe_error(error, content, name, path)
-        or _lost_member_error(error, path, name, allow)
-        or _corrupt(name, path, why)
-    )
-
-
-def _lost_member_error(
-    error: Exception, path: Path | str, name: str, allow: Allowed
-) -> IncompatibleVersionError | None:
-    """The error for a member that an enum no longer has; None where it has another reason."""
-    said = _NOT_A_MEMBER.search(str(error))
-    enums = (kind for kind in allow if isinstance(kind, type) and issubclass(kind, Enum))
-    kind = next((one for one in enums if said and one.__qualname__ == said[2]), None)
-    if said is None or kind is None:
-        return None
-    return IncompatibleVersionError(
-        f"{name}: {path} holds the member of {_name_of(kind)} with the value {said[1]}, which the "
-        "installed release lacks; before the load say what stands for it, such as "
-        f"{said[2]}._missing_ = classmethod(lambda cls, value: {next(iter(kind))}), or load with "
-        "the release that wrote it",
-        key=name,
-    )
+    return _corrupt(name, path, (said[1] if said else str(error)) or "it cannot be unpickled")
 
 
 def _unsafe_error(
     error: Exception, content: bytes, name: str, path: Path | str | None = None
 ) -> UnsafeObjectError | None:
     """The error for classes that are not allowed; None where it has another reason."""
-    missing = _unsafe_globals(content) or [
-        name for says in (_UNSAFE_GLOBAL, _UNSAFE_BUILD) for name in says.findall(str(error))
-    ]
-    if not (isinstance(error, pickle.UnpicklingError) and missing):
+    import torch  # noqa: PLC0415 - takes a while, and scans go without
+
+    if not isinstance(error, pickle.UnpicklingError):
         return None
-    classes = ", ".join(missing)
+    missing: list[str] = []
+    with suppress(Exception):  # of a file too broken to list
+        missing += torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+    missing = missing or _UNSAFE.findall(str(error))
+    if not missing:
+        return None
+    classes = ", ".join(sorted(missing))
     where = name if path is None else f"{name}: {path}"
     return UnsafeObjectError(
         f"{where} needs {classes}, which the list of classes allowed to be unpickled does not "
@@ -247,13 +401,6 @@ def _unsafe_error(
         key=name,
         path=None if path is None else str(path),
     )
-
-
-def _unsafe_globals(content: bytes) -> list[str]:
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content)))
-    except Exception:  # noqa: BLE001 - a file too broken to list is reported by the caller
-        return []
 
 
 def _corrupt(name: str, path: Path | str, why: str) -> CorruptCheckpointError:

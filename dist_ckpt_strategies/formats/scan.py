@@ -1,16 +1,19 @@
-"""Scan and verify a checkpoint of either format without loading it; the scan of format 1. No torch.
+"""Scan and verify a checkpoint of either format without loading it. Loads no torch.
 
-One pass over the directories reads names, sizes and the small metadata files.
+A scan reads names, sizes and metadata. In format 1 it lists all directories; the metadata of arrays
+and the names of objects say which files there should be. In format 2 the manifest lists all files.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +23,21 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     IncompatibleVersionError,
+    IncompleteCheckpointError,
+    StorageError,
 )
+from dist_ckpt_strategies.formats.arrays import chunk_name
 from dist_ckpt_strategies.formats.commit import HOLDS_SAFETENSORS, CheckpointMarker, are_safetensors
+from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import (
+    COMMON_FORMAT,
+    MAX_LISTED,
     NO_ANSWER,
     NO_FILE,
     FileCheck,
     Issue,
     Problem,
+    SaveBegun,
     Scan,
     ScannedArray,
     ScannedObject,
@@ -36,17 +46,26 @@ from dist_ckpt_strategies.formats.issues import (
     Watch,
     check_marker,
     compared,
-    has_own_common,
     marker_or_issue,
     missing_common,
-    missing_files,
     require_no_inner,
     sorted_by_key,
     unreadable,
 )
-from dist_ckpt_strategies.formats.object_files import file_damage, shard_id, shard_path
+from dist_ckpt_strategies.formats.manifest import (
+    FOLDER_NAMES,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SAVE_NAME,
+    SCHEMA,
+    ArrayRecord,
+    Manifest,
+    ManifestIndex,
+    ObjectRecord,
+)
+from dist_ckpt_strategies.formats.objects import file_damage, shard_id, shard_path
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, parse_metadata
-from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
+from dist_ckpt_strategies.formats.zarr3 import METADATA_NAME as FORMAT2_METADATA_NAME
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -54,6 +73,8 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Folder,
+    file_errors,
+    folders_below,
     nbytes_text,
     read_file,
     read_folder,
@@ -66,17 +87,24 @@ if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go wit
     from dist_ckpt_strategies.comm.base import Communicator
     from dist_ckpt_strategies.storage.bucket import Bucket
 
-_FORMAT1 = ("zarr", 1)
+_FORMAT1, _FORMAT2 = ("zarr", 1), ("zarr", 2)
 
 _NUM_THREADS = 8
-"""That read objects: many small files, on a file system that may be far away."""
+"""That read objects of format 1: many small files, on a file system that may be far away."""
 
 _CHUNK_NAME = re.compile(r"\d+(?:\.\d+)*", re.ASCII)
 _CHUNK_FOLDERS = re.compile(r"(?:/\d+)+\Z", re.ASCII)
 _SUFFIX = f"/{METADATA_NAME}"
 _LOCKS_SUFFIX = ".sync"
+"""Megatron-Core <= 0.15 kept locks of the array ``w`` in ``w.sync``, one empty file each."""
+
 _TEMPORARY_SUFFIXES = (".__lock", ".partial")
 """Files that TensorStore and zarr-python rename once they are whole."""
+
+_TOP_NAMES = (MARKER_NAME, COMMON_NAME)
+_FOLDERS = tuple(f"{name}/" for name in FOLDER_NAMES)
+_UNLISTED_NAMES = (MARKER_NAME, COMMON_NAME, SAVE_NAME, INDEX_NAME)
+"""Files that belong to a checkpoint of format 2, though the manifest may not list them."""
 
 
 def scan(place: Path | Bucket, watch: Watch | None = None) -> Scan:
@@ -96,15 +124,12 @@ def scan(place: Path | Bucket, watch: Watch | None = None) -> Scan:
             holds something else than format ("zarr", 2).
         BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
-    found = scan_format2(place)
-    if found is not None:
-        return found
     if isinstance(place, Path):
-        return _scan_format1(place, watch)
-    raise IncompatibleVersionError(
-        f"{place}: there is something, but no checkpoint of format ('zarr', 2); object stores "
-        "have no others"
-    )
+        place = place.absolute()
+        require_directory(place)
+        listed = _files_of_directory(place)
+        return _scan_format1(place, watch) if listed is None else _scan_format2(place, *listed)
+    return _scan_format2(place, *_files_of_bucket(place))
 
 
 def verify(
@@ -167,10 +192,7 @@ def _run(check: FileCheck, count: Count) -> list[Issue]:
     return found
 
 
-def _scan_format1(root: Path, watch: Watch | None = None) -> Scan:
-    """What a directory holds that is not known to be of another format of ours; see ``scan``."""
-    root = root.absolute()
-    require_directory(root)
+def _scan_format1(root: Path, watch: Watch | None) -> Scan:
     top, marker = read_folder(root, ""), marker_or_issue(Directory(root))
     is_foreign = isinstance(marker, CheckpointMarker) and marker.sharded_format != _FORMAT1
     folders = list(_folders(root, watch))
@@ -184,12 +206,16 @@ def _scan_format1(root: Path, watch: Watch | None = None) -> Scan:
     common_nbytes = top.files.get(COMMON_NAME)
     if common_nbytes is not None:
         checks.append(_archive(root, None, COMMON_NAME, common_nbytes))
-    elif has_own_common(marker):
+    elif isinstance(marker, Issue) or marker.common_format == COMMON_FORMAT:
         issues.append(missing_common())
     arrays = tuple(_compared_arrays(root, files, checks, issues))
     objects = tuple(_compared_objects(root, files, checks, issues))
-    if not (isinstance(marker, CheckpointMarker) or common_nbytes is not None or arrays or objects):
-        _require_no_other(root, top)
+    if isinstance(marker, Issue) and common_nbytes is None and not arrays and not objects:
+        if are_safetensors(top.files):
+            text = f"{root} is no checkpoint: {HOLDS_SAFETENSORS}"
+            raise CheckpointNotFoundError(text, path=str(root))
+        names = (name for name in top.folders if not name.startswith(PARTIAL_PREFIX))
+        require_no_inner(root, [name for name in names if (root / name / MARKER_NAME).exists()])
     return Scan(
         root=root,
         version=None if is_foreign else 1,
@@ -207,17 +233,14 @@ def _scan_format1(root: Path, watch: Watch | None = None) -> Scan:
 
 
 def _folders(root: Path, watch: Watch | None) -> Iterator[Folder]:
-    """The directories of a checkpoint, but for checkpoints of their own below it.
-
-    Of links to directories nothing below is looked at: they may lead in a circle.
-    """
+    """The directories of a checkpoint, but for checkpoints of their own below it."""
     waiting, num_done = [""], 0
     while waiting:
         folder = read_folder(root, waiting.pop())
         if not _is_other_checkpoint(folder):
             yield folder
             links = (read_folder(root, folder.path_of(link)) for link in folder.links)
-            yield from (link for link in links if not _is_other_checkpoint(link))
+            yield from (link for link in links if not _is_other_checkpoint(link))  # no circles
             waiting += map(folder.path_of, folder.folders)
         num_done += 1
         if watch:
@@ -226,6 +249,18 @@ def _folders(root: Path, watch: Watch | None) -> Iterator[Folder]:
 
 def _is_other_checkpoint(folder: Folder) -> bool:
     return bool(folder.key) and MARKER_NAME in folder.files and _stale_kind(folder) is None
+
+
+def _stale_kind(folder: Folder) -> StaleKind | None:
+    """Why nothing in the directory counts, if so."""
+    parts = folder.key.split("/")
+    if any(part.startswith(REMOVED_PREFIX) for part in parts):
+        return StaleKind.REMOVED
+    if parts[0].startswith(PARTIAL_PREFIX):
+        return StaleKind.PARTIAL
+    if parts[-1].endswith(_LOCKS_SUFFIX) and folder.files and not folder.nbytes:
+        return StaleKind.LOCKS
+    return None
 
 
 def _look_into(
@@ -254,27 +289,20 @@ def _compared_arrays(
     """The arrays, sorted by key; checks of their chunks, and what is wrong, join the lists."""
     store, chunks = Directory(root), _chunks_by_key(files)
     for key in sorted(p.removesuffix(_SUFFIX) for p in files if p.endswith(_SUFFIX)):
-        named, array = chunks.pop(key, {}), _read_metadata(root, key)
+        present, array = chunks.pop(key, {}), _read_metadata(root, key)
         if isinstance(array, Issue):
             issues.append(array)
             continue
-        present: dict[Shape, int] = {}
         expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
-        outside = []
-        for name, nbytes in sorted(named.items()):
-            index, path = _chunk_index(array, name), f"{key}/{name}"
-            if index is None:
-                outside.append(path)
-                continue
-            present[index] = nbytes
+        path_of = partial(chunk_name, array)
+        found = list(_compared_grid(key, array.grid, path_of, present, expected, "chunks"))
+        for path, nbytes in sorted(present.items()):
             size = array.chunk_nbytes if array.is_raw else max(nbytes, 1)
             run = partial(_check_readable, store, path, size)
             checks.append(FileCheck(key, path, size, run, expected))
             issues += compared(checks[-1], files)
+        issues += found
         yield ScannedArray(array, len(present), sum(present.values()))
-        path_of = partial(_chunk_path, array)
-        issues += missing_files(key, array.grid, present, path_of, expected)
-        issues += _unexpected(key, outside, "chunks", array.grid)
     for key, named in chunks.items():
         text = f"{NO_FILE}; files that look like chunks: {len(named)}"
         expected = "the array's metadata"
@@ -282,15 +310,26 @@ def _compared_arrays(
 
 
 def _chunks_by_key(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Sizes of files that look like chunks, by the key of their array and name below that."""
+    """Sizes of files that look like chunks, by the key of their array and by path."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for path, nbytes in files.items():
         key, _, name = path.rpartition("/")
         if key and _CHUNK_NAME.fullmatch(name):
             if key + _SUFFIX not in files:  # w/0/1 belongs to the array above the numbers
                 key = _CHUNK_FOLDERS.sub("", key)
-            found[key][path.removeprefix(f"{key}/")] = nbytes
+            found[key][path] = nbytes
     return found
+
+
+def _read_metadata(root: Path, key: str) -> ArraySpec | Issue:
+    path = key + _SUFFIX
+    try:
+        return parse_metadata(key, path, read_file(f"{root}/{path}", MAX_JSON_NBYTES))
+    except OSError as error:
+        return unreadable(key, path, reason(error))
+    except CheckpointError as error:
+        found = error.message.removeprefix(f"{key}: {path}").lstrip(": ")
+        return Issue(Problem.DAMAGED, key, path, "the metadata of a Zarr v2 array", found)
 
 
 def _check_readable(store: Store, path: str, nbytes: int) -> Iterator[Issue]:
@@ -303,103 +342,252 @@ def _check_readable(store: Store, path: str, nbytes: int) -> Iterator[Issue]:
 def _compared_objects(
     root: Path, files: Mapping[str, int], checks: list[FileCheck], issues: list[Issue]
 ) -> Iterator[ScannedObject]:
-    """The grids that files of objects make up, sorted by key; see ``_compared_arrays``.
-
-    Shards of one key that state different shapes make up a grid each. One of the older form,
-    with the last number of its shape left out, ends at the largest offset that is there.
-    """
-    by_grid: dict[tuple[str, Shape], dict[Shape, int]] = defaultdict(dict)
+    """The grids that files of objects make up, one for each shape that the files of a key state."""
+    by_grid: dict[tuple[str, Shape], dict[str, int]] = defaultdict(dict)
+    last: dict[tuple[str, Shape], int] = defaultdict(int)
     for path, nbytes in files.items():
         if shard := shard_id(path):
-            by_grid[shard.key, shard.shape][shard.offset] = nbytes
-    for (key, stated), sizes in sorted(by_grid.items()):
-        path_of = partial(_shard_path, key, stated)
-        checks += (_archive(root, key, path_of(o), nbytes) for o, nbytes in sorted(sizes.items()))
-        last = 1 + max(offset[-1] for offset in sizes)
-        shape = (*stated[:-1], last) if stated[-1] == UNKNOWN else stated
-        present = {offset for offset in sizes if all(map(int.__lt__, offset, shape))}
+            by_grid[shard.key, shard.shape][path] = nbytes
+            last[shard.key, shard.shape] = max(last[shard.key, shard.shape], shard.offset[-1])
+    for (key, stated), present in sorted(by_grid.items()):
+        checks += (_archive(root, key, *one) for one in sorted(present.items()))
+        file_nbytes = sum(present.values())
+        # In names of the older form the last number is left out: the largest offset tells it.
+        shape = (*stated[:-1], last[key, stated] + 1) if stated[-1] == UNKNOWN else stated
         num_shards = math.prod(shape)
-        yield ScannedObject(key, shape, len(present), num_shards, sum(sizes.values()))
-        issues += missing_files(key, shape, present, path_of, f"one of {num_shards} shards")
-        outside = map(path_of, sizes.keys() - present)
-        issues += _unexpected(key, outside, "shards", shape)
+
+        def path_of(offset: Shape, key: str = key, stated: Shape = stated) -> str:
+            return shard_path(ObjectId(key, offset, stated))
+
+        expected = f"one of {num_shards} shards"
+        issues += _compared_grid(key, shape, path_of, present, expected, "shards")
+        yield ScannedObject(key, shape, len(present), num_shards, file_nbytes)
 
 
-def _stale_kind(folder: Folder) -> StaleKind | None:
-    """Why nothing in the directory counts, if so.
-
-    Megatron-Core <= 0.15 kept locks of the array ``w`` in ``w.sync``, one empty file each.
-    """
-    parts = folder.key.split("/")
-    if any(part.startswith(REMOVED_PREFIX) for part in parts):
-        return StaleKind.REMOVED
-    if parts[0].startswith(PARTIAL_PREFIX):
-        return StaleKind.PARTIAL
-    if parts[-1].endswith(_LOCKS_SUFFIX) and folder.files and not folder.nbytes:
-        return StaleKind.LOCKS
-    return None
-
-
-def _read_metadata(root: Path, key: str) -> ArraySpec | Issue:
-    path = key + _SUFFIX
-    try:
-        return parse_metadata(key, path, read_file(f"{root}/{path}", MAX_JSON_NBYTES))
-    except OSError as error:
-        return unreadable(key, path, reason(error))
-    except CheckpointError as error:
-        expected = "the metadata of a Zarr v2 array"
-        return Issue(Problem.DAMAGED, key, path, expected, _cause(error))
-
-
-def _cause(error: CheckpointError) -> str:
-    """The cause alone: the issue names key and file."""
-    cause = error.__cause__
-    if isinstance(cause, KeyError):
-        return f"no field {cause}"
-    return str(cause) if cause else error.message.removeprefix(f"{error.key}: ")
-
-
-def _chunk_index(array: ArraySpec, name: str) -> Shape | None:
-    """The chunk that a file of that name holds; None where the array has no such chunk."""
-    parts = name.split(array.separator)
-    if not all(map(str.isdecimal, parts)) or not name.isascii():
-        return None
-    index = tuple(map(int, parts)) if array.shape else ()
-    fits = len(index) == len(array.shape) and all(map(int.__lt__, index, array.grid))
-    return index if fits and array.chunk_name(index) == name else None
-
-
-def _chunk_path(array: ArraySpec, index: Shape) -> str:
-    return f"{array.key}/{array.chunk_name(index)}"
-
-
-def _shard_path(key: str, stated: Shape, offset: Shape) -> str:
-    return shard_path(ObjectId(key, offset, stated))
-
-
-def _unexpected(key: str, paths: Iterable[str], what: str, grid: Shape) -> Iterator[Issue]:
-    expected = f"{what} of the grid {' x '.join(map(str, grid)) or '1'} only"
-    for path in sorted(paths):
-        yield Issue(Problem.UNEXPECTED_FILE, key, path, expected, "a file outside of it")
+def _compared_grid(
+    key: str,
+    grid: Shape,
+    path_of: Callable[[Shape], str],
+    present: dict[str, int],
+    expected: str,
+    what: str,
+) -> Iterator[Issue]:
+    """Issues for the files of a grid that are not there; files outside of it leave ``present``."""
+    num_missing = math.prod(grid) - len(present)
+    if num_missing > MAX_LISTED:  # a damaged grid may be of any size
+        found = f"{len(present)}; {num_missing} are missing"
+        yield Issue(Problem.MISSING_FILE, key, key, f"{math.prod(grid)} files", found)
+        return
+    paths = list(map(path_of, product(*map(range, grid))))
+    for path in paths:
+        if path not in present:
+            yield Issue(Problem.MISSING_FILE, key, path, expected, NO_FILE)
+    only = f"{what} of the grid {' x '.join(map(str, grid)) or '1'} only"
+    for path in sorted(present.keys() - set(paths)):
+        del present[path]
+        yield Issue(Problem.UNEXPECTED_FILE, key, path, only, "a file outside of it")
 
 
 def _archive(root: Path, key: str | None, path: str, nbytes: int) -> FileCheck:
-    return FileCheck(key, path, nbytes, partial(_check_archive, root, key, path))
+    """A ``.pt`` file, to be compared with its own checksums; nothing is unpickled."""
+
+    def run() -> Iterator[Issue]:
+        with (root / path).open("rb") as file:
+            damage = file_damage(file)
+        if damage is not None:
+            expected = "an archive that fits its own checksums"
+            yield Issue(Problem.DAMAGED, key, path, expected, damage)
+
+    return FileCheck(key, path, nbytes, run)
 
 
-def _check_archive(root: Path, key: str | None, path: str) -> Iterator[Issue]:
-    """Compare a ``.pt`` file with its own checksums; nothing is unpickled."""
-    with (root / path).open("rb") as file:
-        damage = file_damage(file)
-    if damage is not None:
-        yield Issue(Problem.DAMAGED, key, path, "an archive that fits its own checksums", damage)
+_Listed = tuple[Store, CheckpointMarker | Issue, dict[str, int | None], tuple[str, ...]]
+"""What gives the content of files; the marker, or what is wrong with it; the size of each of the
+checkpoint's files by name, None where a listing has none; names beside them."""
 
 
-def _require_no_other(root: Path, top: Folder) -> None:
-    """Refuse a directory of a model's files, and one that only holds checkpoints."""
-    if are_safetensors(top.files):
-        raise CheckpointNotFoundError(
-            f"{root} is no checkpoint: {HOLDS_SAFETENSORS}", path=str(root)
+def _files_of_directory(root: Path) -> _Listed | None:
+    """None where the directory is not of format 2."""
+    top, store = read_folder(root, ""), Directory(root)
+    if top.failure:
+        raise StorageError(f"{root} cannot be listed: {top.failure}", path=str(root))
+    marker = marker_or_issue(store)
+    with file_errors(None, root / MANIFEST_NAME):  # which may not be looked into
+        is_known = any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME))
+    if not is_known and not _is_format2(marker):
+        return None
+    files: dict[str, int | None] = {n: size for n, size in top.files.items() if _is_own(n)}
+    for folder in folders_below(root, [name for name in FOLDER_NAMES if name in top.folders]):
+        files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
+    names = {*top.files, *top.folders, *top.links, *top.others}
+    others = sorted(n for n in names.difference(files, FOLDER_NAMES) if not _is_stale(n))
+    return store, marker, files, tuple(others)
+
+
+def _files_of_bucket(bucket: Bucket) -> _Listed:
+    """One list of all names below the URL: those of the last save, and what is beside it."""
+    from dist_ckpt_strategies.formats.locations import (  # noqa: PLC0415
+        current_place,
+        require_something,
+        visible_place,
+    )
+
+    names = bucket.names()
+    if not names:
+        require_something(bucket)
+    place = visible_place(bucket)
+    prefix = str(place).removeprefix(str(bucket)).removeprefix("/")
+    inner = [n.removeprefix(f"{prefix}/") for n in names if n.startswith(prefix and f"{prefix}/")]
+    is_current = str(place) == str(current_place(bucket))
+    marker = marker_or_issue(place if is_current else bucket)
+    if not {SAVE_NAME, INDEX_NAME} & set(inner) and not _is_format2(marker):
+        ends = (f"/{MARKER_NAME}", f"/{SAVE_NAME}")
+        inner = sorted({n.partition("/")[0] for n in names if n[n.find("/") :] in ends})
+        require_no_inner(bucket, inner)
+        raise IncompatibleVersionError(
+            f"{bucket}: there is something, but no checkpoint of format ('zarr', 2); object stores "
+            "have no others"
         )
-    names = (name for name in top.folders if not name.startswith(PARTIAL_PREFIX))
-    require_no_inner(root, [name for name in names if (root / name / MARKER_NAME).exists()])
+    own = filter(_is_own, inner)
+    others = {name.partition("/")[0] for name in inner if not _is_own(name)}
+    if prefix:
+        beside = {name.partition("/")[0] for name in names}
+        others |= beside.difference({prefix, MARKER_NAME})
+    return place, marker, dict.fromkeys(own), tuple(sorted(others))
+
+
+def _is_format2(marker: CheckpointMarker | Issue) -> bool:
+    return isinstance(marker, CheckpointMarker) and marker.sharded_format == _FORMAT2
+
+
+def _is_stale(name: str) -> bool:
+    """Whether a file was being written, or removed, when a process was killed."""
+    return any(part.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) for part in name.split("/"))
+
+
+def _is_own(name: str) -> bool:
+    """Whether a file belongs to a checkpoint of format 2, or to what a killed save left of one."""
+    return name in _TOP_NAMES or _is_stale(name) or name.startswith(_FOLDERS)
+
+
+def _scan_format2(
+    place: Path | Bucket,
+    store: Store,
+    marker: CheckpointMarker | Issue,
+    files: dict[str, int | None],
+    others: tuple[str, ...],
+) -> Scan:
+    """Compare the files of a checkpoint with its manifest; see ``_Listed``."""
+    index, arrays, objects, issues = _read_manifest(store)
+    common = None if index is None else index.common
+    checks = partial(manifest_files, store, arrays, objects, common)
+    of_files: list[Issue] = []
+    listed = set(_UNLISTED_NAMES)
+    chunks: dict[str, list[int]] = defaultdict(list)
+    for check in checks():
+        listed.add(check.name)
+        of_files += compared(check, files)
+        if check.name in files:
+            nbytes = files[check.name]
+            nbytes = files[check.name] = check.nbytes if nbytes is None else nbytes
+            if check.key is not None and not check.name.endswith(FORMAT2_METADATA_NAME):
+                chunks[check.key].append(nbytes)
+    if common is None and COMMON_NAME not in files:
+        of_files.append(missing_common())
+    if index is not None and not issues:
+        of_files += _unlisted(files, listed, index)
+    stale = sorted((name, nbytes or 0) for name, nbytes in files.items() if _is_stale(name))
+    of_files.sort(key=lambda issue: issue.path)
+    return Scan(
+        root=place,
+        version=2,
+        marker=marker if isinstance(marker, CheckpointMarker) else None,
+        common_nbytes=files.get(COMMON_NAME),
+        arrays=tuple(_scanned_array(record, chunks[record.array.key]) for record in arrays),
+        objects=tuple(_grids(objects)),
+        stale_files=tuple(StaleFile(StaleKind.PARTIAL, *one) for one in stale),
+        issues=sorted_by_key([*check_marker(marker, _FORMAT2), *issues, *of_files]),
+        num_files=len(files),
+        nbytes=sum(nbytes or 0 for nbytes in files.values()),
+        checks=checks,
+        num_threads=store.num_readers,
+        begun=read_begun(store),
+        index=index,
+        others=others,
+    )
+
+
+def _unlisted(
+    files: dict[str, int | None], listed: set[str], index: ManifestIndex
+) -> Iterator[Issue]:
+    """An issue for each file that the manifest, all of which was read, does not list."""
+    for segment in index.segments:
+        listed.add(segment.name)
+        if files.get(segment.name, 0) is None:
+            files[segment.name] = segment.nbytes
+    for name in sorted(files.keys() - listed):
+        if not _is_stale(name):
+            nbytes = files[name]
+            expected = "no file that the manifest does not list"
+            found = "an object" if nbytes is None else nbytes_text(nbytes)
+            yield Issue(Problem.UNEXPECTED_FILE, None, name, expected, found)
+
+
+def read_begun(store: Store) -> SaveBegun | None:
+    """When and where the save to a place began; None where no file of a save says so."""
+    try:
+        fields = json.loads(store.read(SAVE_NAME)[:MAX_JSON_NBYTES])
+        if fields["schema"] != SCHEMA:
+            return None
+        return SaveBegun(float(fields["time"]), str(fields["host"]))
+    except NO_ANSWER:
+        raise
+    except (StorageError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _read_manifest(
+    store: Store,
+) -> tuple[ManifestIndex | None, list[ArrayRecord], list[ObjectRecord], list[Issue]]:
+    """The manifest as far as it can be read, sorted by key, and what is missing or damaged."""
+    arrays: list[ArrayRecord] = []
+    objects: list[ObjectRecord] = []
+    issues: list[Issue] = []
+    try:
+        manifest = Manifest(store)
+    except CheckpointError as error:
+        if error.path is None:
+            raise  # of a later version
+        return None, [], [], [_bad_manifest(INDEX_NAME, error)]
+    for segment in manifest.index.segments:
+        try:
+            of_segment = manifest.contents_of(segment)
+        except CheckpointError as error:
+            issues.append(_bad_manifest(segment.name, error))
+        else:
+            arrays += of_segment[0]
+            objects += of_segment[1]
+    return manifest.index, arrays, objects, issues
+
+
+def _bad_manifest(name: str, error: CheckpointError) -> Issue:
+    if isinstance(error, IncompleteCheckpointError):
+        return Issue(Problem.MISSING_FILE, None, name, "a file of the manifest", NO_FILE)
+    text = error.message.removeprefix(f"{error.path} ")
+    return Issue(Problem.DAMAGED, None, name, "what the save wrote", text)
+
+
+def _scanned_array(record: ArrayRecord, sizes: Sequence[int]) -> ScannedArray:
+    writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
+    return ScannedArray(record.array, len(sizes), sum(sizes), writers)
+
+
+def _grids(objects: Sequence[ObjectRecord]) -> Iterator[ScannedObject]:
+    by_key: dict[str, list[ObjectRecord]] = {}
+    for record in objects:
+        by_key.setdefault(record.id.key, []).append(record)
+    for key, records in by_key.items():
+        nbytes = sum(record.span.nbytes for record in records if record.span is not None)
+        writers = tuple(sorted({record.writer for record in records}))
+        shape = records[0].id.shape
+        yield ScannedObject(key, shape, len(records), len(records), nbytes, writers)

@@ -20,11 +20,11 @@ from dist_ckpt_strategies.formats.locations import (
     located,
     require_path,
 )
-from dist_ckpt_strategies.formats.object_files import object_ids
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_loadable,
     load_content,
+    object_ids,
     read_object,
     write_dumped,
 )

@@ -29,8 +29,7 @@ from dist_ckpt_strategies.formats.checkpoints import (
     has_manifest,
 )
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
-from dist_ckpt_strategies.formats.object_files import object_ids, remove_object
-from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.objects import Allowed, object_ids, remove_object
 from dist_ckpt_strategies.formats.zarr2 import array_keys, remove_array
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import (

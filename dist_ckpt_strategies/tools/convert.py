@@ -117,7 +117,7 @@ class ConvertOptions:
         What is on its way from a store takes memory too, and is bounded like a block.
         """
         options = self.storage
-        root = resolved(name, options)
+        root = _resolved(name, options)
         if isinstance(root, Bucket):
             options = options.with_changes(max_inflight_bytes=2 * self.block_nbytes)
         return open_reader(root, options, allow)
@@ -182,8 +182,8 @@ def convert(  # noqa: PLR0913
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """
-    conversion = _Conversion(options or ConvertOptions(), allow, Ranks(comm), is_upgrade=False)
-    return conversion.run(source, target, Format(to), keys, watch)
+    conversion = _Conversion(options or ConvertOptions(), allow, Ranks(comm), keys)
+    return conversion.run(source, target, Format(to), watch)
 
 
 @raises_megatron_errors
@@ -201,16 +201,7 @@ def upgrade(  # noqa: PLR0913
 
     The form ``fully_sharded_model_space``, of Megatron-Core up to 0.15.3 and NeMo 1.x, becomes
     ``fully_reshardable``: master parameters get their new names, and the common state says so.
-    Everything else is as in ``convert``.
-
-    Args:
-        source: see convert.
-        target: see convert.
-        to: format of the target; by default the source's own.
-        allow: further classes that the common state and objects may be unpickled to.
-        options: see convert.
-        watch: see convert.
-        comm: see convert.
+    Everything else is as in ``convert``, but that ``to`` is by default the source's own format.
 
     Raises:
         StrategyError: there is nothing to upgrade; others as in ``convert``.
@@ -219,43 +210,34 @@ def upgrade(  # noqa: PLR0913
     if chosen is Format.SAFETENSORS:
         raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
     conversion = _Conversion(options or ConvertOptions(), allow, Ranks(comm), is_upgrade=True)
-    return conversion.run(source, target, chosen, None, watch)
-
-
-def resolved(name: str | Path, options: Options) -> Location:
-    """The place of that name; a directory absolute, links resolved.
-
-    Raises:
-        StrategyError: it is no address.
-    """
-    location = located(name, options)
-    return location.resolve() if isinstance(location, Path) else location
+    return conversion.run(source, target, chosen, watch)
 
 
 class _Conversion:
     """One conversion, on all ranks that share it."""
 
     def __init__(
-        self, options: ConvertOptions, allow: Allowed, ranks: Ranks, *, is_upgrade: bool
+        self,
+        options: ConvertOptions,
+        allow: Allowed,
+        ranks: Ranks,
+        keys: str | None = None,
+        *,
+        is_upgrade: bool = False,
     ) -> None:
-        self._options, self._ranks, self._is_upgrade = options, ranks, is_upgrade
+        self._options, self._ranks, self._keys, self._is_upgrade = options, ranks, keys, is_upgrade
         self._allow = [*default_allowed(), *allow]
 
     def run(
-        self,
-        source: str | Path,
-        target: str | Path,
-        to: Format | None,
-        keys: str | None,
-        watch: Watch | None,
+        self, source: str | Path, target: str | Path, to: Format | None, watch: Watch | None
     ) -> ConvertReport:
         """Plan, write to a place of its own, and move that into the target. Collective."""
         started = time.monotonic()
-        ranks, memory, num_threads = self._ranks, Memory(), self._options.threads
+        ranks, memory = self._ranks, Memory()
 
         def prepare() -> tuple[CheckpointReader, TargetWriter, bytes]:
             reader = self._options.open(source, self._allow)
-            writer = self._writer(reader, target, to or reader.format, keys)
+            writer = self._writer(reader, target, to or reader.format)
             return reader, writer, self._common(reader, writer)
 
         reader, writer, common = ranks.run(prepare)
@@ -280,7 +262,11 @@ class _Conversion:
             return writer.write(task, read)
 
         records = ranks.share(
-            plan.tasks, lambda task: task.nbytes, write, num_threads=num_threads, watch=watch
+            plan.tasks,
+            lambda task: task.nbytes,
+            write,
+            num_threads=self._options.threads,
+            watch=watch,
         )
 
         def flush() -> list[tuple[int, Any]]:
@@ -297,20 +283,18 @@ class _Conversion:
         seconds = time.monotonic() - started
         return ConvertReport(len(plan.arrays), len(plan.objects), plan.nbytes, seconds)
 
-    def _writer(
-        self, reader: CheckpointReader, target: str | Path, to: Format, keys: str | None
-    ) -> TargetWriter:
+    def _writer(self, reader: CheckpointReader, target: str | Path, to: Format) -> TargetWriter:
         """Check the target's address, and plan; nothing is written."""
         options, block_nbytes = self._options.storage, self._options.block_nbytes
-        root = resolved(target, options)
+        root = _resolved(target, options)
         if to is not Format.ZARR2:
             require_path(root, f"a target of format {to}")
-        if _is_within(reader.root, root) or _is_within(root, reader.root):
+        if f"{root}/".startswith(f"{reader.root}/") or f"{reader.root}/".startswith(f"{root}/"):
             raise StrategyError(
                 f"{root}: the target must be a place beside the source, {reader.root}, not the "
                 "same, nor one within the other"
             )
-        arrays = _chosen(reader, to, keys)
+        arrays = _chosen(reader, to, self._keys)
         file_nbytes = 5 * 10**9 if to is Format.SAFETENSORS else 512 * MIB
         plan = build_convert_plan(
             arrays,
@@ -343,19 +327,21 @@ class _Conversion:
         return common
 
 
+def _resolved(name: str | Path, options: Options) -> Location:
+    location = located(name, options)
+    return location.resolve() if isinstance(location, Path) else location
+
+
 def _chosen(source: CheckpointReader, to: Format, keys: str | None) -> Sequence[SourceArray]:
     """The arrays to convert."""
     if to is not Format.SAFETENSORS:
         if keys is not None:
-            raise PlanError(
-                f"keys: {to} takes whole checkpoints; only safetensors a choice of arrays"
-            )
+            text = f"keys: {to} takes whole checkpoints; only safetensors a choice of arrays"
+            raise PlanError(text)
         return source.arrays
-    found = [
-        array
-        for array in source.arrays
-        if not _OPTIMIZER.match(array.key) and fnmatchcase(array.key, "*" if keys is None else keys)
-    ]
+    pattern = "*" if keys is None else keys
+    models = (array for array in source.arrays if not _OPTIMIZER.match(array.key))
+    found = [array for array in models if fnmatchcase(array.key, pattern)]
     if not found:
         of_keys = "" if keys is None else f" whose keys match {keys!r}"
         raise ArrayNotFoundError(
@@ -365,30 +351,18 @@ def _chosen(source: CheckpointReader, to: Format, keys: str | None) -> Sequence[
 
 
 def _require_free(root: Location, source: Location | str) -> None:
-    """Raise unless there is nothing, or what an unfinished conversion left.
-
-    Raises:
-        CheckpointExistsError: there is something else; where ``source`` is given, names the command
-            that compares the two.
-    """
+    """Raise unless there is nothing, or what an unfinished conversion left."""
     complete_commit(root)
     if isinstance(root, Bucket):
         root.require_bucket()
-        names = {name.partition("/")[0] for name in root.names("")}
-        is_free = all(name.startswith(SAVE_PREFIX) for name in names)
+        names = root.names()
     else:
         with file_errors(None, root):
-            names = {path.name for path in root.iterdir()} if root.exists() else set()
-        is_free = all(name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) for name in names)
-    if not is_free:
-        is_whole = is_finished(root)
+            names = os.listdir(root) if root.exists() else ()  # noqa: PTH208
+    leftovers = (SAVE_PREFIX,) if isinstance(root, Bucket) else (PARTIAL_PREFIX, REMOVED_PREFIX)
+    if not all(name.startswith(leftovers) for name in names):
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""
-        what = f"a finished checkpoint{hint}" if is_whole else "files of something else"
+        what = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"
         raise CheckpointExistsError(
             f"{root} holds {what}; name a new or empty directory", path=str(root)
         )
-
-
-def _is_within(inner: Location, outer: Location) -> bool:
-    """Whether one place is the other, or lies in it."""
-    return f"{inner}/".startswith(f"{outer}/")

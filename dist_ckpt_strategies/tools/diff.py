@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -31,7 +31,8 @@ from dist_ckpt_strategies.tools.plan_convert import (
     chunk_grid,
     stored_regions,
 )
-from dist_ckpt_strategies.tools.readers import CheckpointReader, Memory
+from dist_ckpt_strategies.tools.readers import Memory
+from dist_ckpt_strategies.tools.writers import bytes_of
 
 _MAX_TEXT = 120
 _MAX_PLACES = 100
@@ -162,28 +163,26 @@ class _Comparison:
     ) -> DiffReport:
         """Compare the keys, then the elements, then the objects. Collective."""
         mine, theirs = self._ranks.run(lambda: self._open(a, b, keys))
-        pairs = {key: (mine[key], theirs[key]) for key in sorted(mine.keys() & theirs.keys())}
-        found = [_only(mine[key], Difference.ONLY_IN_A) for key in mine.keys() - theirs.keys()]
-        found += [_only(theirs[key], Difference.ONLY_IN_B) for key in theirs.keys() - mine.keys()]
-        misfits = {key: _misfit(*pair) for key, pair in pairs.items()}
-        found += filter(None, misfits.values())
-        same = [pair[0] for key, pair in pairs.items() if misfits[key] is None]
+        found, same = [], []
+        for key in sorted(mine.keys() | theirs.keys()):
+            misfit = _misfit(key, mine.get(key), theirs.get(key))
+            if misfit is None:
+                same.append(mine[key])
+            else:
+                found.append(misfit)
         found += self._compared(same, watch)
-        by_key = tuple(sorted(found, key=lambda difference: difference.key))
-        total = sum(array.nbytes for array in same)
+        found.sort(key=lambda difference: difference.key)
+        num_arrays, nbytes = len(mine.keys() & theirs.keys()), sum(array.nbytes for array in same)
         if keys is not None:
-            return DiffReport(by_key, (), len(pairs), 0, total)
+            return DiffReport(tuple(found), (), num_arrays, 0, nbytes)
 
         def objects() -> tuple[int, list[Any]]:
-            found = _objects(self._a, self._b, self._allow)
-            return len({*self._a.objects} & {*self._b.objects}), list(map(astuple, found))
+            differing = map(astuple, self._objects())
+            return len({*self._a.objects} & {*self._b.objects}), list(differing)
 
-        num_objects, of_objects = self._ranks.run_on_first(objects)
-        differing = (
-            ObjectDifference(key, Difference(difference), *rest)
-            for key, difference, *rest in of_objects
-        )
-        return DiffReport(by_key, tuple(differing), len(pairs), num_objects, total)
+        num_objects, fields = self._ranks.run_on_first(objects)
+        differing = (ObjectDifference(key, Difference(what), *rest) for key, what, *rest in fields)
+        return DiffReport(tuple(found), tuple(differing), num_arrays, num_objects, nbytes)
 
     def _open(self, a: str | Path, b: str | Path, keys: str | None) -> list[dict[str, SourceArray]]:
         """Open both; returns the arrays to compare, each known to be whole."""
@@ -206,29 +205,23 @@ class _Comparison:
 
         The stored regions of the first checkpoint are what ranks and threads take in turn.
         """
-        tasks = [
-            (array, region) for array in arrays if array.nbytes for region in stored_regions(array)
-        ]
         results = self._ranks.share(
-            tasks,
+            [(array, part) for array in arrays if array.nbytes for part in stored_regions(array)],
             lambda task: task[1].numel * task[0].dtype.itemsize,
             lambda task, count: self._values(*task, count),
             num_threads=self._options.threads,
             watch=watch,
         )
-        own: dict[str, ArrayDifference] = {}
-        for found in filter(None, results.values()):
-            own[found.key] = _merged(own.get(found.key), found)
-        merged: dict[str, ArrayDifference] = {}
-        for of_rank in self._ranks.gather(lambda: list(map(astuple, own.values()))):
-            for key, difference, a, b, index, *rest in of_rank:
-                one = ArrayDifference(key, Difference(difference), a, b, tuple(index), *rest)
-                merged[key] = _merged(merged.get(key), one)
-        return merged.values()
+        own = _merged(filter(None, results.values()))
+        rows = chain.from_iterable(self._ranks.gather(lambda: list(map(astuple, own))))
+        return _merged(
+            ArrayDifference(key, Difference(difference), a, b, tuple(index), *rest)
+            for key, difference, a, b, index, *rest in rows
+        )
 
     def _values(self, array: SourceArray, region: Region, count: Count) -> ArrayDifference | None:
         """How a region differs; None where it does not."""
-        found: ArrayDifference | None = None
+        found = []
         itemsize, limit = array.dtype.itemsize, self._options.block_nbytes
         for block in blocks(region, itemsize, limit, array.granularity):
             one = self._memory.array(block.shape, array.dtype, "a")
@@ -236,49 +229,70 @@ class _Comparison:
             self._a.read(array.key, block, one)
             self._b.read(array.key, block, other)
             count(block.numel * itemsize)
-            if not _are_equal(one, other):
-                found = _merged(found, _difference(array.key, block, one, other))
-        return found
+            mine, theirs = bytes_of(one), bytes_of(other)
+            if mine.size % 8 == 0:
+                mine, theirs = mine.view(np.uint64), theirs.view(np.uint64)
+            if not np.array_equal(mine, theirs):
+                found.append(_difference(array.key, block, one, other))
+        return next(iter(_merged(found)), None)
+
+    def _objects(self) -> Iterator[ObjectDifference]:
+        a, b = self._a, self._b
+        mine, theirs = set(a.objects), set(b.objects)
+        for object_id in sorted(mine | theirs):
+            key = object_id.unique_key
+            if object_id not in theirs:
+                yield ObjectDifference(key, Difference.ONLY_IN_A, "", "an object", "nothing")
+            elif object_id not in mine:
+                yield ObjectDifference(key, Difference.ONLY_IN_B, "", "nothing", "an object")
+            else:
+                yield from self._contents(
+                    key, a.object_content(object_id), b.object_content(object_id)
+                )
+        yield from self._contents(COMMON_NAME, a.common_content(), b.common_content())
+
+    def _contents(self, key: str, mine: bytes, theirs: bytes) -> Iterator[ObjectDifference]:
+        if mine != theirs:
+            a = load_content(mine, f"{self._a.root}/{key}", key, self._allow)
+            b = load_content(theirs, f"{self._b.root}/{key}", key, self._allow)
+            for found in islice(_differing_places(a, b), _MAX_PLACES):
+                yield ObjectDifference(key, Difference.VALUES, *found)
 
 
-def _merged(one: ArrayDifference | None, other: ArrayDifference) -> ArrayDifference:
-    """What two differences of one array's values are together."""
-    if one is None:
-        return other
-    first = min(one, other, key=lambda found: found.index or ())
-    largest = (one.max_abs_difference, other.max_abs_difference)
-    return replace(
-        first,
-        num_differing=one.num_differing + other.num_differing,
-        max_abs_difference=max((found for found in largest if found is not None), default=None),
-    )
+def _merged(found: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
+    """One for each array, out of the differences of its regions."""
+    by_key: dict[str, ArrayDifference] = {}
+    for other in found:
+        one = by_key.setdefault(other.key, other)
+        if one is not other:
+            largest = (one.max_abs_difference, other.max_abs_difference)
+            by_key[one.key] = replace(
+                min(one, other, key=lambda found: found.index or ()),
+                num_differing=one.num_differing + other.num_differing,
+                max_abs_difference=max((n for n in largest if n is not None), default=None),
+            )
+    return by_key.values()
 
 
-def _only(array: SourceArray, difference: Difference) -> ArrayDifference:
-    texts = [f"{array.dtype.value} {array.shape}", "nothing"]
-    one, other = texts if difference is Difference.ONLY_IN_A else reversed(texts)
-    return ArrayDifference(array.key, difference, one, other)
-
-
-def _misfit(one: SourceArray, other: SourceArray) -> ArrayDifference | None:
+def _misfit(key: str, one: SourceArray | None, other: SourceArray | None) -> ArrayDifference | None:
+    """What keeps the elements of two arrays from being compared, if anything."""
+    if one is None or other is None:
+        a, b = (
+            f"{array.dtype.value} {array.shape}" if array else "nothing" for array in (one, other)
+        )
+        difference = Difference.ONLY_IN_B if one is None else Difference.ONLY_IN_A
+        return ArrayDifference(key, difference, a, b)
     if one.shape != other.shape:
-        return ArrayDifference(one.key, Difference.SHAPE, str(one.shape), str(other.shape))
+        return ArrayDifference(key, Difference.SHAPE, str(one.shape), str(other.shape))
     if one.dtype is not other.dtype:
-        return ArrayDifference(one.key, Difference.DTYPE, one.dtype.value, other.dtype.value)
+        return ArrayDifference(key, Difference.DTYPE, one.dtype.value, other.dtype.value)
     return None
-
-
-def _are_equal(one: HostArray, other: HostArray) -> bool:
-    mine, theirs = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
-    if mine.size % 8 == 0:
-        mine, theirs = mine.view(np.uint64), theirs.view(np.uint64)
-    return bool(np.array_equal(mine, theirs))
 
 
 def _difference(key: str, block: Region, one: HostArray, other: HostArray) -> ArrayDifference:
     """How the elements of a block differ, of which at least one does."""
-    mine, theirs = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
-    places = np.flatnonzero((mine != theirs).reshape(one.size, -1).any(axis=1))
+    is_other = (bytes_of(one) != bytes_of(other)).reshape(one.size, -1).any(axis=1)
+    places = np.flatnonzero(is_other)
     own, others = one.reshape(-1)[places], other.reshape(-1)[places]
     at = np.unravel_index(places[0], block.shape) if block.shape else ()
     index = tuple(int(o + p) for o, p in zip(block.offset, at, strict=True))
@@ -292,82 +306,48 @@ def _difference(key: str, block: Region, one: HostArray, other: HostArray) -> Ar
     return ArrayDifference(key, Difference.VALUES, *texts, index, int(places.size), largest)
 
 
-def _objects(
-    a: CheckpointReader, b: CheckpointReader, allow: Allowed
-) -> Iterator[ObjectDifference]:
-    mine, theirs = set(a.objects), set(b.objects)
-    for object_id in sorted(mine | theirs):
-        key = object_id.unique_key
-        if object_id not in theirs:
-            yield ObjectDifference(key, Difference.ONLY_IN_A, "", "an object", "nothing")
-        elif object_id not in mine:
-            yield ObjectDifference(key, Difference.ONLY_IN_B, "", "nothing", "an object")
-        else:
-            contents = a.object_content(object_id), b.object_content(object_id)
-            yield from _contents(key, *contents, (str(a.root), str(b.root)), allow)
-    paths = (f"{a.root}/{COMMON_NAME}", f"{b.root}/{COMMON_NAME}")
-    yield from _contents(COMMON_NAME, a.common_content(), b.common_content(), paths, allow)
-
-
-def _contents(
-    key: str, a: bytes, b: bytes, paths: tuple[str, str], allow: Allowed
-) -> Iterator[ObjectDifference]:
-    if a != b:
-        values = [
-            load_content(one, path, key, allow) for one, path in zip((a, b), paths, strict=True)
-        ]
-        for found in islice(differing_places(*values), _MAX_PLACES):
-            yield ObjectDifference(key, Difference.VALUES, *found)
-
-
-def differing_places(a: Any, b: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
+def _differing_places(a: Any, b: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
     """Each place at which two values are not the same, and what is there in short."""
-    is_list = isinstance(a, (list, tuple))
-    if type(a) is type(b) and is_list and len(a) != len(b):
+    mine = _held(a) if type(a) is type(b) else None
+    if mine is None:
+        if type(a) is not type(b) or not _is_same(a, b):
+            yield where, _short(a), _short(b)
+    elif isinstance(a, (list, tuple)) and len(a) != len(b):
         yield where, f"{len(a)} elements", f"{len(b)} elements"
-    elif type(a) is type(b) and (form := _place_form(a)):
-        mine, theirs = (
-            value if isinstance(value, dict) else dict(enumerate(value)) if is_list else vars(value)
-            for value in (a, b)
-        )
-        for key in [*mine, *(key for key in theirs if key not in mine)]:
-            place = where + form.format(key)
-            if key not in theirs:
-                yield place, _short(mine[key]), "nothing"
-            elif key not in mine:
-                yield place, "nothing", _short(theirs[key])
+    else:
+        theirs = _held(b) or {}
+        for place in {**mine, **theirs}:
+            if place in mine and place in theirs:
+                yield from _differing_places(mine[place], theirs[place], where + place)
             else:
-                yield from differing_places(mine[key], theirs[key], place)
-    elif type(a) is not type(b) or not _is_same(a, b):
-        yield where, _short(a), _short(b)
+                one = _short(mine[place]) if place in mine else "nothing"
+                other = _short(theirs[place]) if place in theirs else "nothing"
+                yield where + place, one, other
 
 
-def _place_form(value: Any) -> str:
-    """How a place within the value is written; empty for values that hold no others."""
-    if isinstance(value, (dict, list, tuple)):
-        return "[{!r}]"
+def _held(value: Any) -> dict[str, Any] | None:
+    """What a value holds, by the text of its place there; None of values that hold no others."""
+    if isinstance(value, dict):
+        return {f"[{key!r}]": held for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"[{number}]": held for number, held in enumerate(value)}
     if isinstance(value, (type, torch.Tensor)) or not getattr(value, "__dict__", None):
-        return ""
-    return ".{}"
+        return None
+    return {f".{name}": held for name, held in vars(value).items()}
 
 
 def _is_same(a: Any, b: Any) -> bool:
     """Whether two values of one type, that hold no others, are equal to the bit."""
+    if isinstance(a, (torch.Tensor, np.ndarray)) and (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
     if isinstance(a, torch.Tensor):
-        alike = a.dtype == b.dtype and a.shape == b.shape
-        return bool(alike and torch.equal(_bits(a), _bits(b)))
+        a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        return bool(torch.equal(a, b))
     if isinstance(a, np.ndarray):
-        alike = a.dtype == b.dtype and a.shape == b.shape
-        return bool(alike and a.tobytes() == b.tobytes())
+        return bool(a.tobytes() == b.tobytes())
     if isinstance(a, io.BytesIO):
         return bool(a.getvalue() == b.getvalue())
-    if isinstance(a, float) and math.isnan(a):
-        return bool(math.isnan(b))
-    return bool(a == b)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
 def _short(value: Any) -> str:

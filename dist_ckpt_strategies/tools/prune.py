@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,10 +28,9 @@ from dist_ckpt_strategies.formats.commit import (
     complete_commit,
     remove_contents,
 )
-from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem, lacks_files
+from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.manifest import SAVE_NAME
-from dist_ckpt_strategies.formats.scan import scan
-from dist_ckpt_strategies.formats.zarr3_scan import read_begun
+from dist_ckpt_strategies.formats.scan import read_begun, scan
 from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     PARTIAL_PREFIX,
@@ -43,7 +42,7 @@ from dist_ckpt_strategies.storage.files import (
     require_directory,
     sync_path,
 )
-from dist_ckpt_strategies.storage.store import Directory
+from dist_ckpt_strategies.storage.store import Directory, Store
 from dist_ckpt_strategies.storage.urls import StoreUrl, parsed_address
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
@@ -75,29 +74,6 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    """A directory below the one that holds all checkpoints.
-
-    Attributes:
-        name: of the directory.
-        iteration: the number that its name ends in; None where it ends in none.
-        status: what it is.
-        age_s: since the newest change in it, in seconds.
-        nbytes: of its files; None where that is not known.
-        is_named: whether ``latest_checkpointed_iteration.txt`` names it.
-        failure: why it is unreadable.
-    """
-
-    name: str
-    iteration: int | None
-    status: Status
-    age_s: float
-    nbytes: int | None = None
-    is_named: bool = False
-    failure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class RetentionPolicy:
     """What is kept; without any of the first three nothing is removed.
 
@@ -117,23 +93,29 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PruneDecision:
-    """Whether one directory is removed.
+    """A directory below the one that holds all checkpoints, and whether it is removed.
 
     Attributes:
         name: of the directory.
+        iteration: the number that its name ends in; None where it ends in none.
         status: what it is.
+        age_s: since the newest change in it, in seconds.
         nbytes: of its files; None where that is not known.
+        is_named: whether ``latest_checkpointed_iteration.txt`` names it.
         is_removed: whether it is removed.
-        why: the reason, in words.
+        why: the reason, in words; of what is not decided yet, why it cannot be read.
         stays: names in a removed one that are no part of the checkpoint and stay, with the
             directory.
     """
 
     name: str
+    iteration: int | None
     status: Status
-    nbytes: int | None
-    is_removed: bool
-    why: str
+    age_s: float = field(compare=False)
+    nbytes: int | None = None
+    is_named: bool = False
+    is_removed: bool = False
+    why: str = ""
     stays: tuple[str, ...] = ()
 
 
@@ -216,7 +198,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
 
 
 def build_prune_plan(
-    found: Iterable[FoundCheckpoint], policy: RetentionPolicy
+    found: Iterable[PruneDecision], policy: RetentionPolicy
 ) -> tuple[PruneDecision, ...]:
     """Decide about each directory; the newest complete one is always kept.
 
@@ -243,72 +225,64 @@ def build_prune_plan(
     ordered = sorted(found, key=_order)
     complete = [one for one in ordered if one.status is Status.COMPLETE]
     decisions = []
-    for one in sorted(ordered, key=_removal_order):
+    for one in sorted(ordered, key=lambda one: one.status is not Status.UNFINISHED):
         why = _why_it_stays(one, policy, complete)
         is_killed = one.status is Status.UNFINISHED
         removal = f"{one.status}{': its save was killed' if is_killed else ', and not to be kept'}"
-        decisions.append(PruneDecision(one.name, one.status, one.nbytes, not why, why or removal))
+        decisions.append(replace(one, is_removed=not why, why=why or removal))
     return tuple(decisions)
 
 
-def _removal_order(one: FoundCheckpoint) -> tuple[bool, ...]:
-    """Unfinished ones, checkpoints, what is no checkpoint, what cannot be read."""
-    status = one.status
-    return status is not Status.UNFINISHED, status is Status.UNREADABLE, status is Status.OTHER
-
-
-def _order(one: FoundCheckpoint) -> tuple[bool, int, float, str]:
+def _order(one: PruneDecision) -> tuple[bool, int, float, str]:
     return one.iteration is not None, one.iteration or 0, -one.age_s, one.name
 
 
 def _why_it_stays(
-    one: FoundCheckpoint, policy: RetentionPolicy, complete: Sequence[FoundCheckpoint]
+    one: PruneDecision, policy: RetentionPolicy, complete: Sequence[PruneDecision]
 ) -> str:
     """Why a directory stays; empty where it does not."""
-    is_damaged, is_complete = one.status is Status.DAMAGED, one.status is Status.COMPLETE
-    is_unfinished, is_ours = one.status is Status.UNFINISHED, is_damaged or is_complete
-    last, every = policy.last or 0, policy.every or 0
-    is_all_kept = not last and not every
+    status, last, every = one.status, policy.last or 0, policy.every or 0
+    is_unfinished, is_complete = status is Status.UNFINISHED, status is Status.COMPLETE
+    is_damaged, is_all_kept = status is Status.DAMAGED, not last and not every
     num_newer = sum(_order(other) > _order(one) for other in complete)
-    latest = min(reversed(complete), key=lambda other: other.age_s, default=None)
+    is_last = one is min(reversed(complete), key=lambda other: other.age_s, default=None)
     is_multiple = bool(every and one.iteration is not None and one.iteration % every == 0)
+    is_young = one.age_s < policy.older_than_s
+    may_run = f"unfinished, and may still be written: changed {one.age_s:.0f} s ago"
+    damaged = "damaged, and not counted; `dist-ckpt verify` lists the damage"
     reasons = (
-        (one.status is Status.OTHER, "not known to be a checkpoint of this package"),
-        (one.status is Status.UNREADABLE, f"cannot be read: {one.failure}"),
-        (
-            is_unfinished and not policy.removes_unfinished,
-            "unfinished; kept without --unfinished",
-        ),
-        (
-            is_unfinished and one.age_s < policy.older_than_s,
-            f"unfinished, and may still be written: changed {one.age_s:.0f} s ago",
-        ),
-        (
-            is_damaged and (is_all_kept or num_newer < (last or 1)),
-            "damaged, and not counted; `dist-ckpt verify` lists the damage",
-        ),
+        (status is Status.OTHER, "not known to be a checkpoint of this package"),
+        (status is Status.UNREADABLE, f"cannot be read: {one.why}"),
+        (is_unfinished and not policy.removes_unfinished, "unfinished; kept without --unfinished"),
+        (is_unfinished and is_young, may_run),
+        (is_damaged and (is_all_kept or num_newer < (last or 1)), damaged),
         (is_complete and is_all_kept, "complete; kept without --keep-last or --keep-every"),
         (is_complete and num_newer == 0, "the newest"),
-        (one is latest, "written last"),
+        (is_last, "written last"),
         (is_complete and num_newer < last, f"one of the last {last}"),
-        (is_ours and is_multiple, f"a multiple of {every}"),
-        (is_ours and one.is_named, "the run's tracker file names it"),
-        (is_ours and one.name == _RELEASE, "a release"),
+        (not is_unfinished and is_multiple, f"a multiple of {every}"),
+        (not is_unfinished and one.is_named, "the run's tracker file names it"),
+        (not is_unfinished and one.name == _RELEASE, "a release"),
     )
     return next((why for applies, why in reasons if applies), "")
 
 
-def _find(root: Location) -> list[FoundCheckpoint]:
-    """What there is below a place; links are passed over.
-
-    Raises:
-        PlanError: it is a checkpoint itself.
-        CheckpointNotFoundError, StorageError: it does not exist, or cannot be read.
-    """
-    names, is_checkpoint = _names_in(root) if isinstance(root, Path) else _names_below(root)
+def _find(root: Location) -> list[PruneDecision]:
+    """What there is below a place; links are passed over."""
+    if isinstance(root, Path):
+        require_directory(root)
+        with file_errors(None, root), os.scandir(root) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            is_checkpoint = any((root / name).exists() for name in (MARKER_NAME, SAVE_NAME))
+        store: Store = Directory(root)
+    else:
+        names, is_checkpoint = _names_below(root)
+        store = root
     if is_checkpoint:
         raise PlanError(f"{root} is a checkpoint itself; name the directory that holds it")
-    tracked = _tracked(root)
+    tracked = None
+    with suppress(IncompleteCheckpointError, ValueError):
+        tracked = int(store.read(_TRACKER_NAME))
     now_s = time.time()
     found = (_look_at(root, name, now_s) for name in names)
     return [
@@ -316,22 +290,14 @@ def _find(root: Location) -> list[FoundCheckpoint]:
     ]
 
 
-def _names_in(root: Path) -> tuple[list[str], bool]:
-    """The directories in a directory, and whether it is a checkpoint itself."""
-    require_directory(root)
-    with file_errors(None, root), os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-        return names, any((root / name).exists() for name in (MARKER_NAME, SAVE_NAME))
-
-
 def _names_below(root: Bucket) -> tuple[list[str], bool]:
-    """The same below a URL. All names are held in memory."""
+    """What stands for directories below a URL, and whether it is a checkpoint itself."""
     from dist_ckpt_strategies.formats.locations import (  # noqa: PLC0415
         SAVE_PREFIX,
         require_something,
     )
 
-    names = list(root.names(""))
+    names = root.names()
     if not names:
         require_something(root)
     is_checkpoint = any(
@@ -343,16 +309,7 @@ def _names_below(root: Bucket) -> tuple[list[str], bool]:
     return sorted({top for top, slash, _ in parts if top and slash}), is_checkpoint
 
 
-def _tracked(root: Location) -> int | None:
-    """The iteration that the run's tracker file names."""
-    store = Directory(root) if isinstance(root, Path) else root
-    try:
-        return int(store.read(_TRACKER_NAME))
-    except (IncompleteCheckpointError, ValueError):
-        return None
-
-
-def _look_at(root: Location, name: str, now_s: float) -> FoundCheckpoint:
+def _look_at(root: Location, name: str, now_s: float) -> PruneDecision:
     """What one of them is."""
     number = _NUMBER.search(name)
     iteration = int(number[1]) if number else None
@@ -364,16 +321,13 @@ def _look_at(root: Location, name: str, now_s: float) -> FoundCheckpoint:
     except NO_ANSWER:
         raise
     except (OSError, StorageError) as error:
-        failure = error.message if isinstance(error, StorageError) else reason(error)
-        return FoundCheckpoint(name, iteration, Status.UNREADABLE, 0.0, failure=failure)
-    return FoundCheckpoint(name, iteration, status, max(0.0, now_s - changed_s), nbytes)
+        why = error.message if isinstance(error, StorageError) else reason(error)
+        return PruneDecision(name, iteration, Status.UNREADABLE, 0.0, why=why)
+    return PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)
 
 
 def _directory_status(directory: Path) -> tuple[Status, int | None, float]:
-    """What a directory is, the bytes in it, and when it became that.
-
-    It is known by its marker, or by what a save leaves under its save id.
-    """
+    """What a directory is, the bytes in it, and when it became that."""
     complete_commit(directory)
     marker = directory / MARKER_NAME
     if has_marker := marker.exists():
@@ -384,13 +338,16 @@ def _directory_status(directory: Path) -> tuple[Status, int | None, float]:
         status = Status.UNFINISHED if is_ours else Status.OTHER
     if status is Status.OTHER:
         return status, None, 0.0
-    folders = list(folders_below(directory, [""]))
-    for folder in folders:
+    nbytes, changed_s = 0, 0.0
+    for folder in folders_below(directory, [""]):
         if folder.failure:
             path = folder.key or "."
             raise StorageError(f"{path}: {folder.failure}", path=path)
-    changed_s = marker.stat().st_mtime if has_marker else max(_times(directory), default=0.0)
-    return status, sum(folder.nbytes for folder in folders), changed_s
+        nbytes += folder.nbytes
+        for name in ("", *folder.files):
+            with suppress(OSError):  # it has gone meanwhile
+                changed_s = max(changed_s, os.lstat(directory / folder.path_of(name)).st_mtime)
+    return status, nbytes, marker.stat().st_mtime if has_marker else changed_s
 
 
 def _scanned(place: Location) -> tuple[Status, int | None, float]:
@@ -405,7 +362,8 @@ def _scanned(place: Location) -> tuple[Status, int | None, float]:
         raise StorageError(f"{unreadable.path}: {unreadable.found}", path=unreadable.path)
     has_manifest = found.version == 1 or found.index is not None
     if found.marker is not None and has_manifest and Problem.UNKNOWN_BACKEND not in problems:
-        status = Status.DAMAGED if lacks_files(found.issues) else Status.COMPLETE
+        lacks_files = bool(problems.keys() - {Problem.UNEXPECTED_FILE})
+        status = Status.DAMAGED if lacks_files else Status.COMPLETE
     elif Problem.MISSING_MARKER in problems and found.begun is not None:
         status = Status.UNFINISHED
     else:
@@ -419,13 +377,6 @@ def _is_stale(entry: os.DirEntry[str]) -> bool:
     if entry.name == OLD_MARKER_NAME:
         return True
     return entry.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and entry.is_dir()
-
-
-def _times(directory: Path) -> Iterator[float]:
-    for at, _, names in os.walk(directory):
-        for path in (at, *(f"{at}/{name}" for name in names)):
-            with suppress(OSError):  # it has gone meanwhile
-                yield os.lstat(path).st_mtime
 
 
 def _is_unchanged(root: Location, found: PruneDecision, older_than_s: float) -> bool:
@@ -444,20 +395,12 @@ def _remove(root: Location, name: str) -> tuple[str, ...]:
     directory = root / name
     remove_contents(directory)
     with file_errors(None, directory):
-        _remove_empty_folders(directory)
+        own = []
+        for at, names, _ in os.walk(directory):  # which does not follow links
+            names[:] = [inner for inner in names if not is_elsewhere(Path(at, inner))]
+            own.append(Path(at))
+        for path in reversed(own):
+            if not any(path.iterdir()):
+                path.rmdir()
         sync_path(root)
         return tuple(sorted(os.listdir(directory))) if directory.exists() else ()  # noqa: PTH208
-
-
-def _remove_empty_folders(directory: Path) -> None:
-    """Remove a directory and those below it as far as nothing is in them.
-
-    Links and other checkpoints are not looked into.
-    """
-    with os.scandir(directory) as entries:
-        inner = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    for path in inner:
-        if not is_elsewhere(path):
-            _remove_empty_folders(path)
-    if not any(directory.iterdir()):
-        directory.rmdir()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -17,17 +15,19 @@ import numpy.typing as npt
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import COMMON_OBJECT, DType, ObjectId, Region, Shape
 from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
 )
-from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
-from dist_ckpt_strategies.formats.locations import Location, read_marker
-from dist_ckpt_strategies.formats.object_files import file_damage, plain_value
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object
+from dist_ckpt_strategies.formats.checkpoints import (
+    Format1Checkpoint,
+    Format2Checkpoint,
+    StoredCheckpoint,
+)
+from dist_ckpt_strategies.formats.locations import Location, read_marker, require_path
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object, plain_value, require_archive
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file
-from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
+from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.store import ArrayRead, Directory, HostArray
 from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
 
 
@@ -84,12 +84,12 @@ class CheckpointReader(ABC):
             CorruptCheckpointError: it is damaged.
         """
         try:
-            content, path = self._common_file()
+            content = self._common_file()
         except IncompleteCheckpointError:
             if COMMON_OBJECT not in self._stored_objects():
                 raise
         else:
-            require_archive(content, "common state", path)
+            require_archive(content, f"{self.root}/{COMMON_NAME}", "common state")
             return content
         content = self.object_content(COMMON_OBJECT)
         plain = plain_value(content)
@@ -99,19 +99,14 @@ class CheckpointReader(ABC):
     def _stored_objects(self) -> Sequence[ObjectId]:
         """All shards of objects, in any order."""
 
-    def _common_file(self) -> tuple[bytes, str]:
-        """The content of the common state's file, and its path."""
-        path = f"{self.root}/{COMMON_NAME}"
-        with file_errors(None, path, not_found=IncompleteCheckpointError):
-            return read_file(path), path
+    def _common_file(self) -> bytes:
+        return Directory(require_path(self.root, f"format {self.format}")).read(COMMON_NAME)
 
 
 class ZarrReader(CheckpointReader):
     """A checkpoint of format ("zarr", 1) or ("zarr", 2), through the reader that loads use."""
 
-    def __init__(
-        self, root: Location, checkpoint: Format1Checkpoint | Format2Checkpoint, timeout_s: float
-    ) -> None:
+    def __init__(self, root: Location, checkpoint: StoredCheckpoint, timeout_s: float) -> None:
         is_format2 = isinstance(checkpoint, Format2Checkpoint)
         super().__init__(root, Format.ZARR2 if is_format2 else Format.ZARR1)
         self._checkpoint, self._timeout_s = checkpoint, timeout_s
@@ -134,16 +129,16 @@ class ZarrReader(CheckpointReader):
         content = self._checkpoint.object_content(object_id)
         if plain_value(content) is None:
             path = self._checkpoint.object_path(object_id)
-            require_archive(content, object_id.unique_key, path)
+            require_archive(content, path, object_id.unique_key)
         return content
 
     def _stored_objects(self) -> Sequence[ObjectId]:
         return tuple(self._checkpoint.object_ids())
 
-    def _common_file(self) -> tuple[bytes, str]:
-        if isinstance(self._checkpoint, Format1Checkpoint):
-            return super()._common_file()
-        return self._checkpoint.common_content(), self._checkpoint.file_store.path(COMMON_NAME)
+    def _common_file(self) -> bytes:
+        if isinstance(self._checkpoint, Format2Checkpoint):
+            return self._checkpoint.common_content()
+        return super()._common_file()
 
 
 class Memory(threading.local):
@@ -162,17 +157,6 @@ class Memory(threading.local):
         return held[:nbytes].view(dtype.numpy).reshape(shape)
 
 
-def require_archive(content: bytes, name: str, path: str) -> None:
-    """Raise unless the bytes are an archive of ``torch.save`` that fits its own checksums.
-
-    Raises:
-        CorruptCheckpointError: they are not.
-    """
-    damage = file_damage(io.BytesIO(content))
-    if damage:
-        raise CorruptCheckpointError(f"{name}: {path} is damaged: {damage}", key=name, path=path)
-
-
 def open_reader(root: Location, options: Options, allow: Allowed) -> CheckpointReader:
     """The finished checkpoint at a place.
 
@@ -186,24 +170,23 @@ def open_reader(root: Location, options: Options, allow: Allowed) -> CheckpointR
         IncompatibleVersionError: it is of a format that this package does not read, or not from
             there.
     """
-    from dist_ckpt_strategies.tools.torch_dist import TorchDistReader  # noqa: PLC0415
-
     marker = read_marker(root)
-    backend = marker.sharded_format
-    common = (marker.common_backend, marker.common_backend_version)
+    backend, common = marker.sharded_format, marker.common_format
     if common != ("torch", 1):
         raise IncompatibleVersionError(
             f"{root}: common state of format {common}, this package reads ('torch', 1)"
         )
-    if isinstance(root, Bucket) and backend != ("zarr", 2):
+    if backend == ("zarr", 2):
+        return ZarrReader(root, Format2Checkpoint(root, options), options.timeout_s)
+    if isinstance(root, Bucket):
         raise IncompatibleVersionError(
             f"{root}: format {backend}; from an object store only ('zarr', 2) is read"
         )
-    if backend == ("zarr", 2):
-        return ZarrReader(root, Format2Checkpoint(root, options), options.timeout_s)
-    if isinstance(root, Path) and backend == ("zarr", 1):
+    if backend == ("zarr", 1):
         return ZarrReader(root, Format1Checkpoint(root, options), options.timeout_s)
-    if isinstance(root, Path) and backend == ("torch_dist", 1):
+    if backend == ("torch_dist", 1):
+        from dist_ckpt_strategies.tools.torch_dist import TorchDistReader  # noqa: PLC0415
+
         return TorchDistReader(root, allow)
     raise IncompatibleVersionError(
         f"{root}: format {backend}; expected ('zarr', 1), ('zarr', 2) or ('torch_dist', 1)"

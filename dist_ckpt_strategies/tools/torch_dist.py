@@ -41,10 +41,11 @@ from dist_ckpt_strategies.formats.chunks import at_region
 from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
-    dump_content,
     dump_object,
+    is_plain,
     load_content,
     load_pickle,
+    plain_content,
 )
 from dist_ckpt_strategies.storage.direct_io import write_buffered
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, new_file, read_file
@@ -86,6 +87,11 @@ _ALLOWED = {
 }
 """What a description of a checkpoint consists of, by module."""
 
+_OTHER_SHAPE = "nd_reformulated_orig_global_shape"
+"""In Megatron-Core's description of an array that was stored in another shape than its own."""
+
+_ONE_OBJECT = "a list of one object"
+
 _Span = tuple[str, int, int]
 """Name of a file, first byte and number of bytes of what ``torch.save`` wrote of one thing."""
 
@@ -102,14 +108,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read_metadata(path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:
-    """The arrays by key, and where each shard and object lies.
-
-    Raises:
-        IncompleteCheckpointError: it is missing.
-        CorruptCheckpointError: it describes no checkpoint.
-        UnsafeObjectError: it names a class that torch's and Megatron-Core's writers do not use.
-        IncompatibleVersionError: its arrays are in a form that this package does not read.
-    """
+    """The arrays by key, and where each shard and object lies."""
     with file_errors(None, path):
         content = read_file(path)
     try:
@@ -129,7 +128,14 @@ def _read_metadata(path: Path) -> tuple[dict[str, SourceArray], dict[MetadataInd
 
 
 def _parsed(found: Any, path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:
-    _require_own_shapes(found, path)
+    described = getattr(found, "mcore_data", None) or {}
+    reshaped = [key for key, more in described.items() if _OTHER_SHAPE in more]
+    if reshaped:
+        raise IncompatibleVersionError(
+            f"{path}: {min(reshaped)} and {len(reshaped) - 1} more arrays went through flattened "
+            "ranges of Megatron-Core <= 0.15, which torch_dist keeps in another shape; save with "
+            "the fully_reshardable or dp_reshardable optimizer format, or with ('zarr', 1)"
+        )
     spans = {index: _span(index, info) for index, info in found.storage_data.items()}
     arrays = {}
     for key, stored in sorted(found.state_dict_metadata.items()):
@@ -144,21 +150,6 @@ def _parsed(found: Any, path: Path) -> tuple[dict[str, SourceArray], dict[Metada
         dtype = DType.named(str(stored.properties.dtype), key=key)
         arrays[key] = SourceArray(key, tuple(stored.size), dtype, shards=tuple(shards))
     return arrays, spans
-
-
-def _require_own_shapes(found: Any, path: Path) -> None:
-    """Raise where arrays were stored in another shape than their own."""
-    reshaped = {
-        key: described
-        for key, described in (getattr(found, "mcore_data", None) or {}).items()
-        if "nd_reformulated_orig_global_shape" in described
-    }
-    if reshaped:
-        raise IncompatibleVersionError(
-            f"{path}: {min(reshaped)} and {len(reshaped) - 1} more arrays went through flattened "
-            "ranges of Megatron-Core <= 0.15, which torch_dist keeps in another shape; save with "
-            "the fully_reshardable or dp_reshardable optimizer format, or with ('zarr', 1)"
-        )
 
 
 def _span(index: MetadataIndex, info: Any) -> _Span:
@@ -225,13 +216,8 @@ class TorchDistReader(CheckpointReader):
         """The elements of a shard; those that this thread has read last are held."""
         if getattr(self._last, "place", None) != (array.key, shard):
             self._last.place = self._last.elements = None  # before there is a second one
-            span = self._spans[MetadataIndex(array.key, shard.offset)]
-            found = self._loaded(array.key, span)
-            is_tensor = isinstance(found, torch.Tensor)
-            held = f"{found.dtype} {tuple(found.shape)}" if is_tensor else f"a {type(found)}"
             expected = f"torch.{array.dtype.value} {shard.shape}"
-            if held != expected:
-                raise self._wrong_content(array.key, span, held, expected)
+            found = self._loaded(array.key, MetadataIndex(array.key, shard.offset), expected)
             self._last.elements = host_view(found.detach().contiguous())
             self._last.place = array.key, shard
         elements: HostArray = self._last.elements
@@ -240,24 +226,25 @@ class TorchDistReader(CheckpointReader):
     def object_content(self, object_id: ObjectId) -> bytes:
         """See CheckpointReader. torch_dist keeps each in a list of one."""
         name = object_id.unique_key
-        span = self._spans[MetadataIndex(name)]
-        found = self._loaded(name, span)
-        if not isinstance(found, list) or len(found) != 1:
-            raise self._wrong_content(name, span, f"a {type(found)}", "a list of one object")
-        return dump_content(found[0], name=name)
+        (found,) = self._loaded(name, MetadataIndex(name), _ONE_OBJECT)
+        return plain_content(found) if is_plain(found) else dump_object(found, name=name)
 
-    def _loaded(self, key: str, span: _Span) -> Any:
-        path = f"{self.root}/{span[0]}"
+    def _loaded(self, key: str, index: MetadataIndex, expected: str) -> Any:
+        """What ``torch.save`` wrote of a shard or an object."""
+        name, byte_offset, nbytes = self._spans[index]
+        path = f"{self.root}/{name}"
         with file_errors(key, path):
-            content = read_file(path, span[2], span[1])
-        return load_pickle(content, path, key, self._allow)
-
-    def _wrong_content(
-        self, key: str, span: _Span, found: str, expected: str
-    ) -> CorruptCheckpointError:
-        path = f"{self.root}/{span[0]}"
-        text = f"{key}: {path} holds {found} at byte {span[1]}, expected {expected}"
-        return CorruptCheckpointError(text, key=key, path=path)
+            content = read_file(path, nbytes, byte_offset)
+        value = load_pickle(content, path, key, self._allow)
+        if isinstance(value, torch.Tensor):
+            found = f"{value.dtype} {tuple(value.shape)}"
+        else:
+            is_one = isinstance(value, list) and len(value) == 1
+            found = _ONE_OBJECT if is_one else f"a {type(value)}"
+        if found != expected:
+            text = f"{key}: {path} holds {found} at byte {byte_offset}, expected {expected}"
+            raise CorruptCheckpointError(text, key=key, path=path)
+        return value
 
 
 def _writer(name: str) -> int:

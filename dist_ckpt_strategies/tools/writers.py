@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.formats.locations import Location, SavePlace, require_path
-from dist_ckpt_strategies.formats.object_files import plain_value
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object, plain_value
 from dist_ckpt_strategies.sharded.plan import build_manifest_plan
 from dist_ckpt_strategies.storage.direct_io import write_buffered
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, sync_path
@@ -37,7 +36,6 @@ ReadBlock = Callable[[WriteItem, Region], HostArray]
 
 _INDEX_NAME = "model.safetensors.index.json"
 
-_FORMAT2 = 2
 _MAX_SEGMENTS = 1024
 _WORD_NBYTES = 8
 """Bytes of the size before a header of safetensors, and what the header is padded to."""
@@ -125,26 +123,22 @@ class ZarrWriter(TargetWriter):
     def write(self, task: FileTask, read: ReadBlock) -> list[int]:
         """See TargetWriter. Gives the digests of the chunk's file, in format 2."""
         (item,) = task.items
-        index = item.array.chunk_at(item.region)
+        array, index = item.array, item.array.chunk_at(item.region)
         assert index is not None  # noqa: S101 - the plan has an item for each chunk
-        blocks = self._blocks(item, index, read)
-        return self._writer.arrays.write_chunk(item.array, index, blocks)
 
-    def _blocks(
-        self, item: WriteItem, index: Shape, read: ReadBlock
-    ) -> Iterator[tuple[Region, HostArray]]:
-        """The elements of a chunk, as many at a time as a block holds."""
-        array = item.array
-        if array.inner_shape is None:
-            for block in item.blocks(self._block_nbytes):
-                held = block.intersect(Region.whole(array.shape))
-                padding = np.zeros(block.shape, array.dtype.numpy)  # takes no memory until used
-                yield block, padding if held is None else read(item, held)
-        else:
-            grid = InnerGrid.of(array, index)
-            for run in grid.runs(max_nbytes=self._block_nbytes):
-                region = grid.region_of(run.offset, run.shape)
-                yield region, read(item, region)
+        def blocks() -> Iterator[tuple[Region, HostArray]]:
+            if array.inner_shape is None:
+                for block in item.blocks(self._block_nbytes):
+                    held = block.intersect(Region.whole(array.shape))
+                    padding = np.zeros(block.shape, array.dtype.numpy)  # no memory until used
+                    yield block, padding if held is None else read(item, held)
+            else:
+                grid = InnerGrid.of(array, index)
+                for run in grid.runs(max_nbytes=self._block_nbytes):
+                    region = grid.region_of(run.offset, run.shape)
+                    yield region, read(item, region)
+
+        return self._writer.arrays.write_chunk(array, index, blocks())
 
     def flush(self, tasks: Sequence[FileTask]) -> None:
         """See TargetWriter."""
@@ -155,14 +149,10 @@ class ZarrWriter(TargetWriter):
     def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
         """See TargetWriter. In format 2 the manifest's index comes last."""
         self._write_objects(source)
-        self._writer.store.write(COMMON_NAME, common)
-        if self._writer.version == _FORMAT2:
-            self._write_manifest(records, source, common)
-
-    def _write_manifest(
-        self, records: Mapping[int, list[int]], source: CheckpointReader, common: bytes
-    ) -> None:
         writer, arrays = self._writer, self.plan.arrays
+        writer.store.write(COMMON_NAME, common)
+        if writer.version == 1:
+            return
         chunks = ((self.plan.tasks[number].items[0], found) for number, found in records.items())
         writer.take_digests(
             {(item.array.key, item.array.chunk_at(item.region) or ()): d for item, d in chunks}
@@ -184,7 +174,7 @@ class ZarrWriter(TargetWriter):
             content = source.object_content(object_id)
             if self._writer.version == 1 and (plain := plain_value(content)) is not None:
                 content = dump_object(plain.value, name=object_id.unique_key)
-            if batch and held + len(content) > MAX_OBJECT_NBYTES:
+            if held + len(content) > MAX_OBJECT_NBYTES:
                 self._writer.write_objects(batch)
                 batch, held = {}, 0
             batch[object_id] = content

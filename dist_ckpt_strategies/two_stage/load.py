@@ -28,8 +28,7 @@ from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
-from dist_ckpt_strategies.formats.object_files import object_path
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content, object_path
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,

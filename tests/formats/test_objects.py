@@ -28,8 +28,15 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.object_files import object_ids, object_path, remove_object
-from dist_ckpt_strategies.formats.objects import allowing, dump_object, load_pickle, read_object
+from dist_ckpt_strategies.formats.objects import (
+    allowing,
+    dump_object,
+    load_pickle,
+    object_ids,
+    object_path,
+    read_object,
+    remove_object,
+)
 from tests.support.objects import write_object
 
 NAME = ObjectId("rng_state", (0, 1), (2, 2))

@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     PlanError,
 )
-from dist_ckpt_strategies.formats.object_files import object_ids
+from dist_ckpt_strategies.formats.objects import object_ids
 from dist_ckpt_strategies.formats.zarr2 import (
     array_keys,
     find_array,

@@ -7,25 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.tools.prune import FoundCheckpoint, Status, build_prune_plan
+from dist_ckpt_strategies.tools.prune import PruneDecision, Status, build_prune_plan
 from dist_ckpt_strategies.tools.prune import RetentionPolicy as Policy
 
 
-def of(iteration: int | None, status: Status = Status.COMPLETE, **more: object) -> FoundCheckpoint:
+def of(iteration: int | None, status: Status = Status.COMPLETE, **more: object) -> PruneDecision:
     name = f"iter_{iteration:07d}" if iteration is not None else str(more.pop("name", "weights"))
     age_s = more.pop("age_s", 10_000.0 - (iteration or 0))
     assert isinstance(age_s, float)
-    return FoundCheckpoint(name, iteration, status, age_s, is_named=bool(more.get("is_named")))
+    return PruneDecision(name, iteration, status, age_s, is_named=bool(more.get("is_named")))
 
 
-def goes(found: list[FoundCheckpoint], policy: Policy) -> list[str]:
+def goes(found: list[PruneDecision], policy: Policy) -> list[str]:
     return [one.name for one in build_prune_plan(found, policy) if one.is_removed]
 
 
 RUN = [of(100 * n) for n in range(1, 8)]
 
 
-def unfinished(iteration: int, age_s: float = 3600.0) -> FoundCheckpoint:
+def unfinished(iteration: int, age_s: float = 3600.0) -> PruneDecision:
     return of(iteration, Status.UNFINISHED, age_s=age_s)
 
 
@@ -54,7 +54,7 @@ WENT_BACK = [of(100, is_named=True), of(200), of(300, age_s=1.0), of(400), of(50
     ],
 )
 def test_what_is_not_to_be_kept_goes_in_this_order(
-    found: list[FoundCheckpoint], policy: Policy, removed: list[int]
+    found: list[PruneDecision], policy: Policy, removed: list[int]
 ) -> None:
     assert goes(found, policy) == [f"iter_{iteration:07d}" for iteration in removed]
 
@@ -73,7 +73,7 @@ def test_numbers_that_cannot_be_meant_are_refused(policy: Policy) -> None:
 
 found_sets = st.lists(
     st.builds(
-        FoundCheckpoint,
+        PruneDecision,
         st.text("ab", min_size=1),
         st.none() | st.integers(0, 50),
         st.sampled_from(Status),
@@ -93,7 +93,7 @@ found_sets = st.lists(
     st.floats(0, 10_000),
 )
 def test_whatever_is_asked_for_the_newest_and_what_is_not_ours_stay(
-    found: list[FoundCheckpoint],
+    found: list[PruneDecision],
     last: int | None,
     every: int | None,
     removes_unfinished: bool,
