@@ -21,7 +21,6 @@ from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompatibleVersionError,
 )
-from dist_ckpt_strategies.formats.commit import HOLDS_SAFETENSORS, CheckpointMarker, are_safetensors
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
     NO_FILE,
@@ -43,6 +42,11 @@ from dist_ckpt_strategies.formats.issues import (
     require_no_inner,
     sorted_by_key,
     unreadable,
+)
+from dist_ckpt_strategies.formats.locations import (
+    HOLDS_SAFETENSORS,
+    CheckpointMarker,
+    are_safetensors,
 )
 from dist_ckpt_strategies.formats.object_files import file_damage, shard_id, shard_path
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, parse_metadata

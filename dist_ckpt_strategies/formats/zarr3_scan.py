@@ -19,9 +19,7 @@ import numpy as np
 from dist_ckpt_strategies.core.array import ArraySpec, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.formats.arrays import chunk_name
-from dist_ckpt_strategies.formats.chunks import digests_of, missing_chunk
-from dist_ckpt_strategies.formats.commit import CheckpointMarker
+from dist_ckpt_strategies.formats.chunks import chunk_name, digests_of, missing_chunk
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
     NO_FILE,
@@ -41,6 +39,7 @@ from dist_ckpt_strategies.formats.issues import (
     require_no_inner,
     sorted_by_key,
 )
+from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.manifest import (
     FOLDER_NAMES,
     INDEX_NAME,

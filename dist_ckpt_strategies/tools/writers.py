@@ -15,8 +15,8 @@ from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, Shape
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
-from dist_ckpt_strategies.formats.commit import CheckpointMarker
-from dist_ckpt_strategies.formats.locations import Location, SavePlace, require_path
+from dist_ckpt_strategies.formats.commit import SavePlace
+from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location, require_path
 from dist_ckpt_strategies.formats.object_files import plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.sharded.plan import build_manifest_plan
@@ -128,7 +128,8 @@ class ZarrWriter(TargetWriter):
         index = item.array.chunk_at(item.region)
         assert index is not None  # noqa: S101 - the plan has an item for each chunk
         blocks = self._blocks(item, index, read)
-        return self._writer.arrays.write_chunk(item.array, index, blocks)
+        self._writer.arrays.write_chunk(item.array, index, blocks)
+        return self._writer.arrays.digests.get((item.array.key, index), [])
 
     def _blocks(
         self, item: WriteItem, index: Shape, read: ReadBlock
@@ -164,7 +165,7 @@ class ZarrWriter(TargetWriter):
     ) -> None:
         writer, arrays = self._writer, self.plan.arrays
         chunks = ((self.plan.tasks[number].items[0], found) for number, found in records.items())
-        writer.take_digests(
+        writer.arrays.digests.update(
             {(item.array.key, item.array.chunk_at(item.region) or ()): d for item, d in chunks}
         )
         keys = (object_id.key for object_id in self.plan.objects)
