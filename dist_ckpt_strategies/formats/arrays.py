@@ -1,14 +1,15 @@
-"""Write and read the arrays of a checkpoint of either format; in a directory here.
+"""Write and read the arrays of a checkpoint: of either format in a directory, format 2 in a bucket.
 
 Raw chunks of format 1 are the bytes of their elements: a region whose rows are long is read
 straight into the tensor's memory. Inner chunks of format 2 are compared with their digests while
-they are in the processor's cache.
+they are in the processor's cache. A process that only writes loads no torch for this.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,25 +17,29 @@ import numpy as np
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
-from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run, raw_spans
+from dist_ckpt_strategies.core.inner_grid import RUN_NBYTES, InnerGrid, Run, raw_spans
+from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
 from dist_ckpt_strategies.formats import zarr2, zarr3
 from dist_ckpt_strategies.formats.chunks import (
     Blocks,
-    FileSink,
     InnerChunks,
     at_region,
     bits_of,
+    chunk_name,
     decode_run,
+    directory_name,
     encode_chunk,
     memory_of,
-    needed_nbytes,
+    missing_chunk,
     opened_chunk,
     require_size,
     span_shares,
 )
 from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
+from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.direct_io import (
+    BLOCK_NBYTES,
     BUFFER_NBYTES,
     MIN_DIRECT_NBYTES,
     BounceBuffers,
@@ -43,15 +48,11 @@ from dist_ckpt_strategies.storage.direct_io import (
     read_aligned,
     read_direct,
     start_direct,
+    stop_direct,
+    write_buffered,
 )
 from dist_ckpt_strategies.storage.file_systems import file_access, is_cached, whole_flush
-from dist_ckpt_strategies.storage.files import (
-    create_file,
-    directories_above,
-    new_file,
-    sync_path,
-    write_file,
-)
+from dist_ckpt_strategies.storage.files import directories_above, new_file, sync_path
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite, Directory, HostArray, Store
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
@@ -59,43 +60,29 @@ from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 FindRecord = Callable[[str], ArrayRecord]
 """Gives what the manifest says about the array of a key."""
 
-_MAX_JOB_NBYTES = 16 << 20
-"""Reads of a large file are cut into jobs of this size, for several threads to share."""
-
 _MIN_DIRECT_READ_NBYTES = 256 << 10
 """Below this, asking whether a file is cached costs as much as reading it."""
 
-
-def directory_name(array: ArraySpec) -> str:
-    """The directory of an array, below the checkpoint's."""
-    return array.key if array.inner_shape is None else zarr3.array_directory(array.key)
+_ROWS_NBYTES = 2 << 20
+"""Of a raw chunk of format 1, read at a time where the rows of a region are short."""
 
 
-def chunk_name(array: ArraySpec, index: Shape) -> str:
-    """The file of a chunk, below the checkpoint's directory."""
-    if array.inner_shape is None:
-        return f"{array.key}/{array.chunk_name(index)}"
-    return f"{zarr3.array_directory(array.key)}/{'.'.join(['c', *map(str, index)])}"
+_NUM_COPIES = 2
+"""Of what is on its way to or from a bucket: ours, and TensorStore's."""
 
 
-class ArrayWriterBase(ABC):
+class StoreWriter(ABC):
     """Writes the arrays of one checkpoint; see ArrayWriter.
-
-    Args:
-        store: the checkpoint.
-        num_metadata_threads: descriptions of arrays that are written at the same time.
-        num_write_threads: chunks that are written at the same time.
 
     Attributes:
         digests: of each chunk of format 2 written, by key and index: of its inner chunks, then of
             its index.
     """
 
-    def __init__(self, store: Store, num_metadata_threads: int, num_write_threads: int) -> None:
-        self._store = store
-        self._num_metadata_threads = num_metadata_threads
-        self._num_write_threads = num_write_threads
-        self.digests: dict[tuple[str, Shape], list[int]] = {}
+    _store: Store
+    _num_metadata_threads: int
+    _num_write_threads: int
+    digests: dict[tuple[str, Shape], list[int]]
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayWriter."""
@@ -103,8 +90,9 @@ class ArrayWriterBase(ABC):
         for array in arrays:
             layout = zarr2 if array.inner_shape is None else zarr3
             name = f"{directory_name(array)}/{layout.METADATA_NAME}"
-            create = partial(self._create, array.key, name, layout.metadata_content(array))
-            jobs.append(Job(array.key, self._store.path(name), create))
+            content = np.frombuffer(layout.metadata_content(array), np.uint8)
+            write = partial(self._write, array.key, name, content.size, [content])
+            jobs.append(Job(array.key, self._store.path(name), write))
         return Transfer(jobs, self._num_metadata_threads)
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
@@ -119,11 +107,20 @@ class ArrayWriterBase(ABC):
                 source = at_region(write.source, held.within(write.region))
                 blocks = [(chunk if array.inner_shape is None else held, source)]
                 path = self._store.path(chunk_name(array, index))
-                jobs.append(Job(array.key, path, partial(self._write, array, index, blocks)))
+                jobs.append(Job(array.key, path, partial(self.write_chunk, array, index, blocks)))
         return Transfer(jobs, self._num_write_threads)
 
-    def _write(self, array: ArraySpec, index: Shape, blocks: Blocks) -> None:
-        digests = self.write_chunk(array, index, blocks)
+    def write_chunk(self, array: ArraySpec, index: Shape, blocks: Blocks) -> None:
+        """Write a file that is not there yet; in format 2 its digests join ``digests``.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        is_plain = array.inner_shape is None
+        nbytes = array.chunk_nbytes if is_plain else InnerGrid.of(array, index).file_nbytes
+        digests: list[int] = []
+        pieces = encode_chunk(array, index, blocks, digests)
+        self._write(array.key, chunk_name(array, index), nbytes, pieces)
         if digests:
             self.digests[array.key, index] = digests
 
@@ -132,20 +129,12 @@ class ArrayWriterBase(ABC):
         """See ArrayWriter."""
 
     @abstractmethod
-    def write_chunk(self, array: ArraySpec, index: Shape, blocks: Blocks) -> list[int]:
-        """Store a chunk; the digests of its inner chunks and of its index, in format 2.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-
-    @abstractmethod
-    def _create(self, key: str, name: str, content: bytes) -> None:
-        """Make a small file, or replace it."""
+    def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
+        """Make a file, out of pieces that are each valid until the next one is asked for."""
 
 
-class DirectoryWriter(ArrayWriterBase):
-    """Writes the arrays of one checkpoint directory; see ArrayWriter.
+class DirectoryWriter(StoreWriter):
+    """Writes the arrays of one checkpoint directory; see StoreWriter.
 
     Args:
         root: the directory.
@@ -157,9 +146,10 @@ class DirectoryWriter(ArrayWriterBase):
 
     def __init__(self, root: Path, options: Options) -> None:
         self._root = root.absolute()
+        self._store, self.digests = Directory(self._root), {}
         access = file_access(self._root, options)
-        threads = access.num_metadata_threads, access.num_write_threads
-        super().__init__(Directory(self._root), *threads)
+        self._num_metadata_threads = access.num_metadata_threads
+        self._num_write_threads = access.num_write_threads
         self._is_direct = access.is_direct
         self._buffers = BounceBuffers()
         # Opened before the first write, which it then covers. None: one file at a time.
@@ -174,39 +164,58 @@ class DirectoryWriter(ArrayWriterBase):
         jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
         return Transfer(jobs, self._num_write_threads)
 
-    def _create(self, key: str, name: str, content: bytes) -> None:
-        del key  # the job's error names it
+    def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
         path = self._store.path(name)
-        if not create_file(path, content):
-            write_file(Path(path), content)
-        if self._flush is None:
-            sync_path(path)
-
-    def write_chunk(self, array: ArraySpec, index: Shape, blocks: Blocks) -> list[int]:
-        """See ArrayWriterBase. The file must not be there yet."""
-        path = self._store.path(chunk_name(array, index))
-        with new_file(array.key, path, is_flushed=self._flush is None) as handle:
-            raise_if_cancelled()
-            grid = None if array.inner_shape is None else InnerGrid.of(array, index)
-            buffer_nbytes = 0 if grid is None else needed_nbytes(grid)
-            file_nbytes = array.chunk_nbytes if grid is None else grid.file_nbytes
-            is_direct = (
-                self._is_direct
-                and file_nbytes >= MIN_DIRECT_NBYTES
-                and buffer_nbytes <= BUFFER_NBYTES
-                and start_direct(handle)
-            )
-            if not (is_direct or buffer_nbytes):
-                return encode_chunk(array, index, blocks, FileSink(handle))
-            with self._buffers.borrowed(buffer_nbytes) as buffer:
-                sink = FileSink(handle, buffer, is_direct=is_direct)
-                digests = encode_chunk(array, index, blocks, sink)
-                sink.finish()
-                return digests
+        with new_file(key, path, is_flushed=self._flush is None) as handle:
+            if self._is_direct and nbytes >= MIN_DIRECT_NBYTES and start_direct(handle):
+                with self._buffers.borrowed() as buffer:
+                    _write_direct(handle, pieces, buffer)
+            else:
+                for piece in pieces:
+                    write_buffered(handle, piece)
 
 
-_ROWS_NBYTES = 2 << 20
-"""Of a raw chunk of format 1, read at a time where the rows of a region are short."""
+def _write_direct(handle: int, pieces: Iterable[Bytes], buffer: Bytes) -> None:
+    """Write past the page cache, but for the end that fills no block."""
+    held = 0
+    for piece in pieces:
+        done = 0
+        while done < piece.size:
+            some = piece[done : done + buffer.size - held]
+            buffer[held : held + some.size] = some
+            held, done = held + some.size, done + some.size
+            if held == buffer.size:
+                write_buffered(handle, buffer)
+                held = 0
+    end = held - held % BLOCK_NBYTES
+    write_buffered(handle, buffer[:end])
+    stop_direct(handle)
+    write_buffered(handle, buffer[end:held])
+
+
+class BucketWriter(StoreWriter):
+    """Writes the arrays of one checkpoint in an object store; see StoreWriter.
+
+    Takes ``max_inflight_bytes`` beside the tensors, or twice the largest chunk.
+
+    Args:
+        bucket: the checkpoint.
+        options: how much to have under way.
+    """
+
+    def __init__(self, bucket: Bucket, options: Options) -> None:
+        self._store, self.digests = bucket, {}
+        self._num_metadata_threads = min(options.io_threads, MAX_REQUESTS)
+        self._num_write_threads = self._num_metadata_threads
+        self._budget = ByteBudget(options.max_inflight_bytes)
+
+    def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:  # noqa: ARG002 - a protocol
+        """See ArrayWriter. What the store has acknowledged is durable."""
+        return Transfer((), 0)
+
+    def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
+        with self._budget.held(_NUM_COPIES * nbytes), _key_errors(key):
+            self._store.write(name, b"".join(piece.tobytes() for piece in pieces))
 
 
 class Format1Reader:
@@ -227,32 +236,25 @@ class Format1Reader:
         self._budget = ByteBudget(options.max_inflight_bytes)
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
-        """See ArrayReader."""
+        """See ArrayReader. Into the target's own memory where that is possible, and fast."""
         jobs: list[Job] = []
         num_threads = self._access.num_read_threads
         for read in reads:
-            in_place = self._jobs_in_place(read)
-            if in_place is None:
-                num_threads = max(num_threads, self._options.io_threads)
-                in_place = self._jobs_by_chunk(read)
-            jobs += in_place
+            array, target = read.array, read.target
+            spans = raw_spans(array, read.region) if target.flags.c_contiguous else None
+            if spans is not None:
+                memory = target.reshape(-1).view(np.uint8)
+                for chunk in spans:
+                    path = f"{self._root}/{chunk_name(array, chunk.index)}"
+                    for share in span_shares(chunk, memory):
+                        run = partial(self._read_spans, array, path, share)
+                        jobs.append(Job(array.key, path, run))
+                continue
+            num_threads = max(num_threads, self._options.io_threads)
+            for index in read.region.cells(array.chunk_shape):
+                path = f"{self._root}/{chunk_name(array, index)}"
+                jobs.append(Job(array.key, path, partial(self._read_chunk, read, index, path)))
         return Transfer(jobs, num_threads)
-
-    def _jobs_in_place(self, read: ArrayRead) -> Iterator[Job] | None:
-        """Reads into the target's own memory; None where that is not possible, or too slow."""
-        array, target = read.array, read.target
-        if not (target.flags.c_contiguous and target.flags.writeable):
-            return None
-        spans = raw_spans(array, read.region)
-        if spans is None:
-            return None
-        memory = target.reshape(-1).view(np.uint8)
-        paths = [f"{self._root}/{chunk_name(array, chunk.index)}" for chunk in spans]
-        return (
-            Job(array.key, path, partial(self._read_spans, array, path, share))
-            for chunk, path in zip(spans, paths, strict=True)
-            for share in span_shares(chunk, memory)
-        )
 
     def _read_spans(
         self, array: ArraySpec, path: str, spans: tuple[tuple[int, Bytes], ...]
@@ -274,43 +276,29 @@ class Format1Reader:
             if count != memory.size:
                 require_size(array, path, byte_offset + count, array.chunk_nbytes)
 
-    def _jobs_by_chunk(self, read: ArrayRead) -> Iterator[Job]:
-        array = read.array
-        for index in read.region.cells(array.chunk_shape):
-            region = read.region.intersect(array.chunk_region(index))
-            assert region is not None  # noqa: S101 - cells yields only chunks that overlap
-            target = at_region(read.target, region.within(read.region))
-            path = f"{self._root}/{chunk_name(array, index)}"
-            yield Job(
-                array.key, path, partial(self._read_chunk, array, index, path, region, target)
-            )
-
-    def _read_chunk(
-        self, array: ArraySpec, index: Shape, path: str, region: Region, target: HostArray
-    ) -> None:
+    def _read_chunk(self, read: ArrayRead, index: Shape, path: str) -> None:
         """Copy a region of one chunk out of its elements, which are read or decoded first."""
-        nbytes = array.chunk_nbytes
+        array, nbytes = read.array, read.array.chunk_nbytes
+        chunk = array.chunk_region(index)
+        region = read.region.intersect(chunk)
+        assert region is not None  # noqa: S101 - cells yields only chunks that overlap
+        target = bits_of(at_region(read.target, region.within(read.region)))
         with opened_chunk(array, path, nbytes if array.is_raw else None) as handle:
             if array.is_raw:
-                self._read_rows(
-                    array, path, handle, region.within(array.chunk_region(index)), target
-                )
+                self._read_rows(array, path, handle, region.within(chunk), target)
                 return
             with self._budget.held(2 * nbytes):
                 raise_if_cancelled()
                 engine = self._options.engine
                 elements = decode_chunk(self._root, array, index, region, handle, engine)
                 raise_if_cancelled()
-                np.copyto(bits_of(target), bits_of(elements))
+                np.copyto(target, bits_of(elements))
 
     def _read_rows(
         self, array: ArraySpec, path: str, handle: int, region: Region, target: HostArray
     ) -> None:
         """Read the rows that hold a region of a raw chunk, a few MiB of them at a time."""
-        shape = array.chunk_shape or (1,)
-        region = region if region.ndim else Region((0,), (1,))
-        target = target.reshape(region.shape) if target.ndim == 0 else target
-        row_nbytes = array.chunk_nbytes // shape[0]
+        row_nbytes = array.chunk_nbytes // array.chunk_shape[0]
         step = max(1, min(region.shape[0], _ROWS_NBYTES // row_nbytes))
         with self._budget.held(step * row_nbytes):
             memory = np.empty(step * row_nbytes, np.uint8)
@@ -321,48 +309,60 @@ class Format1Reader:
                 found = byte_offset + pread_into(handle, byte_offset, content)
                 if found < byte_offset + content.size:
                     require_size(array, path, found, array.chunk_nbytes)
-                rows = content.view(array.dtype.numpy).reshape(num_rows, *shape[1:])
+                rows = content.view(array.dtype.numpy).reshape(-1, *array.chunk_shape[1:])
                 part = rows[(slice(None), *region.slices()[1:])]
                 raise_if_cancelled()
-                np.copyto(bits_of(target[start : start + num_rows]), bits_of(part))
+                np.copyto(target[start : start + num_rows], bits_of(part))
 
 
 class Format2Reader(ABC):
     """Reads the arrays of one checkpoint of format ("zarr", 2), and verifies what it reads.
 
     See ArrayReader.
-
-    Args:
-        store: the checkpoint.
-        num_threads: parts of chunks that are read at the same time.
-        find: gives the records that digests are compared with; None to compare none.
     """
 
-    def __init__(self, store: Store, num_threads: int, find: FindRecord | None) -> None:
-        self._store = store
-        self._num_threads = num_threads
-        self._find = find
+    _store: Store
+    _num_threads: int
+    _find: FindRecord | None
+    _max_job_nbytes = 16 << 20
+    """Reads of a large file are cut into jobs of this size, for several threads to share."""
+
+    _is_contiguous = False
+    """Whether a job reads only inner chunks that follow each other."""
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See ArrayReader."""
-        return Transfer([job for read in reads for job in self._jobs(read)], self._num_threads)
+        jobs = []
+        for read in reads:
+            array = read.array
+            record = None if self._find is None else self._find(array.key)
+            for index in read.region.cells(array.chunk_shape):
+                path, grid = self._store.path(chunk_name(array, index)), InnerGrid.of(array, index)
+                listed = record.chunks[index] if record else None
+                chunk = InnerChunks(array, index, grid, path, listed)
+                jobs += [
+                    Job(array.key, path, partial(self._read_runs, read, chunk, runs))
+                    for runs in self._shares(grid, read.region)
+                ]
+        return Transfer(jobs, self._num_threads)
 
-    def _jobs(self, read: ArrayRead) -> Iterator[Job]:
-        array = read.array
-        record = None if self._find is None else self._find(array.key)
-        for index in read.region.cells(array.chunk_shape):
-            path = self._store.path(chunk_name(array, index))
-            grid = InnerGrid.of(array, index)
-            chunk = InnerChunks(array, index, grid, path, record.chunks[index] if record else None)
-            for runs in self._shares(grid, read.region):
-                yield Job(array.key, path, partial(self._read_runs, read, chunk, runs))
+    def _shares(self, grid: InnerGrid, region: Region) -> Iterator[list[Run]]:
+        """The runs of a chunk that hold what is to be read, grouped to be read by one job."""
+        share: list[Run] = []
+        end = nbytes = 0
+        for run in grid.runs(region):
+            size = run.num_chunks * grid.stored_nbytes
+            is_apart = self._is_contiguous and run.first != end
+            if share and (is_apart or nbytes + size > self._max_job_nbytes):
+                yield share
+                share, nbytes = [], 0
+            share.append(run)
+            nbytes += size
+            end = run.first + run.num_chunks
+        yield share
 
     @abstractmethod
-    def _shares(self, grid: InnerGrid, region: Region) -> Iterator[tuple[Run, ...]]:
-        """The runs of a chunk that hold what is to be read, grouped to be read one by one."""
-
-    @abstractmethod
-    def _read_runs(self, read: ArrayRead, chunk: InnerChunks, runs: tuple[Run, ...]) -> None:
+    def _read_runs(self, read: ArrayRead, chunk: InnerChunks, runs: Sequence[Run]) -> None:
         """Read runs of a chunk, verify them, and fill their place in the target."""
 
 
@@ -372,30 +372,18 @@ class DirectoryReader(Format2Reader):
     Args:
         root: the directory.
         options: how to read.
-        find: see Format2Reader.
+        find: gives the records that digests are compared with; None to compare none.
     """
 
     def __init__(self, root: Path, options: Options, find: FindRecord | None) -> None:
         access = file_access(root, options)
-        super().__init__(Directory(root), access.num_read_threads, find)
-        self._is_direct = access.is_direct
+        self._store, self._find = Directory(root), find
+        self._num_threads, self._is_direct = access.num_read_threads, access.is_direct
         self._buffers = BounceBuffers()
 
-    def _shares(self, grid: InnerGrid, region: Region) -> Iterator[tuple[Run, ...]]:
-        """See Format2Reader. One share is about _MAX_JOB_NBYTES."""
-        share: list[Run] = []
-        held = 0
-        for run in grid.runs(region):
-            share.append(run)
-            held += run.num_chunks * grid.stored_nbytes
-            if held >= _MAX_JOB_NBYTES:
-                yield tuple(share)
-                share, held = [], 0
-        if share:
-            yield tuple(share)
-
-    def _read_runs(self, read: ArrayRead, chunk: InnerChunks, runs: tuple[Run, ...]) -> None:
-        grid, buffer_nbytes = chunk.grid, needed_nbytes(chunk.grid)
+    def _read_runs(self, read: ArrayRead, chunk: InnerChunks, runs: Sequence[Run]) -> None:
+        grid = chunk.grid
+        buffer_nbytes = max(RUN_NBYTES, grid.stored_nbytes) + 2 * BLOCK_NBYTES
         with (
             opened_chunk(chunk.array, chunk.path, grid.file_nbytes) as handle,
             self._buffers.borrowed(buffer_nbytes) as buffer,
@@ -422,3 +410,59 @@ class DirectoryReader(Format2Reader):
                 chunk.verify(run, content)
                 if memory is None:
                     decode_run(grid, run, read.array.dtype, content, read.region, read.target)
+
+
+class BucketReader(Format2Reader):
+    """Reads the arrays of one checkpoint in an object store; see Format2Reader.
+
+    Takes ``max_inflight_bytes`` beside the tensors.
+
+    Args:
+        bucket: the checkpoint.
+        options: how much to have under way.
+        find: see DirectoryReader.
+    """
+
+    _max_job_nbytes, _is_contiguous = 8 << 20, True  # one request for each job
+
+    def __init__(self, bucket: Bucket, options: Options, find: FindRecord | None) -> None:
+        self._store, self._find = bucket, find
+        self._num_threads = num_requests(options, self._max_job_nbytes)
+
+    def _read_runs(self, read: ArrayRead, chunk: InnerChunks, runs: Sequence[Run]) -> None:
+        """See Format2Reader. Where the runs end the data, the index is read too: for the size."""
+        array, grid, name = read.array, chunk.grid, chunk_name(read.array, chunk.index)
+        start = runs[0].first * grid.stored_nbytes
+        end = (runs[-1].first + runs[-1].num_chunks) * grid.stored_nbytes
+        is_last = end == grid.data_nbytes
+        with _key_errors(array.key):
+            try:
+                content = self._store.read(name, start, -1 if is_last else end - start)
+            except IncompleteCheckpointError:
+                raise missing_chunk(array, chunk.path) from None
+        expected = grid.file_nbytes if is_last else end
+        require_size(array, chunk.path, start + len(content), expected)
+        raise_if_cancelled()
+        memory = np.frombuffer(content, np.uint8)
+        for run in runs:
+            begin = run.first * grid.stored_nbytes - start
+            some = memory[begin : begin + run.num_chunks * grid.stored_nbytes]
+            chunk.verify(run, some)
+            decode_run(grid, run, array.dtype, some, read.region, read.target)
+
+
+def num_requests(options: Options, nbytes: int) -> int:
+    """Requests for so many bytes each that may be under way at the same time."""
+    in_memory = options.max_inflight_bytes // (_NUM_COPIES * nbytes)
+    return max(1, min(options.io_threads, MAX_REQUESTS, in_memory))
+
+
+@contextmanager
+def _key_errors(key: str) -> Iterator[None]:
+    """Lead an error that names only an object with the key of its array."""
+    try:
+        yield
+    except StorageError as error:
+        if error.key is not None:
+            raise
+        raise type(error)(f"{key}: {error.message}", key=key, path=error.path) from error

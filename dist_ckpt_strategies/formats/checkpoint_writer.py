@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -15,20 +15,16 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Shape
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, DirectoryWriter
-from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
-from dist_ckpt_strategies.formats.chunks import Digests
-from dist_ckpt_strategies.formats.commit import require_free_folders
-from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
+from dist_ckpt_strategies.formats.arrays import BucketWriter, DirectoryWriter, StoreWriter
+from dist_ckpt_strategies.formats.commit import open_save_place
+from dist_ckpt_strategies.formats.locations import Location, require_path
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
     OBJECTS_NAME,
-    SAVE_NAME,
     Fields,
     SegmentEntry,
     array_fields,
-    begun_content,
     digest_of,
     index_content,
     merged_segment,
@@ -47,7 +43,6 @@ from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
 
-_FORMAT1 = 1
 _OBJECT_THREADS = 8
 
 _MAX_PLAIN_NBYTES = 4 << 10
@@ -62,8 +57,8 @@ class CheckpointWriter:
         root: the checkpoint: a directory, or for ("zarr", 2) a place in an object store.
         options: how to write.
         global_rank: this rank, named in the manifest as the writer.
-        keeps_old: see DirectoryPlace.
-        overwrite: see DirectoryPlace.
+        keeps_old: see PlaceBase.
+        overwrite: see PlaceBase.
 
     Attributes:
         version: of the format.
@@ -74,7 +69,7 @@ class CheckpointWriter:
         arrays: writes the arrays; after ``require``.
     """
 
-    arrays: ArrayWriterBase
+    arrays: StoreWriter
 
     def __init__(
         self,
@@ -87,7 +82,7 @@ class CheckpointWriter:
         overwrite: bool,
     ) -> None:
         self.version = version
-        self._is_format1 = version == _FORMAT1
+        self._is_format1 = version == 1
         self.root = root
         self.chunk_layout = ChunkLayout.BOUNDED if isinstance(root, Bucket) else ChunkLayout.INNER
         if self._is_format1:
@@ -97,24 +92,12 @@ class CheckpointWriter:
         self.options, self._global_rank = options, global_rank
         self._objects: list[Fields] = []
         self._num_packs = 0
-        self._digests: dict[tuple[str, Shape], list[int]] = {}
 
     @property
     def store(self) -> Store:
         """The place of the save, as files."""
         location = self.place.location
         return location if isinstance(location, Bucket) else Directory(location)
-
-    @property
-    def open_elsewhere(self) -> Callable[[], DirectoryWriter] | None:
-        """Picklable factory of ``arrays`` for another process; None if not supported.
-
-        Credentials for object stores may be this process's alone.
-        """
-        location = self.place.location
-        if isinstance(location, Bucket):
-            return None
-        return partial(DirectoryWriter, location, self.options)
 
     def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
         """What will be stored of an object.
@@ -128,13 +111,7 @@ class CheckpointWriter:
 
     def begin(self, keys: Collection[str]) -> None:
         """Make the place of the save; on the first rank. ``keys`` of all arrays and objects."""
-        root = self.root
-        if self._is_format1 or isinstance(root, Bucket):
-            self.place.begin(keys)
-            return
-        require_free_folders(root)
-        self.place.begin(keys)
-        self.store.write(SAVE_NAME, begun_content(self.place.save_id))
+        self.place.begin(keys, is_format2=not self._is_format1)
 
     def require(self, owner: str) -> None:
         """Open ``arrays`` in the place that ``begin`` has made on the rank called ``owner``.
@@ -158,7 +135,13 @@ class CheckpointWriter:
             return
         location = self.place.location
         if self._is_format1 and isinstance(location, Path):
-            _write_object_files(location, objects, self.options.timeout_s)
+            jobs = []
+            for one, content in objects.items():
+                write = partial(write_dumped, location, one, content)
+                jobs.append(Job(one.key, f"{location}/{one.unique_key}", write))
+            Transfer(jobs, _OBJECT_THREADS).wait(self.options.timeout_s)
+            names = {one.key: one.key for one in objects}
+            run_with_limit(partial(sync_directories, location, names), location)
             return
         pack = bytearray()
         name = f"{OBJECTS_NAME}/rank-{self._global_rank + self._num_packs:05d}.bin"
@@ -175,10 +158,6 @@ class CheckpointWriter:
         if pack:
             self.store.write(name, bytes(pack))
 
-    def take_digests(self, digests: Digests) -> None:
-        """Take the digests of chunks that another process has written."""
-        self._digests.update(digests)
-
     def described(self, arrays: Iterable[ArraySpec], firsts: Sequence[str]) -> dict[int, bytes]:
         """What this rank knows of each segment of the manifest.
 
@@ -187,8 +166,7 @@ class CheckpointWriter:
             firsts: the first key that each segment may list; the empty one first.
         """
         chunks: dict[str, dict[Shape, list[int]]] = defaultdict(dict)
-        written = {**self.arrays.digests, **self._digests}
-        for (key, index), digests in written.items():
+        for (key, index), digests in self.arrays.digests.items():
             chunks[key][index] = digests
         found: dict[int, tuple[list[Fields], list[Fields]]] = defaultdict(lambda: ([], []))
         for array in arrays:
@@ -231,22 +209,9 @@ class CheckpointWriter:
             common: content of the common state's file; None where others have written that.
         """
         segments = [SegmentEntry(*entry) for entry in entries]
-        content = index_content(segments, common or self._written_common(), layout)
-        self.store.write(INDEX_NAME, content)
-
-    def _written_common(self) -> bytes | None:
-        """The common state's file; through Megatron-Core's own save it is in place already."""
+        # Megatron-Core's own save has put the common state into the checkpoint already.
         above = self.root if isinstance(self.root, Bucket) else Directory(self.root)
-        for store in (self.store, above):
+        for store in (self.store, above) if common is None else ():
             with suppress(IncompleteCheckpointError):
-                return store.read(COMMON_NAME)
-        return None
-
-
-def _write_object_files(root: Path, objects: Mapping[ObjectId, bytes], timeout_s: float) -> None:
-    jobs = (
-        Job(name.key, f"{root}/{name.unique_key}", partial(write_dumped, root, name, content))
-        for name, content in objects.items()
-    )
-    Transfer(jobs, _OBJECT_THREADS).wait(timeout_s)
-    run_with_limit(partial(sync_directories, root, {name.key: name.key for name in objects}), root)
+                common = common or store.read(COMMON_NAME)
+        self.store.write(INDEX_NAME, index_content(segments, common, layout))

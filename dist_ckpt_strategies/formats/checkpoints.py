@@ -15,8 +15,12 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
 )
-from dist_ckpt_strategies.formats.arrays import DirectoryReader, Format1Reader
-from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, num_requests
+from dist_ckpt_strategies.formats.arrays import (
+    BucketReader,
+    DirectoryReader,
+    Format1Reader,
+    num_requests,
+)
 from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import Location, content_of, require_something

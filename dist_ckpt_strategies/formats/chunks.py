@@ -18,15 +18,14 @@ import numpy.typing as npt
 import xxhash
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
-from dist_ckpt_strategies.core.inner_grid import RUN_NBYTES, ChunkSpans, InnerGrid, Run
-from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
-from dist_ckpt_strategies.formats.manifest import ChunkRecord
-from dist_ckpt_strategies.storage.direct_io import (
-    BLOCK_NBYTES,
-    Bytes,
-    stop_direct,
-    write_buffered,
+from dist_ckpt_strategies.core.inner_grid import ChunkSpans, InnerGrid, Run
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
 )
+from dist_ckpt_strategies.formats import zarr3
+from dist_ckpt_strategies.formats.manifest import ChunkRecord
+from dist_ckpt_strategies.storage.direct_io import Bytes
 from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.storage.time_limit import MAX_SLICE_NBYTES
@@ -38,7 +37,6 @@ any strides. In format 1 a region may reach past the array's edge, where its ele
 Digests = Mapping[tuple[str, Shape], list[int]]
 """Of each chunk, by key and index: of its inner chunks, then of its index."""
 
-_NO_BUFFER: Bytes = np.empty(0, np.uint8)
 _MAX_COPY_NBYTES = 4 << 20
 _ABSENT = 2**64 - 1
 _CRC = struct.Struct("<I")
@@ -47,6 +45,18 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its 
 _BITS: Mapping[int, npt.DTypeLike] = MappingProxyType(
     {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 )
+
+
+def directory_name(array: ArraySpec) -> str:
+    """The directory of an array, below the checkpoint's."""
+    return array.key if array.inner_shape is None else zarr3.array_directory(array.key)
+
+
+def chunk_name(array: ArraySpec, index: Shape) -> str:
+    """The file of a chunk, below the checkpoint's directory."""
+    if array.inner_shape is None:
+        return f"{array.key}/{array.chunk_name(index)}"
+    return f"{zarr3.array_directory(array.key)}/{'.'.join(['c', *map(str, index)])}"
 
 
 def missing_chunk(array: ArraySpec, path: str) -> IncompleteCheckpointError:
@@ -100,15 +110,7 @@ def opened_chunk(array: ArraySpec, path: str, nbytes: int | None) -> Iterator[in
 
 @dataclass(frozen=True, slots=True)
 class InnerChunks:
-    """A chunk of format 2 that is read.
-
-    Attributes:
-        array: the array.
-        index: of the chunk.
-        grid: its inner chunks.
-        path: of its file, as its user calls it.
-        record: what the manifest says about it; None to read without a look at digests.
-    """
+    """A chunk of format 2 that is read; without a record no digest is compared."""
 
     array: ArraySpec
     index: Shape
@@ -117,11 +119,7 @@ class InnerChunks:
     record: ChunkRecord | None
 
     def verify(self, run: Run, content: Bytes) -> None:
-        """Raise unless the inner chunks of a run have the digests that the manifest lists.
-
-        Raises:
-            CorruptCheckpointError: one has another; names array, chunk, file, writer and digests.
-        """
+        """Raise CorruptCheckpointError unless a run has the digests that the manifest lists."""
         record = self.record
         if record is None:
             return
@@ -137,105 +135,33 @@ class InnerChunks:
                 )
 
 
-class FileSink:
-    """Takes the bytes of a file one after the other.
-
-    Args:
-        handle: of the file, switched to direct transfers where ``is_direct``.
-        buffer: aligned; None where only ``write`` is called, and not ``is_direct``.
-        is_direct: whether they go past the page cache, but for the end that fills no block.
-
-    Attributes:
-        copies: whether ``write`` copies: then ``space`` is the better place to put bytes in.
-    """
-
-    def __init__(
-        self, handle: int, buffer: Bytes | None = None, *, is_direct: bool = False
-    ) -> None:
-        self._handle, self._is_direct = handle, is_direct
-        self._buffer = _NO_BUFFER if buffer is None else buffer
-        self._held = 0
-        self.copies = is_direct
-
-    def space(self, nbytes: int) -> Bytes:
-        """Memory for the next bytes; ``add`` takes them."""
-        return self._buffer[self._held : self._held + nbytes]
-
-    def add(self, nbytes: int) -> None:
-        """Take the bytes that were put into ``space``."""
-        held = self._held + nbytes
-        rest = held % BLOCK_NBYTES if self._is_direct else 0
-        write_buffered(self._handle, self._buffer[: held - rest])
-        self._buffer[:rest] = self._buffer[held - rest : held]
-        self._held = rest
-
-    def write(self, content: Bytes) -> None:
-        """Take the next bytes."""
-        if not self._is_direct:
-            write_buffered(self._handle, content)
-            return
-        step = self._buffer.size - BLOCK_NBYTES
-        for start in range(0, content.size, step):
-            part = content[start : start + step]
-            self.space(part.size)[...] = part
-            self.add(part.size)
-
-    def finish(self) -> None:
-        """Write the end."""
-        if self._is_direct:
-            stop_direct(self._handle)
-            write_buffered(self._handle, self._buffer[: self._held])
-
-
-class MemorySink:
-    """Takes the bytes of an object one after the other, as FileSink does those of a file."""
-
-    copies = True
-
-    def __init__(self, nbytes: int) -> None:
-        self.content: Bytes = np.empty(nbytes, np.uint8)
-        self._held = 0
-
-    def space(self, nbytes: int) -> Bytes:
-        """Memory for the next bytes; ``add`` takes them."""
-        return self.content[self._held : self._held + nbytes]
-
-    def add(self, nbytes: int) -> None:
-        """Take the bytes that were put into ``space``."""
-        self._held += nbytes
-
-    def write(self, content: Bytes) -> None:
-        """Take the next bytes."""
-        self.space(content.size)[...] = content
-        self.add(content.size)
-
-
 def encode_chunk(
-    array: ArraySpec, index: Shape, blocks: Blocks, sink: FileSink | MemorySink
-) -> list[int]:
-    """Give a sink all bytes of a chunk; the digests of its inner chunks, then of its index."""
+    array: ArraySpec, index: Shape, blocks: Blocks, digests: list[int]
+) -> Iterator[Bytes]:
+    """All bytes of a chunk's file, piece by piece.
+
+    In format 2 the digests of the inner chunks, then that of the index, are added to ``digests``.
+    """
     if array.inner_shape is None:
         for region, elements in blocks:
             for block in _in_order(bits_of(elements), region.shape):
-                sink.write(block.reshape(-1).view(np.uint8))
-        return []
+                yield block.reshape(-1).view(np.uint8)
+        return
     grid = InnerGrid.of(array, index)
-    digests: list[int] = []
     for region, elements in blocks:
         counts = tuple(-(-n // i) for n, i in zip(region.shape, grid.inner_shape, strict=True))
         part = grid._replace(region=region, counts=counts)
         for run in part.runs():
-            memory = None if sink.copies else memory_of(part, run, part.region, elements)
-            if memory is None:
-                memory = sink.space(run.num_chunks * grid.stored_nbytes)
-                digests += encode_run(part, run, array.dtype, elements, memory)
-                sink.add(memory.size)
-            else:
-                digests += digests_of(memory.reshape(run.num_chunks, -1))
-                sink.write(memory)
-    entries = np.frombuffer(encode_index(grid), np.uint8)
-    sink.write(entries)
-    return [*digests, xxhash.xxh3_64_intdigest(entries.data)]
+            content = memory_of(part, run, region, elements)
+            if content is None:
+                content = np.zeros(run.num_chunks * grid.stored_nbytes, np.uint8)
+                for inner, outer in _pairs(part, run, array.dtype, content, region, elements):
+                    np.copyto(inner, outer)
+            digests += digests_of(content.reshape(run.num_chunks, -1))
+            yield content
+    entries = _index_of(grid)
+    digests += digests_of(entries[None])
+    yield entries
 
 
 def _in_order(elements: HostArray, shape: Shape) -> Iterator[HostArray]:
@@ -258,25 +184,13 @@ def _in_order(elements: HostArray, shape: Shape) -> Iterator[HostArray]:
         yield block
 
 
-def needed_nbytes(grid: InnerGrid) -> int:
-    """Of a buffer for a run, and a block at each end of it."""
-    return max(RUN_NBYTES, grid.stored_nbytes) + 2 * BLOCK_NBYTES
-
-
 def memory_of(grid: InnerGrid, run: Run, region: Region, elements: HostArray) -> Bytes | None:
-    """The memory of a run's elements, where its bytes are those of the run in the file.
-
-    Args:
-        grid: of the chunk.
-        run: which inner chunks.
-        region: of the array, what ``elements`` holds.
-        elements: of any strides.
-    """
+    """The memory of a run's elements, out of those of ``region``, where it is as in the file."""
     is_row = all(n == 1 for n in run.shape[1:]) or all(i == 1 for i in grid.inner_shape[:-1])
     if not is_row or grid.stored_nbytes != grid.raw_nbytes:
         return None
-    covered = grid.region_of(run.offset, run.shape)
-    if covered.shape != _whole_shape(grid, run) or not region.contains(covered):
+    covered = _whole_region(grid, run, region)
+    if covered is None:
         return None
     part = at_region(elements, covered.within(region))
     return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
@@ -284,9 +198,6 @@ def memory_of(grid: InnerGrid, run: Run, region: Region, elements: HostArray) ->
 
 def span_shares(spans: ChunkSpans, memory: Bytes) -> Iterator[tuple[tuple[int, Bytes], ...]]:
     """The spans of a raw chunk, each with the memory that it fills, in jobs of some MiB."""
-    if memory.size <= MAX_SLICE_NBYTES and memory.size == spans.span_nbytes:
-        yield ((spans.offsets[0][0], memory),)
-        return
     share: list[tuple[int, Bytes]] = []
     held = 0
     for in_file, in_target in spans.offsets:
@@ -301,59 +212,34 @@ def span_shares(spans: ChunkSpans, memory: Bytes) -> Iterator[tuple[tuple[int, B
         yield tuple(share)
 
 
-def encode_run(
-    grid: InnerGrid, run: Run, dtype: DType, source: HostArray, target: Bytes
-) -> list[int]:
-    """Put the inner chunks of a run together; the digest of each.
-
-    Args:
-        grid: of the chunk.
-        run: which inner chunks.
-        dtype: element type.
-        source: the elements of the chunk's region, with any strides.
-        target: ``run.num_chunks * grid.stored_nbytes`` bytes, which are overwritten.
-    """
-    chunks = target.reshape(run.num_chunks, grid.stored_nbytes)
-    covered = grid.region_of(run.offset, run.shape)
-    part = at_region(source, covered.within(grid.region))
-    elements = _elements(chunks, grid, run, dtype)
-    if covered.shape == _whole_shape(grid, run):
-        np.copyto(elements, _split(bits_of(part), grid))
-    else:
-        elements[...] = 0
-        for offset, chunk in _each(run, elements):
-            own = grid.region_of(offset)
-            held = at_region(source, own.within(grid.region))
-            np.copyto(at_region(chunk, Region.whole(own.shape)), bits_of(held))
-    return digests_of(chunks)
-
-
 def decode_run(
     grid: InnerGrid, run: Run, dtype: DType, content: Bytes, region: Region, target: HostArray
 ) -> None:
-    """Copy the elements that a run shares with ``region`` to their place.
+    """Copy what a run's bytes share with ``region`` into ``target``, which has its shape."""
+    for inner, outer in _pairs(grid, run, dtype, content, region, target):
+        np.copyto(outer, inner)
 
-    Args:
-        grid: of the chunk.
-        run: which inner chunks.
-        dtype: element type.
-        content: their bytes.
-        region: what ``target`` holds.
-        target: has the region's shape, and any strides.
-    """
-    chunks = content.reshape(run.num_chunks, grid.stored_nbytes)
-    elements = _elements(chunks, grid, run, dtype)
-    covered = grid.region_of(run.offset, run.shape)
-    if covered.shape == _whole_shape(grid, run) and region.contains(covered):
-        part = at_region(target, covered.within(region))
-        np.copyto(_split(bits_of(part), grid), elements)
+
+def _pairs(
+    grid: InnerGrid, run: Run, dtype: DType, content: Bytes, region: Region, elements: HostArray
+) -> Iterator[tuple[HostArray, HostArray]]:
+    """Views of the same elements: in the bytes of a run, and in what is held of ``region``."""
+    chunks = content.reshape(run.num_chunks, grid.stored_nbytes)[:, : grid.raw_nbytes]
+    inner = chunks.view(_BITS.get(dtype.itemsize, dtype.numpy))
+    inner = inner.reshape((*run.shape, *grid.inner_shape))
+    covered = _whole_region(grid, run, region)
+    if covered is not None:
+        # Each dim is cut in two: which inner chunk, and where in it. That never copies.
+        sizes = [size for pair in zip(run.shape, grid.inner_shape, strict=True) for size in pair]
+        outer = bits_of(at_region(elements, covered.within(region))).reshape(sizes)
+        yield inner, outer.transpose(*range(0, outer.ndim, 2), *range(1, outer.ndim, 2))
         return
-    for offset, chunk in _each(run, elements):
-        own = grid.region_of(offset)
+    for at in np.ndindex(*run.shape):
+        own = grid.region_of(tuple(map(operator.add, run.offset, at)))
         common = own.intersect(region)
         if common is not None:
-            part = at_region(target, common.within(region))
-            np.copyto(bits_of(part), at_region(chunk, common.within(own)))
+            outer = bits_of(at_region(elements, common.within(region)))
+            yield at_region(inner[(*at, ...)], common.within(own)), outer
 
 
 def at_region(elements: HostArray, region: Region) -> HostArray:
@@ -369,7 +255,7 @@ def digests_of(chunks: Bytes) -> list[int]:
     return [digest(chunk.data) for chunk in chunks]
 
 
-def encode_index(grid: InnerGrid) -> bytes:
+def _index_of(grid: InnerGrid) -> Bytes:
     """The index at the end of the file: offset and size of each inner chunk, and a CRC32C."""
     entries = np.full((*grid.slot_counts, 2), _ABSENT, "<u8")
     held = entries[Region.whole(grid.counts).slices()]
@@ -377,31 +263,14 @@ def encode_index(grid: InnerGrid) -> bytes:
     held[..., 0] = numbers * grid.stored_nbytes
     held[..., 1] = grid.stored_nbytes
     content = entries.tobytes()
-    return content + _CRC.pack(google_crc32c.value(content))
+    return np.frombuffer(content + _CRC.pack(google_crc32c.value(content)), np.uint8)
 
 
-def _elements(chunks: Bytes, grid: InnerGrid, run: Run, dtype: DType) -> HostArray:
-    """The elements of the inner chunks: dims of the run, then those of an inner chunk."""
-    raw = chunks[:, : grid.raw_nbytes].view(_BITS.get(dtype.itemsize, dtype.numpy))
-    return raw.reshape((*run.shape, *grid.inner_shape))
-
-
-def _whole_shape(grid: InnerGrid, run: Run) -> Shape:
-    return tuple(map(operator.mul, run.shape, grid.inner_shape))
-
-
-def _split(part: HostArray, grid: InnerGrid) -> HostArray:
-    """A view with each dim cut in two: which inner chunk, and where in it; the former first."""
-    counts = tuple(map(operator.floordiv, part.shape, grid.inner_shape))
-    pairs = [size for pair in zip(counts, grid.inner_shape, strict=True) for size in pair]
-    dims = range(2 * part.ndim)
-    return part.reshape(pairs).transpose(*dims[::2], *dims[1::2])  # splitting dims never copies
-
-
-def _each(run: Run, elements: HostArray) -> Iterator[tuple[Shape, HostArray]]:
-    """The inner chunks of a run, each with its place in the chunk's grid."""
-    for at in np.ndindex(*run.shape):
-        yield tuple(map(operator.add, run.offset, at)), elements[(*at, ...)]
+def _whole_region(grid: InnerGrid, run: Run, region: Region) -> Region | None:
+    """The region of a run; None where the array's edge cuts it, or not all is in ``region``."""
+    found = grid.region_of(run.offset, run.shape)
+    is_cut = found.shape != tuple(map(operator.mul, run.shape, grid.inner_shape))
+    return None if is_cut or not region.contains(found) else found
 
 
 def bits_of(elements: HostArray) -> HostArray:

@@ -1,18 +1,21 @@
-"""When a directory counts as a checkpoint, and how a save to it becomes one.
+"""How a save becomes a checkpoint: nothing of it is visible before all of it is durable.
 
-``metadata.json``, the marker, is the last file of a checkpoint, and whole. A save writes to
-``.partial-SAVE_ID`` below the checkpoint's directory and nowhere else. A thread of an abandoned
-save that wakes up later can only write there. When everything is durable, ``DirectoryPlace.commit``
-puts the marker into the staging directory, which decides that the save will be visible, and then
-renames: the old marker and the old files out, the new files in, the new marker last. A commit that
-was killed on the way is carried to its end by ``complete_commit``; every step can be repeated. All
-of it happens under the lock of a file in the staging directory: while a commit that was given up
-still waits for the file system, no other save begins there.
+In a directory a save writes to ``.partial-SAVE_ID`` below the checkpoint's and nowhere else. A
+thread of an abandoned save that wakes up later can only write there. When everything is durable,
+``commit`` puts the marker into the staging directory, which decides that the save will be visible,
+and then renames: the old marker and the old files out, the new files in, the new marker last. A
+commit that was killed on the way is carried to its end by ``complete_commit``; every step can be
+repeated. All of it happens under the lock of a file in the staging directory: while a commit that
+was given up still waits for the file system, no other save begins there.
+
+Nothing in a bucket is renamed, and a request that was given up may still be carried out later. So a
+save puts everything below a prefix of its own, ``save-ID/``, which is laid out like a checkpoint in
+a directory. One request makes that the checkpoint's content: it puts ``metadata.json``, whose field
+``save`` names the id.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -21,33 +24,33 @@ import shutil
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Self
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    IncompleteCheckpointError,
-    StorageError,
+from dist_ckpt_strategies.errors import CheckpointExistsError, StorageError, StrategyError
+from dist_ckpt_strategies.formats.locations import (
+    SAVE_FIELD,
+    SAVE_PREFIX,
+    Location,
+    current_id,
+    current_place,
+    is_finished,
 )
-from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, SAVE_NAME
+from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, INDEX_NAME, SAVE_NAME, begun_content
 from dist_ckpt_strategies.formats.objects import object_ids, object_path
 from dist_ckpt_strategies.formats.zarr2 import array_keys, lock_directories
+from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
-    MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
     is_elsewhere,
     make_directories,
-    read_file,
     require_directory,
     storage_error,
     sync_path,
@@ -55,137 +58,29 @@ from dist_ckpt_strategies.storage.files import (
     write_file,
 )
 from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
+from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointMarker:
-    """The four fields of Megatron-Core's ``CheckpointingConfig``; it takes no others."""
-
-    sharded_backend: str
-    sharded_backend_version: int = 1
-    common_backend: str = "torch"
-    common_backend_version: int = 1
-
-    @property
-    def sharded_format(self) -> tuple[str, int]:
-        """Backend and version of the sharded state."""
-        return self.sharded_backend, self.sharded_backend_version
-
-    @property
-    def common_format(self) -> tuple[str, int]:
-        """Backend and version of the common state."""
-        return self.common_backend, self.common_backend_version
-
-    def to_json(self) -> bytes:
-        """The file's content."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, content: bytes) -> Self:
-        """The marker that the file holds.
-
-        Raises:
-            ValueError: not JSON, or not exactly fields of a marker with values of their types.
-        """
-        try:
-            found = json.loads(content)
-        except RecursionError as error:
-            raise ValueError("nested too deeply for a marker") from error
-        known = {field.name: int if "version" in field.name else str for field in fields(cls)}
-        if not isinstance(found, dict) or "sharded_backend" not in found:
-            raise ValueError("expected an object with the field sharded_backend")
-        for name, value in found.items():
-            if type(value) is not known.get(name):
-                raise ValueError(f"unexpected field {name} = {value!r}")
-        return cls(**found)
-
-    @classmethod
-    def of_checkpoint(cls, content: bytes, root: object, path: str) -> Self:
-        """The marker of the checkpoint at ``root``, from the content of the file at ``path``.
-
-        Raises:
-            IncompleteCheckpointError: it does not parse.
-        """
-        try:
-            return cls.from_json(content)
-        except (ValueError, TypeError) as error:
-            raise IncompleteCheckpointError(
-                f"{root} is incomplete: {path} is not whole ({error})", path=path
-            ) from error
-
-
-if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
-    from dist_ckpt_strategies.storage.bucket import Bucket
 
 logger = logging.getLogger(__name__)
 
 OLD_MARKER_NAME = REMOVED_PREFIX + MARKER_NAME
 """The marker of a checkpoint that is being replaced, until its arrays have been removed."""
 
-HOLDS_SAFETENSORS = (
-    "it holds files of safetensors, a model's arrays and no checkpoint; the library safetensors "
-    "reads them"
-)
-"""What a directory of such files is, and what reads it; follows what was expected there."""
-
 _PAUSE_S = 0.02
 _WAIT_S = 30.0
 """How long a network file system may take to show a new file, or to release a lock."""
 
 _LOCK_NAME = ".commit-lock"
-_NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
+_OLD_NAME = f"{REMOVED_PREFIX}old"
+"""Where in its staging directory a commit moves what it replaces."""
+
+_DECIDED = f"{PARTIAL_PREFIX}*/{MARKER_NAME}"
+"""Markers of saves that are decided and not finished; one at most, but for changes by hand."""
+
 _MAX_NAMED = 5
 
 _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 """What torch.distributed.checkpoint names its files."""
-
-
-@limited
-def read_marker(root: Path) -> CheckpointMarker:
-    """The marker of a finished checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: the directory does not exist.
-        IncompleteCheckpointError: it has no marker, or one that does not parse.
-    """
-    require_directory(root)
-    path = root / MARKER_NAME
-    with file_errors(None, path):
-        content = read_file(path, MAX_JSON_NBYTES) if path.exists() else None
-        if content is None:
-            raise IncompleteCheckpointError(
-                f"{root} is not a distributed checkpoint, or is incomplete: {path}, the "
-                f"last file of a save, is missing; {_what_is_there(root)}",
-                path=str(path),
-            )
-    return CheckpointMarker.of_checkpoint(content, root, str(path))
-
-
-def _what_is_there(root: Path) -> str:
-    """What a directory without a marker holds, in words."""
-    if _staged_markers(root):
-        return (
-            "a save was interrupted while it moved its files into place, and nothing is lost: "
-            "`dist-ckpt verify`, dist_ckpt_strategies.load and load_latest complete it"
-        )
-    if (root / SAVE_NAME).exists() or any(root.glob(f"{PARTIAL_PREFIX}*/")):
-        return "a save began and has not come to its end"
-    if are_safetensors(path.name for path in root.iterdir()):
-        return HOLDS_SAFETENSORS
-    return f"{COMMON_NAME} {'is there' if (root / COMMON_NAME).exists() else 'is missing too'}"
-
-
-def are_safetensors(names: Iterable[str]) -> bool:
-    """Whether there are files of safetensors among those of a directory without a marker."""
-    return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
-
-
-@limited
-def make_directory(root: Path) -> None:
-    """Make the directory, durably; one that is there stays as it is."""
-    with file_errors(None, root):
-        make_directories(root)
 
 
 @limited
@@ -213,7 +108,7 @@ def invalidate(root: Path) -> None:
         StorageError: another process is committing a save there.
     """
     if root.exists():
-        if _staged_markers(root):
+        if any(root.glob(_DECIDED)):
             (root / OLD_MARKER_NAME).touch()
         _remove_stale(root, completes=False)
         set_marker_aside(root)
@@ -231,7 +126,7 @@ def remove_contents(root: Path) -> None:
 
 
 @limited
-def complete_commit(root: Path | Bucket) -> bool:
+def complete_commit(root: Location) -> bool:
     """Carry a commit that was interrupted to its end; returns whether there was one.
 
     In a bucket nothing is moved, and nothing is to be done.
@@ -241,12 +136,12 @@ def complete_commit(root: Path | Bucket) -> bool:
     Raises:
         StorageError: another process is still at it, or a file cannot be moved.
     """
-    if not isinstance(root, Path):
+    if isinstance(root, Bucket):
         return False
     with file_errors(None, root):
         if (root / MARKER_NAME).exists():
             return False
-        return any(_take_away(root, marker.parent) for marker in _staged_markers(root))
+        return any(_take_away(root, marker.parent) for marker in sorted(root.glob(_DECIDED)))
 
 
 class PlaceBase(ABC):
@@ -254,7 +149,10 @@ class PlaceBase(ABC):
 
     Args:
         root: the checkpoint.
-        timeout_s: of the save.
+        options: limits.
+        keeps_old: leave an earlier checkpoint in a directory whole until the commit. Not where the
+            caller has replaced its ``common.pt`` already.
+        overwrite: replace arrays and objects that belong to no finished checkpoint, too.
 
     Attributes:
         save_id: of this save. The first rank makes it, the others take it from there.
@@ -262,66 +160,49 @@ class PlaceBase(ABC):
 
     save_id = ""
 
-    def __init__(self, root: Path | Bucket, timeout_s: float) -> None:
-        self._name = str(root)
-        self._timeout_s = timeout_s
+    def __init__(
+        self, root: Location, options: Options, *, keeps_old: bool, overwrite: bool
+    ) -> None:
+        self._root, self._timeout_s = root, options.timeout_s
+        self._keeps_old, self._overwrite = keeps_old, overwrite
+        self._replaces = True
 
     def __str__(self) -> str:
         """The checkpoint, for messages."""
-        return self._name
+        return str(self._root)
 
     @abstractmethod
     def is_current(self) -> bool:
         """Whether what ``begin`` has made is there: no later save has taken the place."""
 
-    def require(self, owner: str) -> None:
-        """Wait until this rank sees what ``begin`` has made on the rank called ``owner``.
+    def require(self, owner: str | None = None) -> None:
+        """Raise unless the place is there, and still this save's.
+
+        Args:
+            owner: the rank that has just made it, whose files may take a while to show here.
 
         Raises:
-            StorageError: it does not appear; the place is not the same one.
+            StorageError: it is not: another save has begun there, or all was removed.
         """
-        deadline = time.monotonic() + min(self._timeout_s / 4, _WAIT_S)
+        deadline = time.monotonic() + min(self._timeout_s / 4, _WAIT_S) * (owner is not None)
         while not self.is_current():
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{self}: what {owner} has written there is not seen here; all ranks have to "
-                    "save to one directory, on a file system that they share, and no other job at "
-                    "the same time",
-                    path=str(self),
-                )
-            time.sleep(_PAUSE_S)
-
-    def require_current(self) -> None:
-        """Raise unless the place is still this save's.
-
-        Raises:
-            StorageError: another save has begun there, or all was removed.
-        """
-        if not self.is_current():
-            raise StorageError(
-                f"{self}: another save to it has begun before this one was finished, or what this "
-                "one had written was removed; nothing of it was made visible",
-                path=str(self),
+            if time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+                continue
+            what = (
+                "another save to it has begun before this one was finished, or what this one had "
+                "written was removed; nothing of it was made visible"
+                if owner is None
+                else f"what {owner} has written there is not seen here; all ranks have to save to "
+                "one directory, on a file system that they share, and no other job at the same time"
             )
+            raise StorageError(f"{self}: {what}", path=str(self))
 
 
 class DirectoryPlace(PlaceBase):
-    """A staging directory in the checkpoint's own; see PlaceBase.
+    """A staging directory in the checkpoint's own, which ``begin`` makes; see PlaceBase."""
 
-    Args:
-        root: the checkpoint's directory, which ``begin`` makes.
-        options: limits.
-        keeps_old: leave an earlier checkpoint whole until the commit. Not where the caller has
-            replaced its ``common.pt`` already.
-        overwrite: replace arrays and objects that belong to no finished checkpoint, too.
-    """
-
-    def __init__(self, root: Path, options: Options, *, keeps_old: bool, overwrite: bool) -> None:
-        super().__init__(root, options.timeout_s)
-        self._root = root
-        self._keeps_old = keeps_old
-        self._overwrite = overwrite
-        self._replaces = True
+    _root: Path
 
     @property
     def location(self) -> Path:
@@ -336,15 +217,17 @@ class DirectoryPlace(PlaceBase):
         return uuid.uuid4().hex
 
     @limited
-    def begin(self, keys: Collection[str] | None) -> None:
+    def begin(self, keys: Collection[str] | None, *, is_format2: bool = False) -> None:
         """Make the place, on the first rank, and remove what earlier saves have not finished.
 
         Args:
             keys: of the save's arrays and objects; unknown: only ``overwrite`` replaces anything.
+            is_format2: whether it is of format ("zarr", 2), with folders of its own.
 
         Raises:
-            CheckpointExistsError: there are arrays or objects of other keys and no marker; or a key
-                leads into another checkpoint, or through a link.
+            CheckpointExistsError: there are arrays or objects of other keys and no marker, or
+                folders that the format needs; or a key leads into another checkpoint, or through a
+                link.
             StorageError: another process is committing a save there.
         """
         root = self._root
@@ -353,6 +236,13 @@ class DirectoryPlace(PlaceBase):
             make_directories(root)
             require_directory(root)
             present = set(os.listdir(root))  # noqa: PTH208 - the names alone
+        if is_format2 and not (root / SAVE_NAME).is_file():
+            for name in sorted(present.intersection(FOLDER_NAMES)):
+                raise CheckpointExistsError(
+                    f"{root / name} is not of a checkpoint of format ('zarr', 2), which would put "
+                    "its own files there; remove it, or save elsewhere",
+                    path=str(root / name),
+                )
         if keys is not None and present:
             if not self._overwrite:
                 _require_replaceable(root, keys)
@@ -362,6 +252,8 @@ class DirectoryPlace(PlaceBase):
         with file_errors(None, root):
             self.location.mkdir()
             (self.location / _LOCK_NAME).touch()
+        if is_format2:
+            Directory(self.location).write(SAVE_NAME, begun_content(self.save_id))
 
     @limited
     def abandon(self) -> None:
@@ -394,22 +286,82 @@ class DirectoryPlace(PlaceBase):
     def _commit(self, marker: bytes | None) -> None:
         root, staging = self._root, self.location
         with file_errors(None, root), _locked(staging):
-            self.require_current()
+            self.require()
             is_alone = os.listdir(root) == [staging.name]  # noqa: PTH208 - the names alone
             replaces = self._replaces and not is_alone
-            if not is_alone:
-                going = _names_of_contents(root, with_torch_dist=True) if replaces else ()
-                _require_no_obstacle(staging, root, {f"{root}/{name}" for name in going})
+            going = _names_of_contents(root, with_torch_dist=True) if replaces else ()
+            list(_moves(str(staging), str(root), {f"{root}/{name}" for name in going}))  # may raise
             sync_path(staging)
             if marker is not None:
                 write_file(staging / MARKER_NAME, marker)
                 sync_path(root)
             raise_if_cancelled()
             if replaces:
-                _trash_of(staging).mkdir()  # a full disk refuses that while the old marker is there
+                (staging / _OLD_NAME).mkdir()  # a full disk refuses that; the old marker is there
                 set_marker_aside(root)
                 (root / OLD_MARKER_NAME).touch()  # without a marker too, old files are to go
             _finish(root, staging)
+
+
+class BucketPlace(PlaceBase):
+    """A prefix of its own in an object store; see PlaceBase and DirectoryPlace."""
+
+    _root: Bucket
+
+    @property
+    def location(self) -> Bucket:
+        """What the save writes into; with the save id."""
+        return self._root.place(SAVE_PREFIX + self.save_id)
+
+    def new_save_id(self) -> str:
+        """See DirectoryPlace. It is larger than that of the current save, whatever clocks say."""
+        self._root.require_bucket()
+        last = int((current_id(self._root) or "0").partition("-")[0])
+        return f"{max(last + 1, time.time_ns() // 1000):017d}-{uuid.uuid4().hex}"
+
+    def begin(
+        self,
+        keys: Collection[str] | None,  # noqa: ARG002 - nothing else has its prefix
+        *,
+        is_format2: bool = True,  # noqa: ARG002 - there is no other
+    ) -> None:
+        """Make the place, on the first rank, and remove what earlier saves have not finished."""
+        _remove_others(self._root, current_place(self._root))
+        self.location.write(SAVE_NAME, begun_content(self.save_id))
+
+    def abandon(self) -> None:
+        """Do nothing: a prefix that no marker names is not read; prune removes it."""
+
+    def is_current(self) -> bool:
+        """See PlaceBase."""
+        return current_id(self._root) <= self.save_id and self.location.has(SAVE_NAME)
+
+    def commit(self, marker: bytes | None) -> None:
+        """See DirectoryPlace. What the save replaces is removed afterwards."""
+        if marker is None:
+            raise StrategyError(
+                f"{self}: call dist_ckpt_strategies.save, which also puts the marker"
+            )
+        bucket, place = self._root, self.location
+        self.require()
+        place.write(MARKER_NAME, marker)
+        content = {**json.loads(marker), SAVE_FIELD: self.save_id}
+        bucket.write(MARKER_NAME, json.dumps(content).encode())
+        try:
+            _remove_others(bucket, place)
+        except StorageError as error:
+            logger.warning("%s: what the save replaces cannot be removed: %s", bucket, error)
+
+
+SavePlace = DirectoryPlace | BucketPlace
+
+
+def open_save_place(
+    location: Location, options: Options, *, keeps_old: bool, overwrite: bool
+) -> SavePlace:
+    """Where the files of a save to a location go until its commit; see PlaceBase."""
+    kind = BucketPlace if isinstance(location, Bucket) else DirectoryPlace
+    return kind(location, options, keeps_old=keeps_old, overwrite=overwrite)
 
 
 def _require_replaceable(root: Path, keys: Collection[str]) -> None:
@@ -417,8 +369,7 @@ def _require_replaceable(root: Path, keys: Collection[str]) -> None:
 
     Others may be a user's data.
     """
-    with suppress(CheckpointNotFoundError, IncompleteCheckpointError):
-        read_marker(root)
+    if is_finished(root):
         return
     found = {*array_keys(root), *(object_id.key for object_id in object_ids(root))}
     others = sorted(found.difference(keys))
@@ -449,32 +400,23 @@ def _require_no_other_checkpoint(root: Path, keys: Iterable[str]) -> None:
             )
 
 
-@limited
-def require_free_folders(root: Path) -> None:
-    """Raise where a folder of format 2 is there that is not ours.
+def _moves(source: str, target: str, going: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """The renames that bring what is staged into place: old path and new; own files are left out.
+
+    What is in ``going`` is not in the way: it leaves first.
 
     Raises:
-        CheckpointExistsError: it is; names it.
+        CheckpointExistsError: a file is in the way of a directory, or the other way round.
     """
-    if (root / SAVE_NAME).is_file():
-        return
-    for name in FOLDER_NAMES:
-        if os.path.lexists(root / name):
-            raise CheckpointExistsError(
-                f"{root / name} is not of a checkpoint of format ('zarr', 2), which would put its "
-                "own files there; remove it, or save elsewhere",
-                path=str(root / name),
-            )
-
-
-def _require_no_obstacle(source: Path, target: Path, going: Collection[str]) -> None:
-    """Raise where a file is in the way of a staged directory, or the other way round.
-
-    What goes with an old checkpoint is not in the way.
-    """
-    for entry in _sorted_entries(source):
+    present = set(os.listdir(target))  # noqa: PTH208 - the names alone
+    with os.scandir(source) as scan:
+        entries = sorted(scan, key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.name in {MARKER_NAME, _LOCK_NAME, _OLD_NAME}:
+            continue
         path = f"{target}/{entry.name}"
-        if path in going or not os.path.lexists(path):
+        if entry.name not in present or path in going:
+            yield entry.path, path
             continue
         is_here, is_there = entry.is_dir(follow_symlinks=False), os.path.isdir(path)  # noqa: PTH112
         if is_here != is_there:
@@ -484,12 +426,9 @@ def _require_no_obstacle(source: Path, target: Path, going: Collection[str]) -> 
                 path=path,
             )
         if is_here:
-            _require_no_obstacle(Path(entry.path), Path(path), going)
-
-
-def _sorted_entries(directory: Path | str) -> list[os.DirEntry[str]]:
-    with os.scandir(directory) as scan:
-        return sorted(scan, key=lambda entry: entry.name)
+            yield from _moves(entry.path, path, going)
+        else:
+            yield entry.path, path
 
 
 def _names_of_contents(root: Path, *, with_torch_dist: bool) -> list[str]:
@@ -506,17 +445,9 @@ def _names_of_contents(root: Path, *, with_torch_dist: bool) -> list[str]:
     if (root / SAVE_NAME).is_file():
         names += [name for name in FOLDER_NAMES if (root / name).exists()]
     if with_torch_dist:
-        names += [
-            entry.name
-            for entry in _sorted_entries(root)
-            if _OF_TORCH_DIST.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-        ]
+        found = map(root.joinpath, filter(_OF_TORCH_DIST.fullmatch, sorted(os.listdir(root))))  # noqa: PTH208
+        names += [path.name for path in found if path.is_file() and not path.is_symlink()]
     return names
-
-
-def _staged_markers(root: Path) -> list[Path]:
-    """Markers of saves that are decided and not finished; one at most, but for changes by hand."""
-    return sorted(root.glob(f"{PARTIAL_PREFIX}*/{MARKER_NAME}"))
 
 
 def _finish(root: Path, staging: Path) -> None:
@@ -524,10 +455,16 @@ def _finish(root: Path, staging: Path) -> None:
     old_marker = root / OLD_MARKER_NAME
     if old_marker.exists():
         with_torch_dist = old_marker.stat().st_size > 0
-        _move_old_out(root, _trash_of(staging), with_torch_dist=with_torch_dist)
-    touched: list[Path | str] = [root]
-    _move_below(str(staging), str(root), touched, {MARKER_NAME, _LOCK_NAME})
-    for directory in touched:
+        _move_old_out(root, staging / _OLD_NAME, with_torch_dist=with_torch_dist)
+    touched = {str(root)}
+    for source, target in list(_moves(str(staging), str(root))):
+        raise_if_cancelled()
+        try:
+            os.rename(source, target)  # noqa: PTH104 - 10,000 times
+        except OSError as error:
+            raise storage_error(None, target, error) from error
+        touched.add(os.path.dirname(target))  # noqa: PTH120 - as above
+    for directory in sorted(touched):
         sync_path(directory)
     raise_if_cancelled()
     if (staging / MARKER_NAME).exists():
@@ -555,24 +492,6 @@ def _move_old_out(root: Path, trash: Path, *, with_torch_dist: bool) -> None:
         (root / OLD_MARKER_NAME).replace(trash / MARKER_NAME)
 
 
-def _move_below(
-    source: str, target: str, touched: list[Path | str], passed: Collection[str]
-) -> None:
-    """Move everything but some names; directories that got new names join ``touched``."""
-    for entry in _sorted_entries(source):
-        if entry.name in passed:
-            continue
-        raise_if_cancelled()
-        path = f"{target}/{entry.name}"
-        try:
-            os.rename(entry.path, path)  # noqa: PTH104 - 10,000 times
-        except OSError as error:
-            if error.errno not in _NOT_EMPTY:
-                raise storage_error(None, path, error) from error
-            touched.append(path)
-            _move_below(entry.path, path, touched, ())
-
-
 def _remove_stale(root: Path, *, completes: bool = True) -> None:
     """Remove staging directories, and what was moved out; at first complete an interrupted commit.
 
@@ -583,7 +502,7 @@ def _remove_stale(root: Path, *, completes: bool = True) -> None:
         StorageError: another process is committing a save there.
     """
     with file_errors(None, root):
-        for name in [entry.name for entry in _sorted_entries(root)]:
+        for name in sorted(os.listdir(root)):  # noqa: PTH208 - the names alone
             raise_if_cancelled()
             if name.startswith(PARTIAL_PREFIX):  # with their locks; they come first
                 _take_away(root, root / name, completes=completes)
@@ -605,13 +524,7 @@ def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
         with suppress(FileNotFoundError):  # another process has taken it away
             staging.replace(doomed)
     _remove(doomed)
-    _remove(_trash_of(staging))
     return is_decided and completes
-
-
-def _trash_of(staging: Path) -> Path:
-    """Where the commit of a save moves what it replaces."""
-    return staging.with_name(REMOVED_PREFIX + staging.name.removeprefix(PARTIAL_PREFIX))
 
 
 def _remove(path: Path) -> None:
@@ -619,9 +532,9 @@ def _remove(path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
-            path.unlink(missing_ok=True)
+            path.unlink()
     except FileNotFoundError:
-        return  # another process removes it too
+        pass  # another process removes it too
     except OSError as error:
         logger.warning("%s cannot be removed (%s); the next save will try again", path, error)
 
@@ -651,3 +564,42 @@ def _locked(staging: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _remove_others(bucket: Bucket, current: Bucket) -> None:
+    """Delete what other saves have put. Nothing is deleted where nothing is.
+
+    Who may put and read, and not delete, can save to a new URL.
+    """
+    kept = str(current.url).removeprefix(f"{bucket.url}/")
+    names = bucket.names(SAVE_PREFIX)
+    _delete_in_order(bucket, [name for name in names if name.partition("/")[0] != kept])
+    if str(current) != str(bucket) and bucket.has(SAVE_NAME):
+        _delete_in_order(bucket, _names_of_earlier_release(bucket))
+
+
+def _delete_in_order(bucket: Bucket, names: Sequence[str]) -> None:
+    """Delete objects of saves: manifests first, what a save is recognised by last."""
+    bucket.delete(name for name in names if name.endswith(INDEX_NAME))
+    bucket.delete(name for name in names if not name.endswith((INDEX_NAME, SAVE_NAME)))
+    bucket.delete(name for name in names if name.endswith(SAVE_NAME))
+
+
+def _names_of_earlier_release(bucket: Bucket) -> list[str]:
+    return [COMMON_NAME, *(name for folder in FOLDER_NAMES for name in bucket.names(f"{folder}/"))]
+
+
+def remove(bucket: Bucket) -> tuple[str, ...]:
+    """Remove a checkpoint, or what a killed save left: the marker first, what it is known by last.
+
+    Objects that are no part of it stay.
+
+    Returns:
+        What stays: names, without what comes behind their first ``/``.
+    """
+    for name in (MARKER_NAME, INDEX_NAME):
+        if bucket.has(name):
+            bucket.delete([name])
+    names = bucket.names(SAVE_PREFIX)
+    _delete_in_order(bucket, [*names, *_names_of_earlier_release(bucket)])
+    return tuple(sorted({name.partition("/")[0] for name in bucket.names()}))

@@ -32,15 +32,7 @@ _BLOSC_NBYTES = slice(12, 16)
 def decode_chunk(
     root: Path, array: ArraySpec, index: Shape, region: Region, handle: int, engine: Engine
 ) -> HostArray:
-    """The elements of a region of one chunk.
-
-    Args:
-        root: the checkpoint directory, absolute.
-        array: the array.
-        index: of the chunk.
-        region: of the array, in that chunk.
-        handle: of the chunk's file, open for reading.
-        engine: decodes it.
+    """The elements of a region, of the array, in one chunk, whose file is open for reading.
 
     Raises:
         CorruptCheckpointError: the chunk cannot be decoded.

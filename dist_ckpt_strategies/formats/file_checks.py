@@ -14,8 +14,7 @@ import numpy as np
 from dist_ckpt_strategies.core.array import ArraySpec, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from dist_ckpt_strategies.formats.arrays import chunk_name
-from dist_ckpt_strategies.formats.chunks import digests_of, missing_chunk
+from dist_ckpt_strategies.formats.chunks import chunk_name, digests_of, missing_chunk
 from dist_ckpt_strategies.formats.issues import FileCheck, Issue, Problem
 from dist_ckpt_strategies.formats.manifest import (
     ArrayRecord,

@@ -20,7 +20,7 @@ from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_
 
 if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.core.array import ArraySpec, Shape
-    from dist_ckpt_strategies.formats.commit import CheckpointMarker
+    from dist_ckpt_strategies.formats.locations import CheckpointMarker
     from dist_ckpt_strategies.formats.manifest import ManifestIndex
     from dist_ckpt_strategies.storage.bucket import Bucket
     from dist_ckpt_strategies.storage.store import Store
@@ -240,7 +240,7 @@ def marker_or_issue(store: Store) -> CheckpointMarker | Issue:
     Raises:
         StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.
     """
-    from dist_ckpt_strategies.formats.commit import CheckpointMarker  # noqa: PLC0415 - see above
+    from dist_ckpt_strategies.formats.locations import CheckpointMarker  # noqa: PLC0415 - see above
 
     try:
         return CheckpointMarker.from_json(store.read(MARKER_NAME))

@@ -1,46 +1,95 @@
-"""Where a checkpoint is: a directory, or a place in an object store.
+"""Where a checkpoint is, a directory or a place in an object store, and whether it is whole.
 
 A location is a Path, absolute, or a Bucket. Both go through strategies as ``checkpoint_dir``.
-
-Nothing in a bucket is renamed, and a request that was given up may still be carried out later. So a
-save puts everything below a prefix of its own, ``save-ID/``, which is laid out like a checkpoint in
-a directory. One request makes that the checkpoint's content: it puts ``metadata.json``, whose field
-``save`` names the id. If that request of an earlier save is carried out late, it names a prefix
-that was removed since; then the largest id counts whose prefix is whole. A checkpoint that an
-earlier release wrote has its files right below its URL.
+``metadata.json``, the marker, is the last file of a checkpoint. In a bucket it names the save whose
+prefix, ``save-ID/``, holds all files. If the request that put it is carried out late, it may name a
+prefix that was removed since; then the largest id counts whose prefix is whole. A checkpoint that
+an earlier release wrote has its files right below its URL.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
-import time
-import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Self
 
 from dist_ckpt_strategies.config import Options, store_options_from_environment
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
-    StorageError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats import commit
-from dist_ckpt_strategies.formats.commit import CheckpointMarker, DirectoryPlace, PlaceBase
-from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, INDEX_NAME, SAVE_NAME, begun_content
+from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    MARKER_NAME,
+    MAX_JSON_NBYTES,
+    PARTIAL_PREFIX,
+    file_errors,
+    read_file,
+    require_directory,
+)
+from dist_ckpt_strategies.storage.io_pool import limited
 from dist_ckpt_strategies.storage.urls import parsed_address
-
-logger = logging.getLogger(__name__)
 
 Location = Path | Bucket
 
 SAVE_PREFIX = "save-"
-_SAVE_FIELD = "save"
+SAVE_FIELD = "save"
 _SAVE_ID = re.compile(r"[0-9]{17}-[0-9a-f]{32}")
+
+HOLDS_SAFETENSORS = (
+    "it holds files of safetensors, a model's arrays and no checkpoint; the library safetensors "
+    "reads them"
+)
+"""What a directory of such files is, and what reads it; follows what was expected there."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMarker:
+    """The four fields of Megatron-Core's ``CheckpointingConfig``; it takes no others."""
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+    @property
+    def sharded_format(self) -> tuple[str, int]:
+        """Backend and version of the sharded state."""
+        return self.sharded_backend, self.sharded_backend_version
+
+    @property
+    def common_format(self) -> tuple[str, int]:
+        """Backend and version of the common state."""
+        return self.common_backend, self.common_backend_version
+
+    def to_json(self) -> bytes:
+        """The file's content."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Self:
+        """The marker that the file holds.
+
+        Raises:
+            ValueError: not JSON, or not exactly fields of a marker with values of their types.
+        """
+        try:
+            found = json.loads(content)
+        except RecursionError as error:
+            raise ValueError("nested too deeply for a marker") from error
+        known = {field.name: int if "version" in field.name else str for field in fields(cls)}
+        if not isinstance(found, dict) or "sharded_backend" not in found:
+            raise ValueError("expected an object with the field sharded_backend")
+        for name, value in found.items():
+            if type(value) is not known.get(name):
+                raise ValueError(f"unexpected field {name} = {value!r}")
+        return cls(**found)
 
 
 def located(checkpoint_dir: str | Path | Bucket, options: Options | None) -> Location:
@@ -75,6 +124,7 @@ def require_path(location: Location, what: str) -> Path:
     return location
 
 
+@limited
 def read_marker(location: Location) -> CheckpointMarker:
     """The marker of a finished checkpoint.
 
@@ -84,26 +134,58 @@ def read_marker(location: Location) -> CheckpointMarker:
             manifest.
         BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
+    content, what = None, ""
     if isinstance(location, Path):
-        return commit.read_marker(location)
-    place = current_place(location)
-    path = place.path(MARKER_NAME)
-    try:
-        content = place.read(MARKER_NAME)
-    except IncompleteCheckpointError:
-        require_something(location)
+        require_directory(location)
+        path = str(location / MARKER_NAME)
+        with file_errors(None, path):
+            if Path(path).exists():
+                content = read_file(path, MAX_JSON_NBYTES)
+            else:
+                what = f"; {_what_is_there(location)}"
+    else:
+        place = current_place(location)
+        path = place.path(MARKER_NAME)
+        try:
+            content = place.read(MARKER_NAME)
+        except IncompleteCheckpointError:
+            require_something(location)
+    if content is None:
         raise IncompleteCheckpointError(
-            f"{location} is not a distributed checkpoint, or is incomplete: {path}, the last "
-            "object of a save, is missing",
+            f"{location} is not a distributed checkpoint, or is incomplete: {path}, the last file "
+            f"of a save, is missing{what}",
             path=path,
-        ) from None
-    if not place.has(INDEX_NAME):
-        raise IncompleteCheckpointError(
-            f"{location} is incomplete: {MARKER_NAME} is there, but {place.path(INDEX_NAME)} is "
-            "missing",
-            path=place.path(INDEX_NAME),
         )
-    return CheckpointMarker.of_checkpoint(content, location, path)
+    if isinstance(location, Bucket) and not place.has(INDEX_NAME):
+        path = place.path(INDEX_NAME)
+        raise IncompleteCheckpointError(
+            f"{location} is incomplete: {MARKER_NAME} is there, but {path} is missing", path=path
+        )
+    try:
+        return CheckpointMarker.from_json(content)
+    except (ValueError, TypeError) as error:
+        raise IncompleteCheckpointError(
+            f"{location} is incomplete: {path} is not whole ({error})", path=path
+        ) from error
+
+
+def _what_is_there(root: Path) -> str:
+    """What a directory without a marker holds, in words."""
+    if any(root.glob(f"{PARTIAL_PREFIX}*/{MARKER_NAME}")):
+        return (
+            "a save was interrupted while it moved its files into place, and nothing is lost: "
+            "`dist-ckpt verify`, dist_ckpt_strategies.load and load_latest complete it"
+        )
+    if (root / SAVE_NAME).exists() or any(root.glob(f"{PARTIAL_PREFIX}*/")):
+        return "a save began and has not come to its end"
+    if are_safetensors(path.name for path in root.iterdir()):
+        return HOLDS_SAFETENSORS
+    return f"{COMMON_NAME} {'is there' if (root / COMMON_NAME).exists() else 'is missing too'}"
+
+
+def are_safetensors(names: Iterable[str]) -> bool:
+    """Whether there are files of safetensors among those of a directory without a marker."""
+    return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
 
 
 def is_finished(location: Location) -> bool:
@@ -124,8 +206,8 @@ def current_place(bucket: Bucket) -> Bucket:
     """What the objects of a checkpoint lie below: the prefix of its save, or the bucket itself."""
     if bucket.is_place:
         return bucket
-    save_id = _current_id(bucket)
-    if save_id is None:
+    save_id = current_id(bucket)
+    if not save_id:
         return bucket.place()
     place = bucket.place(SAVE_PREFIX + save_id)
     if place.has(INDEX_NAME):
@@ -134,13 +216,13 @@ def current_place(bucket: Bucket) -> Bucket:
     return bucket.place(max(whole).partition("/")[0]) if whole else place
 
 
-def _current_id(bucket: Bucket) -> str | None:
-    """The save that the marker names; None where there is none, or it names none."""
+def current_id(bucket: Bucket) -> str:
+    """The save that the marker names; empty where there is none, or it names none."""
     try:
-        found = str(json.loads(bucket.read(MARKER_NAME))[_SAVE_FIELD])
+        found = str(json.loads(bucket.read(MARKER_NAME))[SAVE_FIELD])
     except (IncompleteCheckpointError, ValueError, LookupError, TypeError):
-        return None
-    return found if _SAVE_ID.fullmatch(found) else None
+        return ""
+    return found if _SAVE_ID.fullmatch(found) else ""
 
 
 def visible_place(bucket: Bucket) -> Bucket:
@@ -151,94 +233,6 @@ def visible_place(bucket: Bucket) -> Bucket:
         if begun:
             return bucket.place(max(begun))
     return place
-
-
-class BucketPlace(PlaceBase):
-    """A prefix of its own in an object store; see PlaceBase and DirectoryPlace.
-
-    Args:
-        bucket: the checkpoint.
-        options: limits.
-    """
-
-    def __init__(self, bucket: Bucket, options: Options) -> None:
-        super().__init__(bucket, options.timeout_s)
-        self._bucket = bucket
-
-    @property
-    def location(self) -> Bucket:
-        """What the save writes into; with the save id."""
-        return self._bucket.place(SAVE_PREFIX + self.save_id)
-
-    def new_save_id(self) -> str:
-        """See DirectoryPlace. It is larger than that of the current save, whatever clocks say."""
-        self._bucket.require_bucket()
-        last = int((_current_id(self._bucket) or "0").partition("-")[0])
-        return f"{max(last + 1, time.time_ns() // 1000):017d}-{uuid.uuid4().hex}"
-
-    def begin(self, keys: Collection[str] | None) -> None:  # noqa: ARG002 - a prefix of its own
-        """Make the place, on the first rank, and remove what earlier saves have not finished."""
-        _remove_others(self._bucket, current_place(self._bucket))
-        self.location.write(SAVE_NAME, begun_content(self.save_id))
-
-    def abandon(self) -> None:
-        """Do nothing: a prefix that no marker names is not read; prune removes it."""
-
-    def is_current(self) -> bool:
-        """See PlaceBase."""
-        is_last = (_current_id(self._bucket) or "") <= self.save_id
-        return is_last and self.location.has(SAVE_NAME)
-
-    def commit(self, marker: bytes | None) -> None:
-        """See DirectoryPlace. What the save replaces is removed afterwards."""
-        if marker is None:
-            raise StrategyError(
-                f"{self}: call dist_ckpt_strategies.save, which also puts the marker"
-            )
-        bucket, place = self._bucket, self.location
-        self.require_current()
-        place.write(MARKER_NAME, marker)
-        content = {**json.loads(marker), _SAVE_FIELD: self.save_id}
-        bucket.write(MARKER_NAME, json.dumps(content).encode())
-        try:
-            _remove_others(bucket, place)
-        except StorageError as error:
-            logger.warning("%s: what the save replaces cannot be removed: %s", bucket, error)
-
-
-SavePlace = DirectoryPlace | BucketPlace
-
-
-def open_save_place(
-    location: Location, options: Options, *, keeps_old: bool, overwrite: bool
-) -> SavePlace:
-    """Where the files of a save to a location go until its commit; see DirectoryPlace."""
-    if isinstance(location, Bucket):
-        return BucketPlace(location, options)
-    return DirectoryPlace(location, options, keeps_old=keeps_old, overwrite=overwrite)
-
-
-def _remove_others(bucket: Bucket, current: Bucket) -> None:
-    """Delete what other saves have put. Nothing is deleted where nothing is.
-
-    Who may put and read, and not delete, can save to a new URL.
-    """
-    kept = str(current.url).removeprefix(f"{bucket.url}/")
-    names = bucket.names(SAVE_PREFIX)
-    _delete_in_order(bucket, [name for name in names if name.partition("/")[0] != kept])
-    if str(current) != str(bucket) and bucket.has(SAVE_NAME):
-        _delete_in_order(bucket, _names_of_earlier_release(bucket))
-
-
-def _delete_in_order(bucket: Bucket, names: Sequence[str]) -> None:
-    """Delete objects of saves: manifests first, what a save is recognised by last."""
-    bucket.delete(name for name in names if name.endswith(INDEX_NAME))
-    bucket.delete(name for name in names if not name.endswith((INDEX_NAME, SAVE_NAME)))
-    bucket.delete(name for name in names if name.endswith(SAVE_NAME))
-
-
-def _names_of_earlier_release(bucket: Bucket) -> list[str]:
-    return [COMMON_NAME, *(name for folder in FOLDER_NAMES for name in bucket.names(f"{folder}/"))]
 
 
 def require_something(bucket: Bucket) -> None:
@@ -252,19 +246,3 @@ def require_something(bucket: Bucket) -> None:
         if not bucket.reports_missing_buckets:
             what += f", or no bucket {bucket.url.bucket!r}: listings do not show it"
         raise CheckpointNotFoundError(f"{bucket}: {what}", path=str(bucket))
-
-
-def remove(bucket: Bucket) -> tuple[str, ...]:
-    """Remove a checkpoint, or what a killed save left: the marker first, what it is known by last.
-
-    Objects that are no part of it stay.
-
-    Returns:
-        What stays: names, without what comes behind their first ``/``.
-    """
-    for name in (MARKER_NAME, INDEX_NAME):
-        if bucket.has(name):
-            bucket.delete([name])
-    names = bucket.names(SAVE_PREFIX)
-    _delete_in_order(bucket, [*names, *_names_of_earlier_release(bucket)])
-    return tuple(sorted({name.partition("/")[0] for name in bucket.names()}))

@@ -26,8 +26,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.arrays import chunk_name
-from dist_ckpt_strategies.formats.commit import HOLDS_SAFETENSORS, CheckpointMarker, are_safetensors
+from dist_ckpt_strategies.formats.chunks import chunk_name
 from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import (
     COMMON_FORMAT,
@@ -51,6 +50,11 @@ from dist_ckpt_strategies.formats.issues import (
     require_no_inner,
     sorted_by_key,
     unreadable,
+)
+from dist_ckpt_strategies.formats.locations import (
+    HOLDS_SAFETENSORS,
+    CheckpointMarker,
+    are_safetensors,
 )
 from dist_ckpt_strategies.formats.manifest import (
     FOLDER_NAMES,

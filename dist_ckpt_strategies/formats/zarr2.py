@@ -9,15 +9,15 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Shape
 from dist_ckpt_strategies.errors import ArrayNotFoundError, CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.storage.files import (
     MAX_JSON_NBYTES,
@@ -42,26 +42,24 @@ def dtype_name(dtype: DType) -> str:
 def metadata_content(array: ArraySpec) -> bytes:
     """The bytes of ``.zarray``: the fields that Megatron-Core <= 0.15 wrote, laid out as by zarr 2.
 
-    Put together by hand: the standard library's indenting encoder is the slowest part of a save
-    of many small arrays.
+    The arrays of all layers have few descriptions between them, and indented JSON takes its time.
     """
+    return _content(array.shape, array.chunk_shape, dtype_name(array.dtype))
+
+
+@lru_cache(maxsize=256)
+def _content(shape: Shape, chunk_shape: Shape, dtype: str) -> bytes:
     fields = {
-        "chunks": _listed(array.chunk_shape),
-        "compressor": "null",
-        "dtype": f'"{dtype_name(array.dtype)}"',
-        "fill_value": "null",
-        "filters": "null",
-        "order": '"C"',
-        "shape": _listed(array.shape),
-        "zarr_format": "2",
+        "chunks": chunk_shape,
+        "compressor": None,
+        "dtype": dtype,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": shape,
+        "zarr_format": 2,
     }
-    lines = ",\n".join(f'    "{name}": {value}' for name, value in fields.items())
-    return f"{{\n{lines}\n}}".encode()
-
-
-def _listed(shape: tuple[int, ...]) -> str:
-    numbers = ",\n".join(f"        {n}" for n in shape)
-    return f"[\n{numbers}\n    ]" if shape else "[]"
+    return json.dumps(fields, indent=4).encode()
 
 
 def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
@@ -86,48 +84,32 @@ def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
 def _parsed(content: bytes) -> ArraySpec:
     """The array without a key; the arrays of all layers have few descriptions between them."""
     fields = json.loads(content)
-    spelled = str(fields["dtype"])
-    dtype = _spelled_dtypes().get(spelled)
+    spelled, order = str(fields["dtype"]), fields["order"]
+    dtype = next((known for known in DType if dtype_name(known) == spelled), None)
     if dtype is None:
         if spelled[:1] not in set("<>|"):
             raise ValueError(f"dtype {spelled!r}, expected one such as '<f4'")
         dtype = DType.from_numpy(np.dtype(spelled), key="")
-    raw = (
-        fields["compressor"] is None
-        and not fields.get("filters")
-        and fields["order"] == "C"
-        and (spelled[0] in "<|" or dtype.is_extension)
-    )
     shape, chunks = _shape(fields["shape"], least=0), _shape(fields["chunks"], least=1)
     separator = str(fields.get("dimension_separator", "."))
-    array = ArraySpec("", shape, dtype, chunks, separator, is_raw=raw)
-    _require_consistent(array, fields)
-    return array
+    if fields["zarr_format"] != 2:  # noqa: PLR2004 - the format's own number
+        raise ValueError(f"zarr_format {fields['zarr_format']}, expected 2")
+    if len(shape) != len(chunks):
+        raise ValueError(f"shape {shape} with chunks {chunks}")
+    if order not in {"C", "F"} or separator not in {".", "/"}:
+        raise ValueError(f"order {order!r}, dimension_separator {separator!r}")
+    codecs = [c for c in (fields["compressor"], *(fields.get("filters") or ())) if c is not None]
+    if not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in codecs):
+        raise ValueError("a compressor or filter that is neither null nor has an id")
+    is_raw = not codecs and order == "C" and (spelled[0] in "<|" or dtype.is_extension)
+    return ArraySpec("", shape, dtype, chunks, separator, is_raw=is_raw)
 
 
-def _shape(numbers: Any, *, least: int) -> tuple[int, ...]:
+def _shape(numbers: Any, *, least: int) -> Shape:
     """Sizes of an array or chunk; JSON could hold anything in their place."""
     if not isinstance(numbers, list) or any(type(n) is not int or n < least for n in numbers):
         raise ValueError(f"{numbers!r}, expected a list of whole numbers, each at least {least}")
     return tuple(numbers)
-
-
-@cache
-def _spelled_dtypes() -> Mapping[str, DType]:
-    """Every dtype under the name that this package writes, which saves most of the parsing."""
-    return {dtype_name(dtype): dtype for dtype in DType}
-
-
-def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
-    if fields["zarr_format"] != 2:  # noqa: PLR2004 - the format's own number
-        raise ValueError(f"zarr_format {fields['zarr_format']}, expected 2")
-    if len(array.shape) != len(array.chunk_shape):
-        raise ValueError(f"shape {array.shape} with chunks {array.chunk_shape}")
-    if fields["order"] not in {"C", "F"} or array.separator not in {".", "/"}:
-        raise ValueError(f"order {fields['order']!r}, dimension_separator {array.separator!r}")
-    codecs = [c for c in (fields["compressor"], *(fields.get("filters") or ())) if c is not None]
-    if not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in codecs):
-        raise ValueError("a compressor or filter that is neither null nor has an id")
 
 
 def find_array(root: Path, key: str) -> ArraySpec:

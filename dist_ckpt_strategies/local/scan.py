@@ -23,7 +23,6 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
 )
-from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.formats.issues import (
     NO_FILE,
     FileCheck,
@@ -36,6 +35,7 @@ from dist_ckpt_strategies.formats.issues import (
     missing_common,
     unreadable,
 )
+from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import run_checks
 from dist_ckpt_strategies.local.shard_files import RANK, SUFFIX, ShardReader, is_being_written
 from dist_ckpt_strategies.local.shard_format import LocalShard, LocalShardId

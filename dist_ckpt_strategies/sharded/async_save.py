@@ -16,6 +16,7 @@ from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
 from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.formats.arrays import DirectoryWriter
 from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
@@ -36,6 +37,7 @@ from dist_ckpt_strategies.sharded.writer_process import (
     is_supported,
     start_writer,
 )
+from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.time_limit import (
     ENDING,
     WORK,
@@ -188,11 +190,11 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
             outcome, seconds = work.result()
             digests = digests_from(outcome) if isinstance(outcome, bytes) else outcome
         except StorageError:
-            writer.place.require_current()  # another save may have removed what this one wrote
+            writer.place.require()  # another save may have removed what this one wrote
             raise
-        writer.take_digests(digests)
+        writer.arrays.digests.update(digests)
         if comm.rank == 0:
-            writer.place.require_current()
+            writer.place.require()
         return save.describe_files()
 
     with time_limit(timeout_s, then=ENDING):
@@ -210,8 +212,10 @@ def _array_write(
     creations = tuple(creation.array for creation in save.planned.plan.creations)
     shared = cache.shared_bytes()
     process = cache.writer_process() if options.writer_process and shared else None
-    if process is None or shared is None or writer.open_elsewhere is None:
+    place = writer.place.location
+    if process is None or shared is None or isinstance(place, Bucket):
         here = WriteJob(creations, staged, lambda: writer.arrays, options.timeout_s)
         return lambda: here.run(cache.staged_bytes())
-    there = WriteJob(creations, staged, writer.open_elsewhere, options.timeout_s)
+    open_writer = partial(DirectoryWriter, place, options)
+    there = WriteJob(creations, staged, open_writer, options.timeout_s)
     return partial(process.run, pickle.dumps(there), shared)

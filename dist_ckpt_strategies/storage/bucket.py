@@ -11,8 +11,6 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-import tensorstore as ts
-
 from dist_ckpt_strategies.config import Credentials, StoreOptions
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
@@ -236,7 +234,7 @@ class Bucket:
     def names(self, start: str = "") -> Sequence[str]:
         """Every object whose name starts with ``start``, in no order."""
         end = f"{start[:-1]}{chr(ord(start[-1]) + 1)}" if start else ""
-        keys = ts.KvStore.KeyRange(start, end)
+        keys = _kv_store().KeyRange(start, end)
         place = self.path("" if start == _NOTHING else start).rstrip("/")
         found = self._result(self._store.list(range=keys), Operation.LIST, place)
         return [key.decode() for key in found]
@@ -282,8 +280,8 @@ class Bucket:
     def _why_not(self) -> str:
         """What a single short try says; TensorStore keeps to itself why it tries again."""
         options = replace(self._options, max_retries=1)
-        probe = ts.KvStore.open(_spec(self.url, options)).result()
-        future = probe.list(range=ts.KvStore.KeyRange(_NOTHING, f"{_NOTHING[:-1]}0"))
+        probe = _kv_store().open(_spec(self.url, options)).result()
+        future = probe.list(range=_kv_store().KeyRange(_NOTHING, f"{_NOTHING[:-1]}0"))
         try:
             future.result(timeout=min(_MAX_PROBE_S, _SHARE_OF_PROBE * self._options.timeout_s))
         except (TimeoutError, FutureTimeoutError):
@@ -295,7 +293,13 @@ class Bucket:
 
     @cached_property
     def _store(self) -> Any:
-        return ts.KvStore.open(_spec(self.url, self._options)).result()
+        return _kv_store().open(_spec(self.url, self._options)).result()
+
+
+def _kv_store() -> Any:
+    from tensorstore import KvStore  # noqa: PLC0415 - takes a while, and directories go without
+
+    return KvStore
 
 
 def _spec(url: StoreUrl, options: StoreOptions) -> dict[str, Any]:

@@ -160,17 +160,6 @@ def remove_empty(directory: Path, root: Path) -> None:
     sync_path(directory)
 
 
-def create_file(path: str, content: bytes) -> bool:
-    """Make a file, and its directory, not flushed; False where there is one already."""
-    try:
-        handle = create_new(path)
-    except FileExistsError:
-        return False
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    return True
-
-
 def write_file(path: Path, content: bytes | memoryview) -> None:
     """Write a file so that it is either whole and durable, or not there.
 

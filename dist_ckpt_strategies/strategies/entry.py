@@ -25,8 +25,9 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import CheckpointMarker, DirectoryPlace, complete_commit
+from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
+    CheckpointMarker,
     Location,
     content_of,
     is_finished,

@@ -37,8 +37,8 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import CheckpointMarker, make_directory, set_marker_aside
-from dist_ckpt_strategies.formats.locations import is_finished
+from dist_ckpt_strategies.formats.commit import set_marker_aside
+from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
@@ -70,6 +70,7 @@ from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
     file_errors,
+    make_directories,
     read_file,
     write_file,
 )
@@ -188,7 +189,8 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         common_path = Path(common_dir or checkpoint_dir).absolute() / COMMON_NAME
 
         def prepare() -> bytes:
-            make_directory(root)
+            with file_errors(None, root):
+                make_directories(root)
             if common_dir is None:
                 set_marker_aside(root)
             with file_errors("common state", common_path):
@@ -419,7 +421,6 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
                 f"{name}: no node has a whole {COMMON_NAME} and metadata.json", path=name
             )
         if everyone[comm.rank] != common:
-            make_directory(root)
             _write_common(root, common)
 
     run_collectively(comm, restore)
@@ -448,6 +449,7 @@ def _write_common(root: Path, common: bytes) -> None:
     """Write ``common.pt`` and the marker. All ranks of a node may: they write equal files."""
     path = root / COMMON_NAME
     with file_errors("common state", path):
+        make_directories(root)
         if not (path.exists() and read_file(path) == common):
             write_file(path, common)
     Directory(root).write(MARKER_NAME, CheckpointMarker(BACKEND, VERSION).to_json())

@@ -23,14 +23,13 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
-from dist_ckpt_strategies.formats.commit import complete_commit
+from dist_ckpt_strategies.formats.commit import complete_commit, open_save_place
 from dist_ckpt_strategies.formats.issues import Watch
 from dist_ckpt_strategies.formats.locations import (
     SAVE_PREFIX,
     Location,
     is_finished,
     located,
-    open_save_place,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed

@@ -389,7 +389,7 @@ def _is_unchanged(root: Location, found: PruneDecision, older_than_s: float) -> 
 def _remove(root: Location, name: str) -> tuple[str, ...]:
     """Remove a checkpoint, its marker first; names of what is no part of it, and stays."""
     if not isinstance(root, Path):
-        from dist_ckpt_strategies.formats.locations import remove  # noqa: PLC0415
+        from dist_ckpt_strategies.formats.commit import remove  # noqa: PLC0415
 
         return remove(root.below(name))
     directory = root / name

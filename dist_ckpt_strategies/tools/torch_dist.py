@@ -38,7 +38,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.chunks import at_region
-from dist_ckpt_strategies.formats.commit import CheckpointMarker
+from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_object,

@@ -15,8 +15,8 @@ from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
-from dist_ckpt_strategies.formats.commit import CheckpointMarker
-from dist_ckpt_strategies.formats.locations import Location, SavePlace, require_path
+from dist_ckpt_strategies.formats.commit import SavePlace
+from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, plain_value
 from dist_ckpt_strategies.sharded.plan import build_manifest_plan
 from dist_ckpt_strategies.storage.direct_io import write_buffered
@@ -138,7 +138,8 @@ class ZarrWriter(TargetWriter):
                     region = grid.region_of(run.offset, run.shape)
                     yield region, read(item, region)
 
-        return self._writer.arrays.write_chunk(array, index, blocks())
+        self._writer.arrays.write_chunk(array, index, blocks())
+        return self._writer.arrays.digests.get((array.key, index), [])
 
     def flush(self, tasks: Sequence[FileTask]) -> None:
         """See TargetWriter."""
@@ -154,7 +155,7 @@ class ZarrWriter(TargetWriter):
         if writer.version == 1:
             return
         chunks = ((self.plan.tasks[number].items[0], found) for number, found in records.items())
-        writer.take_digests(
+        writer.arrays.digests.update(
             {(item.array.key, item.array.chunk_at(item.region) or ()): d for item, d in chunks}
         )
         keys = (object_id.key for object_id in self.plan.objects)

@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointExistsError,
     IncompleteCheckpointError,
 )
-from dist_ckpt_strategies.formats.commit import CheckpointMarker, read_marker
+from dist_ckpt_strategies.formats.locations import CheckpointMarker, read_marker
 from dist_ckpt_strategies.sharded.async_save import SaveCache
 from tests.support.checkpoints import write_marker
 from tests.support.formats import save_format1

@@ -18,7 +18,6 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats import arrays as stores
-from dist_ckpt_strategies.formats.zarr2 import find_array
 from dist_ckpt_strategies.storage import file_systems as whole_flush
 from dist_ckpt_strategies.storage.file_systems import FileAccess, file_access
 from dist_ckpt_strategies.storage.store import ArrayWrite
@@ -167,12 +166,3 @@ def test_the_whole_file_system_is_flushed_only_where_little_waits_and_errors_are
     monkeypatch.setattr("platform.release", lambda: release)
 
     assert (whole_flush.whole_flush(tmp_path) is not None) == is_whole
-
-
-@pytest.mark.parametrize("before", [b"", b"{", b"another"])
-def test_metadata_that_is_not_whole_is_replaced(before: bytes, tmp_path: Path) -> None:
-    (tmp_path / "w").mkdir()
-    (tmp_path / "w" / ".zarray").write_bytes(before)
-    store_of(tmp_path).begin_creates(ARRAYS[:1]).wait(TIMEOUT_S)
-
-    assert find_array(tmp_path, "w") == ARRAYS[0]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import cut_chunk
-from dist_ckpt_strategies.formats.arrays import DirectoryReader, DirectoryWriter, chunk_name
+from dist_ckpt_strategies.formats.arrays import DirectoryReader, DirectoryWriter
+from dist_ckpt_strategies.formats.chunks import chunk_name
 from dist_ckpt_strategies.formats.manifest import ArrayRecord, array_fields, array_record
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
 from dist_ckpt_strategies.formats.zarr3 import array_directory

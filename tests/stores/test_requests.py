@@ -16,7 +16,8 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.errors import StorageError, StoreAccessError, StoreUnreachableError
-from dist_ckpt_strategies.formats.locations import BucketPlace, located
+from dist_ckpt_strategies.formats.commit import BucketPlace
+from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.storage.bucket import Bucket
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
@@ -177,7 +178,9 @@ def test_of_two_jobs_at_one_url_the_replaced_one_is_not_told_that_it_saved(
         return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8, 4), value))}
 
     dist_ckpt_strategies.save(state(0.0), url, FORMAT2)
-    first, second = (BucketPlace(location, Options()) for _ in range(2))
+    first, second = (
+        BucketPlace(location, Options(), keeps_old=True, overwrite=True) for _ in range(2)
+    )
     for place in (first, second):
         place.save_id = place.new_save_id()
         place.begin(None)

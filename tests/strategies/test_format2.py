@@ -22,7 +22,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoints import Format2Checkpoint
-from dist_ckpt_strategies.formats.commit import read_marker
+from dist_ckpt_strategies.formats.locations import read_marker
 from dist_ckpt_strategies.formats.manifest import digest_of
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.sharded.async_save import SaveCache

@@ -14,7 +14,7 @@ import numpy as np
 
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.core.array import DType, ObjectId
-from dist_ckpt_strategies.formats.commit import CheckpointMarker
+from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, write_file

@@ -26,7 +26,7 @@ from dist_ckpt_strategies import ConvertOptions, convert, diff
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.formats.commit import CheckpointMarker
+from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import scan
 from tests.support.checkpoints import write_checkpoint
 from tests.support.entries import Entry, prepare, save
