@@ -34,27 +34,29 @@ from dist_ckpt_strategies.formats.chunks import (
 )
 from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
-from dist_ckpt_strategies.storage.direct_io import (
+from dist_ckpt_strategies.storage.file_systems import (
     BUFFER_NBYTES,
     MIN_DIRECT_NBYTES,
     BounceBuffers,
     Bytes,
+    file_access,
+    is_cached,
     pread_into,
     read_aligned,
     read_direct,
     start_direct,
+    whole_flush,
+    write_buffered,
 )
-from dist_ckpt_strategies.storage.file_systems import file_access, is_cached, whole_flush
 from dist_ckpt_strategies.storage.files import (
-    create_file,
     directories_above,
+    file_errors,
     new_file,
     sync_path,
     write_file,
 )
-from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer
+from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer, raise_if_cancelled
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite, Directory, HostArray, Store
-from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 FindRecord = Callable[[str], ArrayRecord]
 """Gives what the manifest says about the array of a key."""
@@ -168,7 +170,7 @@ class DirectoryWriter(ArrayWriterBase):
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayWriter."""
         if self._flush is not None:
-            return Transfer([Job("", self._root, self._flush.run)], 1)
+            return Transfer([Job("", self._root, self._flush)], 1)
         names = {directory_name(array): array.key for array in arrays}
         paths = directories_above(self._root, names)
         jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
@@ -177,15 +179,17 @@ class DirectoryWriter(ArrayWriterBase):
     def _create(self, key: str, name: str, content: bytes) -> None:
         del key  # the job's error names it
         path = self._store.path(name)
-        if not create_file(path, content):
+        try:
+            with new_file(path, is_flushed=self._flush is None) as handle:
+                write_buffered(handle, np.frombuffer(content, np.uint8))
+        except FileExistsError:
             write_file(Path(path), content)
-        if self._flush is None:
-            sync_path(path)
 
     def write_chunk(self, array: ArraySpec, index: Shape, blocks: Blocks) -> list[int]:
         """See ArrayWriterBase. The file must not be there yet."""
         path = self._store.path(chunk_name(array, index))
-        with new_file(array.key, path, is_flushed=self._flush is None) as handle:
+        is_flushed = self._flush is None
+        with file_errors(array.key, path), new_file(path, is_flushed=is_flushed) as handle:
             raise_if_cancelled()
             grid = None if array.inner_shape is None else InnerGrid.of(array, index)
             buffer_nbytes = 0 if grid is None else needed_nbytes(grid)

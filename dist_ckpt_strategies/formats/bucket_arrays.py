@@ -27,9 +27,8 @@ from dist_ckpt_strategies.formats.chunks import (
     require_size,
 )
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
-from dist_ckpt_strategies.storage.io_pool import ByteBudget, Transfer
+from dist_ckpt_strategies.storage.io_pool import ByteBudget, Transfer, raise_if_cancelled
 from dist_ckpt_strategies.storage.store import ArrayRead
-from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 REQUEST_NBYTES = 8 << 20
 """Inner chunks that follow each other are read together, up to this many bytes."""

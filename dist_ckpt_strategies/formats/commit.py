@@ -49,13 +49,16 @@ from dist_ckpt_strategies.storage.files import (
     make_directories,
     read_file,
     require_directory,
-    storage_error,
     sync_path,
     try_lock,
     write_file,
 )
-from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
-from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
+from dist_ckpt_strategies.storage.io_pool import (
+    limited,
+    raise_if_cancelled,
+    run_with_limit,
+    storage_error,
+)
 
 
 @dataclass(frozen=True, slots=True)

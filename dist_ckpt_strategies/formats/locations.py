@@ -31,8 +31,7 @@ from dist_ckpt_strategies.formats import commit
 from dist_ckpt_strategies.formats.commit import CheckpointMarker, DirectoryPlace, PlaceBase
 from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, INDEX_NAME, SAVE_NAME, begun_content
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
-from dist_ckpt_strategies.storage.urls import parsed_address
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, parsed_address
 
 logger = logging.getLogger(__name__)
 

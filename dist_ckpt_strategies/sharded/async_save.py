@@ -36,13 +36,7 @@ from dist_ckpt_strategies.sharded.writer_process import (
     is_supported,
     start_writer,
 )
-from dist_ckpt_strategies.storage.time_limit import (
-    ENDING,
-    WORK,
-    restart_limit,
-    time_limit,
-    uncounted,
-)
+from dist_ckpt_strategies.storage.io_pool import ENDING, WORK, restart_limit, time_limit, uncounted
 
 logger = logging.getLogger(__name__)
 
