@@ -9,7 +9,7 @@ import re
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -341,12 +341,15 @@ def read_folder(root: Path, key: str) -> Folder:
     try:
         with os.scandir(os.path.join(root, key)) as entries:  # noqa: PTH118 - 10,000 times
             for entry in entries:
-                if is_directory(entry):
-                    (links if entry.is_symlink() else folders).append(entry.name)
-                elif (nbytes := _file_nbytes(entry)) is None:
+                try:
+                    if entry.is_dir():
+                        (links if entry.is_symlink() else folders).append(entry.name)
+                    elif entry.is_file():
+                        files[entry.name] = entry.stat().st_size
+                    else:
+                        others.append(entry.name)
+                except OSError:  # a link in a circle; gone meanwhile
                     others.append(entry.name)
-                else:
-                    files[entry.name] = nbytes
     except FileNotFoundError:
         return Folder(key, {})
     except OSError as error:
@@ -371,14 +374,6 @@ def nbytes_text(nbytes: int) -> str:
 def reason(error: OSError) -> str:
     """What the operating system says, without the path."""
     return error.strerror or type(error).__name__
-
-
-def _file_nbytes(entry: os.DirEntry[str]) -> int | None:
-    """The size of a regular file; None for anything else, and where it has gone meanwhile."""
-    with suppress(OSError):
-        if entry.is_file():
-            return entry.stat().st_size
-    return None
 
 
 _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})

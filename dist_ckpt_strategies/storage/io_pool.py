@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -365,16 +365,12 @@ def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
     return StorageTimeoutError(f"{lead}{job.path}{more}: {text}", key=job.key, path=str(job.path))
 
 
-@dataclass(slots=True)
-class InFlight:
+@dataclass
+class InFlight(AbstractContextManager["InFlight"]):
     """At most one transfer beside the one being prepared; leaving the block waits for the last."""
 
     timeout_s: float
     last: Transfer | None = None
-
-    def __enter__(self) -> Self:
-        """Nothing is in flight yet."""
-        return self
 
     def follow_with(self, transfer: Transfer) -> None:
         """Wait for the transfer before, and keep this one until the next."""
@@ -393,7 +389,7 @@ class InFlight:
                 raise
 
 
-class OrderedQueues:
+class OrderedQueues(AbstractContextManager["OrderedQueues"]):
     """Threads that call what they are given, each in the order in which it is given; a context.
 
     All run already when this is made: where the system has none left, that shows here. Leaving
@@ -416,10 +412,6 @@ class OrderedQueues:
         except BaseException:
             self.__exit__()
             raise
-
-    def __enter__(self) -> Self:
-        """The queues themselves."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Give up what is not done; the threads end."""
