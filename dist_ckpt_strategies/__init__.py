@@ -30,30 +30,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "ConvertOptions": "tools.convert",
-    "LocalOptions": "config",
-    "Options": "config",
-    "PruneReport": "tools.prune",
-    "SaveHandle": "strategies.entry",
-    "StoreOptions": "config",
-    "StrategyAction": "strategies.registry",
-    "StrategyKey": "strategies.registry",
-    "StrategyRegistry": "strategies.registry",
-    "convert": "tools.convert",
-    "diff": "tools.diff",
-    "get_default_strategy": "strategies.registry",
-    "load": "strategies.entry",
-    "prepare_local_load": "strategies.local_replicated",
-    "prune": "tools.prune",
-    "register": "strategies.registry",
-    "register_default_strategy": "strategies.registry",
-    "register_default_tensorstore_strategies": "strategies.registry",
-    "register_default_zarr_strategies": "strategies.registry",
-    "save": "strategies.entry",
-    "save_async": "strategies.entry",
-    "upgrade": "tools.convert",
+_NAMES = {
+    "config": ("LocalOptions", "Options", "StoreOptions"),
+    "strategies.entry": ("SaveHandle", "load", "save", "save_async"),
+    "strategies.local_replicated": ("prepare_local_load",),
+    "strategies.registry": (
+        "StrategyAction",
+        "StrategyKey",
+        "StrategyRegistry",
+        "get_default_strategy",
+        "register",
+        "register_default_strategy",
+        "register_default_tensorstore_strategies",
+        "register_default_zarr_strategies",
+    ),
+    "tools.convert": ("ConvertOptions", "convert", "upgrade"),
+    "tools.diff": ("diff",),
+    "tools.prune": ("PruneReport", "prune"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "ConvertOptions",

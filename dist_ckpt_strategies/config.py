@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from numbers import Integral, Real
@@ -16,8 +16,10 @@ from dist_ckpt_strategies.errors import StrategyError
 
 MIB = 1 << 20
 _SHARE_OF_WAIT = 0.75
-_Choice = TypeVar("_Choice", bound=StrEnum)
+T = TypeVar("T")
 _PREFIX = "DIST_CKPT_"
+
+_COUNTS = frozenset({"io_threads", "max_retries"})
 
 _STORE_VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -66,6 +68,35 @@ class Credentials(StrEnum):
     ECS = "ecs"
 
 
+def require_in_range(name: str, kind: type[Any], limit: float, value: Any) -> None:
+    """Raise unless an option is a number of that kind above 0 and below the limit.
+
+    Raises:
+        StrategyError: it is not; names the option.
+    """
+    if not (isinstance(value, kind) and 0 < value < limit):  # refuses NaN too
+        raise StrategyError(
+            f"option {name}: expected a number > 0 and < {limit:g}, found {value!r}"
+        )
+
+
+def _require_usable(options: Any) -> None:
+    """Raise unless each number is in range and each choice is one; a choice becomes its enum's."""
+    for field in fields(options):
+        name, kind, value = field.name, type(field.default), getattr(options, field.name)
+        if issubclass(kind, StrEnum):
+            try:
+                object.__setattr__(options, name, kind(value))
+            except ValueError:
+                names = ", ".join(kind)
+                text = f"{name}: expected one of {names}, found {value!r}"
+                raise StrategyError(text) from None
+        elif kind in {int, float}:
+            # Some 30 years; what waits for longer overflows somewhere.
+            limit = 1e9 if name == "timeout_s" else math.inf
+            require_in_range(name, Integral if name in _COUNTS else Real, limit, value)
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     """How object stores are reached; the credentials themselves are never here.
@@ -91,14 +122,11 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that could only hang or crash later."""
-        chosen = _choice("credentials", Credentials, self.credentials)
-        object.__setattr__(self, "credentials", chosen)
+        _require_usable(self)
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             raise StrategyError(
                 f"option endpoint: expected http://... or https://..., found {self.endpoint!r}"
             )
-        require_in_range("timeout_s", Real, 1e9, self.timeout_s)
-        require_in_range("max_retries", Integral, math.inf, self.max_retries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +173,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse values that could only hang or crash later."""
-        object.__setattr__(self, "engine", _choice("engine", Engine, self.engine))
-        object.__setattr__(self, "verify", _choice("verify", Verify, self.verify))
-        # Some 30 years; what waits for longer overflows somewhere.
-        require_in_range("timeout_s", Real, 1e9, self.timeout_s)
-        require_in_range("max_inflight_bytes", Real, math.inf, self.max_inflight_bytes)
-        require_in_range("io_threads", Integral, math.inf, self.io_threads)
+        _require_usable(self)
 
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""
@@ -164,26 +187,6 @@ class Options:
         """
         store = self.store or store_options_from_environment()
         return replace(store, timeout_s=min(store.timeout_s, limit_of_wait(self.timeout_s)))
-
-
-def require_in_range(name: str, kind: type[Any], limit: float, value: Any) -> None:
-    """Raise unless an option is a number of that kind above 0 and below the limit.
-
-    Raises:
-        StrategyError: it is not; names the option.
-    """
-    if not (isinstance(value, kind) and 0 < value < limit):  # refuses NaN too
-        raise StrategyError(
-            f"option {name}: expected a number > 0 and < {limit:g}, found {value!r}"
-        )
-
-
-def _choice(name: str, choices: type[_Choice], value: str) -> _Choice:
-    try:
-        return choices(value)
-    except ValueError:
-        names = ", ".join(choices)
-        raise StrategyError(f"{name}: expected one of {names}, found {value!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,7 @@ class LocalOptions:
     node_directory: Callable[[int], str | Path] | None = None
 
 
-def options_from_environment(environ: Mapping[str, str] | None = None) -> Options:
+def options_from_environment() -> Options:
     """The defaults, changed by ``DIST_CKPT_<FIELD>`` variables.
 
     ``DIST_CKPT_TIMEOUT_S=60`` sets ``timeout_s``, and so on for every field of Options but
@@ -220,50 +223,40 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
     """
     names = {field.name: (_PREFIX + field.name.upper(),) for field in fields(Options)}
     del names["store"]
-    return Options(**_changes(Options, names, environ))
+    return Options(**_set_by_variables(Options, names))
 
 
-def store_options_from_environment(
-    environ: Mapping[str, str] | None = None, **defaults: Any
-) -> StoreOptions:
+def store_options_from_environment(**defaults: Any) -> StoreOptions:
     """How object stores are reached: by the first variable of ``_STORE_VARIABLES`` that is set.
 
     Args:
-        environ: the environment; by default that of this process.
         defaults: of fields that no variable sets.
 
     Raises:
         StrategyError: a value does not parse, or is out of range; names the variable.
     """
-    return StoreOptions(**(defaults | _changes(StoreOptions, _STORE_VARIABLES, environ)))
+    return StoreOptions(**(defaults | _set_by_variables(StoreOptions, _STORE_VARIABLES)))
 
 
-def _changes(
-    kind: type[Any], variables: Mapping[str, tuple[str, ...]], environ: Mapping[str, str] | None
-) -> dict[str, Any]:
+def _set_by_variables(kind: type[Any], variables: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """The fields of options that variables set: of each field the first one that is not empty."""
-    source = os.environ if environ is None else environ
     found: dict[str, Any] = {}
-    for option, names in variables.items():
-        name = next((name for name in names if source.get(name)), None)
-        if name is None:
-            continue
-        default = getattr(kind(), option)
-        parse = _switch if isinstance(default, bool) else type(default)
-        found[option] = _parsed(
-            name, source[name], parse if isinstance(default, (int, float)) else str
-        )
-        try:
-            kind(**{option: found[option]})
-        except StrategyError as error:
-            raise StrategyError(f"{name}: {error.message}") from None
+    for field in fields(kind):
+        name = next((name for name in variables.get(field.name, ()) if os.environ.get(name)), None)
+        if name is not None:
+            parsers: dict[type[Any], Callable[[str], Any]] = {bool: _switch, int: int, float: float}
+            parse = parsers.get(type(field.default), str)
+            found[field.name] = _parsed(name, os.environ[name], parse)
+            try:
+                kind(**{field.name: found[field.name]})
+            except StrategyError as error:
+                raise StrategyError(f"{name}: {error.message}") from None
     return found
 
 
-def debug_from_environment(environ: Mapping[str, str] | None = None) -> bool:
+def debug_from_environment() -> bool:
     """Whether ``DIST_CKPT_DEBUG`` asks commands for tracebacks: set, and neither empty nor 0."""
-    source = os.environ if environ is None else environ
-    return source.get(_PREFIX + "DEBUG", "") not in {"", "0"}
+    return os.environ.get(_PREFIX + "DEBUG", "") not in {"", "0"}
 
 
 def local_world_size() -> int:
@@ -289,7 +282,8 @@ def local_rank() -> int | None:
     Raises:
         StrategyError: it is no number.
     """
-    return _number("LOCAL_RANK") if os.environ.get("LOCAL_RANK") else None
+    text = os.environ.get("LOCAL_RANK")
+    return _parsed("LOCAL_RANK", text, int) if text else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +323,25 @@ def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> 
     """
     source = os.environ if environ is None else environ
     if source.get(COORDINATOR):
-        return _supervised(source)
+        pipe = source.get(HEARTBEAT_PIPE)
+        return Launch(
+            _parsed(COORDINATOR, source[COORDINATOR], _address),
+            source.get(WORKER, ""),
+            heartbeat_pipe=None if not pipe else _parsed(HEARTBEAT_PIPE, pipe, _pipe),
+            heartbeat_s=_parsed(HEARTBEAT_S, source.get(HEARTBEAT_S, "1"), float),
+        )
     if source.get(_AGENT_STORE) == "True":
-        return _under_torchrun(source)
+        # Each attempt in place gives these variables other values; the first ones are torchrun's.
+        count = source.get("TORCHELASTIC_RESTART_COUNT", "0")
+        address = f"{source.get('MASTER_ADDR', '')}:{source.get('MASTER_PORT', '')}"
+        count, _, address = source.setdefault(_TORCHRUN, f"{count}@{address}").partition("@")
+        rank = _parsed("RANK", source.get("RANK", ""), int)
+        return Launch(
+            _parsed("MASTER_ADDR:MASTER_PORT", address, _address),
+            str(rank),
+            rank=rank,
+            attempt=_parsed("TORCHELASTIC_RESTART_COUNT", count, int),
+        )
     if source.get("WORLD_SIZE", "1") in {"", "1"}:
         return Launch()
     raise StrategyError(
@@ -340,9 +350,7 @@ def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> 
     )
 
 
-def claim_store_address(
-    environ: MutableMapping[str, str] | None = None,
-) -> tuple[str, int] | None:
+def claim_store_address() -> tuple[str, int] | None:
     """Host and port for the store of process groups that no other process hosts; None if one does.
 
     From then on ``init_process_group`` looks for one that is there, and rank 0 hosts none itself.
@@ -350,19 +358,12 @@ def claim_store_address(
     Raises:
         StrategyError: MASTER_PORT is no number.
     """
-    source = os.environ if environ is None else environ
-    if (
-        source.get("MASTER_ADDR")
-        and source.get("MASTER_PORT")
-        and source.get(_AGENT_STORE) != "True"
-    ):
-        source[_STORE_ADDRESS] = f"{source['MASTER_ADDR']}:{source['MASTER_PORT']}"
-        source[_AGENT_STORE] = "True"
-    return (
-        _parsed(_STORE_ADDRESS, source[_STORE_ADDRESS], _address)
-        if _STORE_ADDRESS in source
-        else None
-    )
+    source = os.environ
+    host, port = source.get("MASTER_ADDR"), source.get("MASTER_PORT")
+    if host and port and source.get(_AGENT_STORE) != "True":
+        source |= {_STORE_ADDRESS: f"{host}:{port}", _AGENT_STORE: "True"}
+    found = source.get(_STORE_ADDRESS)
+    return None if found is None else _parsed(_STORE_ADDRESS, found, _address)
 
 
 def update_environment(changes: Mapping[str, str]) -> None:
@@ -370,20 +371,16 @@ def update_environment(changes: Mapping[str, str]) -> None:
     os.environ.update(changes)
 
 
-def outlive_nccl_errors(environ: MutableMapping[str, str] | None = None) -> None:
+def outlive_nccl_errors() -> None:
     """Have NCCL's watchdog leave this process alive when it loses contact with another rank.
 
     By default it ends the process, and with it the state in its memory. Process groups read the
     variable when they are made.
 
-    Args:
-        environ: the environment; by default that of this process.
-
     Raises:
         StrategyError: the variable asks for something else.
     """
-    source = os.environ if environ is None else environ
-    found = source.setdefault(_NCCL_ERROR_HANDLING, "0")
+    found = os.environ.setdefault(_NCCL_ERROR_HANDLING, "0")
     if found != "0":
         raise StrategyError(
             f"{_NCCL_ERROR_HANDLING}={found}: NCCL would end every process when one rank is lost; "
@@ -394,30 +391,6 @@ def outlive_nccl_errors(environ: MutableMapping[str, str] | None = None) -> None
 def environment() -> dict[str, str]:
     """A copy of the environment, for processes to start."""
     return dict(os.environ)
-
-
-def _supervised(source: Mapping[str, str]) -> Launch:
-    pipe = source.get(HEARTBEAT_PIPE)
-    return Launch(
-        _parsed(COORDINATOR, source[COORDINATOR], _address),
-        source.get(WORKER, ""),
-        heartbeat_pipe=None if not pipe else _parsed(HEARTBEAT_PIPE, pipe, _pipe),
-        heartbeat_s=_parsed(HEARTBEAT_S, source.get(HEARTBEAT_S, "1"), float),
-    )
-
-
-def _under_torchrun(source: MutableMapping[str, str]) -> Launch:
-    # Each attempt in place gives these variables other values; the first ones are torchrun's.
-    count = source.get("TORCHELASTIC_RESTART_COUNT", "0")
-    address = f"{source.get('MASTER_ADDR', '')}:{source.get('MASTER_PORT', '')}"
-    count, _, address = source.setdefault(_TORCHRUN, f"{count}@{address}").partition("@")
-    rank = _parsed("RANK", source.get("RANK", ""), int)
-    return Launch(
-        _parsed("MASTER_ADDR:MASTER_PORT", address, _address),
-        str(rank),
-        rank=rank,
-        attempt=_parsed("TORCHELASTIC_RESTART_COUNT", count, int),
-    )
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -438,14 +411,10 @@ def rank_from_environment() -> tuple[int, int]:
     Raises:
         StrategyError: only one of them is set, or one is no number.
     """
-    if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (rank or size):
         return 0, 1
-    return _number("RANK"), _number("WORLD_SIZE")
-
-
-def _number(name: str) -> int:
-    number: int = _parsed(name, os.environ.get(name, ""), int)
-    return number
+    return _parsed("RANK", rank, int), _parsed("WORLD_SIZE", size, int)
 
 
 def _switch(text: str) -> bool:
@@ -454,7 +423,7 @@ def _switch(text: str) -> bool:
     return text == "1"
 
 
-def _parsed(name: str, text: str, parse: Callable[[str], Any]) -> Any:
+def _parsed(name: str, text: str, parse: Callable[[str], T]) -> T:
     try:
         return parse(text)
     except ValueError:

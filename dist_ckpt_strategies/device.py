@@ -6,7 +6,6 @@ training script may have set, is never used.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import mmap
@@ -14,6 +13,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -39,15 +39,6 @@ def uses_cuda() -> bool:
     if not torch.cuda.is_available():
         return False
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def dtype_of(tensor: torch.Tensor, *, key: str) -> DType:
-    """The element type of a tensor.
-
-    Raises:
-        PlanError: no checkpoint format here holds it.
-    """
-    return DType.named(str(tensor.dtype), key=key)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -291,15 +282,12 @@ def host_memory(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
     """Uninitialised bytes on the host, in large pages where the system has them."""
     if is_pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device=_HOST)
-    memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return (
-        torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-        if nbytes
-        else torch.empty(0, dtype=torch.uint8, device=_HOST)
-    )
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device=_HOST)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel, or a system, without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class HostSnapshot:
@@ -372,12 +360,5 @@ def pin_while_alive(owner: object, memory: torch.Tensor) -> None:
     if code != 0:
         logger.warning("CUDA does not pin %d bytes (error %d)", memory.numel(), code)
         return
-    weakref.finalize(owner, _unpin, memory, start)
-
-
-def _unpin(memory: torch.Tensor, start: int) -> None:
-    """``memory`` is an argument so that it is still mapped."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(runtime.cudaHostUnregister(start))
-    if code != 0:
-        logger.warning("CUDA does not let go of %d bytes (error %d)", memory.numel(), code)
+    # ``memory`` is an argument so that it is still mapped then.
+    weakref.finalize(owner, lambda _: runtime.cudaHostUnregister(start), memory)

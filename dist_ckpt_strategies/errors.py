@@ -226,26 +226,20 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
     """
     if isinstance(error, CheckpointError):
         return error
-    is_of_file = isinstance(error, OSError) and error.filename is not None
-    path = str(error.filename) if isinstance(error, OSError) and is_of_file else None
-    text = f"{path}: {error.strerror}" if isinstance(error, OSError) and path else text_of(error)
+    ours: Any = CheckpointError
+    path, text = None, text_of(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        ours, path = StorageError, str(error.filename)
+        text = f"{path}: {error.strerror}"
     message = f"{type(error).__name__}: {text}"
-    found = _of_both(StorageError if is_of_file else CheckpointError, type(error), message)
-    found.path = path
-    found.__cause__ = error
-    return found
-
-
-def _of_both(ours: Any, theirs: Any, message: str) -> CheckpointError:
-    """An error of both classes; of ours alone where none can be both, as with MemoryError."""
     try:
-        cls = joint_class(theirs.__name__, (ours, theirs))
+        cls = joint_class(type(error).__name__, (ours, type(error)))
         found: CheckpointError = cls.__new__(cls, message)
-    except TypeError:
-        plain: CheckpointError = ours(message)
-        return plain
-    found.args = (message,)
-    found.key, found.path, found.global_rank = None, None, None
+        found.args = (message,)
+    except TypeError:  # no class can be both, as with MemoryError
+        found = ours(message)
+    found.key, found.path, found.global_rank = None, path, None
+    found.__cause__ = error
     return found
 
 
@@ -280,8 +274,9 @@ def error_from_peer(
     cause = _family(CheckpointError).get(kind, PeerError)
     if issubclass(cause, PeerError):
         return cause(global_rank, reason, key=key, path=path)
-    combined = joint_class(f"Peer{kind}", (PeerError, cause))
-    error: PeerError = combined(global_rank, reason, key=key, path=path)
+    error: PeerError = joint_class(f"Peer{kind}", (PeerError, cause))(
+        global_rank, reason, key=key, path=path
+    )
     return error
 
 

@@ -18,13 +18,24 @@ from dist_ckpt_strategies.config import (
 from dist_ckpt_strategies.errors import StrategyError
 
 
-def test_without_variables_the_options_are_the_defaults() -> None:
-    assert options_from_environment({}) == Options()
-    assert options_from_environment({"TIMEOUT_S": "1", "DIST_CKPT_": "x"}) == Options()
+@pytest.fixture(autouse=True)
+def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An environment without any variable, for the test alone."""
+    variables: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", variables)
+    return variables
 
 
-def test_each_option_has_its_variable() -> None:
-    found = options_from_environment(
+def test_without_variables_the_options_are_the_defaults(environ: dict[str, str]) -> None:
+    assert options_from_environment() == Options()
+    environ |= {"TIMEOUT_S": "1", "DIST_CKPT_": "x"}
+    assert options_from_environment() == Options()
+    environ["DIST_CKPT_TIMEOUT_S"] = "12"  # read when asked, not at import
+    assert options_from_environment().timeout_s == 12.0
+
+
+def test_each_option_has_its_variable(environ: dict[str, str]) -> None:
+    environ.update(
         {
             "DIST_CKPT_TIMEOUT_S": "60.5",
             "DIST_CKPT_MAX_INFLIGHT_BYTES": "1048576",
@@ -35,17 +46,19 @@ def test_each_option_has_its_variable() -> None:
         }
     )
 
-    assert found == Options(60.5, 1 << 20, 7, Engine.ZARR, direct_io=False, whole_flush=False)
-    assert options_from_environment({"DIST_CKPT_DIRECT_IO": "1"}) == Options()
+    assert options_from_environment() == Options(
+        60.5, 1 << 20, 7, Engine.ZARR, direct_io=False, whole_flush=False
+    )
 
 
 @pytest.mark.parametrize("field", sorted({f.name for f in fields(Options)} - {"store"}))
 @pytest.mark.parametrize("value", ["many", "1 000", "0x10", "-1", "-0", "nan", "inf"])
 def test_a_variable_that_makes_no_sense_is_refused_naming_the_option(
-    field: str, value: str
+    field: str, value: str, environ: dict[str, str]
 ) -> None:
+    environ[f"DIST_CKPT_{field.upper()}"] = value
     with pytest.raises(StrategyError, match=f"(?i){field}") as caught:
-        options_from_environment({f"DIST_CKPT_{field.upper()}": value})
+        options_from_environment()
 
     assert "expected" in str(caught.value) or "engine" in str(caught.value)
 
@@ -74,17 +87,8 @@ def test_an_option_out_of_range_is_refused_however_it_is_made(changes: dict[str,
         Options().with_changes(**changes)
 
 
-def test_the_process_environment_is_read_when_asked_not_at_import(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("DIST_CKPT_TIMEOUT_S", "12")
-    assert options_from_environment().timeout_s == 12.0
-    monkeypatch.delenv("DIST_CKPT_TIMEOUT_S")
-    assert options_from_environment().timeout_s == Options().timeout_s
-
-
-def test_each_option_of_object_stores_has_its_variable() -> None:
-    found = store_options_from_environment(
+def test_each_option_of_object_stores_has_its_variable(environ: dict[str, str]) -> None:
+    environ.update(
         {
             "DIST_CKPT_S3_ENDPOINT": "https://store:9000",
             "DIST_CKPT_S3_REGION": "here",
@@ -95,7 +99,7 @@ def test_each_option_of_object_stores_has_its_variable() -> None:
         }
     )
 
-    assert found == StoreOptions(
+    assert store_options_from_environment() == StoreOptions(
         "https://store:9000", "here", Credentials.PROFILE, "training", 5.5, max_retries=3
     )
     assert {f.name for f in fields(StoreOptions)} == {
@@ -103,13 +107,14 @@ def test_each_option_of_object_stores_has_its_variable() -> None:
     }
 
 
-def test_the_variables_of_amazons_tools_come_after_our_own() -> None:
-    theirs = {"AWS_ENDPOINT_URL": "http://theirs", "AWS_DEFAULT_REGION": "theirs"}
+def test_the_variables_of_amazons_tools_come_after_our_own(environ: dict[str, str]) -> None:
+    environ |= {"AWS_ENDPOINT_URL": "http://theirs", "AWS_DEFAULT_REGION": "theirs"}
+    assert store_options_from_environment() == StoreOptions("http://theirs", "theirs")
 
-    assert store_options_from_environment(theirs) == StoreOptions("http://theirs", "theirs")
-    both = theirs | {"DIST_CKPT_S3_ENDPOINT": "http://ours", "AWS_REGION": "nearer"}
-    assert store_options_from_environment(both) == StoreOptions("http://ours", "nearer")
-    assert store_options_from_environment({"DIST_CKPT_S3_ENDPOINT": ""}) == StoreOptions()
+    environ |= {"DIST_CKPT_S3_ENDPOINT": "http://ours", "AWS_REGION": "nearer"}
+    assert store_options_from_environment() == StoreOptions("http://ours", "nearer")
+    environ["DIST_CKPT_S3_ENDPOINT"] = ""
+    assert store_options_from_environment() == StoreOptions("http://theirs", "nearer")
 
 
 @pytest.mark.parametrize(
@@ -125,17 +130,20 @@ def test_the_variables_of_amazons_tools_come_after_our_own() -> None:
     ],
 )
 def test_a_variable_of_object_stores_that_makes_no_sense_is_refused_by_name(
-    name: str, value: str
+    name: str, value: str, environ: dict[str, str]
 ) -> None:
+    environ[name] = value
     with pytest.raises(StrategyError, match=name):
-        store_options_from_environment({name: value})
+        store_options_from_environment()
 
 
-def test_nccl_is_told_to_leave_the_process_alive_and_nothing_else_is_accepted() -> None:
-    environ: dict[str, str] = {}
-    outlive_nccl_errors(environ)
-    outlive_nccl_errors(environ)
+def test_nccl_is_told_to_leave_the_process_alive_and_nothing_else_is_accepted(
+    environ: dict[str, str],
+) -> None:
+    outlive_nccl_errors()
+    outlive_nccl_errors()
 
-    assert environ == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     with pytest.raises(StrategyError, match="TORCH_NCCL_ASYNC_ERROR_HANDLING=3"):
-        outlive_nccl_errors({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
+        outlive_nccl_errors()

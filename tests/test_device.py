@@ -10,7 +10,6 @@ from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.device import (
     as_bytes,
     copy_into,
-    dtype_of,
     host_buffer,
     host_view,
     may_overlap,
@@ -34,7 +33,7 @@ def tensor_of(dtype: DType, shape: tuple[int, ...] = (4, 6)) -> torch.Tensor:
 
 def test_a_type_that_cannot_be_stored_is_refused_naming_the_key() -> None:
     with pytest.raises(PlanError, match=r"^w: dtype torch\.bits8"):
-        dtype_of(torch.empty(1, dtype=torch.bits8), key="w")
+        DType.named(str(torch.bits8), key="w")
 
 
 def test_only_what_does_not_lie_in_order_is_copied() -> None:

@@ -22,7 +22,7 @@ from dist_ckpt_strategies.cli.render import (
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import MIB
-from dist_ckpt_strategies.storage.urls import parsed_address
+from dist_ckpt_strategies.storage.files import parsed_address
 from dist_ckpt_strategies.tools.convert import ConvertOptions, ConvertReport, convert, upgrade
 from dist_ckpt_strategies.tools.diff import (
     ArrayDifference,

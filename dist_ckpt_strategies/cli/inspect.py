@@ -42,7 +42,7 @@ from dist_ckpt_strategies.formats.issues import (
 )
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy, scan_local, verify_local
-from dist_ckpt_strategies.storage.urls import StoreUrl, parsed_address
+from dist_ckpt_strategies.storage.files import StoreUrl, parsed_address
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator

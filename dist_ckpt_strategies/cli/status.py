@@ -37,7 +37,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.issues import Issue, Problem
-from dist_ckpt_strategies.storage.urls import StoreUrl, parsed_address
+from dist_ckpt_strategies.storage.files import StoreUrl, parsed_address
 
 _DAMAGE = (
     CorruptCheckpointError,

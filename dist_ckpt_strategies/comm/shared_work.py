@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import xxhash
 
 from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError
-from dist_ckpt_strategies.storage.io_pool import Job, Transfer
-from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.comm.base import Communicator

@@ -201,24 +201,13 @@ def _chunk_spans(array: ArraySpec, index: Shape, region: Region) -> ChunkSpans:
     chunk = array.chunk_region(index)
     part = chunk.intersect(region)
     assert part is not None  # noqa: S101 - cells yields only chunks that overlap
-    inner = _contiguous_dims(part, chunk, region)
-    outer = part.ndim - inner
+    outer = max(0, part.ndim - 1)  # the dims behind these form one run in both frames
+    while outer and part.shape[outer] == chunk.shape[outer] == region.shape[outer]:
+        outer -= 1
     span = math.prod(part.shape[outer:]) * array.dtype.itemsize
     in_chunk = _starts(part.within(chunk), chunk.shape, outer, array.dtype.itemsize)
     in_target = _starts(part.within(region), region.shape, outer, array.dtype.itemsize)
     return ChunkSpans(index, span, tuple(zip(in_chunk, in_target, strict=True)))
-
-
-def _contiguous_dims(part: Region, chunk: Region, region: Region) -> int:
-    """How many trailing dims of ``part`` form one run in both frames."""
-    count = 0
-    for n, c, r in zip(
-        reversed(part.shape), reversed(chunk.shape), reversed(region.shape), strict=True
-    ):
-        count += 1
-        if not n == c == r:
-            break
-    return count
 
 
 def _starts(part: Region, frame: Shape, outer: int, itemsize: int) -> Iterator[int]:

@@ -38,24 +38,25 @@ from dist_ckpt_strategies.formats.chunks import (
 from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
-from dist_ckpt_strategies.storage.direct_io import (
+from dist_ckpt_strategies.storage.file_systems import (
     BLOCK_NBYTES,
     BUFFER_NBYTES,
     MIN_DIRECT_NBYTES,
     BounceBuffers,
     Bytes,
+    file_access,
+    is_cached,
     pread_into,
     read_aligned,
     read_direct,
     start_direct,
     stop_direct,
+    whole_flush,
     write_buffered,
 )
-from dist_ckpt_strategies.storage.file_systems import file_access, is_cached, whole_flush
-from dist_ckpt_strategies.storage.files import directories_above, new_file, sync_path
-from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer
+from dist_ckpt_strategies.storage.files import directories_above, file_errors, new_file, sync_path
+from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer, raise_if_cancelled
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite, Directory, HostArray, Store
-from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 FindRecord = Callable[[str], ArrayRecord]
 """Gives what the manifest says about the array of a key."""
@@ -158,7 +159,7 @@ class DirectoryWriter(StoreWriter):
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayWriter."""
         if self._flush is not None:
-            return Transfer([Job("", self._root, self._flush.run)], 1)
+            return Transfer([Job("", self._root, self._flush)], 1)
         names = {directory_name(array): array.key for array in arrays}
         paths = directories_above(self._root, names)
         jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
@@ -166,7 +167,8 @@ class DirectoryWriter(StoreWriter):
 
     def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
         path = self._store.path(name)
-        with new_file(key, path, is_flushed=self._flush is None) as handle:
+        is_flushed = self._flush is None
+        with file_errors(key, path), new_file(path, is_flushed=is_flushed) as handle:
             if self._is_direct and nbytes >= MIN_DIRECT_NBYTES and start_direct(handle):
                 with self._buffers.borrowed() as buffer:
                     _write_direct(handle, pieces, buffer)

@@ -25,10 +25,10 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats import zarr3
 from dist_ckpt_strategies.formats.manifest import ChunkRecord
-from dist_ckpt_strategies.storage.direct_io import Bytes
+from dist_ckpt_strategies.storage.file_systems import Bytes
 from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES
 from dist_ckpt_strategies.storage.store import HostArray
-from dist_ckpt_strategies.storage.time_limit import MAX_SLICE_NBYTES
 
 Blocks = Iterable[tuple[Region, HostArray]]
 """The elements of a chunk in the order of its file: regions of the array, and their elements, with

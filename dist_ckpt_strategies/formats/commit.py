@@ -52,14 +52,17 @@ from dist_ckpt_strategies.storage.files import (
     is_elsewhere,
     make_directories,
     require_directory,
-    storage_error,
     sync_path,
     try_lock,
     write_file,
 )
-from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
+from dist_ckpt_strategies.storage.io_pool import (
+    limited,
+    raise_if_cancelled,
+    run_with_limit,
+    storage_error,
+)
 from dist_ckpt_strategies.storage.store import Directory
-from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from dist_ckpt_strategies.storage.files import (
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     file_errors,
+    parsed_address,
     read_file,
     require_directory,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
-from dist_ckpt_strategies.storage.urls import parsed_address
 
 Location = Path | Bucket
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.device import dtype_of, require_plain
+from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -86,7 +86,8 @@ def encode_state(
     for number, (name, tensor) in enumerate(tensors.items()):
         require_plain(tensor, key=name)
         device = devices[number] if number < len(devices) else ""
-        buffers.append(BufferSpec(name, dtype_of(tensor, key=name), tuple(tensor.shape), device))
+        dtype = DType.named(str(tensor.dtype), key=name)
+        buffers.append(BufferSpec(name, dtype, tuple(tensor.shape), device))
     buffers.append(BufferSpec("description", DType.UINT8, (len(content),), ""))
     summary = {} if kind == BASIC else _summary(hollow["common"])
     shard = LocalShard(shard_id, world_size, session_id, kind, summary, tuple(buffers))

@@ -30,8 +30,7 @@ from dist_ckpt_strategies.local.replicate import FilledShard
 from dist_ckpt_strategies.local.retrieve import FileSource, Retrieval, run_retrieve
 from dist_ckpt_strategies.local.shard_files import FoundShard, ShardDirectory, ShardReader
 from dist_ckpt_strategies.local.shard_format import RESHARDED_KINDS, LocalShardId, SaveId
-from dist_ckpt_strategies.storage.io_pool import run_with_limit
-from dist_ckpt_strategies.storage.time_limit import restart_limit
+from dist_ckpt_strategies.storage.io_pool import restart_limit, run_with_limit
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ from dist_ckpt_strategies.sharded.async_request import (
     start_on_all,
     yield_to_training,
 )
-from dist_ckpt_strategies.storage.time_limit import (
+from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
     OPENING,
     WORK,

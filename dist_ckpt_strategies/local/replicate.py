@@ -24,7 +24,7 @@ from dist_ckpt_strategies.local.shard_format import (
     shard_from_fields,
     shard_to_fields,
 )
-from dist_ckpt_strategies.storage.time_limit import clean_up_limit
+from dist_ckpt_strategies.storage.io_pool import clean_up_limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,19 +32,18 @@ from dist_ckpt_strategies.local.shard_format import (
     encode_header,
     shard_layout,
 )
-from dist_ckpt_strategies.storage.direct_io import begin_writeback
+from dist_ckpt_strategies.storage.file_systems import begin_writeback
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     file_errors,
-    lock,
     make_directories,
     sync_path,
     try_lock,
 )
-from dist_ckpt_strategies.storage.io_pool import limited
-from dist_ckpt_strategies.storage.time_limit import (
+from dist_ckpt_strategies.storage.io_pool import (
     MAX_SLICE_NBYTES,
     is_cancelled,
+    limited,
     raise_if_cancelled,
 )
 
@@ -359,7 +358,7 @@ def _begin_file(directory: Path) -> tuple[Path, int]:
         path = directory / (PARTIAL_PREFIX + uuid.uuid4().hex)
         handle = os.open(path, flags, 0o666)
         try:
-            lock(handle)
+            try_lock(handle, waits=True)
             is_there = os.fstat(handle).st_nlink > 0
         except BaseException:  # interrupted in the wait for the lock, too
             os.close(handle)

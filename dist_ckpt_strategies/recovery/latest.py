@@ -33,8 +33,7 @@ from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
-from dist_ckpt_strategies.storage.io_pool import run_with_limit
-from dist_ckpt_strategies.storage.time_limit import time_limit
+from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from dist_ckpt_strategies.sharded.writer_process import (
     start_writer,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.time_limit import (
+from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
     WORK,
     restart_limit,

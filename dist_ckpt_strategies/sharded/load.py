@@ -42,8 +42,7 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.checks import VALIDATED, require_validated
 from dist_ckpt_strategies.sharded.transfer import run_reads
-from dist_ckpt_strategies.storage.io_pool import Job, Transfer
-from dist_ckpt_strategies.storage.time_limit import restart_limit
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, restart_limit
 
 logger = logging.getLogger(__name__)
 

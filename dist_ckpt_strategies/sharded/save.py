@@ -62,8 +62,13 @@ from dist_ckpt_strategies.sharded.plan import (
 )
 from dist_ckpt_strategies.sharded.transfer import assemble, elements, run_writes
 from dist_ckpt_strategies.storage.files import COMMON_NAME
-from dist_ckpt_strategies.storage.io_pool import limited
-from dist_ckpt_strategies.storage.time_limit import WORK, clean_up_limit, restart_limit, uncounted
+from dist_ckpt_strategies.storage.io_pool import (
+    WORK,
+    clean_up_limit,
+    limited,
+    restart_limit,
+    uncounted,
+)
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.sharded.async_request import BackgroundWork

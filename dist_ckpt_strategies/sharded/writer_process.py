@@ -27,9 +27,8 @@ from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
 from dist_ckpt_strategies.formats.chunks import Digests
-from dist_ckpt_strategies.storage.io_pool import InFlight
+from dist_ckpt_strategies.storage.io_pool import WORK, InFlight, time_limit
 from dist_ckpt_strategies.storage.store import ArrayWrite, ArrayWriter
-from dist_ckpt_strategies.storage.time_limit import WORK, time_limit
 
 logger = logging.getLogger(__name__)
 

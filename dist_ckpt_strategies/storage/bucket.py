@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import islice
@@ -20,8 +21,8 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
+from dist_ckpt_strategies.storage.files import StoreUrl
 from dist_ckpt_strategies.storage.store import WrongSizeError
-from dist_ckpt_strategies.storage.urls import StoreUrl
 
 _DETAIL = re.compile(r" \[[a-z0-9_-]+='.*", re.DOTALL)
 """What TensorStore appends: codes, ids and the body of the response."""
@@ -46,22 +47,12 @@ class Operation(StrEnum):
 
 
 _RIGHTS = {
-    "s3": {
-        Operation.READ: "s3:GetObject",
-        Operation.PUT: "s3:PutObject",
-        Operation.DELETE: "s3:DeleteObject",
-        Operation.LIST: "s3:ListBucket",
-    },
-    "gs": {
-        Operation.READ: "storage.objects.get",
-        Operation.PUT: "storage.objects.create",
-        Operation.DELETE: "storage.objects.delete",
-        Operation.LIST: "storage.objects.list",
-    },
+    Operation.READ: ("s3:GetObject", "storage.objects.get"),
+    Operation.PUT: ("s3:PutObject", "storage.objects.create"),
+    Operation.DELETE: ("s3:DeleteObject", "storage.objects.delete"),
+    Operation.LIST: ("s3:ListBucket", "storage.objects.list"),
 }
 """What an owner has to grant, in Amazon's words and in Google's."""
-
-_WHEN_DELETED = "; a save to a new URL deletes nothing, a conversion its own notes"
 
 
 def store_error(
@@ -86,12 +77,13 @@ def store_error(
             path=str(url),
         )
     if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS in text:
+        harmless = "; a save to a new URL deletes nothing, a conversion its own notes"
         return StoreAccessError(
             f"{path}: the object store refuses access, to {operation} it ({short}); see the "
             "credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the machine's "
             f"role) and what they may do in bucket {url.bucket!r}: this takes "
-            f"{_RIGHTS[url.scheme][operation]}"
-            f"{_WHEN_DELETED if operation is Operation.DELETE else ''}",
+            f"{_RIGHTS[operation][url.scheme == 'gs']}"
+            f"{harmless if operation is Operation.DELETE else ''}",
             path=path,
         )
     if status == "OUT_OF_RANGE":
@@ -113,38 +105,31 @@ _DELETES_AT_A_TIME = 1000
 _NOTHING = ".nothing/"
 """No object's name starts like this: it is a short list to ask for."""
 
-_MORE, _FEWER = "more bytes", "fewer bytes"
 _MAX_PROBE_S = 5.0
 _SHARE_OF_PROBE = 0.125
 """Of the time for a request: its answer has to arrive while peers still wait."""
 
-_FIRST_PAUSE = "100ms"
-_LONGEST_PAUSE = "4s"
 
-
+@dataclass(frozen=True)
 class Bucket:
     """What lies below a URL; see Store. Names have ``/`` between their parts.
 
     Nothing is asked of the store before the first request.
 
     Attributes:
-        block_nbytes: see Store.
-        num_readers: see Store; each has one request for data under way.
-
-    Args:
         url: where.
         options: how the store is reached.
         is_place: whether the files of a checkpoint lie right below the URL; False where that has
             to be looked up (locations.current_place).
+        block_nbytes: see Store.
+        num_readers: see Store; each has one request for data under way.
     """
 
+    url: StoreUrl
+    options: StoreOptions
+    is_place: bool = False
     block_nbytes = 8 << 20
     num_readers = 16
-
-    def __init__(self, url: StoreUrl, options: StoreOptions, *, is_place: bool = False) -> None:
-        self.url = url
-        self.is_place = is_place
-        self._options = options
 
     def __str__(self) -> str:
         """See Store."""
@@ -160,12 +145,12 @@ class Bucket:
 
     def below(self, name: str) -> Bucket:
         """What lies below this, under a name without a ``/``."""
-        return Bucket(self.url.below(name), self._options)
+        return replace(self, url=self.url.below(name), is_place=False)
 
     def place(self, name: str = "") -> Bucket:
         """What lies below this, or below a name, as the place of a checkpoint's files."""
         url = self.url.below(name) if name else self.url
-        return Bucket(url, self._options, is_place=True)
+        return replace(self, url=url, is_place=True)
 
     def path(self, name: str) -> str:
         """See Store."""
@@ -191,14 +176,16 @@ class Bucket:
 
     def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
         """See Store."""
-        nbytes, byte_offset = sum(sizes), 0
-        if self._has_byte(name, nbytes):
-            raise WrongSizeError(self.path(name), nbytes, _MORE)
+        nbytes, byte_offset, is_longer = sum(sizes), 0, False
+        with suppress(CorruptCheckpointError):  # it does not reach so far
+            is_longer = bool(self.read(name, nbytes, 1))
+        if is_longer:
+            raise WrongSizeError(self.path(name), nbytes, "more bytes")
         for size in sizes:
             try:
                 content = self.read(name, byte_offset, size)
             except CorruptCheckpointError:
-                raise WrongSizeError(self.path(name), nbytes, _FEWER) from None
+                raise WrongSizeError(self.path(name), nbytes, "fewer bytes") from None
             yield memoryview(content)
             byte_offset += size
 
@@ -212,24 +199,14 @@ class Bucket:
             )
         self._result(self._store.write(name, content), Operation.PUT, self.path(name))
 
-    def _has_byte(self, name: str, byte_offset: int) -> bool:
-        """Whether an object reaches this far.
-
-        Raises:
-            IncompleteCheckpointError: it is missing.
-        """
-        try:
-            return bool(self.read(name, byte_offset, 1))
-        except CorruptCheckpointError:
-            return False
-
     def has(self, name: str) -> bool:
         """Whether there is an object of that name."""
         request = self._store.read(name, byte_range=slice(0, 0))
         found = self._result(request, Operation.READ, self.path(name))
-        if found.state == "missing":
+        is_there: bool = found.state != "missing"
+        if not is_there:
             self.require_bucket()
-        return bool(found.state != "missing")
+        return is_there
 
     def names(self, start: str = "") -> Sequence[str]:
         """Every object whose name starts with ``start``, in no order."""
@@ -260,7 +237,7 @@ class Bucket:
 
     def _result(self, future: Any, operation: Operation, path: str) -> Any:
         """What a request gives, within the time that is set."""
-        limit_s = self._options.timeout_s
+        limit_s = self.options.timeout_s
         try:
             return future.result(timeout=limit_s)
         except (TimeoutError, FutureTimeoutError):
@@ -273,17 +250,17 @@ class Bucket:
                 path=path,
             ) from None
         except Exception as error:
-            endpoint = self._options.endpoint or "Amazon's S3"
+            endpoint = self.options.endpoint or "Amazon's S3"
             server = "Google Cloud Storage" if self.url.scheme == "gs" else endpoint
             raise store_error(error, operation, path, self.url, server) from error
 
     def _why_not(self) -> str:
         """What a single short try says; TensorStore keeps to itself why it tries again."""
-        options = replace(self._options, max_retries=1)
+        options = replace(self.options, max_retries=1)
         probe = _kv_store().open(_spec(self.url, options)).result()
         future = probe.list(range=_kv_store().KeyRange(_NOTHING, f"{_NOTHING[:-1]}0"))
         try:
-            future.result(timeout=min(_MAX_PROBE_S, _SHARE_OF_PROBE * self._options.timeout_s))
+            future.result(timeout=min(_MAX_PROBE_S, _SHARE_OF_PROBE * self.options.timeout_s))
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
             return "it takes requests, and leaves them unanswered"
@@ -293,7 +270,7 @@ class Bucket:
 
     @cached_property
     def _store(self) -> Any:
-        return _kv_store().open(_spec(self.url, self._options)).result()
+        return _kv_store().open(_spec(self.url, self.options)).result()
 
 
 def _kv_store() -> Any:
@@ -304,11 +281,7 @@ def _kv_store() -> Any:
 
 def _spec(url: StoreUrl, options: StoreOptions) -> dict[str, Any]:
     """The TensorStore spec of what lies below a URL."""
-    retries = {
-        "max_retries": options.max_retries,
-        "initial_delay": _FIRST_PAUSE,
-        "max_delay": _LONGEST_PAUSE,
-    }
+    retries = {"max_retries": options.max_retries, "initial_delay": "100ms", "max_delay": "4s"}
     place = {"bucket": url.bucket, "path": url.prefix}
     if url.scheme == "gs":
         return place | {

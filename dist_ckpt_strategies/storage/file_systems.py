@@ -1,23 +1,73 @@
-"""What suits a file system: threads, direct transfers, one flush; and its page cache."""
+"""What suits a file system: threads, one flush, its page cache, and transfers past it.
+
+Direct transfers go through buffers that the disk reads at once. Measured on an ext4 disk, two
+ranks, 290 files: writing and flushing this way takes 0.6-0.85 times as long as one buffered stream,
+and reading files that are not cached 1.0 times, where buffered reads of many files take 1.2-2.5
+times. What makes it fast is the huge page behind the buffer; with ordinary pages it is slower than
+buffered writing.
+
+Source: open(2), O_DIRECT; the transparent huge page advice of madvise(2); cachestat(2); syncfs(2).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import platform
 import re
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.storage.files import file_errors
-from dist_ckpt_strategies.storage.io_pool import limited
+from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES, limited, raise_if_cancelled
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK_NBYTES = 4096
+"""Offsets, sizes and addresses are multiples of this; no disk has larger logical blocks."""
+
+MIN_DIRECT_NBYTES = 64 << 10
+"""Smaller files gain nothing."""
+
+BUFFER_NBYTES = 6 << 20
+"""Of a bounce buffer; some whole huge pages."""
+
+_HUGE_PAGE_NBYTES = 2 << 20
+
+_MAX_WAITING_NBYTES = 256 << 20
+"""Unwritten data on the machine, ours not yet among it, that a flush may have to wait for."""
+
+_FIRST_TO_REPORT = (5, 8)
+"""The first version of Linux whose syncfs reports errors."""
+
+_CACHESTAT = 451
+"""Its number on all architectures of ``_ARCHITECTURES``; the kernel gives five counts."""
+
+_ARCHITECTURES = {"x86_64", "aarch64"}
+_BEGIN_WRITEBACK = 2
+"""SYNC_FILE_RANGE_WRITE."""
+
+_LOOK = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
+_NOT_SUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"} | _IN_MEMORY
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MEMORY_INFO = Path("/proc/meminfo")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +79,7 @@ class FileAccess:
         num_write_threads: files written, and flushed, at the same time.
         num_metadata_threads: small files made or read at the same time; on a local file system
             more than one only get in each other's way.
-        is_direct: whether large files go past the page cache (direct_io).
+        is_direct: whether large files go past the page cache.
         is_flushed_whole: whether all that was written may be flushed at once (whole_flush).
     """
 
@@ -63,7 +113,7 @@ def file_access(directory: Path, options: Options) -> FileAccess:
     """
     while not directory.exists():
         directory = directory.parent
-    access = _BY_TYPE.get(file_system_type(directory) or "", _OTHER)
+    access = _BY_TYPE.get(_file_system_type(directory) or "", _OTHER)
     return replace(
         access,
         is_direct=access.is_direct and options.direct_io,
@@ -71,7 +121,7 @@ def file_access(directory: Path, options: Options) -> FileAccess:
     )
 
 
-def file_system_type(path: Path) -> str | None:
+def _file_system_type(path: Path) -> str | None:
     """The type of the file system that a path is on, such as ``ext4``; None if it is not known."""
     device = os.stat(path).st_dev  # noqa: PTH116 - symmetrical with the major and minor below
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -86,19 +136,44 @@ def file_system_type(path: Path) -> str | None:
     return None
 
 
-_CACHESTAT = 451
-"""Its number on the architectures below."""
+@cache
+def _c_library() -> Any:
+    """The C library; None where it is not Linux's."""
+    return ctypes.CDLL(None, use_errno=True) if platform.system() == "Linux" else None
 
-_ARCHITECTURES = {"x86_64", "aarch64"}
-_NUM_COUNTS = 5
-_LOOK = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
-_NO_NOWAIT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
-_IN_MEMORY = {"tmpfs", "ramfs"}
-_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"} | _IN_MEMORY
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MEMORY_INFO = Path("/proc/meminfo")
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
+@limited
+def whole_flush(directory: Path) -> Callable[[], None] | None:
+    """A flush of the directory's file system, to be called when everything has been written.
+
+    Make it before anything is written. None where files are better flushed one by one: where the
+    C library has no syncfs or the kernel's reports no errors, and where much of others waits to be
+    written, or the kernel does not say how much.
+
+    Raises:
+        StorageError: the directory cannot be opened. The flush raises it if some of what was
+            written could not be, ours or another's.
+    """
+    syncfs = getattr(_c_library(), "syncfs", None)
+    version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if syncfs is None or version < _FIRST_TO_REPORT:
+        return None
+    found = _numbers(_MEMORY_INFO)
+    if "Dirty:" not in found:
+        return None
+    if 1024 * (found["Dirty:"] + found.get("Writeback:", 0)) > _MAX_WAITING_NBYTES:
+        return None
+    with file_errors(None, directory):
+        handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+
+    def flush() -> None:
+        with file_errors(None, directory):
+            if syncfs(handle) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, f"flush of its file system: {os.strerror(number)}")
+
+    weakref.finalize(flush, os.close, handle)
+    return flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +196,7 @@ def page_cache_of(directory: Path) -> PageCache | None:
     None too where the system does not say: a directory that is missing is for its reader to report.
     """
     try:
-        kind = file_system_type(directory)
+        kind = _file_system_type(directory)
         found = directory.stat()
         boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -155,16 +230,17 @@ def _numbers(path: Path) -> dict[str, int]:
 
 def is_cached(handle: int, size: int) -> bool:
     """Whether the middle of a file is in the page cache; True where the kernel cannot tell."""
-    call, counts = _system_call(), (ctypes.c_uint64 * _NUM_COUNTS)()
-    asked = (ctypes.c_uint64 * 2)(size // 2, 1)
-    if call is not None and call(_CACHESTAT, handle, asked, counts, 0) == 0:
-        return counts[0] > 0
+    library = _c_library() if platform.machine() in _ARCHITECTURES else None
+    if library is not None:
+        asked, counts = (ctypes.c_uint64 * 2)(size // 2, 1), (ctypes.c_uint64 * 5)()
+        if library.syscall(ctypes.c_long(_CACHESTAT), handle, asked, counts, 0) == 0:
+            return counts[0] > 0
     try:  # before Linux 6.5, and where this user may not ask
         os.preadv(handle, [bytearray(1)], size // 2, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _NO_NOWAIT:
+        if error.errno not in _NOT_SUPPORTED:
             raise
     return True
 
@@ -172,84 +248,135 @@ def is_cached(handle: int, size: int) -> bool:
 def begin_readahead(paths: Sequence[str]) -> None:
     """Announce files that are read next, and do not wait; nothing where the first is cached."""
     for number, path in enumerate(paths):
-        try:
+        with suppress(OSError):
             handle = os.open(path, _LOOK)
-        except OSError:
-            continue
-        try:
-            if number == 0 and is_cached(handle, 0):
-                return
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
-        except OSError:
-            continue
-        finally:
-            os.close(handle)
+            try:
+                if number == 0 and is_cached(handle, 0):
+                    return
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(handle)
 
 
-@cache
-def _system_call() -> Callable[..., int] | None:
-    if platform.system() != "Linux" or platform.machine() not in _ARCHITECTURES:
-        return None
-    call = ctypes.CDLL(None).syscall
-    call.argtypes = (
-        ctypes.c_long,
-        ctypes.c_uint,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_uint,
-    )
-    call.restype = ctypes.c_long
-    found: Callable[..., int] = call
-    return found
+def begin_writeback(handle: int, byte_offset: int, nbytes: int) -> None:
+    """Have a range of a file written, and do not wait; nothing where the system cannot."""
+    call = getattr(_c_library(), "sync_file_range", None)
+    if call is not None:
+        call(handle, ctypes.c_int64(byte_offset), ctypes.c_int64(nbytes), _BEGIN_WRITEBACK)
 
 
-_MAX_WAITING_NBYTES = 256 << 20
-"""Unwritten data on the machine, ours not yet among it, that a flush may have to wait for."""
+@dataclass
+class BounceBuffers:
+    """Buffers for threads at work, made as they are first needed.
 
-_FIRST_TO_REPORT = (5, 8)
-
-
-class WholeFlush:
-    """One flush, to be made before anything is written, and run after everything is.
-
-    Raises:
-        StorageError: the directory cannot be opened.
+    Takes one for each thread that has work at the same time, freed with the object.
     """
 
-    def __init__(self, directory: Path, syncfs: Callable[[int], int]) -> None:
-        self._directory = directory
-        self._syncfs = syncfs
-        with file_errors(None, directory):
-            self._handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._handle)
+    _idle: deque[Bytes] = field(default_factory=deque)
 
-    def run(self) -> None:
-        """Return once all that was written to the file system is durable.
+    @contextmanager
+    def borrowed(self, nbytes: int = BUFFER_NBYTES) -> Iterator[Bytes]:
+        """A buffer of so many bytes or more that is this thread's alone within the block.
 
-        Raises:
-            StorageError: some of it could not be written, ours or another's.
+        It is aligned, unless it has to be larger than BUFFER_NBYTES.
         """
-        with file_errors(None, self._directory):
-            if self._syncfs(self._handle) != 0:
-                number = ctypes.get_errno()
-                raise OSError(number, f"flush of its file system: {os.strerror(number)}")
+        if nbytes > BUFFER_NBYTES:
+            yield np.empty(nbytes, np.uint8)
+            return
+        try:
+            buffer = self._idle.pop()
+        except IndexError:
+            buffer = _huge_page_buffer(BUFFER_NBYTES)
+        try:
+            yield buffer
+        finally:
+            self._idle.append(buffer)
 
 
-@limited
-def whole_flush(directory: Path) -> WholeFlush | None:
-    """The flush of the directory's file system; None where files are better flushed one by one.
+def _huge_page_buffer(nbytes: int) -> Bytes:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=flags)
+    with suppress(OSError, AttributeError):  # a kernel, or a system, without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE_PAGE_NBYTES
+    buffer = whole[start : start + nbytes]
+    buffer.fill(0)
+    return buffer
 
-    That is where the C library has no syncfs or the kernel's reports no errors, and where much of
-    others waits to be written, or the kernel does not say how much.
+
+def start_direct(handle: int) -> bool:
+    """Switch an open file to direct transfers; False where its file system has none."""
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            return False
+        raise
+    return True
+
+
+def stop_direct(handle: int) -> None:
+    """Switch an open file back to buffered transfers."""
+    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def read_direct(handle: int, byte_offset: int, target: Bytes, buffer: Bytes) -> int:
+    """Fill ``target`` from a position of the file; returns the bytes that there were.
+
+    Args:
+        handle: an open file, switched to direct transfers.
+        byte_offset: of the first byte.
+        target: what to fill.
+        buffer: aligned, of three blocks or more.
     """
-    version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-    if platform.system() != "Linux" or version < _FIRST_TO_REPORT:
-        return None
-    found = _numbers(_MEMORY_INFO)
-    if "Dirty:" not in found:
-        return None
-    if 1024 * (found["Dirty:"] + found.get("Writeback:", 0)) > _MAX_WAITING_NBYTES:
-        return None
-    library: Any = ctypes.CDLL(None, use_errno=True)
-    syncfs = getattr(library, "syncfs", None)
-    return None if syncfs is None else WholeFlush(directory, syncfs)
+    done, most = 0, buffer.size - 2 * BLOCK_NBYTES
+    while done < target.size:
+        some = read_aligned(handle, byte_offset + done, min(most, target.size - done), buffer)
+        if not some.size:
+            break
+        target[done : done + some.size] = some
+        done += some.size
+    return done
+
+
+def read_aligned(handle: int, byte_offset: int, nbytes: int, buffer: Bytes) -> Bytes:
+    """Bytes of the file, in a part of the buffer; fewer where the file ends.
+
+    Args:
+        handle: an open file, switched to direct transfers.
+        byte_offset: of the first byte.
+        nbytes: how many.
+        buffer: aligned, and larger than ``nbytes`` by two blocks.
+    """
+    skipped = byte_offset % BLOCK_NBYTES
+    wanted = -(-(skipped + nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES
+    done = 0
+    while done < skipped + nbytes:
+        got = os.preadv(handle, [buffer[done:wanted].data], byte_offset - skipped + done)
+        raise_if_cancelled()
+        done += got
+        if got == 0 or got % BLOCK_NBYTES:
+            break
+    return buffer[skipped : min(done, skipped + nbytes)]
+
+
+def pread_into(handle: int, byte_offset: int, target: Bytes) -> int:
+    """Fill ``target`` from a position of the file; returns the bytes that there were."""
+    done = 0
+    while done < target.size:
+        raise_if_cancelled()
+        some = target[done : done + MAX_SLICE_NBYTES]
+        got = os.preadv(handle, [some.data], byte_offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def write_buffered(handle: int, content: Bytes) -> None:
+    """Write every byte behind what was written last, a slice at a time."""
+    done = 0
+    while done < content.size:
+        raise_if_cancelled()
+        done += os.write(handle, content[done : done + MAX_SLICE_NBYTES].data)

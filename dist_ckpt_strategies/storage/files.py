@@ -1,24 +1,28 @@
-"""Durable small files, directory syncs, and what the operating system's errors mean."""
+"""Addresses of checkpoints, durable small files, directory syncs, locks, and what lies below."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Self
+from urllib.parse import unquote
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     StorageError,
+    StrategyError,
 )
-from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
+from dist_ckpt_strategies.storage.io_pool import raise_if_cancelled, storage_error
 
 MARKER_NAME = "metadata.json"
 """The last file of a checkpoint; a directory below that has one is a checkpoint of its own."""
@@ -36,37 +40,100 @@ MAX_JSON_NBYTES = 1 << 20
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
-_REMEDY = {
-    errno.ENOSPC: "no space left; free some, or save elsewhere",
-    errno.EDQUOT: "disk quota used up; free some, or save elsewhere",
-    errno.EACCES: "permission denied",
-    errno.EROFS: "the file system is read-only",
-    errno.ENAMETOOLONG: "the name is too long for the file system; shorten the key",
-    errno.EMFILE: "too many open files; raise the limit (ulimit -n) or lower io_threads",
-}
-
-
-def storage_error(
-    key: str | None,
-    path: Path | str,
-    error: BaseException,
-    *,
-    not_found: type[StorageError] = IncompleteCheckpointError,
-) -> StorageError:
-    """What an OSError on a file of a checkpoint means, in our own terms."""
-    if isinstance(error, FileNotFoundError):
-        return not_found(f"{_led(key)}{path} does not exist", key=key, path=str(path))
-    number = error.errno if isinstance(error, OSError) else None
-    system_text = isinstance(error, OSError) and error.strerror
-    text = _REMEDY.get(number or 0, system_text or str(error))
-    return StorageError(f"{_led(key)}{path}: {text}", key=key, path=str(path))
-
-
-def _led(key: str | None) -> str:
-    return f"{key}: " if key else ""
-
-
 _LEAST_READ_NBYTES = 4096
+
+SCHEMES = ("s3", "gs")
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
+_REFUSED = frozenset("?#\\*[]\0")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """``scheme://bucket/path``.
+
+    Attributes:
+        scheme: ``"s3"`` or ``"gs"``.
+        bucket: name of the bucket.
+        path: what the names of all objects of the checkpoint start with, without a ``/`` at either
+            end; empty for the whole bucket.
+    """
+
+    scheme: str
+    bucket: str
+    path: str
+
+    def __str__(self) -> str:
+        """The URL, without a ``/`` at its end."""
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
+
+    @property
+    def prefix(self) -> str:
+        """What stands before a name below the checkpoint, in the name of an object."""
+        return f"{self.path}/" if self.path else ""
+
+    def below(self, name: str) -> Self:
+        """The address of what lies below this one, under a name without a ``/``."""
+        return replace(self, path=f"{self.prefix}{name}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The address that a URL states.
+
+        Raises:
+            StrategyError: it states none; says why.
+        """
+        scheme, _, rest = text.partition("://")
+        if scheme not in SCHEMES:
+            known = ", ".join(f"{scheme}://bucket/path" for scheme in SCHEMES)
+            raise StrategyError(f"{text}: expected {known}, file:///path or a path")
+        bucket, _, path = rest.partition("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise StrategyError(f"{text}: {bucket!r} is no name of a bucket")
+        path = path.rstrip("/")
+        parts = path.split("/") if path else []
+        if _REFUSED.intersection(path) or any(part in {"", ".", ".."} for part in parts):
+            raise StrategyError(
+                f"{text}: a path in a bucket has no empty part, no '.', '..' and none of ?#\\*[]"
+            )
+        return cls(scheme, bucket, path)
+
+
+_LOST_A_SLASH = re.compile(rf"({'|'.join(SCHEMES)}|file):/(?!/)")
+_LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(?!//)")
+
+
+def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path | StoreUrl:
+    """What a caller means: ``s3://``, ``gs://``, ``file:///`` or a path, which becomes absolute.
+
+    Args:
+        address: of a checkpoint, or of what holds several.
+        what: what an empty one is the address of, for messages.
+
+    Raises:
+        StrategyError: it is no address, or a Path made of a URL.
+    """
+    given: Any = address
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:  # None and numbers would name directories
+        raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
+    if not text:
+        raise StrategyError(f"{what} is empty; name the checkpoint's directory")
+    if isinstance(address, Path) and _LOST_A_SLASH.match(text):
+        raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
+    scheme = _LACKS_SLASHES.match(text)
+    if scheme and not isinstance(address, Path):  # a typing error, and no directory
+        raise StrategyError(
+            f"{text}: a URL begins with {scheme[0]}//; a directory of that name is ./{text}"
+        )
+    if text.startswith("file://"):
+        host, slash, path = text.removeprefix("file://").partition("/")
+        if host not in {"", "localhost"} or not slash:
+            raise StrategyError(f"{text}: expected file:///path")
+        return Path("/", unquote(path))
+    if "://" in text:
+        return StoreUrl.parse(text)
+    return Path(text).absolute()
 
 
 @contextmanager
@@ -188,30 +255,24 @@ def sync_path(path: Path | str) -> None:
         os.close(handle)
 
 
-def create_new(path: str) -> int:
-    """A handle to write a file with that is not there yet; its directory is made.
+@contextmanager
+def new_file(path: str, *, is_flushed: bool = True) -> Iterator[int]:
+    """A file that is not there yet, open for writing, flushed in the end; its directory is made.
 
     Called thousands of times in a save, which pathlib would make slower.
     """
     try:
-        return os.open(path, _CREATE, 0o666)
+        handle = os.open(path, _CREATE, 0o666)
     except FileNotFoundError:
         raise_if_cancelled()
         os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-    return os.open(path, _CREATE, 0o666)
-
-
-@contextmanager
-def new_file(key: str | None, path: str, *, is_flushed: bool = True) -> Iterator[int]:
-    """A file that is not there yet, open for writing, flushed in the end; errors name it."""
-    with file_errors(key, path):
-        handle = create_new(path)
-        try:
-            yield handle
-            if is_flushed:
-                os.fsync(handle)
-        finally:
-            os.close(handle)
+        handle = os.open(path, _CREATE, 0o666)
+    try:
+        yield handle
+        if is_flushed:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def directories_above(root: Path, names: Mapping[str, str]) -> dict[str, str]:
@@ -280,12 +341,15 @@ def read_folder(root: Path, key: str) -> Folder:
     try:
         with os.scandir(os.path.join(root, key)) as entries:  # noqa: PTH118 - 10,000 times
             for entry in entries:
-                if is_directory(entry):
-                    (links if entry.is_symlink() else folders).append(entry.name)
-                elif (nbytes := _file_nbytes(entry)) is None:
+                try:
+                    if entry.is_dir():
+                        (links if entry.is_symlink() else folders).append(entry.name)
+                    elif entry.is_file():
+                        files[entry.name] = entry.stat().st_size
+                    else:
+                        others.append(entry.name)
+                except OSError:  # a link in a circle; gone meanwhile
                     others.append(entry.name)
-                else:
-                    files[entry.name] = nbytes
     except FileNotFoundError:
         return Folder(key, {})
     except OSError as error:
@@ -312,43 +376,25 @@ def reason(error: OSError) -> str:
     return error.strerror or type(error).__name__
 
 
-def _file_nbytes(entry: os.DirEntry[str]) -> int | None:
-    """The size of a regular file; None for anything else, and where it has gone meanwhile."""
-    with suppress(OSError):
-        if entry.is_file():
-            return entry.stat().st_size
-    return None
-
-
 _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 """What file systems answer that have no locks; files of theirs count as not locked."""
 
 
-def lock(handle: int) -> None:
-    """Wait for the lock of an open file, and hold it for as long as the file is open.
-
-    Raises:
-        OSError: the system refuses.
-    """
-    _flock(handle, fcntl.LOCK_EX)
-
-
-def try_lock(handle: int) -> bool:
+def try_lock(handle: int, *, waits: bool = False) -> bool:
     """Lock an open file for as long as it is open; False if another handle holds the lock.
 
+    Args:
+        handle: of the file.
+        waits: until the lock is free.
+
     Raises:
         OSError: the system refuses.
     """
     try:
-        _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
-
-
-def _flock(handle: int, operation: int) -> None:
-    try:
-        fcntl.flock(handle, operation)
     except OSError as error:
         if error.errno not in _UNKNOWN:
             raise
+    return True

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.errors import CorruptCheckpointError
-from dist_ckpt_strategies.storage.direct_io import pread_into
+from dist_ckpt_strategies.storage.file_systems import pread_into
 from dist_ckpt_strategies.storage.files import (
     file_errors,
     nbytes_text,
@@ -150,17 +150,12 @@ def block_sizes(nbytes: int, block_nbytes: int) -> list[int]:
     return [min(block_nbytes, nbytes - at) for at in range(0, max(nbytes, 1), block_nbytes)]
 
 
+@dataclass(frozen=True)
 class Directory:
-    """A directory of a file system; see Store.
+    """A directory of a file system; see Store."""
 
-    Args:
-        root: the directory.
-    """
-
+    root: Path
     block_nbytes = _BLOCK_NBYTES
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
 
     @property
     def num_readers(self) -> int:

@@ -43,9 +43,8 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME
-from dist_ckpt_strategies.storage.io_pool import run_with_limit
+from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
-from dist_ckpt_strategies.storage.time_limit import time_limit
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 from dist_ckpt_strategies.tools.readers import open_reader
 

@@ -62,14 +62,8 @@ from dist_ckpt_strategies.sharded.checks import (
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
+from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit, uncounted
 from dist_ckpt_strategies.storage.store import Directory
-from dist_ckpt_strategies.storage.time_limit import (
-    OPENING,
-    WORK,
-    restart_limit,
-    time_limit,
-    uncounted,
-)
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (

@@ -74,9 +74,15 @@ from dist_ckpt_strategies.storage.files import (
     read_file,
     write_file,
 )
-from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
+from dist_ckpt_strategies.storage.io_pool import (
+    OPENING,
+    WORK,
+    limited,
+    restart_limit,
+    run_with_limit,
+    time_limit,
+)
 from dist_ckpt_strategies.storage.store import Directory
-from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 
 VERSION = 1

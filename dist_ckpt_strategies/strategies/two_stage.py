@@ -36,7 +36,7 @@ from dist_ckpt_strategies.megatron.types import (
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
-from dist_ckpt_strategies.storage.time_limit import OPENING, restart_limit, time_limit
+from dist_ckpt_strategies.storage.io_pool import OPENING, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.zarr import (
     EitherFormatLoadShardedStrategy,
     ZarrLoadShardedStrategy,

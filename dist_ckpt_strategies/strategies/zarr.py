@@ -43,8 +43,7 @@ from dist_ckpt_strategies.sharded.load import ShardedLoad, destination, load_sha
 from dist_ckpt_strategies.sharded.save import ShardedSave, begun_save
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory
-from dist_ckpt_strategies.storage.io_pool import run_with_limit
-from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, time_limit
+from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, run_with_limit, time_limit
 from dist_ckpt_strategies.strategies.registry import (
     Configured,
     register_default_zarr_strategies,

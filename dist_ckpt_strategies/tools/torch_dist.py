@@ -47,7 +47,7 @@ from dist_ckpt_strategies.formats.objects import (
     load_pickle,
     plain_content,
 )
-from dist_ckpt_strategies.storage.direct_io import write_buffered
+from dist_ckpt_strategies.storage.file_systems import write_buffered
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, new_file, read_file
 from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.plan_convert import FileTask, Format, SourceArray
@@ -265,7 +265,11 @@ class TorchDistWriter(TargetWriter):
         """See TargetWriter. Gives item, offset, shape and end in the file of each shard."""
         shards: list[list[Any]] = []
         path = self.files.path(task.name)
-        with new_file(task.key, path) as handle, open(handle, "wb", closefd=False) as file:
+        with (
+            file_errors(task.key, path),
+            new_file(path) as handle,
+            open(handle, "wb", closefd=False) as file,
+        ):
             for number, item in enumerate(task.items):
                 for block in item.blocks(self._block_nbytes):
                     torch.save(_tensor(read(item, block), item.array.dtype), file)
@@ -297,7 +301,7 @@ class TorchDistWriter(TargetWriter):
     def _write_objects(self, source: CheckpointReader, metadata: Metadata) -> None:
         name = f"__0_{len(self.plan.tasks)}.distcp"
         path, byte_offset = self.files.path(name), 0
-        with new_file(None, path) as handle:
+        with file_errors(None, path), new_file(path) as handle:
             for object_id in self.plan.objects:
                 key, content = object_id.unique_key, source.object_content(object_id)
                 dumped = dump_object([load_content(content, path, key, self._allow)], name=key)

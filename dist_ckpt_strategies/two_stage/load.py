@@ -41,9 +41,8 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.load import build_read_item, conversions, destination
 from dist_ckpt_strategies.storage.file_systems import PageCache, available_nbytes, page_cache_of
-from dist_ckpt_strategies.storage.io_pool import Transfer
+from dist_ckpt_strategies.storage.io_pool import Transfer, restart_limit
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, HostArray
-from dist_ckpt_strategies.storage.time_limit import restart_limit
 from dist_ckpt_strategies.two_stage.broadcast import Target, run_group_plan
 from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
 

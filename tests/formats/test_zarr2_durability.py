@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats import arrays as stores
-from dist_ckpt_strategies.storage import file_systems as whole_flush
+from dist_ckpt_strategies.storage import file_systems
 from dist_ckpt_strategies.storage.file_systems import FileAccess, file_access
 from dist_ckpt_strategies.storage.store import ArrayWrite
 from tests.support.leaks import open_files_below
@@ -85,16 +87,17 @@ def test_all_at_once_nothing_is_written_after_the_flush_nor_before_it_is_opened(
     def files() -> set[Path]:
         return {path for path in tmp_path.rglob("*") if path.is_file()}
 
-    def opened(directory: Path) -> whole_flush.WholeFlush:
+    def opened(directory: Path) -> Any:
         seen.append(("opened", files()))
-        return whole_flush.WholeFlush(directory, run)
+        return file_systems.whole_flush(directory)
 
     def run(handle: int) -> int:
         assert os.fstat(handle).st_ino == tmp_path.stat().st_ino
         seen.append(("run", files()))
         return 0
 
-    flush_whole(monkeypatch, opened)
+    flush_whole(monkeypatch, run)
+    monkeypatch.setattr(stores, "whole_flush", opened)
     save_all(tmp_path)
 
     assert [name for name, _ in seen] == ["opened", "run"]
@@ -103,16 +106,16 @@ def test_all_at_once_nothing_is_written_after_the_flush_nor_before_it_is_opened(
     assert flushed == set()
 
 
-def flush_whole(
-    monkeypatch: pytest.MonkeyPatch, opened: Callable[[Path], whole_flush.WholeFlush]
-) -> None:
-    """Have every file system flushed whole, by what ``opened`` gives."""
+def flush_whole(monkeypatch: pytest.MonkeyPatch, syncfs: Callable[[int], int]) -> None:
+    """Have every file system flushed whole, by a function in the place of syncfs."""
 
     def access(root: Path, options: Options) -> FileAccess:
         return replace(file_access(root, options), is_flushed_whole=True)
 
     monkeypatch.setattr(stores, "file_access", access)
-    monkeypatch.setattr(stores, "whole_flush", opened)
+    monkeypatch.setattr(file_systems, "_c_library", lambda: SimpleNamespace(syncfs=syncfs))
+    monkeypatch.setattr(file_systems, "_numbers", lambda _: {"Dirty:": 0})
+    monkeypatch.setattr("platform.release", lambda: "6.1")
 
 
 def test_a_flush_that_fails_is_an_error_that_names_the_directory(
@@ -122,7 +125,7 @@ def test_a_flush_that_fails_is_an_error_that_names_the_directory(
         ctypes.set_errno(errno.EIO)
         return -1
 
-    flush_whole(monkeypatch, lambda root: whole_flush.WholeFlush(root, failing))
+    flush_whole(monkeypatch, failing)
     with pytest.raises(StorageError, match="flush of its file system: Input/output") as caught:
         save_all(tmp_path)
     assert caught.value.path == str(tmp_path)
@@ -130,9 +133,9 @@ def test_a_flush_that_fails_is_an_error_that_names_the_directory(
 
 @pytest.mark.skipif(not LINUX, reason="syncfs is Linux's")
 def test_the_real_flush_runs_and_leaves_no_open_file(tmp_path: Path) -> None:
-    flush = whole_flush.whole_flush(tmp_path)
+    flush = file_systems.whole_flush(tmp_path)
     if flush is not None:
-        flush.run()
+        flush()
     del flush
     gc.collect()
 
@@ -162,7 +165,5 @@ def test_the_whole_file_system_is_flushed_only_where_little_waits_and_errors_are
     path = tmp_path / "meminfo"
     if meminfo is not None:
         path.write_text(meminfo)
-    monkeypatch.setattr(whole_flush, "_MEMORY_INFO", path)
+    monkeypatch.setattr(file_systems, "_MEMORY_INFO", path)
     monkeypatch.setattr("platform.release", lambda: release)
-
-    assert (whole_flush.whole_flush(tmp_path) is not None) == is_whole

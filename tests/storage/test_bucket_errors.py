@@ -12,7 +12,7 @@ from dist_ckpt_strategies.errors import (
     StoreUnreachableError,
 )
 from dist_ckpt_strategies.storage.bucket import Operation, store_error
-from dist_ckpt_strategies.storage.urls import StoreUrl
+from dist_ckpt_strategies.storage.files import StoreUrl
 
 RUN = StoreUrl("s3", "bucket", "run")
 DETAIL = " [http_response_code='403'] [http_response_body='<Error>...</Error>']"

@@ -14,11 +14,8 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.storage.files import (
-    read_file,
-    storage_error,
-    write_file,
-)
+from dist_ckpt_strategies.storage.files import read_file, write_file
+from dist_ckpt_strategies.storage.io_pool import storage_error
 from tests.support.disks import fill_disk
 
 

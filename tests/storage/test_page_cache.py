@@ -48,7 +48,7 @@ def forget(path: str) -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the kernel is asked."""
     if request.param == "preadv2":
-        monkeypatch.setattr(page_cache, "_system_call", lambda: None)
+        monkeypatch.setattr(page_cache, "_c_library", lambda: None)
     return str(request.param)
 
 

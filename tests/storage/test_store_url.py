@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.storage.urls import StoreUrl, parsed_address
+from dist_ckpt_strategies.storage.files import StoreUrl, parsed_address
 
 
 @pytest.mark.parametrize(

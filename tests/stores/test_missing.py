@@ -24,7 +24,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.storage.bucket import MAX_PUT_NBYTES, Bucket
-from dist_ckpt_strategies.storage.urls import StoreUrl
+from dist_ckpt_strategies.storage.files import StoreUrl
 from dist_ckpt_strategies.strategies.zarr import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,

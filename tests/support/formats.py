@@ -14,7 +14,7 @@ from dist_ckpt_strategies.megatron.types import default_allowed
 from dist_ckpt_strategies.sharded.async_save import SaveCache
 from dist_ckpt_strategies.sharded.load import ShardedLoad, load_sharded
 from dist_ckpt_strategies.sharded.save import ShardedSave, begun_save
-from dist_ckpt_strategies.storage.time_limit import time_limit
+from dist_ckpt_strategies.storage.io_pool import time_limit
 
 
 def _save(
