@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
         StrategyAction,
-        StrategyKey,
-        StrategyRegistry,
         get_default_strategy,
         register,
         register_default_strategy,
@@ -38,8 +36,6 @@ _HOMES = {
     "SaveHandle": "strategies.entry",
     "StoreOptions": "config",
     "StrategyAction": "strategies.registry",
-    "StrategyKey": "strategies.registry",
-    "StrategyRegistry": "strategies.registry",
     "convert": "tools.convert",
     "diff": "tools.diff",
     "get_default_strategy": "strategies.registry",
@@ -63,8 +59,6 @@ __all__ = [
     "SaveHandle",
     "StoreOptions",
     "StrategyAction",
-    "StrategyKey",
-    "StrategyRegistry",
     "convert",
     "diff",
     "get_default_strategy",
