@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
         StrategyAction,
-        StrategyKey,
-        StrategyRegistry,
         get_default_strategy,
         register,
         register_default_strategy,
@@ -36,8 +34,6 @@ _NAMES = {
     "strategies.local_replicated": ("prepare_local_load",),
     "strategies.registry": (
         "StrategyAction",
-        "StrategyKey",
-        "StrategyRegistry",
         "get_default_strategy",
         "register",
         "register_default_strategy",
@@ -58,8 +54,6 @@ __all__ = [
     "SaveHandle",
     "StoreOptions",
     "StrategyAction",
-    "StrategyKey",
-    "StrategyRegistry",
     "convert",
     "diff",
     "get_default_strategy",

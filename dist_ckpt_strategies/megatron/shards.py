@@ -30,7 +30,6 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 from dist_ckpt_strategies.core.array import (
-    ArraySpec,
     DType,
     ObjectId,
     Region,
@@ -112,12 +111,10 @@ def object_id(sharded_object: Any) -> ObjectId:
     return object_from_message(message_of(sharded_object))
 
 
-def metadata_tensor(array: ArraySpec) -> Any:
+def metadata_tensor(key: str, shape: Shape, dtype: str) -> Any:
     """A ShardedTensor without data that stands for a whole stored array."""
-    zeros = (0,) * len(array.shape)
-    ones = (1,) * len(array.shape)
-    dtype = getattr(torch, array.dtype.value)
-    return ShardedTensor(array.key, None, dtype, array.shape, array.shape, zeros, ones)
+    zeros, ones = (0,) * len(shape), (1,) * len(shape)
+    return ShardedTensor(key, None, getattr(torch, dtype), shape, shape, zeros, ones)
 
 
 def metadata_object(found: ObjectId) -> Any:

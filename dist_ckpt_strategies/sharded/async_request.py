@@ -20,7 +20,7 @@ from dist_ckpt_strategies.comm.base import Communicator, who_is_where
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
-from dist_ckpt_strategies.megatron.types import AsyncRequest
+from dist_ckpt_strategies.megatron.types import AsyncRequest, raises_megatron_errors
 from dist_ckpt_strategies.storage.files import file_errors
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,6 @@ class BackgroundWork(Generic[T]):
 
     The thread waits for ``begin`` or ``call_off``: that the system has one is known before any
     other rank relies on it.
-
-    Args:
-        work: what to do.
-        name: for the thread.
 
     Attributes:
         mark: a file that is there until the work has ended.
@@ -77,10 +73,6 @@ class BackgroundWork(Generic[T]):
 
     def wait(self, timeout_s: float, what: str = "the save") -> None:
         """Return when it has ended, well or not; at once where its own thread asks.
-
-        Args:
-            timeout_s: longest wait, in seconds.
-            what: it is, for the message.
 
         Raises:
             SaveTimeoutError: it goes on for longer.
@@ -269,15 +261,7 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
         finalise: Callable[[], None],
         timeout_s: float,
     ) -> LocalSaveRequest:
-        """The request of a save.
-
-        Args:
-            comm: the ranks that save together.
-            name: of this save.
-            work: what runs in the background.
-            finalise: called by every rank once that has ended on all of them.
-            timeout_s: longest wait for it, in seconds.
-        """
+        """The request of a save; ``finalise`` is called once all ranks' work has ended."""
         end = _Finalisation(comm, name, work, finalise, timeout_s)
         return cls(wait_for_mark, (str(work.mark), os.getpid()), [end], {})
 
@@ -303,17 +287,24 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
             self.async_fn, self.async_fn_args, self.finalize_fns, self.async_fn_kwargs
         )
 
+    @property
+    def request(self) -> LocalSaveRequest:
+        """What a checkpoint queue takes: this."""
+        return self
+
     def done(self) -> bool:
         """Whether this rank's share of the save has ended, well or not. Rank-local."""
         return bool(self.finalize_fns[0].work.ends_within(0))
 
+    @raises_megatron_errors
     def wait(self, timeout_s: float | None = None) -> None:
-        """Finalise the save: every rank's share is there then, or every rank raises.
+        """Finalise the save: it is visible then, or every rank raises, each time.
 
-        Collective over all ranks of the manager.
+        Collective over all ranks of the save. Where storage stopped answering in the last renames
+        of a commit, the next load completes the commit: all of the save had been written by then.
 
         Args:
-            timeout_s: longest wait for this rank's share, in seconds; by default the manager's.
+            timeout_s: longest wait for this rank's share, in seconds; by default the save's.
 
         Raises:
             StorageError: a share could not be written.

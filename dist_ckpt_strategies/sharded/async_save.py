@@ -35,7 +35,6 @@ from dist_ckpt_strategies.sharded.writer_process import (
     WriterProcess,
     digests_from,
     is_supported,
-    start_writer,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.io_pool import (
@@ -90,7 +89,7 @@ class SaveCache:
         self._snapshot = HostSnapshot(self._shared.allocate) if self._shared else HostSnapshot()
         self.running: BackgroundWork[Any] | None = None
         self._process: WriterProcess | None = None
-        self._has_process = True
+        self._has_process = is_supported()
 
     def reserve(self, writes: Sequence[WriteItem], is_cuda: bool) -> list[Slot]:  # noqa: FBT001 - see stage_plan
         """A place for each chunk; those of the save before are gone."""
@@ -127,8 +126,11 @@ class SaveCache:
     def writer_process(self) -> WriterProcess | None:
         """The process that writes for this one, started where there is none; None: it cannot be."""
         if self._has_process and (self._process is None or not self._process.is_usable):
-            self._process = start_writer()
-            self._has_process = self._process is not None
+            try:
+                self._process = WriterProcess()
+            except StorageError as error:
+                logger.warning("threads of this process write asynchronous saves: %s", error)
+                self._process, self._has_process = None, False
         return self._process
 
 

@@ -48,12 +48,7 @@ def different_strategies(comm: Communicator, what: str, kinds: Sequence[str]) ->
 
 
 def require_validated(comm: Communicator, messages: list[Any], group: str) -> None:
-    """Run Megatron-Core's checks of the sharding. Collective.
-
-    Args:
-        comm: the ranks that the sharding is of.
-        messages: describes the shards of this rank.
-        group: digest of the digests of all ranks' messages.
+    """Run Megatron-Core's checks of the sharding, of which ``group`` is the digest. Collective.
 
     Raises:
         PlanError: the main replicas of a key do not fit together.

@@ -140,6 +140,7 @@ class ShardedLoad:
         self._converted: Conversions = []
         self._results: list[torch.Tensor] = []
         self._plan: list[ReadItem] = []
+        self._loaded: Any = None
 
     def describe(self) -> Message:
         """Plan the reads; what the other ranks have to know. Rank-local.
@@ -160,9 +161,6 @@ class ShardedLoad:
 
     def begin(self, answers: Sequence[Message]) -> None:
         """Raise where the ranks' shards do not fit together, or their checkpoints. Collective.
-
-        Args:
-            answers: what ``describe`` has returned on every rank.
 
         Raises:
             PlanError: the main replicas of a key do not fit together.
@@ -186,19 +184,13 @@ class ShardedLoad:
             StorageError: a chunk or object is missing or damaged; a PeerError of the same class
                 on the other ranks.
         """
-        finished = []
-
-        def read() -> Message:
-            finished.append(finish(self._read()))
-            return self._converted or None
-
-        converted = run_and_gather(self._comm, read, is_sparse=True)
+        converted = run_and_gather(self._comm, lambda: self._read(finish), is_sparse=True)
         if any(converted):
             warn_of_conversions(self._comm, self._name, filter(None, converted))
-        return finished[0]
+        return self._loaded
 
-    def _read(self) -> StateDict:
-        """Fill every tensor; the state dict with what was loaded. Rank-local."""
+    def _read(self, finish: Callable[[StateDict], Any]) -> Message:
+        """Fill every tensor; what this rank has converted, if anything. Rank-local."""
         comm, started = self._comm, time.monotonic()
         loaded: dict[int, Any] = {}
         reads = []
@@ -217,7 +209,8 @@ class ShardedLoad:
             self._read_objects(loaded)
         me = comm.global_rank(comm.rank)
         logger.log(report_level(comm), "rank %s: load from %s: %s", me, self._name, report)
-        return mapped_values(lambda value: loaded[id(value)], self._state)
+        self._loaded = finish(mapped_values(lambda value: loaded[id(value)], self._state))
+        return self._converted or None
 
     def _read_objects(self, loaded: dict[int, Any]) -> None:
         allow, checkpoint = self._allowed(), self._checkpoint
@@ -234,10 +227,6 @@ class ShardedLoad:
 
 def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> StateDict:
     """Read what each rank asks for; a state dict of the same structure. Collective.
-
-    Args:
-        comm: ranks that load together.
-        open_load: gives this rank's load; may raise.
 
     Raises:
         ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: on every rank
@@ -259,12 +248,7 @@ def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> St
 def conversions(
     tensors: Iterable[Any], stored: Mapping[str, str], *, is_strict: bool
 ) -> Conversions:
-    """What a load of these ShardedTensors converts.
-
-    Args:
-        tensors: what this rank asks for.
-        stored: name of the dtype of each stored array; one that is missing here is passed over.
-        is_strict: whether a conversion is an error.
+    """What a load of ShardedTensors converts, where ``stored`` names the dtypes of the arrays.
 
     Raises:
         DTypeMismatchError: there is one, and ``is_strict``; names the first.
@@ -286,13 +270,7 @@ def conversions(
 def warn_of_conversions(
     comm: Communicator, checkpoint_dir: object, converted: Iterable[Conversions]
 ) -> None:
-    """Log one warning, on the first rank, if any rank of a load has converted an array.
-
-    Args:
-        comm: ranks that have loaded together.
-        checkpoint_dir: from where.
-        converted: by rank, as gathered.
-    """
+    """Log one warning, on the first rank, if any rank of a load has converted an array."""
     found = sorted({tuple(each) for of_rank in converted for each in of_rank})
     if not found or comm.rank != 0:
         return

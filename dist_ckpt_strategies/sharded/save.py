@@ -31,6 +31,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import is_distributed
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, ShardId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.report import SaveReport
@@ -99,19 +100,20 @@ class RunningSaves:
         with self._lock:
             self._places[work] = name
 
-    def wait(self, place: Location, timeout_s: float) -> None:
+    def wait(self, place: Location, options: Options) -> None:
         """Return when all that write to a place have ended, well or not. Rank-local.
 
         Raises:
-            SaveTimeoutError: that takes longer.
+            SaveTimeoutError: that takes longer than most of the time limit, of which it is no part.
         """
         if not self._places:
             return
-        name, deadline = _name_of(place), time.monotonic() + timeout_s
+        name, deadline = _name_of(place), time.monotonic() + WORK * options.timeout_s
         with self._lock:
             works = [work for work, known in self._places.items() if known == name]
-        for work in works:
-            work.wait(max(0.0, deadline - time.monotonic()))
+        with uncounted():
+            for work in works:
+                work.wait(max(0.0, deadline - time.monotonic()))
 
 
 RUNNING_SAVES = RunningSaves()
@@ -175,6 +177,7 @@ class ShardedSave:
         writer: writes the checkpoint.
         cache: the plan of the last save, used again where every rank saves the same shards.
         allow: further classes that objects may be of.
+        is_async: whether it is written in the background.
         validates: whether Megatron-Core's own checks of the sharding are run too.
         common: the common state; None where Megatron-Core's own save has written it.
         marker: content of ``metadata.json``; None where Megatron-Core's own save writes it.
@@ -194,13 +197,14 @@ class ShardedSave:
         cache: SaveCache,
         allow: Allowed = (),
         *,
+        is_async: bool = False,
         validates: bool = False,
         common: CommonState | None = None,
         marker: bytes | None = None,
     ) -> None:
         self.comm, self.writer, self.cache = comm, writer, cache
         self._state, self._allow, self._validates = state, allow, validates
-        self._common, self._marker = common, marker
+        self._common, self._marker, self.is_async = common, marker, is_async
         self.save_id = ""
         self.tensors: dict[ShardId, torch.Tensor] = {}
         self._held: list[torch.Tensor | None] = []
@@ -218,8 +222,9 @@ class ShardedSave:
             StorageError: an earlier checkpoint there cannot be invalidated.
         """
         writer, options = self.writer, self.writer.options
-        with uncounted():
-            RUNNING_SAVES.wait(writer.root, WORK * options.timeout_s)
+        if self.is_async:
+            self.cache.get_ready(options)
+        RUNNING_SAVES.wait(writer.root, options)
         if self.comm.rank == 0:  # before anything can be refused: see DirectoryPlace
             self.save_id = writer.place.new_save_id()
             writer.place.save_id = self.save_id
@@ -246,9 +251,6 @@ class ShardedSave:
 
     def begin(self, answers: Sequence[Message]) -> None:
         """Make the plan, and the place that the save goes to. Collective.
-
-        Args:
-            answers: what ``describe`` has returned on every rank.
 
         Raises:
             PlanError: the main replicas do not make up the arrays, or common states differ.
@@ -291,10 +293,11 @@ class ShardedSave:
         """
         started = time.monotonic()
         comm, writer, plan, tensors = self.comm, self.writer, self.planned.plan, self.tensors
-        options = writer.options
+        options, owner = writer.options, f"rank {comm.global_rank(0)}"
 
-        def write_own() -> None:
-            writer.require(f"rank {comm.global_rank(0)}")
+        def write() -> Message:
+            if not plan.rounds:
+                writer.require(owner)
             whole = [
                 (write.array, write.region, elements(write.slices[0], tensors))
                 for write in plan.writes
@@ -302,17 +305,13 @@ class ShardedSave:
             ]
             run_writes(writer.arrays, whole, options, [c.array for c in plan.creations])
             self.write_small_files()
-
-        def write_and_finish() -> Message:
-            if not plan.rounds:
-                write_own()
             writer.arrays.begin_syncs(self.planned.arrays).wait(options.timeout_s)
             return self.describe_files()
 
         if plan.rounds:
-            run_collectively(comm, write_own)
+            run_collectively(comm, lambda: writer.require(owner))
             assemble(plan, tensors, comm, lambda some: run_writes(writer.arrays, some, options))
-        self.complete(run_and_gather(comm, write_and_finish, is_sparse=True))
+        self.complete(run_and_gather(comm, write, is_sparse=True))
         return self.log_report(time.monotonic() - started)
 
     def log_report(self, seconds: float) -> SaveReport:
@@ -347,11 +346,7 @@ class ShardedSave:
         return [[n, c.decode() if len(c) <= limit else len(c)] for n, c in found] or None
 
     def complete(self, described: Sequence[Message]) -> None:
-        """Write the manifest, and make the save the checkpoint's content. Collective.
-
-        Args:
-            described: what ``describe_files`` has returned on every rank.
-        """
+        """Write the manifest, and make the save the checkpoint's content. Collective."""
         comm, writer, common = self.comm, self.writer, self._common
         if common is not None and common.save is not None:
             run_collectively(comm, partial(common.save, writer.place.location))
@@ -383,16 +378,13 @@ class ShardedSave:
         me, owners = self.comm.rank, self.planned.manifest.owners
         found: dict[int, list[bytes]] = defaultdict(list)
         incoming: list[tuple[int, int, int]] = []
-        is_any_large = False
-        for rank, of_rank in enumerate(described):
-            for n, text in of_rank or ():
-                is_large = isinstance(text, int)
-                is_any_large |= is_large
-                if owners[n] == me and is_large and rank != me:
-                    incoming.append((n, rank, text))
-                elif owners[n] == me:
-                    found[n].append(self._segments[n] if is_large else text.encode())
-        if not is_any_large:
+        known = [(n, rank, text) for rank, one in enumerate(described) for n, text in one or ()]
+        for n, rank, text in known:
+            if owners[n] == me and isinstance(text, int) and rank != me:
+                incoming.append((n, rank, text))
+            elif owners[n] == me:
+                found[n].append(self._segments[n] if rank == me else text.encode())
+        if not any(isinstance(text, int) for _, _, text in known):
             return found
         limit = _EAGER_NBYTES // self.comm.size
 
@@ -476,17 +468,12 @@ class ShardedSave:
 def begun_save(
     comm: Communicator, open_save: Callable[[], ShardedSave | None]
 ) -> ShardedSave | None:
-    """A save that is planned, and nothing of it written. Collective.
+    """A save that is planned, and nothing of it written; None where all save in another way.
 
-    Args:
-        comm: ranks that save together.
-        open_save: gives this rank's save; may raise. None: it is saved in another way.
-
-    Returns:
-        None where every rank saves in another way.
+    Collective.
 
     Raises:
-        PlanError: some ranks do.
+        PlanError: some ranks save in another way.
     """
     saves: list[ShardedSave | None] = []
 

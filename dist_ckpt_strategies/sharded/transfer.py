@@ -132,16 +132,8 @@ def stage_plan(
 ) -> tuple[StagedWrite, ...]:
     """Copy what this rank will write, and bring slices to the writers of their chunks.
 
-    Collective. When it returns the tensors may be overwritten.
-
-    Args:
-        plan: this rank's share.
-        tensors: this rank's main replicas.
-        comm: the group that the plan was made for.
-        reserve: returns a place on the host for each chunk, which is filled from CUDA or not.
-
-    Raises:
-        PeerError: another rank failed.
+    Collective. When it returns the tensors may be overwritten. ``reserve`` returns a place on the
+    host for each chunk, which is filled from CUDA or not.
     """
     mine = plan.writes
     slots: dict[tuple[str, Region], Slot] = {}

@@ -203,17 +203,6 @@ def digests_from(answer: bytes) -> Digests:
     return digests
 
 
-def start_writer() -> WriterProcess | None:
-    """A writing process; None where the system has none, which is logged."""
-    if not is_supported():
-        return None
-    try:
-        return WriterProcess()
-    except StorageError as error:
-        logger.warning("asynchronous saves are written by threads of this process: %s", error)
-        return None
-
-
 def _end(owner: int, process: subprocess.Popen[bytes], connection: Any) -> None:
     """Finalizer: stop the writer process."""
     connection.close()

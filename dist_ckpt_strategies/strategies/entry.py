@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ from dist_ckpt_strategies.sharded.checks import (
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
-from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit, uncounted
+from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit
 from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, TorchCommonSaveStrategy
@@ -72,10 +72,13 @@ from dist_ckpt_strategies.strategies.local_replicated import (
     common_digest,
     restore_common,
 )
-from dist_ckpt_strategies.strategies.registry import StrategyChoice, resolve
+from dist_ckpt_strategies.strategies.registry import Configured, StrategyChoice, resolve
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
 Preprocess = Callable[[StateDict], StateDict]
+
+SaveHandle = LocalSaveRequest
+"""A save that goes on in the background."""
 
 
 @raises_megatron_errors
@@ -115,8 +118,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             this save does not replace.
         allow: further classes that objects and the common state may be of; ``load`` has to be given
             them too.
-        timeout_s: longest wait for a peer in the steps around the strategies, and within those of
-            this package that are not given as instances.
+        timeout_s: longest wait for a peer; by default the strategy's own.
 
     Raises:
         CheckpointExistsError: the directory holds a finished checkpoint, or other arrays.
@@ -128,15 +130,14 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         StrategyError: there is no such strategy, or it cannot save in the background where that is
             asked for.
     """
-    comm, options, invalid = _open_world("save", f"to {checkpoint_dir}", timeout_s, allow)
+    action, detail = StrategyAction.SAVE_SHARDED, f"to {checkpoint_dir}"
+    comm, options, saver, invalid = _opened(action, sharded_strategy, detail, timeout_s, allow)
     saves: list[_Save] = []
 
     def open_save() -> ShardedSave | None:
-        if invalid:
+        if invalid is not None:
             raise invalid
-        saver = resolve(StrategyAction.SAVE_SHARDED, sharded_strategy, ("zarr", 2), timeout_s)
         common_saver = resolve(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
-        root = _location_for(saver, checkpoint_dir, options)
         state, common_state = split_for_save(sharded_state_dict, content_metadata)
         compared: StateDict | None = None
         if validate_access_integrity:
@@ -150,23 +151,21 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             is_first=comm.rank == 0,
             is_async=async_sharded_save,
         )
-        is_wrapper = hasattr(saver, "apply_saving_parallelization")
-        base = saver.base_strategy if is_wrapper else saver
         marker = CheckpointMarker(
             saver.backend, saver.version, common_saver.backend, common_saver.version
         ).to_json()
-        saves[:] = [
-            _Save(comm, root, options, saver, base, common_saver, state, common, marker, overwrite)
-        ]
-        return saves[0].open(is_async=async_sharded_save, validates=validate_access_integrity)
+        root = located(checkpoint_dir, options)
+        saves.append(
+            _Save(comm, root, options, saver, common_saver, state, common, marker, overwrite)
+        )
+        return saves[0].open(is_async=async_sharded_save)
 
     with time_limit(options.timeout_s, OPENING, then=WORK), allowing(() if invalid else allow):
-        begun = begun_save(comm, open_save)
-        if begun is None:
-            return saves[0].run_otherwise(is_async=async_sharded_save)
-        if async_sharded_save:
+        begun = begun_save(comm, open_save) or saves[0].run_otherwise(is_async=async_sharded_save)
+        if begun and async_sharded_save:
             return begin_in_background(begun)
-        begun.run()
+        if begun:
+            begun.run()
     return None
 
 
@@ -212,39 +211,7 @@ def save_async(  # noqa: PLR0913 - those of save
         timeout_s=timeout_s,
     )
     assert request is not None  # noqa: S101 - an asynchronous save returns one
-    return SaveHandle(request)
-
-
-@dataclass(frozen=True, slots=True)
-class SaveHandle:
-    """A save that goes on in the background.
-
-    Attributes:
-        request: for a queue; Megatron-Core's takes it, persistent or not.
-    """
-
-    request: LocalSaveRequest
-
-    def done(self) -> bool:
-        """Whether this rank has written its share, well or not. Rank-local."""
-        return self.request.done()
-
-    @raises_megatron_errors
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Make the checkpoint visible, once every rank has written its share.
-
-        Collective over the world. If the save has failed on any rank, every rank raises, each time,
-        and nothing is visible. Where storage stopped answering in the commit's last renames, the
-        next load completes the commit: all of the save had been written by then.
-
-        Args:
-            timeout_s: longest wait for this rank's share, in seconds; by default the save's.
-
-        Raises:
-            StorageError: this rank could not write its share.
-            PeerError: another one could not; or it takes too long.
-        """
-        self.request.wait(timeout_s)
+    return request
 
 
 def _common_state(
@@ -282,36 +249,29 @@ def _common_state(
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A save of which nothing is written yet; ``comm`` is all ranks.
-
-    ``base`` is the strategy inside of Megatron-Core's FullyParallelSaveStrategyWrapper, or
-    ``sharded`` itself.
-    """
+    """A save of which nothing is written yet; ``comm`` is all ranks."""
 
     comm: Communicator
     root: Location
     options: Options
     sharded: Any
-    base: Any
     common_saver: Any
     state: StateDict
     common: CommonState
     marker: bytes
     overwrite: bool
 
-    def open(self, *, is_async: bool, validates: bool) -> ShardedSave | None:
-        """This rank's save, with the ranks and the time limit of this call. Rank-local.
-
-        None where another package's strategy saves, or one with other ranks.
-        """
-        base, root = self.base, self.root
-        _require_taken(root, base)
+    def open(self, *, is_async: bool) -> ShardedSave | None:
+        """This rank's save; None where another package's strategy saves. Rank-local."""
+        base, root = _inner(self.sharded), self.root
         is_ours = isinstance(base, ZarrSaveShardedStrategy)
         if is_async and not is_ours:
             raise StrategyError(
                 f"{self.sharded}: this package saves in the background with ('zarr', 1) and "
                 "('zarr', 2) only; call dist_checkpointing.save for the strategy's own way"
             )
+        if (base.backend, base.version) != ("zarr", 2):
+            require_path(root, f"format {(base.backend, base.version)}")
         if self.comm.rank == 0:
             complete_commit(root)
             if not self.overwrite and is_finished(root):
@@ -320,34 +280,37 @@ class _Save:
                     "it",
                     path=str(root),
                 )
-        if not (is_ours and base is self.sharded and base.runs_in_world(self.options)):
+        if base is not self.sharded or not is_ours:
             return None
-        if is_async:
-            base.cache.get_ready(base.options)
+        return self._begun(base, is_async=is_async, validates=self.common.compared is not None)
+
+    def _begun(self, base: Any, *, is_async: bool, validates: bool) -> ShardedSave:
         opened: ShardedSave = base.open_save(
             self.comm,
             self.state,
-            root,
+            self.root,
             overwrite=self.overwrite,
+            is_async=is_async,
             validates=validates,
             common=self.common,
             marker=self.marker,
         )
         return opened
 
-    def run_otherwise(self, *, is_async: bool) -> LocalSaveRequest | None:
-        """Save by a strategy of another package, or with other ranks. Collective."""
-        comm, base, state = self.comm, self.base, self.state
+    def run_otherwise(self, *, is_async: bool) -> ShardedSave | None:
+        """Save by a strategy of another package, or open a save within a wrapper. Collective."""
+        comm, saver, base, state = self.comm, self.sharded, _inner(self.sharded), self.state
         if self.common.compared is not None:
             check_save(comm, state, self.common.compared)
         if isinstance(base, ZarrSaveShardedStrategy):
-            return run_collectively(comm, lambda: self._by_base(base, is_async=is_async))
-        root = require_path(self.root, type(self.sharded).__name__)
+            run_collectively(comm, lambda: saver.apply_saving_parallelization(state))
+            base = base.with_options(timeout_s=self.options.timeout_s)
+            return begun_save(comm, lambda: self._begun(base, is_async=is_async, validates=False))
+        root = require_path(self.root, type(saver).__name__)
         place = DirectoryPlace(root, self.options, keeps_old=True, overwrite=self.overwrite)
 
         def new_save_id() -> str:
-            with uncounted():
-                RUNNING_SAVES.wait(root, WORK * self.options.timeout_s)
+            RUNNING_SAVES.wait(root, self.options)
             return place.new_save_id()
 
         place.save_id = run_and_gather(comm, new_save_id)[0]
@@ -365,18 +328,6 @@ class _Save:
             self._by_foreign(place)
             run_on_first_rank(comm, commit)
         return None
-
-    def _by_base(self, base: ZarrSaveShardedStrategy, *, is_async: bool) -> LocalSaveRequest | None:
-        if base is not self.sharded:
-            self.sharded.apply_saving_parallelization(self.state)
-        return base.run(
-            self.state,
-            self.root,
-            is_async=is_async,
-            overwrite=self.overwrite,
-            common=self.common,
-            marker=self.marker,
-        )
 
     def _by_foreign(self, place: DirectoryPlace) -> None:
         """The strategy of another package takes the staging directory for the checkpoint."""
@@ -430,8 +381,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
         validate_access_integrity: also run Megatron-Core's own checks of the sharding.
         strict: what to do about keys that only one side has, as in Megatron-Core.
         allow: further classes that objects of this checkpoint may be unpickled to.
-        timeout_s: longest wait for a peer in the steps around the strategies, and within those of
-            this package that are not given as instances.
+        timeout_s: longest wait for a peer; by default the strategy's own.
         verify: what is compared with the digests of ("zarr", 2): ``"read"``, ``"full"`` or
             ``"off"``; by default what the strategy or the environment says, ``"read"``.
         strict_dtype: raise where an array is stored in another dtype than the one requested, before
@@ -451,32 +401,21 @@ def load(  # noqa: PLR0913 - Megatron's signature
         StrategyError: there is no such strategy, or one that ``verify`` means nothing to.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
-    comm, options, invalid = _open_world("load", f"from {checkpoint_dir}", timeout_s, allow)
+    action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
+    comm, options, chosen, invalid = _opened(action, sharded_strategy, detail, timeout_s, allow)
     loads: list[_Load] = []
 
     def describe(*, is_last: bool = False) -> Message:
-        if invalid:
+        if invalid is not None:
             raise invalid
-        place = _location_for(sharded_strategy, checkpoint_dir, options)
+        place = located(checkpoint_dir, options)
         try:
             if comm.rank == 0:
                 complete_commit(place)
             root = content_of(place)
-            marker = read_marker(root)
-            loader = _loader(
-                root,
-                StrategyAction.LOAD_SHARDED,
-                sharded_strategy,
-                (marker.sharded_backend, marker.sharded_backend_version),
-                timeout_s,
-            )
-            commons = _loader(
-                root,
-                StrategyAction.LOAD_COMMON,
-                common_strategy,
-                (marker.common_backend, marker.common_backend_version),
-                None,
-            )
+            formats = astuple(read_marker(root))
+            loader = _fitting(root, action, sharded_strategy and chosen, formats[:2], timeout_s)
+            commons = _fitting(root, StrategyAction.LOAD_COMMON, common_strategy, formats[2:])
             result: StateDict = commons.load_common(root)
         except (CheckpointNotFoundError, IncompleteCheckpointError):
             if is_last or not isinstance(place, Path):
@@ -484,37 +423,37 @@ def load(  # noqa: PLR0913 - Megatron's signature
             return None  # the first rank may have completed a commit, or another node has it
         state, nonpersistent, factories = split_for_load(sharded_state_dict)
         loader = _with_options(loader, root, state, verify, strict_dtype=strict_dtype)
-        merged(result, nonpersistent)
-        strictness = parsed_strict(strict)
-        loads[:] = [_Load(comm, root, loader, commons, state, factories, result, strictness)]
-        return loads[0].describe(options, checkpoint_dir, validates=validate_access_integrity)
+        way = (loader, commons, parsed_strict(strict), validate_access_integrity)
+        loads[:] = [_Load(comm, root, *way, state, factories, merged(result, nonpersistent))]
+        return loads[0].describe(
+            checkpoint_dir, (getattr(_inner(chosen), "group", None), options.timeout_s)
+        )
 
     with time_limit(options.timeout_s, OPENING, then=WORK), allowing(() if invalid else allow):
         answers = run_and_gather(comm, describe)
         restart_limit()
-        if None in answers or len(set(filter(_is_local, answers))) > 1:
-            _restore_local(comm, answers, checkpoint_dir)
+        local = {a for a in answers if isinstance(a, str) and a.startswith(_LOCAL)}
+        if None in answers or len(local) > 1:
+            _restore_local(comm, local, checkpoint_dir)
             answers = run_and_gather(comm, lambda: describe(is_last=True))
-        return loads[0].run(answers, validates=validate_access_integrity)
+        return loads[0].run(answers)
 
 
-def _restore_local(
-    comm: Communicator, answers: Sequence[Message], checkpoint_dir: str | Path
-) -> None:
+def _restore_local(comm: Communicator, local: set[str], checkpoint_dir: str | Path) -> None:
     """Where a checkpoint is local, have every node hold its common state. Collective."""
-    if any(map(_is_local, answers)):
+    if local:
         directory = run_collectively(
             comm, lambda: require_path(located(checkpoint_dir, None), "local_replicated")
         )
         restore_common(comm, directory, str(checkpoint_dir))
 
 
-def _loader(
+def _fitting(
     root: Location,
     action: StrategyAction,
     choice: StrategyChoice,
     stored: tuple[str, int],
-    timeout_s: float | None,
+    timeout_s: float | None = None,
 ) -> Any:
     """The strategy that loads: the caller's, which has to read what is stored, or the marker's.
 
@@ -539,7 +478,7 @@ def _with_options(
 
     For a strategy without the option ``strict_dtype`` the stored dtypes are compared here.
     """
-    if verify is not None and not getattr(loader, "has_digests", False):
+    if verify is not None and 2 not in getattr(loader, "versions", ()):  # noqa: PLR2004
         raise StrategyError(
             f"verify={verify!r}: digests are kept by format ('zarr', 2), which "
             f"{type(loader).__name__} does not read itself; set verify on the strategy that does, "
@@ -564,10 +503,6 @@ Where the checkpoint is local, the digest of its common state follows a colon.
 """
 
 
-def _is_local(answer: Message) -> bool:
-    return isinstance(answer, str) and answer.startswith(_LOCAL)
-
-
 @dataclass(slots=True)
 class _Load:
     """A load of which nothing is read yet; ``comm`` is all ranks, ``result`` what it returns.
@@ -579,39 +514,38 @@ class _Load:
     root: Location
     sharded: Any
     common_loader: Any
+    strictness: StrictHandling
+    validates: bool
     state: StateDict
     factories: StateDict
     result: StateDict
-    strictness: StrictHandling
     direct: ShardedLoad | None = None
 
-    def describe(self, options: Options, name: str | Path, *, validates: bool) -> Message:
-        """What other ranks have to know at first. Rank-local; errors as of ``load``."""
+    def describe(self, name: str | Path, limits: tuple[Any, float]) -> Message:
+        """What other ranks have to know at first. Rank-local; errors as of ``load``.
+
+        A strategy with other ``limits``, ranks and seconds, than this call is called as it is.
+        """
         ours, strict = self.sharded, self.strictness
         if (
             isinstance(ours, ZarrLoadShardedStrategy)
             and type(ours).load is ZarrLoadShardedStrategy.load
-            and ours.runs_in_world(options)
+            and (ours.group, ours.options.timeout_s) == limits
             and not StrictHandling.requires_explicit_ckpt_mismatch_check(strict)
             and not StrictHandling.requires_global_app_metadata(strict)
         ):
             self.direct = ours.open_load(
-                self.comm, self.state, self.root, name=name, validates=validates
+                self.comm, self.state, self.root, name=name, validates=self.validates
             )
             return self.direct.describe()
-        _require_taken(self.root, ours)
-        if isinstance(ours, LocalReplicatedLoadShardedStrategy) and isinstance(self.root, Path):
-            return f"{_LOCAL}:{common_digest(self.root)}"
-        return _OTHER
+        if isinstance(_inner(ours), ZarrLoadShardedStrategy):
+            return _OTHER
+        root = require_path(self.root, type(_inner(ours)).__name__)
+        is_local = isinstance(ours, LocalReplicatedLoadShardedStrategy)
+        return f"{_LOCAL}:{common_digest(root)}" if is_local else _OTHER
 
-    def run(
-        self, answers: Sequence[Message], *, validates: bool
-    ) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    def run(self, answers: Sequence[Message]) -> StateDict | tuple[StateDict, set[str], set[str]]:
         """Load; what ``load`` returns. Collective.
-
-        Args:
-            answers: what ``describe`` has returned on every rank.
-            validates: whether Megatron-Core's own checks of the sharding are run.
 
         Raises:
             PlanError: ranks load by strategies of different kinds.
@@ -624,7 +558,7 @@ class _Load:
             self.direct.begin(answers)
             result: StateDict = self.direct.run(self._finished)
             return result
-        outcome = check_load(comm, self.state, strict, self._stored_keys, validates)
+        outcome = check_load(comm, self.state, strict, self._stored_keys, self.validates)
         loaded = self._load_otherwise(outcome.sharded)
         run_collectively(comm, lambda: self._finished(*loaded))
         if StrictHandling.requires_returning_mismatch_keys(strict):
@@ -656,39 +590,33 @@ class _Load:
         return loaded, run_collectively(comm, lambda: sharded.load(tensors, root))
 
 
-def _open_world(
-    purpose: str, detail: str, timeout_s: float | None, allow: Allowed
-) -> tuple[Communicator, Options, StrategyError | None]:
-    """All ranks; the options of the environment with the caller's time limit, in seconds.
+def _inner(strategy: Any) -> Any:
+    """The strategy inside of a wrapper; one that is in none itself."""
+    return _inner(strategy.base_strategy) if hasattr(strategy, "base_strategy") else strategy
 
-    If they or ``allow`` are invalid, the error, for the first collective to report.
+
+def _opened(
+    action: StrategyAction,
+    choice: StrategyChoice,
+    detail: str,
+    timeout_s: float | None,
+    allow: Allowed,
+) -> tuple[Communicator, Options, Any, Exception | None]:
+    """The ranks and options of a call, and its strategy; an error is for the first collective.
+
+    Ranks and options are those of the strategy, where it is one of this package.
     """
-    options, invalid = Options(), None
+    options, group, found, invalid = Options(), None, None, None
     try:
-        options = options_from_environment().with_changes(timeout_s=timeout_s)
+        options = options_from_environment()  # reported if invalid, whatever the strategy's are
         with allowing(allow):
-            pass  # it raises what is not allowable
-    except StrategyError as error:
+            found = resolve(action, choice, ("zarr", 2), timeout_s)
+        base = _inner(found)
+        if isinstance(base, Configured):
+            options, group = base.options, base.group
+        options = options.with_changes(timeout_s=timeout_s)
+    except Exception as error:  # noqa: BLE001 - see above
         invalid = error
-    timeout_s = options.timeout_s
-    comm = open_communicator(None, timeout_s=timeout_s, purpose=purpose, detail=detail)
-    return comm, options, invalid
-
-
-def _location_for(strategy: Any, checkpoint_dir: str | Path, options: Options) -> Location:
-    """Where the checkpoint is; requests to an object store use the options of an instance.
-
-    The shorter of its time limit and that of ``options`` counts: peers wait there too.
-    """
-    inner = getattr(strategy, "base_strategy", strategy)
-    chosen = getattr(inner, "options", None) or options
-    if chosen.timeout_s > options.timeout_s:
-        chosen = chosen.with_changes(timeout_s=options.timeout_s)
-    return located(checkpoint_dir, chosen)
-
-
-def _require_taken(root: Location, strategy: Any) -> None:
-    """Raise if the strategy needs a directory, and this is a place in an object store."""
-    inner = getattr(strategy, "base_strategy", strategy)
-    if not getattr(inner, "takes_urls", False):
-        require_path(root, getattr(inner, "format_name", type(inner).__name__))
+    purpose = action.value.partition("_")[0]
+    comm = open_communicator(group, timeout_s=options.timeout_s, purpose=purpose, detail=detail)
+    return comm, options, found, invalid

@@ -30,7 +30,7 @@ from dist_ckpt_strategies.comm.collective import (
 )
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import LocalOptions, Options
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
+from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -115,7 +115,7 @@ class _OnNodes(Configured):
             root,
             session_id=digest,
             repl_strategy=cliques,
-            group=self._group,
+            group=self.group,
             timeout_s=self.options.timeout_s,
             max_bucket_bytes=self._local.max_bucket_bytes,
             allow=self._allow,
@@ -350,8 +350,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         stored = header.content["common"]["stored"]
         found: StateDict = {}
         for key, shape, dtype in stored["arrays"]:
-            chunk = tuple(max(1, extent) for extent in shape)
-            found[key] = metadata_tensor(ArraySpec(key, tuple(shape), DType(dtype), chunk))
+            found[key] = metadata_tensor(key, tuple(shape), dtype)
         for key, offset, shape in stored["objects"]:
             name = ObjectId(key, tuple(offset), tuple(shape))
             found[name.unique_key] = metadata_object(name)
@@ -400,13 +399,7 @@ def prepare_local_load(
 
 
 def restore_common(comm: Communicator, root: Path, name: str) -> None:
-    """Write the common state and the marker on every node that has lost them. Collective.
-
-    Args:
-        comm: all ranks.
-        root: this rank's directory.
-        name: the checkpoint, for messages.
-    """
+    """Write the common state and the marker on every node that has lost them. Collective."""
 
     def own() -> bytes:
         path = root / COMMON_NAME
@@ -479,14 +472,7 @@ def _sessions(root: Path) -> list[str]:
 
 
 def _remove_shards(root: Path, comm: Communicator, nodes: Sequence[Message], digest: str) -> None:
-    """Remove the local shards of other saves, on the first rank of each node.
-
-    Args:
-        root: this rank's directory.
-        comm: all ranks.
-        nodes: for each rank what tells its node's directory from every other.
-        digest: of the common state of this save, which is complete.
-    """
+    """Remove the local shards of other saves, on the first rank of each node."""
     if nodes.index(nodes[comm.rank]) != comm.rank:
         return
     try:
@@ -499,14 +485,7 @@ def _remove_shards(root: Path, comm: Communicator, nodes: Sequence[Message], dig
 def _require_common_of(
     sessions: Collection[str], common_path: Path, found: str, expected: str
 ) -> None:
-    """Raise unless ``common.pt``, which Megatron-Core has read, belongs to the shards to load.
-
-    Args:
-        sessions: digests of the common states of which there are shards.
-        common_path: the file.
-        found: its digest.
-        expected: that of the first rank's file.
-    """
+    """Raise unless ``common.pt``, which Megatron-Core has read, belongs to the shards to load."""
     if found == expected and (found in sessions or not sessions):
         return
     what = f"{expected}, as on the first rank" if found != expected else " or ".join(sessions)

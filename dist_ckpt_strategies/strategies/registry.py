@@ -39,10 +39,7 @@ from dist_ckpt_strategies.megatron.types import (
 )
 
 __all__ = [
-    "DEFAULT_REGISTRY",
     "StrategyAction",
-    "StrategyKey",
-    "StrategyRegistry",
     "get_default_strategy",
     "register",
     "register_default_strategy",
@@ -59,7 +56,7 @@ StrategyChoice = Any
 """A strategy, a (backend, version) tuple, or None for the default."""
 
 
-class StrategyKey(NamedTuple):
+class _Key(NamedTuple):
     """What a strategy is looked up by: ``(SAVE_SHARDED, "zarr", 1)``."""
 
     action: StrategyAction
@@ -72,81 +69,31 @@ class StrategyKey(NamedTuple):
         return f"({action}, {self.backend!r}, {self.version!r})"
 
 
-class StrategyRegistry:
-    """Strategies, or factories of them, by key. A factory is called at the first look-up."""
+@dataclass(slots=True)
+class _Registered:
+    """A strategy, once it was made, and what it was made by or given as."""
 
-    def __init__(self) -> None:
-        self._factories: dict[StrategyKey, Any] = {}
-        self._strategies: dict[StrategyKey, Strategy] = {}
-
-    def register(
-        self, key: StrategyKey, factory: Strategy | StrategyFactory, *, replace: bool = False
-    ) -> None:
-        """Register a factory or an instance. Registering an equal one again changes nothing.
-
-        Raises:
-            StrategyExistsError: another one is there and ``replace`` is not set.
-            StrategyError: the key is no StrategyKey, or the factory cannot be called.
-        """
-        found: Any = key
-        is_key = isinstance(found, StrategyKey) and all(
-            map(isinstance, found, (StrategyAction, str, int))
-        )
-        if not (is_key and (_is_instance(factory) or callable(factory))):
-            raise StrategyError(
-                f"expected a StrategyKey and a callable, found {key!r} and {factory!r}"
-            )
-        if self.has(key, factory):
-            return
-        if key in self and not replace:
-            raise _strategy_exists(key, self._factories[key])
-        self._factories[key] = factory
-        self._strategies.pop(key, None)
-
-    def has(self, key: StrategyKey, factory: Strategy | StrategyFactory) -> bool:
-        """Whether this factory, or an equal one, is registered under the key."""
-        return key in self and bool(self._factories[key] == factory)
-
-    def get(self, key: StrategyKey) -> Strategy:
-        """The strategy for the key, the same one at every look-up.
-
-        Raises:
-            StrategyNotFoundError: nothing is registered there; the message lists what is.
-        """
-        if key not in self:
-            raise _strategy_not_found(key, self.keys())
-        if key not in self._strategies:
-            found = self._factories[key]
-            self._strategies[key] = found if _is_instance(found) else found()
-        return self._strategies[key]
-
-    def keys(self) -> tuple[StrategyKey, ...]:
-        """Every key that something is registered under, sorted."""
-        return tuple(sorted(self._factories, key=lambda k: (k.backend, k.version, k.action.value)))
-
-    def __contains__(self, key: object) -> bool:
-        """Whether something is registered under the key."""
-        return key in self._factories
+    factory: Strategy | StrategyFactory
+    strategy: Strategy | None = None
 
 
-DEFAULT_REGISTRY = StrategyRegistry()
-"""The registry behind get_default_strategy, save and load."""
+_REGISTERED: dict[_Key, _Registered] = {}
 
 _SAVE, _LOAD = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
 _SAVE_COMMON, _LOAD_COMMON = StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON
 
 _LOCAL = "local_replicated"
 
-_DEFAULTS: Mapping[StrategyKey, str] = MappingProxyType(
+_DEFAULTS: Mapping[_Key, str] = MappingProxyType(
     {
-        StrategyKey(_SAVE, "zarr", 1): "zarr.ZarrSaveShardedStrategy",
-        StrategyKey(_LOAD, "zarr", 1): "zarr.ZarrLoadShardedStrategy",
-        StrategyKey(_SAVE, "zarr", 2): "zarr.Format2SaveShardedStrategy",
-        StrategyKey(_LOAD, "zarr", 2): "zarr.Format2LoadShardedStrategy",
-        StrategyKey(_SAVE, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedSaveShardedStrategy",
-        StrategyKey(_LOAD, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedLoadShardedStrategy",
-        StrategyKey(_SAVE_COMMON, "torch", 1): "common.TorchCommonSaveStrategy",
-        StrategyKey(_LOAD_COMMON, "torch", 1): "common.TorchCommonLoadStrategy",
+        _Key(_SAVE, "zarr", 1): "zarr.ZarrSaveShardedStrategy",
+        _Key(_LOAD, "zarr", 1): "zarr.ZarrLoadShardedStrategy",
+        _Key(_SAVE, "zarr", 2): "zarr.Format2SaveShardedStrategy",
+        _Key(_LOAD, "zarr", 2): "zarr.Format2LoadShardedStrategy",
+        _Key(_SAVE, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedSaveShardedStrategy",
+        _Key(_LOAD, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedLoadShardedStrategy",
+        _Key(_SAVE_COMMON, "torch", 1): "common.TorchCommonSaveStrategy",
+        _Key(_LOAD_COMMON, "torch", 1): "common.TorchCommonLoadStrategy",
     }
 )
 """Module and class of this package's strategy for each key, imported at the first look-up."""
@@ -220,8 +167,8 @@ def register(
         _register_everywhere(common, replace=True)
         return
     for key, factory in common.items():
-        if replace or key not in DEFAULT_REGISTRY:
-            DEFAULT_REGISTRY.register(key, factory, replace=True)
+        if replace or key not in _REGISTERED:
+            _register(key, factory, replace=True)
 
 
 @raises_megatron_errors
@@ -248,13 +195,12 @@ def register_default_tensorstore_strategies() -> None:
 
 @raises_megatron_errors
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Strategy:
-    """A strategy from the default registry.
+    """The registered strategy for a format, the same one at every look-up.
 
     Raises:
         StrategyNotFoundError: nothing is registered; the message lists what is.
-        StrategyError: the action is none, the backend no str or the version no int.
     """
-    return DEFAULT_REGISTRY.get(StrategyKey(action, backend, version))
+    return _found(_Key(action, backend, version))
 
 
 @raises_megatron_errors
@@ -266,7 +212,9 @@ def register_default_strategy(
     *,
     replace: bool = False,
 ) -> None:
-    """Put a strategy, or a factory of strategies, into the default registry.
+    """Register a strategy, or a factory of one, for ``save`` and ``load``.
+
+    Registering an equal one again changes nothing.
 
     Args:
         action: save or load, sharded or common.
@@ -277,9 +225,17 @@ def register_default_strategy(
 
     Raises:
         StrategyExistsError: the key is taken and ``replace`` is not set.
-        StrategyError: the action is none, or the strategy neither a strategy nor a callable.
+        StrategyError: the action is none, the backend no str, the version no int, or the strategy
+            neither a strategy nor a callable.
     """
-    DEFAULT_REGISTRY.register(StrategyKey(action, backend, version), strategy, replace=replace)
+    found: tuple[Any, ...] = (action, backend, version)
+    is_key = all(map(isinstance, found, (StrategyAction, str, int)))
+    if not (is_key and (_is_instance(strategy) or callable(strategy))):
+        raise StrategyError(
+            f"expected an action, a str, an int and a strategy or callable, found {found!r} and "
+            f"{strategy!r}"
+        )
+    _register(_Key(action, backend, version), strategy, replace=replace)
 
 
 def resolve(
@@ -292,42 +248,42 @@ def resolve(
 
     Args:
         action: what the strategy is for.
-        choice: an instance, which is returned as it is; (backend, version); None for ``default``.
+        choice: an instance; (backend, version); None for ``default``.
             What is registered comes first, then this package's strategies with the options of the
             environment, then Megatron-Core's torch_dist.
         default: backend and version.
-        timeout_s: time limit of a strategy that is not an instance; None for its own.
+        timeout_s: time limit of a strategy of this package; None for its own.
 
     Raises:
         StrategyNotFoundError: there is no strategy for that backend and version.
         StrategyError: the choice is no strategy of this kind, and no tuple.
     """
     kind = _KINDS[action]
-    if isinstance(choice, kind):
-        return choice
-    found: Any = choice or default
-    if not (isinstance(found, tuple) and len(found) == len(default)):
-        raise StrategyError(
-            f"expected a {kind.__name__} or a tuple (backend, version), found {choice!r}"
-        )
-    key = StrategyKey(action, *found)
-    if key in DEFAULT_REGISTRY:
-        strategy = DEFAULT_REGISTRY.get(key)
+    strategy = choice
+    if not isinstance(choice, kind):
+        found: Any = choice or default
+        if not (isinstance(found, tuple) and len(found) == len(default)):
+            raise StrategyError(
+                f"expected a {kind.__name__} or a tuple (backend, version), found {choice!r}"
+            )
+        key = _Key(action, *found)
+        if key in _REGISTERED:
+            strategy = _found(key)
+        elif key in _DEFAULTS:
+            strategy = _unregistered(key, options_from_environment())
+        elif (key.backend, key.version) == ("torch_dist", 1):
+            return torch_dist_strategy(action)
+        else:
+            raise _not_found(key, {*_REGISTERED, *_DEFAULTS})
         if not isinstance(strategy, kind):
             raise StrategyError(f"{key}: expected a {kind.__name__} there, found {strategy!r}")
-    elif key in _DEFAULTS:
-        strategy = _unregistered(key, options_from_environment())
-    elif (key.backend, key.version) == ("torch_dist", 1):
-        return torch_dist_strategy(action)
-    else:
-        raise _strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_DEFAULTS]))
     if timeout_s is not None and hasattr(strategy, "with_options"):
         return strategy.with_options(timeout_s=timeout_s)
     return strategy
 
 
 @cache
-def _unregistered(key: StrategyKey, options: Options) -> Strategy:
+def _unregistered(key: _Key, options: Options) -> Strategy:
     """This package's strategy for these options, one per process: saves share plan and writer."""
     return _OwnFactory(_DEFAULTS[key], options)()
 
@@ -336,45 +292,59 @@ def _is_instance(strategy: Any) -> bool:
     return hasattr(strategy, "can_handle_sharded_objects") and not isinstance(strategy, type)
 
 
+def _register(key: _Key, factory: Strategy | StrategyFactory, *, replace: bool) -> None:
+    present = _REGISTERED.get(key)
+    if present is not None and present.factory == factory:
+        return
+    if present is not None and not replace:
+        raise _exists(key, present.factory)
+    _REGISTERED[key] = _Registered(factory)
+
+
+def _found(key: _Key) -> Strategy:
+    if key not in _REGISTERED:
+        raise _not_found(key, _REGISTERED)
+    found = _REGISTERED[key]
+    if found.strategy is None:
+        is_made = _is_instance(found.factory)
+        found.strategy = found.factory if is_made else found.factory()
+    return found.strategy
+
+
 def _register_one(action: StrategyAction, name: str) -> None:
     factory = _OwnFactory(name, options_from_environment())
-    _register_everywhere({StrategyKey(action, "zarr", 1): factory}, replace=False)
+    _register_everywhere({_Key(action, "zarr", 1): factory}, replace=False)
 
 
-def _register_everywhere(
-    factories: Mapping[StrategyKey, StrategyFactory], *, replace: bool
-) -> None:
+def _register_everywhere(factories: Mapping[_Key, StrategyFactory], *, replace: bool) -> None:
     """Register one strategy per key in both registries; without ``replace`` all keys or none.
 
     If the installed Megatron-Core has no registry (0.17), only ours is filled.
     """
-    if not replace:
-        for key, factory in factories.items():
-            _require_free(key, factory)
     for key, factory in factories.items():
-        DEFAULT_REGISTRY.register(key, factory, replace=True)
+        ours = _found(key) if key in _REGISTERED else None
+        theirs = registered_strategy(key.action, key.backend, key.version)
+        if replace:
+            continue
+        if ours is not None and _REGISTERED[key].factory != factory:
+            raise _exists(key, type(ours).__qualname__)
+        if theirs is not None and theirs is not ours:
+            raise _exists(key, type(theirs).__qualname__)
+    for key, factory in factories.items():
+        _register(key, factory, replace=True)
         if has_registry():
-            strategy = DEFAULT_REGISTRY.get(key)
-            register_strategy(key.action, key.backend, key.version, strategy)
+            register_strategy(key.action, key.backend, key.version, _found(key))
 
 
-def _require_free(key: StrategyKey, factory: StrategyFactory) -> None:
-    ours = DEFAULT_REGISTRY.get(key) if key in DEFAULT_REGISTRY else None
-    in_megatron = registered_strategy(key.action, key.backend, key.version)
-    if ours is not None and not DEFAULT_REGISTRY.has(key, factory):
-        raise _strategy_exists(key, type(ours).__qualname__)
-    if in_megatron is not None and in_megatron is not ours:
-        raise _strategy_exists(key, type(in_megatron).__qualname__)
-
-
-def _strategy_exists(key: StrategyKey, present: object) -> StrategyExistsError:
+def _exists(key: _Key, present: object) -> StrategyExistsError:
     return StrategyExistsError(
         f"{key} is already registered ({present}), with another strategy or other arguments; pass "
         "replace=True to replace it"
     )
 
 
-def _strategy_not_found(key: StrategyKey, known: Iterable[StrategyKey]) -> StrategyNotFoundError:
+def _not_found(key: _Key, known: Iterable[_Key]) -> StrategyNotFoundError:
+    known = sorted(known, key=lambda k: (k.backend, k.version, k.action.value))
     names = ", ".join(map(str, known)) or "none"
     return StrategyNotFoundError(f"no strategy for {key}; registered: {names}")
 
@@ -393,7 +363,7 @@ class Configured:
     ) -> None:
         self.options = (options or options_from_environment()).with_changes(**changes)
         self._allow = tuple(allow)
-        self._group = group
+        self.group = group
 
     def with_options(self, **changes: Any) -> Self:
         """The same strategy with some other options; None leaves one as it is. Caches are shared.
@@ -404,10 +374,6 @@ class Configured:
         other = copy(self)
         other.options = self.options.with_changes(**changes)
         return other
-
-    def runs_in_world(self, options: Options) -> bool:
-        """Whether it works with all ranks, and within the same time limit as ``options``."""
-        return self._group is None and self.options.timeout_s == options.timeout_s
 
     def allowed(self) -> Allowed:
         """The classes that objects may be of."""
@@ -421,7 +387,7 @@ class Configured:
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
         """The ranks that work together, for one thing that they do."""
         return open_communicator(
-            self._group, timeout_s=self.options.timeout_s, purpose=purpose, detail=detail
+            self.group, timeout_s=self.options.timeout_s, purpose=purpose, detail=detail
         )
 
 

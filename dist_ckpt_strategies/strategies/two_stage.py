@@ -126,7 +126,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     Attributes:
         options: timeouts and memory bounds.
-        takes_urls: whether the base strategy reads from object stores.
         call_times: seconds of each call of ``load`` and ``load_tensor_from_storage``.
     """
 
@@ -156,7 +155,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.base_strategy = base_strategy
         self.call_times: dict[str, list[float]] = {}
         self._channels: tuple[ProcessGroup, ...] = ()
-        self.takes_urls = bool(getattr(base_strategy, "takes_urls", False))
         self.options = own_options.with_changes(
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )

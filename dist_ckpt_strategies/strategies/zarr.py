@@ -16,7 +16,7 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, Verify
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import (
     ShapeMismatchError,
     StrategyError,
@@ -64,7 +64,6 @@ __all__ = [
 ]
 
 BACKEND = "zarr"
-_FORMAT1 = "format ('zarr', 1)"
 
 
 class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ignore[misc]
@@ -86,13 +85,9 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
 
     Attributes:
         cache: what is kept from one save to the next.
-        takes_urls: whether a checkpoint may be in an object store.
-        format_name: the format that does not take them, for messages.
 
     Source: format 1 is the layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
-
-    format_name = _FORMAT1
 
     @raises_megatron_errors
     def __init__(
@@ -108,7 +103,6 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
         require_own(BACKEND, (1, 2), backend, version)
         super().__init__(backend, version)
         self.cache = SaveCache()
-        self.takes_urls = version != 1
         self._configure(options, allow, group, engine=engine)
 
     @raises_megatron_errors
@@ -123,7 +117,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             StorageError: a write failed on this rank.
             PeerError: it failed on another; the message names rank, key and file.
         """
-        self.run(sharded_state_dict, checkpoint_dir, is_async=False)
+        self._run(sharded_state_dict, checkpoint_dir, is_async=False)
 
     @raises_megatron_errors
     def async_save(
@@ -146,35 +140,19 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             StorageError: the directory cannot be prepared.
             PeerError: another rank failed; the message names rank, key and file.
         """
-        request = self.run(sharded_state_dict, checkpoint_dir, is_async=True)
+        request = self._run(sharded_state_dict, checkpoint_dir, is_async=True)
         assert request is not None  # noqa: S101 - an asynchronous save returns one
         return request
 
-    def run(
-        self,
-        sharded_state_dict: StateDict,
-        checkpoint_dir: str | Location,
-        *,
-        is_async: bool,
-        **more: Any,
+    def _run(
+        self, state: StateDict, checkpoint_dir: str | Path, *, is_async: bool
     ) -> LocalSaveRequest | None:
-        """Save; begin to, and return the request, if ``is_async``. Collective over the group.
-
-        Args:
-            sharded_state_dict: as in ``save``.
-            checkpoint_dir: as in ``save``.
-            is_async: whether to save in the background.
-            more: as of ``open_save``.
-        """
+        """Save; begin to, and return the request, if ``is_async``. Collective over the group."""
         comm = self.communicator("save", f"to {checkpoint_dir}")
-
-        def open_save() -> ShardedSave:
-            if is_async:
-                self.cache.get_ready(self.options)
-            return self.open_save(comm, sharded_state_dict, checkpoint_dir, **more)
-
         with time_limit(self.options.timeout_s, OPENING, then=WORK):
-            begun = begun_save(comm, open_save)
+            begun = begun_save(
+                comm, lambda: self.open_save(comm, state, checkpoint_dir, is_async=is_async)
+            )
             assert begun is not None  # noqa: S101 - every rank has one
             if is_async:
                 return begin_in_background(begun)
@@ -190,7 +168,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
         overwrite: bool | None = None,
         **more: Any,
     ) -> ShardedSave:
-        """A save of which nothing is described yet. Rank-local.
+        """A save by the ranks of ``comm`` of which nothing is described yet. Rank-local.
 
         Args:
             comm: ranks that save together.
@@ -199,7 +177,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             overwrite: None where Megatron-Core's own save has replaced the common state already;
                 else an earlier checkpoint stays loadable until this one is durable, and this
                 tells whether arrays that belong to no finished checkpoint are replaced.
-            more: common state and more, as of ShardedSave.
+            more: what ShardedSave takes by name.
         """
         writer = CheckpointWriter(
             self.version,
@@ -232,11 +210,6 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
 
     versions: ClassVar[tuple[int, ...]] = (1,)
     """Of the formats that it reads."""
-
-    takes_urls = has_digests = False
-    """Whether a checkpoint may be in an object store, and ``verify`` means something."""
-
-    format_name = _FORMAT1
 
     @raises_megatron_errors
     def __init__(
@@ -297,15 +270,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         name: object = None,
         validates: bool = False,
     ) -> ShardedLoad:
-        """A load by the ranks of ``comm`` of which nothing is described yet. Rank-local.
-
-        Args:
-            comm: ranks that load together.
-            sharded_state_dict: as in ``load``.
-            checkpoint_dir: as in ``load``.
-            name: of the checkpoint, for messages; by default ``checkpoint_dir``.
-            validates: see ShardedLoad.
-        """
+        """A load by the ranks of ``comm`` of which nothing is described yet. Rank-local."""
         root = located(checkpoint_dir, self.options)
         return ShardedLoad(
             comm,
@@ -329,10 +294,11 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             comm: ranks that verify together, each of which a share of all files; None: nothing is
                 verified before it is read.
         """
-        is_any = len(self.versions) > 1  # then what lies there says which it is
-        is_format2 = (isinstance(root, Bucket) or has_manifest(root)) if is_any else self.takes_urls
-        if not is_format2:
-            return Format1Checkpoint(require_path(root, _FORMAT1), options)
+        versions = self.versions
+        if len(versions) > 1:  # what lies there says which it is
+            versions = (2,) if isinstance(root, Bucket) or has_manifest(root) else (1,)
+        if versions == (1,):
+            return Format1Checkpoint(require_path(root, "format ('zarr', 1)"), options)
         checkpoint = Format2Checkpoint(root, options)
         if comm is None:
             return checkpoint
@@ -360,7 +326,10 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
                 require_directory(root)
             checkpoint = self.open_checkpoint(root, options)
             arrays = checkpoint.find(checkpoint.keys())
-            found: StateDict = {key: metadata_tensor(array) for key, array in arrays.items()}
+            found: StateDict = {
+                key: metadata_tensor(key, array.shape, array.dtype.value)
+                for key, array in arrays.items()
+            }
             if with_objects:
                 found |= {id_.unique_key: metadata_object(id_) for id_ in checkpoint.object_ids()}
             return found
@@ -413,14 +382,12 @@ class Format2LoadShardedStrategy(ZarrLoadShardedStrategy):
     """
 
     versions = (2,)
-    takes_urls = has_digests = True
 
 
 class EitherFormatLoadShardedStrategy(ZarrLoadShardedStrategy):
     """ZarrLoadShardedStrategy for ("zarr", 1) and ("zarr", 2), by what lies in the directory."""
 
     versions = (1, 2)
-    takes_urls = has_digests = True
 
 
 def load_zarr_based_sharded_metadata(
@@ -437,9 +404,8 @@ def load_zarr_based_sharded_metadata(
     found = {}
     for key in array_keys(root):
         shape, dtype = get_shape_dtype_fn(str(root / key))
-        chunk = tuple(max(1, extent) for extent in shape)
-        array = ArraySpec(key, tuple(shape), DType.from_numpy(dtype, key=key), chunk)
-        found[key] = metadata_tensor(array)
+        stored = DType.from_numpy(dtype, key=key)
+        found[key] = metadata_tensor(key, tuple(shape), stored.value)
     return found
 
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import CoverageError, StorageError, StrategyError
+from dist_ckpt_strategies.errors import CoverageError, StorageError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from tests.support.entries import Entry, Failure, load, outcome, prepare, require_failure_everywhere
+from tests.support.entries import Entry, load, outcome, prepare, require_failure_everywhere
 from tests.support.layouts import irregular, irregular_otherwise
 from tests.support.queues import GLOBAL, run_queue
 from tests.support.ranks import run_processes
@@ -358,17 +358,3 @@ def libraries_of_the_writer(rank: int, root: Path, version: int) -> Any:
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_process_that_writes_loads_no_torch(version: int, tmp_path: Path) -> None:
     assert run_processes(2, libraries_of_the_writer, tmp_path / "c", version) == [False] * 2
-
-
-def ask_for_what_is_not_offered(rank: int, root: Path) -> Any:
-    prepare(60)
-    return outcome(
-        lambda: dist_ckpt_strategies.save_async(weight(rank), root, ("local_replicated", 1))
-    )
-
-
-def test_a_strategy_that_only_saves_synchronously_is_refused(tmp_path: Path) -> None:
-    for found in run_processes(2, ask_for_what_is_not_offered, tmp_path / "c"):
-        assert isinstance(found, Failure)
-        assert StrategyError.__name__ in found.kinds
-        assert "in the background" in found.text

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import base
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies import StrategyAction, StrategyKey, StrategyRegistry, register
+from dist_ckpt_strategies import StrategyAction, register
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.errors import (
@@ -46,7 +46,7 @@ from dist_ckpt_strategies.strategies.zarr import (
 from tests.support.ranks import run_processes
 from tests.support.registries import fresh_registries
 
-KEY = StrategyKey(StrategyAction.SAVE_SHARDED, "mine", 1)
+KEY = (StrategyAction.SAVE_SHARDED, "mine", 1)
 
 
 class Plain:
@@ -93,36 +93,17 @@ class Recording(ZarrSaveShardedStrategy):
         return super().open_save(comm, sharded_state_dict, checkpoint_dir, **more)
 
 
-# A registry
-
-
-def test_a_registry_makes_one_strategy_for_each_key() -> None:
-    registry, other = StrategyRegistry(), StrategyRegistry()
-    keys = [
-        KEY,
-        StrategyKey(StrategyAction.LOAD_SHARDED, "mine", 1),
-        StrategyKey(StrategyAction.SAVE_SHARDED, "other", 1),
-        StrategyKey(StrategyAction.SAVE_SHARDED, "mine", 2),
-    ]
-    for key in keys:
-        assert key not in registry
-        registry.register(key, Plain)
-        registry.register(key, Plain)  # changes nothing
-    assert set(registry.keys()) == set(keys)
-    assert len({id(registry.get(key)) for key in keys}) == len(keys)
-    assert registry.get(KEY) is registry.get(KEY)
-    assert KEY not in other
+# Look-ups
 
 
 def test_an_unknown_key_is_an_error_that_lists_the_registered_ones() -> None:
-    registry = StrategyRegistry()
     with pytest.raises(StrategyNotFoundError, match="registered: none"):
-        registry.get(KEY)
-    registry.register(StrategyKey(StrategyAction.LOAD_COMMON, "b", 2), Plain)
-    registry.register(StrategyKey(StrategyAction.LOAD_COMMON, "a", 1), Plain)
+        get_default_strategy(*KEY)
+    register_default_strategy(StrategyAction.LOAD_COMMON, "b", 2, Plain)
+    register_default_strategy(StrategyAction.LOAD_COMMON, "a", 1, Plain)
 
     with pytest.raises(StrategyNotFoundError) as caught:
-        registry.get(KEY)
+        get_default_strategy(*KEY)
     assert str(caught.value) == (
         "no strategy for (save_sharded, 'mine', 1); registered: "
         "(load_common, 'a', 1), (load_common, 'b', 2)"
@@ -130,32 +111,19 @@ def test_an_unknown_key_is_an_error_that_lists_the_registered_ones() -> None:
     assert isinstance(caught.value, LookupError)
 
 
-def test_a_taken_key_is_refused_without_replace() -> None:
-    registry = StrategyRegistry()
-    registry.register(KEY, Plain)
-    with pytest.raises(StrategyExistsError, match="replace=True"):
-        registry.register(KEY, dict)
-
-    assert isinstance(registry.get(KEY), Plain)
-    registry.register(KEY, dict, replace=True)
-    assert registry.get(KEY) == {}
-
-
-# The default registry
-
-
 def test_an_instance_is_returned_and_a_callable_is_called_once() -> None:
     strategy = Foreign()
     for version, made in enumerate((strategy, Foreign, partial(Foreign))):
-        register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version, made)
-        with pytest.raises(StrategyExistsError):
-            register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version, dict)
-
-    assert get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 0) is strategy
-    for version in (1, 2):
-        found = get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version)
-        assert isinstance(found, Foreign)
-        assert get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version) is found
+        key = (StrategyAction.LOAD_SHARDED, "mine", version)
+        register_default_strategy(*key, made)
+        register_default_strategy(*key, made)  # changes nothing
+        with pytest.raises(StrategyExistsError, match="replace=True"):
+            register_default_strategy(*key, dict)
+        found = get_default_strategy(*key)
+        assert found is strategy if version == 0 else isinstance(found, Foreign)
+        assert get_default_strategy(*key) is found
+        register_default_strategy(*key, dict, replace=True)
+        assert get_default_strategy(*key) == {}
 
 
 # What register() does
@@ -270,7 +238,7 @@ def test_the_functions_of_megatron_core_0_15_register_one_strategy_each() -> Non
 @pytest.mark.parametrize(("backend", "version"), [("mine", "1"), ("mine", 1.0), (None, 1)])
 def test_a_key_of_wrong_types_is_refused(backend: Any, version: Any) -> None:
     key = (StrategyAction.SAVE_SHARDED, backend, version)
-    with pytest.raises(StrategyError, match="expected a StrategyKey and a callable, found"):
+    with pytest.raises(StrategyError, match="expected an action, a str, an int and a strategy"):
         register_default_strategy(*key, Plain)
     with pytest.raises(StrategyNotFoundError, match=re.escape(f"{backend!r}, {version!r}")):
         get_default_strategy(*key)
@@ -278,10 +246,10 @@ def test_a_key_of_wrong_types_is_refused(backend: Any, version: Any) -> None:
 
 def test_a_value_that_is_no_strategy_is_refused(tmp_path: Path) -> None:
     wrong: Any = 5
-    with pytest.raises(StrategyError, match="expected a StrategyKey and a callable, found"):
+    with pytest.raises(StrategyError, match="expected an action, a str, an int and a strategy"):
         register_default_strategy(StrategyAction.SAVE_SHARDED, "a number", 1, wrong)
-    with pytest.raises(StrategyError, match="expected a StrategyKey and a callable, found"):
-        StrategyRegistry().register(wrong, Plain)
+    with pytest.raises(StrategyError, match="expected an action, a str, an int and a strategy"):
+        register_default_strategy(wrong, "mine", 1, Plain)
 
     loader = ZarrLoadShardedStrategy()
     register_default_strategy(StrategyAction.SAVE_SHARDED, "a loader", 1, loader)

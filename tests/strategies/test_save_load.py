@@ -109,7 +109,10 @@ def save_and_load_all(rank: int, backend: tuple[str, int], scratch: Path) -> lis
     """Save and load every layout by either entry, and by a group; what came back wrong."""
     prepare(60)
     wrong = []
-    two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
+    two_stage = TwoStageDataParallelLoadShardedStrategy(
+        dist.group.WORLD,
+        max_inflight_bytes=20_000,  # several rounds
+    )
     for number, (name, saved, wanted) in enumerate(layouts(backend)):
         for entry in Entry:
             if name == "empty" and entry is Entry.MEGATRON:

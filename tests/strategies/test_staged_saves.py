@@ -157,6 +157,9 @@ def test_a_late_call_of_a_failed_save_does_not_reach_the_next_one(
 
 # What is refused, and what is replaced when
 
+NUM_SYNCHRONOUS = 3
+"""The first tries ask strategies for saves in the background that have none."""
+
 
 def refuse_with_overwrite(rank: int, root: Path) -> list[Any]:
     """Saves that cannot be carried out, over a finished checkpoint that may be replaced."""
@@ -192,9 +195,12 @@ def refuse_with_overwrite(rank: int, root: Path) -> list[Any]:
 def test_a_save_that_is_refused_leaves_the_finished_checkpoint(tmp_path: Path) -> None:
     for found in run_processes(2, refuse_with_overwrite, tmp_path / "c"):
         assert isinstance(found, list), found
-        for refused, kept in found:
+        for number, (refused, kept) in enumerate(found):
             assert isinstance(refused, Failure)
             assert kept == 1.0, refused
+            if number < NUM_SYNCHRONOUS:
+                assert "StrategyError" in refused.kinds
+                assert "in the background" in refused.text
 
 
 # Kills

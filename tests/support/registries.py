@@ -7,16 +7,15 @@ from contextlib import contextmanager
 
 from megatron.core.dist_checkpointing.strategies import base
 
-from dist_ckpt_strategies.strategies.registry import DEFAULT_REGISTRY
+from dist_ckpt_strategies.strategies.registry import _REGISTERED
 
 
 @contextmanager
 def fresh_registries() -> Iterator[None]:
     """Ours is empty and Megatron-Core's holds its own strategies; both are restored at the end."""
     theirs = {action: dict(found) for action, found in base.default_strategies.items()}
-    ours = {name: dict(found) for name, found in vars(DEFAULT_REGISTRY).items()}
-    for found in vars(DEFAULT_REGISTRY).values():
-        found.clear()
+    ours = dict(_REGISTERED)
+    _REGISTERED.clear()
     for action, found in theirs.items():
         base.default_strategies[action] = {
             key: strategy
@@ -28,6 +27,5 @@ def fresh_registries() -> Iterator[None]:
     finally:
         base.default_strategies.clear()
         base.default_strategies.update(theirs)
-        for name, found in ours.items():
-            vars(DEFAULT_REGISTRY)[name].clear()
-            vars(DEFAULT_REGISTRY)[name].update(found)
+        _REGISTERED.clear()
+        _REGISTERED.update(ours)
