@@ -210,7 +210,7 @@ def test_the_reader_of_local_shards_notices_a_changed_byte(tmp_path: Path) -> No
     path = next(tmp_path.glob("run/0/*.part"))
     content = path.read_bytes()
 
-    for at in (1, 9, 20, 100, len(content) - 1):
+    for at in (0, *(len(content) - back for back in (1, 9, 20, 100, 5000))):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(ValueError, match="damaged"):
             read_shard(path)

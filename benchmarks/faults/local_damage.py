@@ -23,10 +23,8 @@ from benchmarks.faults.outcomes import Ending, Outcome
 from dist_ckpt_strategies.local.scan import check_shard
 from dist_ckpt_strategies.local.shard_format import LocalShardId
 
-_BLOCK = 4096
-_LARGE = 64 << 10
 _ALIGNMENT = 64
-_PREFIX = 32
+_END = 32
 _COPIES = "NoReplicasAvailableError"
 
 
@@ -41,7 +39,7 @@ class Scope(StrEnum):
 class Place(StrEnum):
     """What a byte of a file is."""
 
-    PREFIX = "prefix"
+    LAST_BYTES = "digest, size and magic"
     DESCRIPTION = "description"
     TENSOR = "tensor"
     PADDING = "padding"
@@ -206,22 +204,22 @@ def complaint(
 
 def file_map(content: bytes) -> tuple[Span, ...]:
     """What each byte of a shard's file is, by the table in docs/local.md."""
-    end = _PREFIX + int.from_bytes(content[8:16], "little")
-    described = json.loads(content[_PREFIX:end])
-    spans = [Span(0, _PREFIX, Place.PREFIX), Span(_PREFIX, end, Place.DESCRIPTION)]
-    position = _up(end, _BLOCK)
-    for _, dtype, shape, *_ in described["buffers"]:
+    last = len(content) - _END
+    first = last - int.from_bytes(content[-16:-8], "little")
+    end = 0
+    spans = []
+    for _, dtype, shape in json.loads(content[first:last])["buffers"]:
         nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
-        start = _up(position, _BLOCK if nbytes >= _LARGE else _ALIGNMENT)
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
         spans += [Span(end, start, Place.PADDING), Span(start, start + nbytes, Place.TENSOR)]
-        position = end = start + nbytes
-    if end != len(content):
-        raise ValueError(f"a shard of {len(content)} bytes is described as one of {end}")
+        end = start + nbytes
+    if end != first:
+        raise ValueError(f"a shard whose buffers have {first} bytes is described as one of {end}")
+    spans += [
+        Span(first, last, Place.DESCRIPTION),
+        Span(last, len(content), Place.LAST_BYTES),
+    ]
     return tuple(span for span in spans if span.start < span.end)
-
-
-def _up(number: int, alignment: int) -> int:
-    return -(-number // alignment) * alignment
 
 
 def _any_owner(saved: Checkpoints, chance: random.Random) -> int:

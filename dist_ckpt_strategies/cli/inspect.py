@@ -428,10 +428,10 @@ def _local_summary(found: LocalScan, keys: str | None) -> Summary:
 
 
 def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
-    """What one rank has saved, and its copies here; None for what no header says."""
+    """What one rank has saved, and its copies here; None for what no description says."""
     shard_id = copies[0].shard_id
     part = next((copy.shard for copy in copies if copy.shard is not None), None)
-    num_tensors = None if part is None else sum(1 for one in part.buffers if one.device)
+    num_tensors = None if part is None else len(part.buffers) - 1
     return {
         "id": str(shard_id),
         "iteration": shard_id.save.iteration,
@@ -471,7 +471,7 @@ def _save_fields(shards: Sequence[Sequence[StoredCopy]]) -> dict[str, Any]:
     part = next((copy.shard for copy in copies if copy.shard is not None), None)
     return {
         "iteration": save.iteration,
-        "token": save.token,
+        "token": save.stamp,
         "world_size": part and part.world_size,
         "session": part and part.session_id,
         "owners": [some[0].shard_id.global_rank for some in shards],

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
@@ -156,10 +156,6 @@ class DType(Enum):
             PlanError: no checkpoint format here holds it.
         """
         return cls.named(np.dtype(dtype).name, key=key)
-
-
-Wire = list[Any]
-"""What travels between ranks in place of a spec: JSON types only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,19 +325,6 @@ class RankShards:
 
     rank: int
     shards: tuple[ShardSpec, ...]
-
-
-def shard_to_wire(spec: ShardSpec) -> Wire:
-    """The spec as JSON types."""
-    place = [spec.key, spec.region.offset, spec.region.shape, spec.array_shape]
-    return [*place, spec.dtype.value, spec.is_main, spec.may_mismatch]
-
-
-def shard_from_wire(wire: Wire) -> ShardSpec:
-    """The spec that ``shard_to_wire`` made, and JSON has carried."""
-    key, offset, shape, array_shape, dtype, *flags = wire
-    shard = ShardId(key, Region(tuple(offset), tuple(shape)))
-    return ShardSpec(shard, tuple(array_shape), DType.named(dtype, key=key), *flags)
 
 
 RESERVED_NAMES = frozenset({"common.pt", "metadata.json"})

@@ -105,8 +105,8 @@ class ReplicationReport(_Report):
 
     Attributes:
         num_shards: shards that this rank has written: its own and those of its peers.
-        own_nbytes: size of its own shard file.
-        received_nbytes: sizes of its peers' files.
+        own_nbytes: size of its own shard, without the description.
+        received_nbytes: sizes of its peers' shards, likewise.
         seconds: wall time, waiting for peers included.
     """
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.device import require_plain
@@ -20,13 +22,14 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_pickle
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
-from dist_ckpt_strategies.local.replicate import FilledShard
+from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
 from dist_ckpt_strategies.local.shard_format import (
     BASIC,
     MCORE,
     MEGATRON,
     RESHARDED_KINDS,
     BufferSpec,
+    FilledShard,
     LocalShard,
     LocalShardId,
 )
@@ -51,6 +54,7 @@ from dist_ckpt_strategies.megatron.types import (
     default_allowed,
     tensor_aware_class,
 )
+from dist_ckpt_strategies.storage.io_pool import limited
 
 _NAME = "the local state"
 _TENSOR, _OBJECT = "sharded tensor", "sharded object"
@@ -80,19 +84,43 @@ def encode_state(
         UnsafeObjectError: it holds an object of a class that is not allowed.
         PlanError: it is hollow, or a tensor cannot be stored.
     """
-    kind, hollow, tensors, devices = _split(state)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def place(value: Any) -> Any:
+        number = None
+        if isinstance(value, ShardedObject):
+            return (_OBJECT, message_of(value), value.data)
+        if value.data is not None:
+            number = len(tensors)
+            tensors[f"{value.key} ({number})"] = value.data
+        return (_TENSOR, message_of(value), number)
+
+    if isinstance(state, BasicTensorAwareStateDict):
+        kind, tensors = BASIC, state.named_tensors()
+        hollow = {"devices": state.devices, "state": state.hollow}
+    else:
+        kind = MCORE
+        if not isinstance(state, MCoreTensorAwareStateDict):
+            kind, state = MEGATRON, _from_megatrons(state)
+        state.require_tensors()
+        hollow = {
+            "devices": state.devices,
+            "sharded": mapped_values(place, state.sharded_state_dict),
+            "common": take_tensors(state.common_state_dict, tensors, "common"),
+        }
     content = bytearray(dump_loadable(hollow, name=_NAME, allow=allowed))
     buffers = []
-    for number, (name, tensor) in enumerate(tensors.items()):
+    for name, tensor in tensors.items():
         require_plain(tensor, key=name)
-        device = devices[number] if number < len(devices) else ""
-        dtype = DType.named(str(tensor.dtype), key=name)
-        buffers.append(BufferSpec(name, dtype, tuple(tensor.shape), device))
-    buffers.append(BufferSpec("description", DType.UINT8, (len(content),), ""))
-    summary = {} if kind == BASIC else _summary(hollow["common"])
-    shard = LocalShard(shard_id, world_size, session_id, kind, summary, tuple(buffers))
+        buffers.append(
+            BufferSpec(name, DType.named(str(tensor.dtype), key=name), tuple(tensor.shape))
+        )
+    buffers.append(BufferSpec("description", DType.UINT8, (len(content),)))
     payloads = [tensor.detach() for tensor in tensors.values()]
-    return FilledShard(shard, (*payloads, torch.frombuffer(content, dtype=torch.uint8)))
+    return FilledShard(
+        LocalShard(shard_id, world_size, session_id, kind, tuple(buffers)),
+        (*payloads, torch.frombuffer(content, dtype=torch.uint8)),
+    )
 
 
 def decode_shards(retrieved: Sequence[FilledShard], allowed: Allowed) -> Any:
@@ -103,9 +131,13 @@ def decode_shards(retrieved: Sequence[FilledShard], allowed: Allowed) -> Any:
         CorruptCheckpointError: its description makes no sense.
     """
     states = [_decoded(one, allowed) for one in retrieved]
-    if len(states) > 1:
-        return _joined(states)
-    return _as_megatrons(states[0]) if retrieved[0].shard.kind == MEGATRON else states[0]
+    if len(states) == 1:
+        return _as_megatrons(states[0]) if retrieved[0].shard.kind == MEGATRON else states[0]
+    return MCoreTensorAwareStateDict(  # Megatron-Core's fits one layout only
+        states[0].common_state_dict,
+        {str(number): state.sharded_state_dict for number, state in enumerate(states)},
+        devices=[device for state in states for device in state.devices],
+    )
 
 
 def _decoded(filled: FilledShard, allowed: Allowed) -> Any:
@@ -116,21 +148,19 @@ def _decoded(filled: FilledShard, allowed: Allowed) -> Any:
         raise StrategyError(
             f"{shard.shard_id}: a state of kind {shard.kind!r}: expected one of {kinds}"
         )
-    devices = [buffer.device for buffer in shard.buffers if buffer.device]
     *tensors, content = filled.payloads
 
     def fill(value: Any) -> Any:
-        if not isinstance(value, tuple) or value[0] not in {_TENSOR, _OBJECT}:
-            return value
         kind, message, held = value
         made = value_from_message(message)
         made.data = tensors[held] if kind == _TENSOR and held is not None else held
         return made
 
+    found = load_pickle(content.numpy().tobytes(), str(shard.shard_id), _NAME, allowed)
     try:
-        found = load_pickle(content.numpy().tobytes(), str(shard.shard_id), _NAME, allowed)
+        devices = found["devices"]
         if shard.kind == BASIC:
-            return BasicTensorAwareStateDict(put_tensors(found, tensors), devices=devices)
+            return BasicTensorAwareStateDict(put_tensors(found["state"], tensors), devices=devices)
         common = put_tensors(found["common"], tensors)
         sharded = mapped_values(fill, found["sharded"])
         return MCoreTensorAwareStateDict(common, sharded, devices=devices)
@@ -142,41 +172,27 @@ def _decoded(filled: FilledShard, allowed: Allowed) -> Any:
         RuntimeError,
         CheckpointingException,
     ) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CorruptCheckpointError(
             f"{shard.shard_id}: the state's description is damaged: {error}"
         ) from error
 
 
-_Split = tuple[str, Any, Mapping[str, torch.Tensor], Sequence[str]]
-"""The kind of a state, the state with numbers in place of its tensors, those by name, first those
-of the state, then those of the common state, and the kind of device of each tensor of the state."""
+@limited
+def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
+    """The common state of the newest save here, of any good shard; None if there is none.
 
-
-def _split(state: Any) -> _Split:
-    if isinstance(state, BasicTensorAwareStateDict):
-        return BASIC, state.hollow, state.named_tensors(), state.devices
-    kind = MCORE
-    if not isinstance(state, MCoreTensorAwareStateDict):
-        kind, state = MEGATRON, _from_megatrons(state)
-    tensors: dict[str, torch.Tensor] = {}
-
-    def place(value: Any) -> Any:
-        if isinstance(value, ShardedObject):
-            return (_OBJECT, message_of(value), value.data)
-        if not isinstance(value, ShardedTensor):
-            return value
-        number = None
-        if value.data is not None:
-            number = len(tensors)
-            tensors[f"{value.key} ({number})"] = value.data
-        return (_TENSOR, message_of(value), number)
-
-    state.require_tensors()
-    sharded = mapped_values(place, state.sharded_state_dict)
-    common = take_tensors(state.common_state_dict, tensors, "common")
-    return kind, {"sharded": sharded, "common": common}, tensors, state.devices
+    Raises:
+        UnsafeObjectError: the shard needs a class that is not allowed.
+    """
+    for one in sorted(directory.find(), key=lambda one: one.shard_id, reverse=True):
+        with suppress(CheckpointError), ShardReader(one.path) as reader:
+            content = np.empty(reader.shard.buffers[-1].nbytes, np.uint8)
+            reader.read(reader.shard.byte_offsets[-1], content)
+            if xxhash.xxh3_64_intdigest(content.data) == reader.digests[-1]:
+                break
+    else:
+        return None
+    return load_pickle(content.tobytes(), one.path, _NAME, allowed)["common"]
 
 
 def _from_megatrons(state: Any) -> MCoreTensorAwareStateDict:
@@ -210,26 +226,8 @@ def _as_megatrons(state: MCoreTensorAwareStateDict) -> Any:
     return tensor_aware_class()(common=state.common_state_dict, sharded_state_dict=sharded)
 
 
-def _summary(common: Any) -> dict[str, Any]:
-    """The common state for readers of the header alone, where JSON can hold it."""
-    try:
-        json.dumps(common, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return {}
-    return {"common": common}
-
-
 def _held(sharded: StateDict) -> Iterator[Any]:
     """The ShardedTensors that have data."""
     for value in sharded_values(sharded):
         if isinstance(value, ShardedTensor) and value.data is not None:
             yield value
-
-
-def _joined(states: Sequence[MCoreTensorAwareStateDict]) -> MCoreTensorAwareStateDict:
-    """A state of ours that holds what all of these do; Megatron-Core's fits one layout only."""
-    return MCoreTensorAwareStateDict(
-        states[0].common_state_dict,
-        {str(number): state.sharded_state_dict for number, state in enumerate(states)},
-        devices=[device for state in states for device in state.devices],
-    )

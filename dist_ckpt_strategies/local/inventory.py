@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.collective import run_and_gather_bytes, run_collectively
@@ -26,10 +30,14 @@ from dist_ckpt_strategies.local.plan import (
     build_retention,
     group_saves,
 )
-from dist_ckpt_strategies.local.replicate import FilledShard
-from dist_ckpt_strategies.local.retrieve import FileSource, Retrieval, run_retrieve
-from dist_ckpt_strategies.local.shard_files import FoundShard, ShardDirectory, ShardReader
-from dist_ckpt_strategies.local.shard_format import RESHARDED_KINDS, LocalShardId, SaveId
+from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
+from dist_ckpt_strategies.local.shard_format import (
+    RESHARDED_KINDS,
+    FilledShard,
+    LocalShardId,
+    SaveId,
+)
+from dist_ckpt_strategies.local.transfer import run_retrieve
 from dist_ckpt_strategies.storage.io_pool import restart_limit, run_with_limit
 
 logger = logging.getLogger(__name__)
@@ -37,19 +45,16 @@ logger = logging.getLogger(__name__)
 _MAX_SHOWN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A file with a good header.
+class Copy(NamedTuple):
+    """A file whose description is good.
 
     Attributes:
-        node: tells the node's directory from every other.
-        path: the file, below that directory.
+        path: the file, below its node's directory.
         shard_id: what it holds.
         world_size: ranks that took part in the save, as the file states.
         kind: how the state is encoded.
     """
 
-    node: str
     path: str
     shard_id: LocalShardId
     world_size: int
@@ -62,48 +67,52 @@ class Inventory:
 
     Attributes:
         nodes: for each rank what tells its node's directory from every other.
-        copies: for each rank the files that it can read.
+        copies: for each node its files.
     """
 
     nodes: tuple[str, ...]
-    copies: tuple[tuple[Copy, ...], ...]
+    copies: Mapping[str, Sequence[Copy]]
 
     def saves(self) -> tuple[Completeness, ...]:
         """What there is of each save, the newest first."""
-        distinct = {copy for copies in set(self.copies) for copy in copies}
-        return group_saves((copy.shard_id, copy.world_size, copy.kind) for copy in distinct)
+        return group_saves(
+            (copy.shard_id, copy.world_size, copy.kind)
+            for copy in chain.from_iterable(self.copies.values())
+        )
 
     def of_save(self, save: Completeness) -> dict[int, dict[str, Copy]]:
         """A copy of each shard of a save that a rank can read, by rank and id."""
         by_node = {
-            copies: {
+            node: {
                 str(copy.shard_id): copy
                 for copy in reversed(copies)
                 if (copy.shard_id.save, copy.world_size) == (save.save, save.world_size)
             }
-            for copies in set(self.copies)
+            for node, copies in self.copies.items()
         }
-        return {rank: by_node[copies] for rank, copies in enumerate(self.copies)}
+        return {rank: by_node[node] for rank, node in enumerate(self.nodes)}
+
+    def without(self, excluded: Collection[tuple[str, str]], at_least: int) -> Inventory:
+        """The same without some files, by node and path, and without earlier iterations."""
+        kept = {
+            node: [
+                copy
+                for copy in copies
+                if copy.shard_id.save.iteration >= at_least and (node, copy.path) not in excluded
+            ]
+            for node, copies in self.copies.items()
+        }
+        return Inventory(self.nodes, kept)
+
+    def newest(self) -> Completeness | None:
+        """The newest save of which every shard is somewhere, by the descriptions."""
+        return next((one for one in self.saves() if not one.missing), None)
 
 
-def gather_inventory(
-    comm: Communicator,
-    directory: ShardDirectory,
-    session_id: str,
-    *,
-    excluded: Collection[Copy] = frozenset(),
-    at_least: int = 0,
-) -> Inventory:
-    """What each rank has, by the headers of its files; damaged ones are left out. Collective.
+def gather_inventory(comm: Communicator, directory: ShardDirectory, session_id: str) -> Inventory:
+    """What each rank has of a session, by what its files state; damaged ones are left out.
 
-    Ranks that see one directory send one list.
-
-    Args:
-        comm: all ranks.
-        directory: this rank's node.
-        session_id: files of other sessions are left out.
-        excluded: copies that are known to be damaged.
-        at_least: saves of iterations before this one are left out.
+    Collective. Ranks that see one directory send one list.
     """
 
     def listing() -> bytes:
@@ -116,7 +125,7 @@ def gather_inventory(
         for one in found:
             try:
                 with ShardReader(one.path) as reader:
-                    shard = reader.stored.shard
+                    shard = reader.shard
             except CheckpointError as error:
                 logger.warning("a local checkpoint is not used: %s", error)
                 continue
@@ -127,29 +136,17 @@ def gather_inventory(
 
     listings = run_and_gather_bytes(comm, partial(run_with_limit, listing, directory))
     restart_limit()  # peers that came late are not storage that is slow
-    nodes: dict[bytes, str] = {}
-    copies: dict[bytes, tuple[Copy, ...]] = {}
-    for text in set(listings):
-        node, rows = json.loads(text)
-        found = (Copy(node, path, LocalShardId.require(id_), *rest) for path, id_, *rest in rows)
-        nodes[text] = node
-        copies[text] = tuple(
-            one for one in found if one.shard_id.save.iteration >= at_least and one not in excluded
-        )
-    return Inventory(tuple(nodes[text] for text in listings), tuple(copies[t] for t in listings))
-
-
-def newest_save(found: Inventory) -> Completeness | None:
-    """The newest save of which every shard is somewhere, by the headers.
-
-    Where its files state several worlds, none of which fits, it is passed over: it could keep the
-    saves before it from being loaded.
-    """
-    saves = found.saves()
-    worlds = [one.save for one in saves]
-    complete = (one for one in saves if not one.missing)
-    usable = (one for one in complete if worlds.count(one.save) == 1 or _fits(found, one))
-    return next(usable, None)
+    nodes: list[str] = []
+    copies: dict[str, list[Copy]] = {}
+    parsed = {text: json.loads(text) for text in set(listings)}
+    for text in listings:
+        node, rows = parsed[text]
+        nodes.append(node)
+        if node not in copies:
+            copies[node] = [
+                Copy(path, LocalShardId.require(id_), *rest) for path, id_, *rest in rows
+            ]
+    return Inventory(tuple(nodes), copies)
 
 
 def load_newest(
@@ -162,8 +159,8 @@ def load_newest(
 ) -> tuple[FilledShard, ...]:
     """This rank's shard of the newest save whose shards can all be read undamaged.
 
-    Collective. Copies that turn out to be damaged are left out, and the search begins anew. Where
-    another number of ranks saved it, each rank gets some of the shards.
+    Collective. Copies that turn out to be damaged are left out, and others are used. Where another
+    number of ranks saved it, each rank gets some of the shards.
 
     Args:
         comm: all ranks.
@@ -177,53 +174,29 @@ def load_newest(
         NoReplicasAvailableError: of each save some shard is lost; says which.
         PlanError: it was saved by another number of ranks.
     """
-    damaged: dict[Copy, str] = {}
+    everything = gather_inventory(comm, directory, session_id)
+    damaged: dict[tuple[str, str], str] = {}
     while True:
-        inventory = gather_inventory(
-            comm, directory, session_id, excluded=damaged, at_least=at_least
-        )
-        reasons = tuple(damaged.values())
-        retrieval, readable = _retrieve(comm, directory, inventory, reasons, max_inflight_nbytes)
-        if not retrieval.bad:
-            return tuple(retrieval.shards.values())
-        damaged |= {readable[rank][id_]: reason for (rank, id_), reason in retrieval.bad.items()}
+        inventory = everything.without(damaged, at_least)
+        readable: dict[int, dict[str, Copy]] = {}
+        decide = partial(_decide, comm, directory, inventory, list(damaged.values()), readable)
+        found = run_retrieve(comm, decide, max_inflight_nbytes=max_inflight_nbytes)
+        if not found.bad:
+            return tuple(found.shards.values())
+        for (rank, id_), reason in found.bad.items():
+            damaged[inventory.nodes[rank], readable[rank][id_].path] = reason
+        restart_limit()
 
 
-def _retrieve(
+def _decide(
     comm: Communicator,
     directory: ShardDirectory,
     inventory: Inventory,
     reasons: Sequence[str],
-    max_inflight_nbytes: int,
-) -> tuple[Retrieval, Mapping[int, Mapping[str, Copy]]]:
-    """Retrieve the newest save; also returns the copies of it that each rank can read."""
-    readable: dict[int, dict[str, Copy]] = {}
-
-    def decide() -> ExchangePlan:
-        target = _target(inventory, reasons, directory)
-        readable.update(inventory.of_save(target))
-        if target.world_size != comm.size:
-            wanted = assign_shards(target.save, target.world_size, readable)
-        else:
-            wanted = {
-                rank: (str(LocalShardId(target.save, comm.global_rank(rank))),)
-                for rank in range(comm.size)
-            }
-        return build_exchange_plan(readable, wanted)
-
-    def open_source(shard_id: str) -> FileSource:
-        copy = readable[comm.rank].get(shard_id)
-        return FileSource(shard_id, directory.root / copy.path if copy else None)
-
-    found = run_retrieve(comm, decide, open_source, max_inflight_nbytes=max_inflight_nbytes)
-    return found, readable
-
-
-def _target(
-    inventory: Inventory, reasons: Sequence[str], directory: ShardDirectory
-) -> Completeness:
-    """The save to load."""
-    target = newest_save(inventory)
+    readable: dict[int, dict[str, Copy]],
+) -> tuple[ExchangePlan, dict[str, Path]]:
+    """Who reads what of the newest save for whom, and this rank's copies; fills ``readable``."""
+    target = inventory.newest()
     if target is None:
         saves = inventory.saves()
         if not saves and not reasons:
@@ -232,22 +205,21 @@ def _target(
             )
         why = "; ".join([*map(_why_not, saves), *reasons])
         raise NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
-    if not _fits(inventory, target):
+    if target.world_size != comm.size and not target.kinds.issubset(RESHARDED_KINDS):
         raise PlanError(
             f"iteration {target.save.iteration} was saved by {target.world_size} ranks, and "
-            f"{len(inventory.nodes)} load it; shards of kind {', '.join(sorted(target.kinds))} fit "
+            f"{comm.size} load it; shards of kind {', '.join(sorted(target.kinds))} fit "
             "the number of ranks that saved them; MCoreTensorAwareStateDict fits any"
         )
-    return target
-
-
-def _fits(found: Inventory, one: Completeness) -> bool:
-    return one.world_size == len(found.nodes) or one.kinds.issubset(RESHARDED_KINDS)
+    readable.update(inventory.of_save(target))
+    wanted = assign_shards(target.save, target.world_size, readable)
+    if target.world_size == comm.size:
+        wanted = {rank: (str(LocalShardId(target.save, rank)),) for rank in range(comm.size)}
+    own = {id_: directory.root / copy.path for id_, copy in readable[comm.rank].items()}
+    return build_exchange_plan(readable, wanted), own
 
 
 def _why_not(one: Completeness) -> str:
-    if not one.missing:
-        return f"iteration {one.save.iteration}: its shards state different numbers of ranks"
     shown = ", ".join(map(str, one.missing[:_MAX_SHOWN]))
     more = len(one.missing) - _MAX_SHOWN
     text = f"{shown} and {more} more" if more > 0 else shown
@@ -260,6 +232,7 @@ class Intent:
 
     Attributes:
         iteration: of the training.
+        stamp: the save's, if this is the first rank.
         nbytes: size of its shard.
         members: global ranks of its clique.
         device: tells the file system that it writes to from every other.
@@ -269,6 +242,7 @@ class Intent:
     """
 
     iteration: int
+    stamp: str
     nbytes: int
     members: Sequence[int]
     device: str
@@ -322,30 +296,13 @@ def require_possible(intents: Sequence[Intent], directory: ShardDirectory) -> No
             )
 
 
-def remove_save(directory: ShardDirectory, holder: int, save: SaveId) -> None:
-    """Remove what a rank keeps of a save that has failed. Rank-local; a failure is logged.
-
-    Args:
-        directory: this rank's node.
-        holder: this rank, counted globally.
-        save: the save.
-    """
-    try:
-        shards = directory.find()
-    except StorageError as error:
-        logger.warning("shards of a save that failed are still there: %s", error)
-        return
-    _remove(directory, (p for p in shards if p.holder == holder and p.shard_id.save == save))
-
-
 def complete_save(
     comm: Communicator, directory: ShardDirectory, session_id: str, newest: SaveId, num_kept: int
 ) -> None:
     """Raise unless all shards of a save are there, then remove the saves that are not kept.
 
     Collective. On each node the first rank also removes shards that were kept for ranks that are
-    on other nodes now, or gone, and what killed saves have left there. A removal that fails is
-    logged: the save itself is complete.
+    on other nodes now, or gone, and what killed saves have left there.
 
     Args:
         comm: all ranks.
@@ -361,9 +318,9 @@ def complete_save(
 
     def clean_up() -> None:
         saves = found.saves()
-        states = [one.missing for one in saves if one.save == newest]
-        if () not in states:
-            whose = ", ".join(map(str, states[0])) if states else "all"
+        missing = [one.missing for one in saves if one.save == newest]
+        if () not in missing:
+            whose = ", ".join(map(str, missing[0])) if missing else "all"
             raise StorageError(
                 f"the local save of iteration {newest.iteration} is not whole: no rank can read "
                 f"what was written of ranks {whose}"
@@ -371,24 +328,31 @@ def complete_save(
         kept = build_retention([one.save for one in saves if not one.missing], newest, num_kept)
         me = comm.rank
         here = [rank for rank, node in enumerate(found.nodes) if node == found.nodes[me]]
-        try:
-            others = set(directory.holders()).difference(here) if me == here[0] else set()
-            holders = {me, *others}
+        holders = {me}
+        with _failures_logged():
+            if me == here[0]:
+                holders.update(set(directory.holders()).difference(here))
             for holder in holders:
                 directory.remove_stale_files(holder)
-            shards = directory.find()
-        except StorageError as error:
-            logger.warning("old local checkpoints are still there: %s", error)
-            return
-        outdated = (p for p in shards if p.holder in holders and p.shard_id.save not in kept)
-        _remove(directory, outdated)
+        remove_shards(directory, holders, lambda save: save not in kept)
 
     run_collectively(comm, clean_up)
 
 
-def _remove(directory: ShardDirectory, shards: Iterable[FoundShard]) -> None:
-    for shard in shards:
-        try:
-            directory.remove(shard)
-        except StorageError as error:
-            logger.warning("%s is still there: %s", shard.shard_id, error)
+def remove_shards(
+    directory: ShardDirectory, holders: Collection[int], is_outdated: Callable[[SaveId], bool]
+) -> None:
+    """Remove what ranks keep of outdated saves, or of one that failed. A failure is logged."""
+    with _failures_logged():
+        for found in directory.find():
+            if found.holder in holders and is_outdated(found.shard_id.save):
+                with _failures_logged():
+                    directory.remove(found)
+
+
+@contextmanager
+def _failures_logged() -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        logger.warning("shards that no load needs are still there: %s", error)

@@ -36,11 +36,9 @@ from dist_ckpt_strategies.local.inventory import (
     complete_save,
     gather_inventory,
     load_newest,
-    newest_save,
-    remove_save,
+    remove_shards,
     require_possible,
 )
-from dist_ckpt_strategies.local.replicate import FilledShard, run_replicate
 from dist_ckpt_strategies.local.replication import (
     DEFAULT_BUCKET_NBYTES,
     CliqueReplicationStrategy,
@@ -48,8 +46,9 @@ from dist_ckpt_strategies.local.replication import (
     ReplicationStrategy,
 )
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
-from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId, shard_layout
+from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShardId, SaveId
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
+from dist_ckpt_strategies.local.transfer import run_replicate
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
@@ -62,6 +61,7 @@ from dist_ckpt_strategies.storage.io_pool import (
     OPENING,
     WORK,
     clean_up_limit,
+    restart_limit,
     time_limit,
     uncounted,
 )
@@ -69,7 +69,6 @@ from dist_ckpt_strategies.storage.io_pool import (
 logger = logging.getLogger(__name__)
 
 _NO_ITERATION = -1
-_TOKEN_DIGITS = 20
 
 _HEAD_START_S = 0.01
 """Training is back from an asynchronous save before the rest of it asks for Python's lock."""
@@ -171,7 +170,10 @@ class LocalCheckpointManager:
         """
         comm = self.communicator("local save", f"of iteration {iteration}")
         self._let_finish(comm)
-        strategy = self._strategy()
+        found: Any = self.repl_strategy
+        if isinstance(found, LazyReplicationStrategyBuilder):
+            found = found.replication_strategy  # made the first time: collective over the world
+        strategy: CliqueReplicationStrategy | None = found  # all ranks learn together if it is one
         encoded = self._prepare(comm, state_dict, iteration, strategy, is_async=is_async)
         save = encoded.shard.shard_id.save
         clique = Communicator([comm.rank])
@@ -180,17 +182,17 @@ class LocalCheckpointManager:
 
         def store(filled: FilledShard) -> ReplicationReport:
             """Write this rank's shard and those of its clique. Collective over the clique."""
-            return run_replicate(
-                clique,
-                filled,
-                lambda shard: self._directory.create(shard, comm.rank),
-                max_bucket_nbytes=(strategy or self).max_bucket_bytes,
-            )
+            with time_limit(self.timeout_s, WORK):
+                return run_replicate(
+                    clique,
+                    filled,
+                    lambda shard: self._directory.create(shard, comm.rank),
+                    max_bucket_nbytes=(strategy or self).max_bucket_bytes,
+                )
 
         if not is_async:
             with time_limit(self.timeout_s, WORK):
-                report = self._stored(comm, save, lambda: store(encoded))
-                self._complete(comm, save, report)
+                self._commit(comm, save, lambda: store(encoded))
             return None
 
         def prepare() -> BackgroundWork[ReplicationReport]:
@@ -199,15 +201,14 @@ class LocalCheckpointManager:
             def write() -> ReplicationReport:
                 yield_to_training()
                 time.sleep(_HEAD_START_S)
-                with time_limit(self.timeout_s, WORK):
-                    return store(copied)
+                return store(copied)
 
             return BackgroundWork(write, "local-save")
 
         work = self._running = start_on_all(comm, prepare)
         if strategy is not None:
             strategy.note_use(work)
-        name = (save.token, f"the end of the local save of iteration {save.iteration}")
+        name = (save.stamp, f"the end of the local save of iteration {save.iteration}")
         return LocalSaveRequest.of(
             comm, name, work, lambda: self._finalise(comm, save, work), self.timeout_s
         )
@@ -216,12 +217,12 @@ class LocalCheckpointManager:
     def find_latest(self) -> int:
         """The newest iteration whose shards are all there somewhere, or -1.
 
-        Collective. Headers are checked, tensors are not: ``load`` may have to fall back.
+        Collective. Descriptions are checked, tensors are not: ``load`` may have to fall back.
         """
         comm = self.communicator("search for local checkpoints")
         self._let_finish(comm)
         with time_limit(self.timeout_s, OPENING, then=WORK):
-            newest = newest_save(gather_inventory(comm, self._directory, self.session_id))
+            newest = gather_inventory(comm, self._directory, self.session_id).newest()
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors
@@ -279,14 +280,6 @@ class LocalCheckpointManager:
             raise PlanError(f"group: expected ranks 0 to {comm.size - 1} in order, found {found}")
         return comm
 
-    def _strategy(self) -> CliqueReplicationStrategy | None:
-        """The strategy itself. Making it, the first time, is collective over the world."""
-        found: Any = self.repl_strategy
-        if isinstance(found, LazyReplicationStrategyBuilder):
-            found = found.replication_strategy
-        strategy: CliqueReplicationStrategy | None = found  # all ranks learn together if it is one
-        return strategy
-
     def _let_finish(self, comm: Communicator) -> None:
         """A save that is still running uses the memory and the groups that the next one needs.
 
@@ -316,51 +309,31 @@ class LocalCheckpointManager:
         held: list[FilledShard] = []
 
         def describe() -> list[Any]:
-            directory = self._directory
             _require_usable(strategy, is_async=is_async)
             with time_limit(self.timeout_s, OPENING):
-                freed = directory.remove_stale_files(me)
-                device, free = directory.room()
+                freed = self._directory.remove_stale_files(me)
+                device, free = self._directory.room()
                 if strategy is not None:
                     with uncounted():
                         strategy.let_finish(WORK * self.timeout_s)
             logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
-            number = _whole_number(iteration)
-            placeholder = LocalShardId(SaveId(number, "0" * _TOKEN_DIGITS), me)
+            try:
+                number = operator.index(iteration)
+            except TypeError:
+                text = f"iteration: expected a whole number, found {iteration!r}"
+                raise PlanError(text) from None
+            placeholder = LocalShardId(SaveId(number, "0"), me)
             held.append(encode_state(state, placeholder, comm.size, self.session_id, self._allowed))
-            return [
-                number,
-                shard_layout(held[0].shard).nbytes,
-                strategy.global_ranks if strategy else (me,),
-                device,
-                freed,
-                free,
-                bool(is_async),
-                f"{time.time_ns():016x}{os.urandom(2).hex()}",
-            ]
+            members = strategy.global_ranks if strategy else (me,)
+            stamp = f"{time.time_ns():016x}{os.urandom(2).hex()}"
+            nbytes = held[0].shard.nbytes
+            return [number, stamp, nbytes, members, device, freed, free, bool(is_async)]
 
-        answers = run_and_gather(comm, describe)
-        require_possible([Intent(*plans) for *plans, _ in answers], self._directory)
-        save = self._newest = SaveId(answers[0][0], answers[0][-1])
+        intents = [Intent(*answer) for answer in run_and_gather(comm, describe)]
+        require_possible(intents, self._directory)
+        save = self._newest = SaveId(intents[0].iteration, intents[0].stamp)
         shard = replace(held[0].shard, shard_id=LocalShardId(save, me))
         return FilledShard(shard, held[0].payloads)
-
-    def _stored(
-        self, comm: Communicator, save: SaveId, store: Callable[[], ReplicationReport]
-    ) -> ReplicationReport:
-        """What ``store`` returns; if it fails on any rank, no rank keeps its shards. Collective.
-
-        Where contact with a peer is lost its outcome is unknown: the shards stay, and count if all
-        are there.
-        """
-        try:
-            return run_collectively(comm, store)
-        except (PeerLostError, PeerTimeoutError):
-            raise
-        except CheckpointError:
-            with clean_up_limit():
-                remove_save(self._directory, comm.rank, save)
-            raise
 
     @raises_megatron_errors
     def _finalise(
@@ -372,15 +345,28 @@ class LocalCheckpointManager:
             work.wait((WORK + 1 / 8) * self.timeout_s)  # the work's own limit says more
             return work.result()
 
-        with time_limit(self.timeout_s):
-            report = self._stored(comm, save, outcome)
+        with time_limit(self.timeout_s, then=ENDING):
+            self._commit(comm, save, outcome)
         if self._running is work:
             self._running = None
-        with time_limit(self.timeout_s, ENDING):
-            self._complete(comm, save, report)
 
-    def _complete(self, comm: Communicator, save: SaveId, report: ReplicationReport) -> None:
-        """Remove what is not kept, unless a later save is under way, which will. Collective."""
+    def _commit(
+        self, comm: Communicator, save: SaveId, store: Callable[[], ReplicationReport]
+    ) -> None:
+        """Remove the saves that are not kept, or where a rank has failed, this one. Collective.
+
+        Where contact with a peer is lost its outcome is unknown: the shards stay, and count if all
+        are there. While a later save is under way, that one removes what is not kept.
+        """
+        try:
+            report = run_collectively(comm, store)
+        except (PeerLostError, PeerTimeoutError):
+            raise
+        except CheckpointError:
+            with clean_up_limit():
+                remove_shards(self._directory, [comm.rank], lambda other: other == save)
+            raise
+        restart_limit()  # in the background, what others were waited for is not storage
         text = "rank %s: local save of iteration %s: %s"
         logger.log(report_level(comm), text, comm.rank, save.iteration, report)
         if save == self._newest:
@@ -405,11 +391,3 @@ def _require_usable(strategy: object, *, is_async: bool) -> None:
             "is_async: the strategy sends over NCCL, where messages in the background and those "
             "of training can wait for each other for ever; use target_device='cpu'"
         )
-
-
-def _whole_number(iteration: Any) -> int:
-    """The iteration as Python's own number, also if it was another library's."""
-    try:
-        return operator.index(iteration)
-    except TypeError:
-        raise PlanError(f"iteration: expected a whole number, found {iteration!r}") from None

@@ -14,21 +14,16 @@ from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectivel
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
-from dist_ckpt_strategies.core.array import (
-    ObjectId,
-    ShardId,
-    ShardSpec,
-    shard_from_wire,
-    shard_to_wire,
-)
+from dist_ckpt_strategies.core.array import ObjectId, ShardId
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.local.plan import build_distribution
 from dist_ckpt_strategies.local.reshard import (
     retrieved_objects,
     retrieved_shards,
     stored_keys,
+    tensor_specs,
 )
-from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
+from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict, TensorPlace
 from dist_ckpt_strategies.megatron.shards import (
     LoadParts,
     SaveParts,
@@ -36,6 +31,7 @@ from dist_ckpt_strategies.megatron.shards import (
     mapped_values,
     merge_factories,
     merged,
+    message_of,
     needs_stored_keys,
     object_id,
     parsed_strict,
@@ -83,13 +79,12 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         self, common: StateDict, sharded: StateDict, *, devices: Sequence[str] | None = None
     ) -> None:
         tensors: list[torch.Tensor] = []
-        self._places: dict[int, int] = {}
 
         def take(value: Any) -> Any:
             if not (isinstance(value, ShardedTensor) and value.data is not None):
                 return value
             bare = value.without_data()
-            self._places[id(bare)] = len(tensors)
+            bare.data = TensorPlace(len(tensors))
             tensors.append(value.data.detach())
             return bare
 
@@ -153,22 +148,33 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             sharded: this rank's ShardedTensors and ShardedObjects; left as they are.
             distribution: the main rank of each shard, if that is known.
         """
-        found = distribution or _distribution(comm, sharded)
+        values = sharded_values(sharded)
+        everyone = (
+            run_and_gather(
+                comm, lambda: [message_of(v) for v in values if isinstance(v, ShardedTensor)]
+            )
+            if distribution is None
+            else []
+        )
 
-        def keep(value: Any) -> Any:
-            if not isinstance(value, ShardedTensor):
-                return value
-            rank = found.main_rank_for_shard.get(shard_spec(value).id)
-            if rank is None:
-                raise PlanError(
-                    f"{value.key}: cached_metadata does not know this shard; leave it out after "
-                    "the sharding has changed",
-                    key=value.key,
-                )
-            return value if rank == comm.rank else value.without_data()
+        def split() -> tuple[MCoreTensorAwareStateDict, ShardDistribution]:
+            found = distribution or _distribution(everyone)
 
-        state = run_collectively(comm, lambda: cls(common, mapped_values(keep, sharded)))
-        return state, found
+            def keep(value: Any) -> Any:
+                if not isinstance(value, ShardedTensor):
+                    return value
+                rank = found.main_rank_for_shard.get(shard_spec(value).id)
+                if rank is None:
+                    raise PlanError(
+                        f"{value.key}: cached_metadata does not know this shard; leave it out "
+                        "after the sharding has changed",
+                        key=value.key,
+                    )
+                return value if rank == comm.rank else value.without_data()
+
+            return cls(common, mapped_values(keep, sharded)), found
+
+        return run_collectively(comm, split)
 
     @raises_megatron_errors
     def to_state_dict(  # noqa: PLR0913, PLR0917 - Megatron's signature
@@ -239,11 +245,10 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         tensors = None if self.is_hollow else self.require_tensors()
 
         def give(value: Any) -> Any:
-            place = self._places.get(id(value))
-            if place is None or tensors is None:
+            if not isinstance(value, ShardedTensor) or value.data is None:
                 return value
             full = copy.copy(value)
-            full.data = tensors[place]
+            full.data = None if tensors is None else tensors[value.data]
             return full
 
         return mapped_values(give, self._hollow)
@@ -281,40 +286,34 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         Raises:
             CoverageError, ShapeMismatchError, ArrayNotFoundError: as in ``to_state_dict``.
         """
-        held: dict[ShardSpec, torch.Tensor] = {}
-        objects: dict[ObjectId, Any] = {}
-        at_hand: dict[ShardId, torch.Tensor] = {}
+        held: dict[Any, Any] = {}
+        own: list[Any] = []
 
         def describe() -> list[Any]:
             for value in sharded_values(self.sharded_state_dict):
                 if isinstance(value, ShardedObject):
-                    objects[object_id(value)] = value.data
+                    held[object_id(value)] = value.data
                 elif value.data is not None:
                     spec = shard_spec(value)
-                    held[spec] = value.data.detach().reshape(spec.region.shape)
-            at_hand.update({spec.id: tensor for spec, tensor in held.items()})
-            values = list(sharded_values(wanted))
-            specs = (shard_spec(value) for value in values if isinstance(value, ShardedTensor))
-            names = (object_id(value) for value in values if isinstance(value, ShardedObject))
-            return [
-                [shard_to_wire(spec) for spec in specs if spec.id not in at_hand],
-                sorted([n.key, n.offset, n.shape] for n in names if n not in objects),
-            ]
+                    held[spec.id] = value.data.detach().reshape(spec.region.shape)
+                    own.append(message_of(value))
+            return [message_of(v) for v in sharded_values(wanted) if _id_of(v) not in held]
 
-        answers = run_and_gather(comm, describe)
-        lost = [names for _, names in answers]
-        objects.update(retrieved_objects(comm, objects, lost))
-        missing = [wires for wires, _ in answers]
-        if any(missing):
-            at_hand.update(retrieved_shards(comm, held, missing))
+        missing = run_and_gather(comm, describe)
+        objects = retrieved_objects(comm, held, missing)
+        found = held | objects | retrieved_shards(comm, held, own, missing)
 
         def give(value: Any) -> Any:
+            loaded = found[_id_of(value)]
             if isinstance(value, ShardedObject):
-                return objects[object_id(value)]
-            found = at_hand[shard_spec(value).id].reshape(tuple(value.local_shape))
-            return deliver(value, found)
+                return loaded
+            return deliver(value, loaded.reshape(tuple(value.local_shape)))
 
         return run_collectively(comm, lambda: mapped_values(give, wanted))
+
+
+def _id_of(value: Any) -> ObjectId | ShardId:
+    return object_id(value) if isinstance(value, ShardedObject) else shard_spec(value).id
 
 
 def _communicator(group: ProcessGroup | None, purpose: str) -> Communicator:
@@ -331,24 +330,12 @@ def _require_algorithm(algo: str) -> None:
         raise PlanError(f"algo: expected one of {', '.join(_ALGORITHMS)}, found {algo!r}")
 
 
-def _distribution(comm: Communicator, sharded: StateDict) -> ShardDistribution:
-    """Choose the main rank of each shard in a group. Collective over it."""
-
-    def describe() -> list[Any]:
-        values = (v for v in sharded_values(sharded) if isinstance(v, ShardedTensor))
-        return [shard_to_wire(shard_spec(value)) for value in values]
-
-    everyone = run_and_gather(comm, describe)
-
-    def choose() -> ShardDistribution:
-        holders: dict[ShardId, list[int]] = {}
-        nbytes: dict[ShardId, int] = {}
-        for rank, wires in enumerate(everyone):
-            for spec in map(shard_from_wire, wires):
-                nbytes[spec.id] = spec.nbytes
-                having = holders.setdefault(spec.id, [])
-                if not having or having[-1] != rank:  # ranks come in order, each once
-                    having.append(rank)
-        return ShardDistribution(build_distribution(holders, nbytes))
-
-    return run_collectively(comm, choose)
+def _distribution(everyone: Sequence[Sequence[Any]]) -> ShardDistribution:
+    """The main rank of each shard in a group, given what each rank holds."""
+    holders: dict[ShardId, set[int]] = {}
+    nbytes: dict[ShardId, int] = {}
+    for rank, messages in enumerate(everyone):
+        for spec in tensor_specs(messages):
+            nbytes[spec.id] = spec.nbytes
+            holders.setdefault(spec.id, set()).add(rank)
+    return ShardDistribution(build_distribution(holders, nbytes))

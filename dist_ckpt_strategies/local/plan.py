@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dist_ckpt_strategies.core.array import DType, Region, Shape, ShardId, ShardSpec
 from dist_ckpt_strategies.errors import (
@@ -128,42 +128,22 @@ class ExchangePlan:
 
         Args:
             rank: by default the one that holds this plan.
-
-        Raises:
-            PlanError: no rank has said who holds it.
         """
         sender = self.own_rank if rank is None else rank
-        if sender is None:
-            raise PlanError("required_ids: expected a rank; this plan does not say whose it is")
         return {t.id_ for t in self.entries if t.sender == sender}
-
-    def held_by(self, rank: int) -> ExchangePlan:
-        """The same plan, in the hands of a rank."""
-        return replace(self, own_rank=rank)
-
-    def renumbered(self, numbers: Mapping[int, int]) -> ExchangePlan:
-        """The plan with other numbers for its ranks.
-
-        Raises:
-            PlanError: a rank of the plan has no other number.
-        """
-        for t in self.entries:
-            for rank in (t.sender, t.receiver):
-                if rank not in numbers:
-                    raise PlanError(f"{t.id_}: rank {rank} is not one of {sorted(numbers)}")
-        return ExchangePlan(
-            tuple(Transfer(t.id_, numbers[t.sender], numbers[t.receiver]) for t in self.entries)
-        )
 
 
 def build_exchange_plan(
-    available: Mapping[int, Collection[str]], wanted: Mapping[int, Sequence[str]]
+    available: Mapping[int, Collection[str]],
+    wanted: Mapping[int, Sequence[str]],
+    own_rank: int | None = None,
 ) -> ExchangePlan:
     """Let every rank read what it can, and spread the rest over those who can.
 
     Args:
         available: for each rank the ids of the shards that it can read.
         wanted: for each rank the ids that it wants.
+        own_rank: who makes the plan.
 
     Raises:
         NoReplicasAvailableError: no rank can read one of them; names it and who wants it.
@@ -180,12 +160,10 @@ def build_exchange_plan(
                     f"no rank has a copy of {shard_id}, which rank {receiver} wants",
                     key=shard_id,
                 )
-            sender = (
-                receiver if receiver in able else min(able, key=lambda rank: (load[rank], rank))
-            )
+            sender = _least_loaded(able, load, receiver)
             load[sender] += 1
             transfers.append(Transfer(shard_id, sender, receiver))
-    return ExchangePlan(tuple(transfers))
+    return ExchangePlan(tuple(transfers), own_rank)
 
 
 def _readers(available: Mapping[int, Collection[str]]) -> dict[str, list[int]]:
@@ -195,6 +173,11 @@ def _readers(available: Mapping[int, Collection[str]]) -> dict[str, list[int]]:
         for shard_id in set(available[rank]):
             readers.setdefault(shard_id, []).append(rank)
     return readers
+
+
+def _least_loaded(able: Collection[int], load: Mapping[int, int], receiver: int) -> int:
+    """The receiver itself if it is able, else the rank that sends least so far."""
+    return receiver if receiver in able else min(able, key=lambda rank: (load[rank], rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +245,7 @@ def assign_shards(
 
 
 def build_distribution(
-    holders: Mapping[ShardId, Sequence[int]], nbytes: Mapping[ShardId, int]
+    holders: Mapping[ShardId, Collection[int]], nbytes: Mapping[ShardId, int]
 ) -> dict[ShardId, int]:
     """The main rank of each shard, one of its holders.
 
@@ -325,103 +308,74 @@ def build_reshard_plan(
         CoverageError: no rank holds a part of something that is wanted; names rank and key.
         ShapeMismatchError: an array is held with another shape than it is wanted with.
     """
-    holders: defaultdict[str, defaultdict[Region, list[int]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    holders: defaultdict[str, dict[Region, list[int]]] = defaultdict(dict)
     arrays: dict[str, tuple[Shape, DType]] = {}
     for rank, specs in enumerate(held):
         for spec in specs:
             array = (spec.array_shape, spec.dtype)
             if arrays.setdefault(spec.key, array) != array:
                 raise PlanError(f"{spec.key}: ranks hold it as {arrays[spec.key]} and as {array}")
-            having = holders[spec.key][spec.region]
-            if not having or having[-1] != rank:  # ranks come in order
-                having.append(rank)
-    regions = {key: _HeldRegions.of(of_key) for key, of_key in holders.items()}
+            holders[spec.key].setdefault(spec.region, []).append(rank)
+    regions = {key: _HeldArray(*arrays[key], of_key) for key, of_key in holders.items()}
     load: Counter[int] = Counter()
     slices: list[ShardSlice] = []
     for rank, specs in enumerate(wanted):
         for spec in sorted(specs, key=lambda spec: spec.id):
-            slices += _slices(spec, regions, arrays, rank, load)
+            slices += _slices(spec, regions.get(spec.key), rank, load)
     return tuple(slices)
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldRegions:
-    """The regions of an array that some rank holds, ordered along the dim that tells most apart.
+class _HeldArray:
+    """The regions of an array that some rank holds, sorted along the dim that divides it most."""
 
-    Attributes:
-        holders: the ranks that hold each.
-        dim: along which they are ordered.
-        regions: by their first element along it.
-        starts: those elements.
-        longest: the most extent along it.
-    """
+    def __init__(self, shape: Shape, dtype: DType, holders: Mapping[Region, list[int]]) -> None:
+        self.shape, self.dtype, self.holders = shape, dtype, holders
+        dims = range(len(shape))
+        self._dim = max(dims, key=lambda d: len({r.offset[d] for r in holders}), default=None)
+        self._regions = sorted(holders, key=self._first)
+        self._starts = [self._first(region) for region in self._regions]
+        self._longest = max(self._end(r) - self._first(r) for r in holders)
 
-    holders: Mapping[Region, Sequence[int]]
-    dim: int
-    regions: Sequence[Region]
-    starts: Sequence[int]
-    longest: int
+    def _first(self, region: Region) -> int:
+        return 0 if self._dim is None else region.offset[self._dim]
 
-    @classmethod
-    def of(cls, holders: Mapping[Region, Sequence[int]]) -> _HeldRegions:
-        ndim = next(iter(holders)).ndim
-        if ndim == 0:
-            return cls(holders, 0, tuple(holders), (0,), 1)
-        dim = max(range(ndim), key=lambda d: len({region.offset[d] for region in holders}))
-        regions = sorted(holders, key=lambda region: region.offset[dim])
-        starts = [region.offset[dim] for region in regions]
-        return cls(holders, dim, regions, starts, max(region.shape[dim] for region in regions))
+    def _end(self, region: Region) -> int:
+        return 1 if self._dim is None else region.end[self._dim]
 
     def near(self, region: Region) -> list[Region]:
         """Every region that shares an element with this one, and perhaps others, sorted."""
-        if region.ndim == 0:
-            return list(self.regions)
-        first = bisect_right(self.starts, region.offset[self.dim] - self.longest)
-        stop = bisect_left(self.starts, region.end[self.dim])
-        return sorted(self.regions[first:stop])
+        first = bisect_right(self._starts, self._first(region) - self._longest)
+        return sorted(self._regions[first : bisect_left(self._starts, self._end(region))])
 
 
 def _slices(
-    spec: ShardSpec,
-    regions: Mapping[str, _HeldRegions],
-    arrays: Mapping[str, tuple[Shape, DType]],
-    rank: int,
-    load: Counter[int],
+    spec: ShardSpec, held: _HeldArray | None, rank: int, load: Counter[int]
 ) -> list[ShardSlice]:
     """Parts of held shards that make up a wanted one: one held whole, else all that it meets."""
-    if spec.key not in arrays:
-        raise CoverageError(
-            f"{spec.key}: rank {rank} wants {spec.region}, but no part of the checkpoint has it",
-            key=spec.key,
-        )
-    shape, dtype = arrays[spec.key]
-    if shape != spec.array_shape:
+    who = f"{spec.key}: rank {rank} wants {spec.region}"
+    if held is None:
+        raise CoverageError(f"{who}, but no part of the checkpoint has it", key=spec.key)
+    if held.shape != spec.array_shape:
         raise ShapeMismatchError(
-            f"{spec.key}: shape {shape} in the checkpoint, {spec.array_shape} requested by rank "
-            f"{rank}",
+            f"{spec.key}: shape {held.shape} in the checkpoint, {spec.array_shape} requested by "
+            f"rank {rank}",
             key=spec.key,
         )
-    held = regions[spec.key]
-    exact = spec.region in held.holders
-    sources = [spec.region] if exact else held.near(spec.region)
     found = []
-    for source in sources:
+    for source in [spec.region] if spec.region in held.holders else held.near(spec.region):
         shared = source.intersect(spec.region)
         if shared is None:
             continue
-        able = held.holders[source]
-        sender = rank if rank in able else min(able, key=lambda rank: (load[rank], rank))
-        one = ShardSlice(ShardId(spec.key, source), spec.id, shared, dtype, sender, rank)
+        sender = _least_loaded(held.holders[source], load, rank)
+        one = ShardSlice(ShardId(spec.key, source), spec.id, shared, held.dtype, sender, rank)
         if sender != rank:
             load[sender] += one.nbytes
         found.append(one)
     covered = sum(one.region.numel for one in found)
     if covered != spec.region.numel:
         raise CoverageError(
-            f"{spec.key}: rank {rank} wants {spec.region}, of {spec.region.numel} elements; the "
-            f"parts of the checkpoint hold {covered} of them",
+            f"{who}, of {spec.region.numel} elements; the parts of the checkpoint hold {covered} "
+            "of them",
             key=spec.key,
         )
     return found

@@ -42,13 +42,11 @@ from dist_ckpt_strategies.local.plan import (
     build_cliques,
     build_exchange_plan,
 )
-from dist_ckpt_strategies.local.replicate import FilledShard
 from dist_ckpt_strategies.local.shard_format import (
-    BufferSpec,
+    FilledShard,
+    LocalShard,
     LocalShardId,
     SaveId,
-    shard_from_fields,
-    shard_to_fields,
 )
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
@@ -269,9 +267,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             ids: Any = globally_available_ids
             found = ids if isinstance(ids, Mapping) else dict(enumerate(ids))
             available = {rank: list(map(str, found.get(rank, ()))) for rank in members}
-            return build_exchange_plan(available, dict(zip(members, everyone, strict=True)))
+            wishes = dict(zip(members, everyone, strict=True))
+            return build_exchange_plan(available, wishes, comm.global_rank(comm.rank))
 
-        return run_collectively(comm, plan).held_by(comm.global_rank(comm.rank))
+        return run_collectively(comm, plan)
 
     @raises_megatron_errors
     def retrieve_execute(
@@ -296,7 +295,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         me = comm.global_rank(comm.rank)
 
         def sent() -> dict[str, TensorAwareStateDict]:
-            ids = sorted({t.id_ for t in plan.entries if t.sender == me})
+            ids = sorted(plan.required_ids(me))
             for id_ in ids:
                 if id_ not in my_data:
                     raise PlanError(
@@ -304,8 +303,13 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                     )
             return {id_: my_data[id_] for id_ in ids}
 
-        numbers = {comm.global_rank(rank): rank for rank in range(comm.size)}
-        _, received = self._exchange(comm, sent, lambda _: plan.renumbered(numbers).entries)
+        members = [comm.global_rank(rank) for rank in range(comm.size)]
+
+        def transfers(_: object) -> list[Transfer]:
+            place = members.index
+            return [Transfer(t.id_, place(t.sender), place(t.receiver)) for t in plan.entries]
+
+        _, received = self._exchange(comm, sent, transfers)
         own = {t.id_: my_data[t.id_] for t in plan.entries if t.sender == t.receiver == me}
         return own | {t.id_: state for t, state in received.items()}
 
@@ -331,7 +335,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             allowed = default_local_allowed()
             for id_, state in states().items():
                 encoded[id_] = encode_state(state, me, 1, "", allowed)
-            return {id_: shard_to_fields(one.shard) for id_, one in encoded.items()}
+            return {id_: one.shard.to_message() for id_, one in encoded.items()}
 
         fields = run_and_gather(comm, encode)
         ids = [list(of_rank) for of_rank in fields]
@@ -344,8 +348,12 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                     own = TensorBytes(encoded[t.id_].payloads)
                     outgoing.append(Outgoing(t.id_, t.receiver, own.nbytes, own.read))
                 if t.receiver == comm.rank:
-                    shard = shard_from_fields(fields[t.sender][t.id_])
-                    one = received[t] = FilledShard(shard, tuple(map(_memory_for, shard.buffers)))
+                    shard = LocalShard.from_message(fields[t.sender][t.id_])
+                    memory = tuple(
+                        torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="cpu")
+                        for one in shard.buffers
+                    )
+                    one = received[t] = FilledShard(shard, memory)
                     target = TensorBytes(one.payloads)
                     incoming.append(Incoming(t.id_, t.sender, target.nbytes, target.write))
             return outgoing, incoming
@@ -357,10 +365,6 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             return {t: decode_shards([one], allowed) for t, one in received.items()}
 
         return ids, run_collectively(comm, decode)
-
-
-def _memory_for(buffer: BufferSpec) -> torch.Tensor:
-    return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
 
 
 EagerT = TypeVar("EagerT", bound=ReplicationStrategy)

@@ -16,19 +16,15 @@ from dist_ckpt_strategies.comm.collective import (
 )
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.config import options_from_environment
-from dist_ckpt_strategies.core.array import (
-    ObjectId,
-    ShardId,
-    ShardSpec,
-    shard_from_wire,
-    shard_to_wire,
-)
+from dist_ckpt_strategies.core.array import ObjectId, ShardId, ShardSpec
 from dist_ckpt_strategies.device import TensorBytes, torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.local.plan import ShardSlice, build_reshard_plan
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     message_of,
+    object_from_message,
+    shard_from_message,
     sharded_values,
     value_from_message,
 )
@@ -46,26 +42,36 @@ def stored_keys(comm: Communicator, sharded: StateDict) -> StateDict:
     return {value.key: value for value in found}
 
 
+def tensor_specs(messages: Sequence[Any]) -> list[ShardSpec]:
+    """The specs of the ShardedTensors among what ``message_of`` described."""
+    specs = map(shard_from_message, messages)
+    return [spec for spec in specs if spec is not None]
+
+
 def retrieved_objects(
-    comm: Communicator,
-    objects: Mapping[ObjectId, Any],
-    lost: Sequence[Sequence[Any]],
+    comm: Communicator, held: Mapping[Any, Any], missing: Sequence[Sequence[Any]]
 ) -> dict[ObjectId, Any]:
     """Objects that some rank wants and does not hold, from the first rank that does. Collective.
+
+    Args:
+        comm: all ranks.
+        held: what this rank has.
+        missing: what each rank lacks, as ``message_of`` describes it.
 
     Raises:
         ArrayNotFoundError: no rank holds one of them.
     """
     wanted = {
-        ObjectId(key, tuple(offset), tuple(shape)): rank
-        for rank, names in reversed(list(enumerate(lost)))
-        for key, offset, shape in names
+        object_from_message(message): rank
+        for rank, messages in reversed(list(enumerate(missing)))
+        for message in messages
+        if shard_from_message(message) is None
     }
     if not wanted:
         return {}
     names = sorted(wanted)
     contents = run_and_gather_bytes(
-        comm, lambda: pickle.dumps({name: objects[name] for name in names if name in objects})
+        comm, lambda: pickle.dumps({name: held[name] for name in names if name in held})
     )
 
     def take() -> dict[ObjectId, Any]:
@@ -87,39 +93,38 @@ def retrieved_objects(
 
 def retrieved_shards(
     comm: Communicator,
-    held: Mapping[ShardSpec, torch.Tensor],
+    held: Mapping[Any, Any],
+    own: Sequence[Any],
     missing: Sequence[Sequence[Any]],
 ) -> dict[ShardId, torch.Tensor]:
     """What this rank lacks, from the ranks that hold it. Collective.
 
     Args:
         comm: all ranks.
-        held: what this rank has.
-        missing: what each rank lacks, as ``shard_to_wire`` describes it.
+        held: the tensors that this rank has, and others.
+        own: those tensors, as ``message_of`` describes them.
+        missing: what each rank lacks, likewise.
     """
-
-    def describe() -> list[Any]:
-        bound = options_from_environment().max_inflight_bytes
-        return [bound, [shard_to_wire(spec) for spec in held]]
-
-    everyone = run_and_gather(comm, describe)
+    wanted = list(map(tensor_specs, missing))
+    if not any(wanted):
+        return {}
+    everyone = run_and_gather(comm, lambda: [options_from_environment().max_inflight_bytes, own])
     targets: dict[ShardId, torch.Tensor] = {}
 
     def prepare() -> Blocks:
-        found = [list(map(shard_from_wire, wires)) for _, wires in everyone]
-        wanted = [list(map(shard_from_wire, wires)) for wires in missing]
+        found = [tensor_specs(messages) for _, messages in everyone]
         slices = build_reshard_plan(found, wanted)
         dtypes = {spec.key: spec.dtype for specs in found for spec in specs}
-        device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
+        first = next(iter(found[comm.rank]), None)
+        device = torch.device("cpu") if first is None else held[first.id].device
         for spec in wanted[comm.rank]:
             dtype = torch_dtype(dtypes[spec.key])
             targets[spec.id] = torch.empty(spec.region.shape, dtype=dtype, device=device)
-        sources = {spec.id: tensor for spec, tensor in held.items()}
         outgoing, incoming = [], []
         for one in slices:
             if one.sender == comm.rank:
-                own = TensorBytes([_part(one, one.source, sources)])
-                outgoing.append(Outgoing(one.target.key, one.receiver, own.nbytes, own.read))
+                part = TensorBytes([_part(one, one.source, held)])
+                outgoing.append(Outgoing(one.target.key, one.receiver, part.nbytes, part.read))
             if one.receiver == comm.rank:
                 incoming.append(_incoming(one, targets))
         return outgoing, incoming

@@ -1,7 +1,7 @@
 """Scan a directory of local checkpoints: which shard files there are, and what is wrong with them.
 
-One pass reads names, sizes and headers; a second step compares each tensor with its digest. Loads
-no torch.
+One pass reads names, sizes and descriptions; a second step compares each tensor with its digest.
+Loads no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dist_ckpt_strategies.formats.issues import (
 )
 from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import run_checks
-from dist_ckpt_strategies.local.shard_files import RANK, SUFFIX, ShardReader, is_being_written
+from dist_ckpt_strategies.local.shard_files import RANK, SUFFIX, ShardReader, lock_unless_written
 from dist_ckpt_strategies.local.shard_format import LocalShard, LocalShardId
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -71,7 +71,7 @@ class StoredCopy:
         path: relative to the directory that was scanned, ``/`` between its names.
         holder: the global rank that keeps it.
         nbytes: its size.
-        shard: what its header describes; None where that is damaged.
+        shard: what it states; None where that is damaged.
         damage: what is wrong with that.
     """
 
@@ -91,7 +91,7 @@ class LocalScan:
         root: the directory, absolute.
         copies: the newest save first; within it sorted by rank and path.
         stale_files: files that a save did not finish, sorted by path.
-        issues: what names, sizes and headers show to be wrong, sorted by path.
+        issues: what names, sizes and descriptions show to be wrong, sorted by path.
     """
 
     root: Path
@@ -166,7 +166,7 @@ def verify_local(
 
 
 def check_shard(root: Path, path: str) -> Iterator[Issue]:
-    """What is wrong with a local shard file: its header, or tensors that are not as stored.
+    """What is wrong with a local shard file: its description, or tensors that are not as stored.
 
     Args:
         root: the directory that was scanned.
@@ -175,9 +175,9 @@ def check_shard(root: Path, path: str) -> Iterator[Issue]:
     memory = np.empty(_BLOCK_NBYTES, np.uint8)
     try:
         with ShardReader(root / path) as reader:
-            stored = reader.stored
-            layout = zip(stored.shard.buffers, stored.layout.byte_offsets, strict=True)
-            for (buffer, start), expected in zip(layout, stored.digests, strict=True):
+            shard = reader.shard
+            starts = shard.byte_offsets
+            for buffer, start, expected in zip(shard.buffers, starts, reader.digests, strict=True):
                 digest = xxhash.xxh3_64()
                 for begin in range(0, buffer.nbytes, _BLOCK_NBYTES):
                     block = memory[: min(_BLOCK_NBYTES, buffer.nbytes - begin)]
@@ -194,7 +194,7 @@ def _damaged(root: Path, path: str, error: CheckpointError) -> Issue:
     why = error.message.removeprefix(f"{root / path}: ")
     if not isinstance(error, CorruptCheckpointError | IncompleteCheckpointError):
         return unreadable(None, path, why)
-    return Issue(Problem.DAMAGED, None, path, "a shard whose header fits its digest", why)
+    return Issue(Problem.DAMAGED, None, path, "a shard whose description fits its digest", why)
 
 
 def _rank_folders(root: Path, folder: Folder, depth: int = _MAX_DEPTH) -> Iterator[Folder]:
@@ -211,8 +211,8 @@ def _stale_files(root: Path, folder: Folder) -> Iterator[StaleFile]:
         if name.startswith(PARTIAL_PREFIX):
             path = folder.path_of(name)
             kind = StaleKind.PARTIAL
-            with suppress(OSError):
-                kind = StaleKind.WRITING if is_being_written(root / path) else kind
+            with suppress(OSError), lock_unless_written(root / path) as is_ours:
+                kind = kind if is_ours else StaleKind.WRITING
             yield StaleFile(kind, path, nbytes)
 
 
@@ -226,7 +226,7 @@ def _copies(root: Path, folder: Folder) -> Iterator[StoredCopy]:
         path, shard, damage = folder.path_of(name), None, None
         try:
             with ShardReader(root / path) as reader:
-                shard = reader.stored.shard
+                shard = reader.shard
         except CheckpointError as error:
             damage = _damaged(root, path, error)
         yield StoredCopy(shard_id, path, holder, folder.files.get(name, 0), shard, damage)

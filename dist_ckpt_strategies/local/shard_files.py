@@ -11,28 +11,27 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local.shard_format import (
-    PREFIX_NBYTES,
+    END_NBYTES,
+    MAGIC,
     BufferDigests,
     Bytes,
     Digest,
     LocalShard,
     LocalShardId,
-    StoredShard,
-    decode_header,
-    description_nbytes,
-    encode_header,
-    shard_layout,
+    decode_footer,
+    encode_footer,
+    footer_nbytes,
 )
-from dist_ckpt_strategies.storage.file_systems import begin_writeback
+from dist_ckpt_strategies.storage.file_systems import begin_writeback, pread_into
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     file_errors,
@@ -193,8 +192,8 @@ class ShardWriter:
     """A shard being written beside its place, in a file that is locked until it appears.
 
     Attributes:
+        path: where it appears.
         shard: what it holds.
-        layout: where its buffers are.
         digests: of the bytes that have been written.
 
     Raises:
@@ -204,8 +203,7 @@ class ShardWriter:
     def __init__(self, path: Path, shard: LocalShard) -> None:
         self.path = path
         self.shard = shard
-        self.layout = shard_layout(shard)
-        self.digests = BufferDigests(shard, self.layout)
+        self.digests = BufferDigests(shard)
         self._has_appeared = False
         self._handle: _Handle | None
         with file_errors(None, path):
@@ -218,12 +216,12 @@ class ShardWriter:
         return str(self.path)
 
     def write(self, byte_offset: int, content: Bytes) -> None:
-        """Write the next bytes of a buffer, and have the disk begin with them.
+        """Write the next bytes of the buffers, and have the disk begin with them.
 
         Raises:
             StorageError: they cannot be written.
         """
-        handle = self._open_handle()
+        handle = _require_open(self.path, self._handle)
         self.digests.take(byte_offset, content)
         done = 0
         with file_errors(None, self.path):
@@ -235,15 +233,15 @@ class ShardWriter:
 
     @limited
     def finish(self, digests: Sequence[Digest]) -> None:
-        """Write the header, and let the shard appear; it is durable then.
+        """Write the footer, and let the shard appear; it is durable then.
 
         Raises:
             StorageError: something cannot be written.
         """
-        handle = self._open_handle()
-        self.write(0, np.frombuffer(encode_header(self.shard, digests), np.uint8))
+        handle = _require_open(self.path, self._handle)
+        footer = np.frombuffer(encode_footer(self.shard, digests), np.uint8)
+        self.write(self.shard.nbytes, footer)
         with file_errors(None, self.path):
-            os.ftruncate(handle.number, self.layout.nbytes)
             os.fsync(handle.number)
             raise_if_cancelled()
             self._partial.replace(self.path)  # locked until it has its name
@@ -267,21 +265,18 @@ class ShardWriter:
         with file_errors(None, written):
             written.unlink(missing_ok=True)
 
-    def _open_handle(self) -> _Handle:
-        if self._handle is None:
-            raise StorageError(f"{self.path}: the file is closed", path=str(self.path))
-        return self._handle
-
 
 class ShardReader:
-    """An open shard whose header has been checked; a context manager that closes it.
+    """An open shard whose footer has been checked; a context manager that closes it.
 
     Attributes:
-        stored: what the header describes.
+        shard: what the file holds.
+        digests: of each buffer.
+        footer: the bytes that say so.
 
     Raises:
         IncompleteCheckpointError: there is no such file.
-        CorruptCheckpointError: its header is damaged, or its size is another.
+        CorruptCheckpointError: its footer is damaged, or its size is another.
     """
 
     def __init__(self, path: Path) -> None:
@@ -290,17 +285,16 @@ class ShardReader:
             self._handle: _Handle | None = _Handle(
                 os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             )
-            self.stored = self._checked_header(self._handle.number)
+            try:
+                self._read_footer(self._handle.number)
+            except CorruptCheckpointError as error:
+                raise self._damaged(error.message) from error
 
     def __enter__(self) -> Self:
         """The reader itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file."""
-        self.close()
-
-    def close(self) -> None:
         """Close the file, once no thread reads it any more."""
         self._handle = None
 
@@ -311,36 +305,33 @@ class ShardReader:
             CorruptCheckpointError: the file ends before.
             StorageError: it cannot be read, or is closed.
         """
-        handle = self._handle
-        if handle is None:
-            raise StorageError(f"{self.path}: the file is closed", path=str(self.path))
-        done = 0
+        handle = _require_open(self.path, self._handle)
         with file_errors(None, self.path):
-            while done < target.size:
-                raise_if_cancelled()
-                some = target[done : done + MAX_SLICE_NBYTES]
-                got = os.preadv(handle.number, [some.data], byte_offset + done)
-                if got == 0:
-                    raise self._damaged(f"ends at byte {byte_offset + done}")
-                done += got
+            done = pread_into(handle.number, byte_offset, target)
+        if done < target.size:
+            raise self._damaged(f"ends at byte {byte_offset + done}")
 
-    def _checked_header(self, handle: int) -> StoredShard:
+    def _read_footer(self, handle: int) -> None:
         size = os.fstat(handle).st_size
-        prefix = os.pread(handle, PREFIX_NBYTES, 0)
-        try:
-            nbytes = min(description_nbytes(prefix), size)
-            stored = decode_header(prefix + os.pread(handle, nbytes, PREFIX_NBYTES))
-        except CorruptCheckpointError as error:
-            raise self._damaged(error.message) from error
-        if size != stored.layout.nbytes:
-            raise self._damaged(f"has {size} bytes, expected {stored.layout.nbytes}")
+        end = os.pread(handle, END_NBYTES, max(0, size - END_NBYTES))
+        nbytes = footer_nbytes(end, os.pread(handle, len(MAGIC), 0))
+        self.footer = os.pread(handle, nbytes, size - nbytes) if nbytes <= size else end
+        self.shard, self.digests = decode_footer(self.footer)
+        if size != self.shard.nbytes + nbytes:
+            expected = self.shard.nbytes + nbytes
+            raise CorruptCheckpointError(f"has {size} bytes, expected {expected}")
         named = LocalShardId.parse(self.path.name.removesuffix(SUFFIX))
-        if named is not None and named != stored.shard.shard_id:
-            raise self._damaged(f"holds {stored.shard.shard_id}")
-        return stored
+        if named is not None and named != self.shard.shard_id:
+            raise CorruptCheckpointError(f"holds {self.shard.shard_id}")
 
     def _damaged(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path}: {why}", path=str(self.path))
+
+
+def _require_open(path: Path, handle: _Handle | None) -> _Handle:
+    if handle is None:
+        raise StorageError(f"{path}: the file is closed", path=str(path))
+    return handle
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -376,7 +367,7 @@ def _remove_unlocked(path: Path) -> int:
         if not stat.S_ISREG(found.st_mode):
             path.unlink()
             return 0
-        with _opened_unless_locked(path) as is_ours:  # until it is removed
+        with lock_unless_written(path) as is_ours:  # until it is removed
             if is_ours:
                 path.unlink()
             return found.st_size if is_ours else 0
@@ -384,33 +375,18 @@ def _remove_unlocked(path: Path) -> int:
         return 0  # another manager was first
 
 
-def is_being_written(path: Path) -> bool:
-    """Whether a process that is alive has the file locked.
+@contextmanager
+def lock_unless_written(path: Path) -> Iterator[bool]:
+    """Lock a file for the block; False where a process that is alive has it locked.
 
     Raises:
         OSError: it cannot be opened, such as because it is gone.
     """
-    with _opened_unless_locked(path) as is_ours:
-        return not is_ours
-
-
-@contextmanager
-def _opened_unless_locked(path: Path) -> Iterator[bool]:
-    """Lock a file for the block; False where a process that is alive has it locked."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         yield try_lock(handle)
     finally:
         os.close(handle)
-
-
-@limited
-def read_first_header(directory: ShardDirectory) -> LocalShard | None:
-    """The description of a shard of the newest save here; None if there is none that is good."""
-    for one in sorted(directory.find(), key=lambda one: one.shard_id, reverse=True):
-        with suppress(CheckpointError), ShardReader(one.path) as reader:
-            return reader.stored.shard
-    return None
 
 
 def _boot_id() -> str:

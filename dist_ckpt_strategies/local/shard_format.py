@@ -1,15 +1,14 @@
-"""One rank's shard of a local checkpoint, and what its file holds."""
+"""One rank's shard of a local checkpoint, and the description that its file ends with."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy.typing as npt
 import xxhash
@@ -17,13 +16,31 @@ import xxhash
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 
+if TYPE_CHECKING:  # torch takes a while to import
+    import torch
+
 BASIC, MCORE, MEGATRON = "basic", "mcore", "megatron"
 """Kinds of states in shard files."""
 
 RESHARDED_KINDS = frozenset({MCORE, MEGATRON})
 """Those whose shards another number of ranks can use."""
 
+END_NBYTES = 32
+"""Digest and size of the description, and MAGIC: what a file ends with."""
+
+MAGIC = b"DCKPART3"
+_OLDER_MAGIC = b"DCKPART1"
+_ALIGNMENT = 64
+_MAX_WORLD_SIZE = 1 << 24
+_MAX_EXTENT = 1 << 58
+_MAX_NDIM = 64
+
 _ID = re.compile(r"iter_(\d{7,})_(\d+)_local_([0-9a-f]{1,64})")
+
+Bytes = npt.NDArray[Any]
+
+Digest = int
+"""xxh3_64 of a buffer's bytes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,12 +51,12 @@ class SaveId:
 
     Attributes:
         iteration: the training iteration that was saved.
-        token: lower-case hexadecimal digits, led by the time of the save: a run that went back
+        stamp: lower-case hexadecimal digits, led by the time of the save: a run that went back
             saves an iteration again, and its state may differ.
     """
 
     iteration: int
-    token: str
+    stamp: str
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,8 +72,8 @@ class LocalShardId:
     global_rank: int
 
     def __str__(self) -> str:
-        """Such as ``iter_0000100_3_local_18f2…``: iteration, rank, token."""
-        return f"iter_{self.save.iteration:07d}_{self.global_rank}_local_{self.save.token}"
+        """Such as ``iter_0000100_3_local_18f2…``: iteration, rank, stamp."""
+        return f"iter_{self.save.iteration:07d}_{self.global_rank}_local_{self.save.stamp}"
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -84,28 +101,22 @@ class LocalShardId:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """The elements of one tensor or array of a shard.
+    """The elements of one tensor of a shard.
 
     Attributes:
         name: where it stands in the state, for messages.
         dtype: type of its elements.
         shape: in elements.
-        device: the kind of device that a tensor was on, ``cpu`` or ``cuda``; empty for what is
-            no tensor, or belongs to an object.
     """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    device: str = "cpu"
 
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        found = self.dtype.itemsize
-        for extent in self.shape:
-            found *= extent
-        return found
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +128,6 @@ class LocalShard:
         world_size: ranks that took part in the save.
         session_id: the training session, as given to the manager.
         kind: of the state's class.
-        content: of JSON types, for readers of the header alone: the common state, if it is such.
         buffers: the state's tensors in order, then those of its common state, then the state
             without its tensors, pickled.
     """
@@ -126,176 +136,66 @@ class LocalShard:
     world_size: int
     session_id: str
     kind: str
-    content: Any
     buffers: tuple[BufferSpec, ...]
 
+    @property
+    def byte_offsets(self) -> tuple[int, ...]:
+        """Where each buffer begins in the file."""
+        offsets, end = [], 0
+        for buffer in self.buffers:
+            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+            end = offsets[-1] + buffer.nbytes
+        return tuple(offsets)
 
-MAGIC = b"DCKPART1"
-PREFIX_NBYTES = 32
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file up to the end of the last buffer."""
+        return self.byte_offsets[-1] + self.buffers[-1].nbytes if self.buffers else 0
 
-_BLOCK_NBYTES = 4096
-_SMALL_ALIGNMENT = 64
-_LARGE_NBYTES = 64 << 10
-_FORMAT = "dist_ckpt_strategies part"
-_VERSION = 2
-_NUM_DIGITS = 16
-_MAX_DESCRIPTION_NBYTES = 1 << 30
-_MAX_WORLD_SIZE = 1 << 24
-_MAX_EXTENT = 1 << 58
-_MAX_NDIM = 64
+    def to_message(self) -> dict[str, Any]:
+        """The shard as JSON types, for its file or for another rank."""
+        return {
+            "id": str(self.shard_id),
+            "world_size": self.world_size,
+            "session": self.session_id,
+            "kind": self.kind,
+            "buffers": [[b.name, b.dtype.value, list(b.shape)] for b in self.buffers],
+        }
 
-Bytes = npt.NDArray[Any]
+    @classmethod
+    def from_message(cls, message: Any) -> LocalShard:
+        """The shard that ``to_message`` described.
 
-Digest = int
-"""xxh3_64 of a buffer's bytes."""
+        Raises:
+            ValueError: a number makes no sense.
+        """
+        (world_size,) = _checked_counts([message["world_size"]], _MAX_WORLD_SIZE)
+        return cls(
+            LocalShardId.require(message["id"]),
+            world_size,
+            message["session"],
+            message["kind"],
+            tuple(
+                BufferSpec(name, DType(dtype), _checked_counts(shape, _MAX_EXTENT))
+                for name, dtype, shape in message["buffers"]
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class ShardLayout:
-    """Where everything of a shard is in its file.
+class FilledShard:
+    """A rank's shard of a save with its bytes.
 
     Attributes:
-        header_nbytes: bytes before the first buffer.
-        byte_offsets: where each buffer begins, in bytes from the start of the file.
-        nbytes: size of the file.
-    """
-
-    header_nbytes: int
-    byte_offsets: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredShard:
-    """A shard as its header describes it.
-
-    Attributes:
-        shard: the shard without its bytes.
-        digests: of each buffer.
-        layout: where the buffers are.
+        shard: its description.
+        payloads: the elements of its buffers, which may be the state's own memory.
     """
 
     shard: LocalShard
-    digests: tuple[Digest, ...]
-    layout: ShardLayout
+    payloads: tuple[torch.Tensor, ...]
 
 
-def shard_layout(shard: LocalShard) -> ShardLayout:
-    """Where everything of a shard goes."""
-    return _layout(shard.buffers, len(_description(shard, (0,) * len(shard.buffers))))
-
-
-def _layout(buffers: Sequence[BufferSpec], description_nbytes: int) -> ShardLayout:
-    header_nbytes = end = _up(PREFIX_NBYTES + description_nbytes, _BLOCK_NBYTES)
-    offsets: list[int] = []
-    for buffer in buffers:
-        is_large = buffer.nbytes >= _LARGE_NBYTES
-        offsets.append(_up(end, _BLOCK_NBYTES if is_large else _SMALL_ALIGNMENT))
-        end = offsets[-1] + buffer.nbytes
-    return ShardLayout(header_nbytes, tuple(offsets), end)
-
-
-def encode_header(shard: LocalShard, digests: Sequence[Digest]) -> bytes:
-    """The bytes before the first buffer."""
-    description = _description(shard, digests)
-    start = MAGIC + struct.pack("<Q", len(description))
-    found = start + xxhash.xxh3_128_digest(start + description) + description
-    return found.ljust(_up(len(found), _BLOCK_NBYTES), b"\0")
-
-
-def description_nbytes(prefix: bytes) -> int:
-    """Size of the description, from the first 32 bytes of a file.
-
-    Raises:
-        CorruptCheckpointError: they are not those of a shard.
-    """
-    if len(prefix) < PREFIX_NBYTES or not prefix.startswith(MAGIC):
-        raise CorruptCheckpointError(
-            f"expected a local checkpoint, which starts with {MAGIC!r}, found {prefix[:8]!r}"
-        )
-    (found,) = struct.unpack("<Q", prefix[8:16])
-    if found > _MAX_DESCRIPTION_NBYTES:
-        raise CorruptCheckpointError(f"its header states a description of {found} bytes")
-    return int(found)
-
-
-def decode_header(content: bytes) -> StoredShard:
-    """What the first bytes of a file describe.
-
-    Args:
-        content: the 32 bytes and the description, and nothing else.
-
-    Raises:
-        CorruptCheckpointError: its digest is another, or it is of another format.
-    """
-    description = content[PREFIX_NBYTES:]
-    found = xxhash.xxh3_128_digest(content[:16] + description)
-    if found != content[16:PREFIX_NBYTES] or len(description) != description_nbytes(content):
-        raise CorruptCheckpointError(
-            f"its header has digest {found.hex()}, expected {content[16:PREFIX_NBYTES].hex()}"
-        )
-    try:
-        fields = json.loads(description)
-        shard = shard_from_fields(fields)
-        digests = tuple(int.from_bytes(bytes.fromhex(found)) for *_, found in fields["buffers"])
-        return StoredShard(shard, digests, _layout(shard.buffers, len(description)))
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"its header cannot be read: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _description(shard: LocalShard, digests: Sequence[Digest]) -> bytes:
-    fields = shard_to_fields(shard, digests)
-    return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
-
-
-def shard_to_fields(shard: LocalShard, digests: Sequence[Digest] | None = None) -> dict[str, Any]:
-    """A shard in JSON types, for a file's header or for another rank."""
-    return {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "id": str(shard.shard_id),
-        "world_size": shard.world_size,
-        "session": shard.session_id,
-        "kind": shard.kind,
-        "buffers": [
-            [b.name, b.dtype.value, list(b.shape), b.device, f"{digest:0{_NUM_DIGITS}x}"]
-            for b, digest in zip(shard.buffers, digests or (0,) * len(shard.buffers), strict=True)
-        ],
-        "content": shard.content,
-    }
-
-
-def shard_from_fields(fields: Any) -> LocalShard:
-    """The shard that ``shard_to_fields`` was given.
-
-    Raises:
-        ValueError: it is of another version.
-    """
-    found = fields["format"], fields["version"]
-    if found != (_FORMAT, _VERSION):
-        raise ValueError(
-            f"format {found[0]!r} version {found[1]!r}, expected {_FORMAT!r} version {_VERSION}; "
-            "load it with the release that wrote it"
-        )
-    (world_size,) = _counts([fields["world_size"]], _MAX_WORLD_SIZE)
-    if world_size < 1:
-        raise ValueError("expected a world of 1 rank or more")
-    return LocalShard(
-        LocalShardId.require(fields["id"]),
-        world_size,
-        fields["session"],
-        fields["kind"],
-        fields["content"],
-        tuple(
-            BufferSpec(name, DType(dtype), _counts(shape, _MAX_EXTENT), device)
-            for name, dtype, shape, device, _ in fields["buffers"]
-        ),
-    )
-
-
-def _counts(numbers: Any, most: int) -> tuple[int, ...]:
+def _checked_counts(numbers: Any, most: int) -> tuple[int, ...]:
     """Numbers of a file that memory is asked for by, one after the other and all multiplied."""
     found = tuple(numbers)
     if any(type(number) is not int or number < 0 for number in found) or len(found) > _MAX_NDIM:
@@ -305,8 +205,56 @@ def _counts(numbers: Any, most: int) -> tuple[int, ...]:
     return found
 
 
-def _up(number: int, alignment: int) -> int:
-    return -(-number // alignment) * alignment
+def encode_footer(shard: LocalShard, digests: Sequence[Digest]) -> bytes:
+    """What a file has behind its last buffer: the description, its digest, its size, MAGIC."""
+    fields = {**shard.to_message(), "digests": [f"{digest:016x}" for digest in digests]}
+    description = json.dumps(fields, separators=(",", ":")).encode()
+    size = len(description).to_bytes(8, "little")
+    return description + xxhash.xxh3_128_digest(description + size) + size + MAGIC
+
+
+def footer_nbytes(end: bytes, start: bytes = b"") -> int:
+    """Size of the footer.
+
+    Args:
+        end: the last 32 bytes of a file.
+        start: its first 8 bytes, by which a file of an earlier release is recognised.
+
+    Raises:
+        CorruptCheckpointError: they are not those of a shard.
+    """
+    if len(end) < END_NBYTES or not end.endswith(MAGIC):
+        why = (
+            "another release wrote it; load it with that release"
+            if start == _OLDER_MAGIC
+            else f"expected a local checkpoint, which ends with {MAGIC!r}, found {end[-8:]!r}"
+        )
+        raise CorruptCheckpointError(why)
+    return int.from_bytes(end[-16:-8], "little") + END_NBYTES
+
+
+def decode_footer(content: bytes) -> tuple[LocalShard, tuple[Digest, ...]]:
+    """The shard that a footer describes, and the digest of each buffer.
+
+    Raises:
+        CorruptCheckpointError: the footer's own digest is another, or it makes no sense.
+    """
+    description, digest = content[:-END_NBYTES], content[-END_NBYTES:-16]
+    found = xxhash.xxh3_128_digest(description + content[-16:-8])
+    if found != digest or footer_nbytes(content[-END_NBYTES:]) != len(content):
+        raise CorruptCheckpointError(
+            f"its description has digest {found.hex()}, expected {digest.hex()}"
+        )
+    try:
+        fields = json.loads(description)
+        shard = LocalShard.from_message(fields)
+        pairs = zip(fields["digests"], shard.buffers, strict=True)
+        digests = tuple(int(text, 16) for text, _ in pairs)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"its description cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    return shard, digests
 
 
 class BufferDigests:
@@ -315,10 +263,10 @@ class BufferDigests:
     Threads may share it, as long as the bytes of one buffer pass in order.
     """
 
-    def __init__(self, shard: LocalShard, layout: ShardLayout) -> None:
-        self._starts = layout.byte_offsets
-        sizes = (buffer.nbytes for buffer in shard.buffers)
-        self._ends = [start + size for start, size in zip(self._starts, sizes, strict=True)]
+    def __init__(self, shard: LocalShard) -> None:
+        self._starts = shard.byte_offsets
+        pairs = zip(self._starts, shard.buffers, strict=True)
+        self._ends = [start + buffer.nbytes for start, buffer in pairs]
         self._digests: dict[int, Any] = {}
 
     def take(self, byte_offset: int, content: Bytes) -> None:
@@ -331,7 +279,7 @@ class BufferDigests:
                 digest = self._digests.setdefault(number, xxhash.xxh3_64())
                 digest.update(content[low - byte_offset : high - byte_offset].data)
 
-    def values(self) -> list[int]:
+    def values(self) -> list[Digest]:
         """The digest of every buffer, once all has passed."""
         nothing = xxhash.xxh3_64()
         return [self._digests.get(n, nothing).intdigest() for n in range(len(self._ends))]

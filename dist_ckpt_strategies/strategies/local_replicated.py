@@ -40,11 +40,12 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.commit import set_marker_aside
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
 from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.local.encoding import default_local_allowed, read_common
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
 from dist_ckpt_strategies.local.scan import BACKEND, SESSION
-from dist_ckpt_strategies.local.shard_files import ShardDirectory, read_first_header
+from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
@@ -340,14 +341,15 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
             digest = common_digest(common_path.parent)
             _require_common_of(_sessions(root), common_path, digest, digest)
-            header = read_first_header(ShardDirectory(root / digest))
-        if header is None:
+            allowed = default_local_allowed(self._allow)
+            common = read_common(ShardDirectory(root / digest), allowed)
+        if common is None:
             raise IncompleteCheckpointError(
                 f"{root}: this node has no local shard file of the checkpoint; every rank has to "
                 "call prepare_local_load first",
                 path=str(root),
             )
-        stored = header.content["common"]["stored"]
+        stored = common["stored"]
         found: StateDict = {}
         for key, shape, dtype in stored["arrays"]:
             found[key] = metadata_tensor(key, tuple(shape), dtype)

@@ -81,14 +81,14 @@ def test_a_map_names_every_byte_of_a_part(tmp_path: Path) -> None:
     content = written(ShardDirectory(tmp_path)).read_bytes()
     spans = file_map(content)
 
-    assert [(span.place, span.end - span.start) for span in spans[:1] + spans[2:]] == [
-        (Place.PREFIX, 32),
-        (Place.PADDING, 4096 - spans[1].end),
+    assert [(span.place, span.end - span.start) for span in spans] == [
         (Place.TENSOR, PART.buffers[0].nbytes),
+        (Place.DESCRIPTION, len(content) - 32 - PART.buffers[0].nbytes),
+        (Place.LAST_BYTES, 32),
     ]
     assert [a.end for a in spans[:-1]] == [b.start for b in spans[1:]]
-    with pytest.raises(ValueError, match="described as one of 9096"):
-        file_map(content + b"\0")
+    with pytest.raises(ValueError, match="described as one of 5000"):
+        file_map(b"\0" + content)
 
 
 def test_states_that_differ_in_a_bit_or_a_type_have_other_fingerprints() -> None:

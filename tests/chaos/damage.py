@@ -19,7 +19,7 @@ from tests.support.disks import fill_disk
 _TENSOR_SHARE = 0.4
 DISK_NBYTES = 32 << 20
 _PLACES = {
-    local_damage.Place.PREFIX: Place.HEADER,
+    local_damage.Place.LAST_BYTES: Place.HEADER,
     local_damage.Place.DESCRIPTION: Place.HEADER,
     local_damage.Place.TENSOR: Place.TENSOR,
     local_damage.Place.PADDING: Place.PADDING,

@@ -185,10 +185,10 @@ def remove(paths: Sequence[Path]) -> None:
 
 
 def flip(*paths: Path) -> None:
-    """Flip a bit of the last buffer of each file."""
+    """Flip a bit of the first buffer of each file."""
     for path in paths:
         content = bytearray(path.read_bytes())
-        content[-1] ^= 4
+        content[0] ^= 4
         path.write_bytes(content)
 
 

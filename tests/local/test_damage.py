@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,15 +20,14 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import CheckpointError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.inventory import load_newest
-from dist_ckpt_strategies.local.replicate import run_replicate
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.local.shard_format import (
     MAGIC,
-    PREFIX_NBYTES,
     LocalShardId,
     SaveId,
-    description_nbytes,
+    footer_nbytes,
 )
+from dist_ckpt_strategies.local.transfer import run_replicate
 from tests.local.clique_worlds import described, state_of, values_of
 from tests.support.thread_ranks import run_ranks
 
@@ -158,14 +156,11 @@ def test_a_damaged_copy_is_made_good_by_another_one_on_the_same_disk(
 
 
 def crafted(fields: Mapping[str, Any], content: bytes) -> bytes:
-    """A whole file with other fields in its description, and the digests that it should have."""
-    description = content[PREFIX_NBYTES : PREFIX_NBYTES + description_nbytes(content)]
-    held = json.loads(description)
-    new = json.dumps({**held, **fields}).encode()
-    start = MAGIC + struct.pack("<Q", len(new))
-    header = start + xxhash.xxh3_128_digest(start + new) + new
-    buffers = content[-(-(PREFIX_NBYTES + len(description)) // 4096) * 4096 :]
-    return header + bytes(-len(header) % 4096) + buffers
+    """A whole file with other fields in its description, and the digest that it should have."""
+    first = len(content) - footer_nbytes(content[-32:])
+    new = json.dumps({**json.loads(content[first:-32]), **fields}).encode()
+    size = len(new).to_bytes(8, "little")
+    return content[:first] + new + xxhash.xxh3_128_digest(new + size) + size + MAGIC
 
 
 @pytest.mark.parametrize("fields", [{"kind": "unknown"}, {"kind": "mcore"}])
@@ -175,17 +170,6 @@ def test_a_crafted_state_is_an_error_of_ours(fields: Mapping[str, Any], nodes: N
 
     assert isinstance(found[0], CheckpointError)
     assert found[1:] == EXPECTED[1:]
-
-
-def test_a_crafted_device_is_an_error_of_ours(nodes: Nodes) -> None:
-    copies = [path for path in nodes.files() if "_0_local" in path.name]
-    content = copies[0].read_bytes()
-    description = json.loads(content[PREFIX_NBYTES : PREFIX_NBYTES + description_nbytes(content)])
-    rows = [[name, dtype, shape, "nowhere", digest]
-            for name, dtype, shape, _, digest in description["buffers"]]  # fmt: skip
-    found = loaded_with(nodes, copies, partial(crafted, {"buffers": rows}))
-
-    assert isinstance(found[0], CheckpointError)
 
 
 def restate(path: Path, world_size: int) -> Path:
@@ -204,34 +188,3 @@ def test_copies_that_state_another_world_size_are_not_of_the_save(
     for path in nodes.files():
         restate(path, world_size)
     assert run_ranks(NUM_RANKS, nodes.load) == EXPECTED
-
-
-def add_later(nodes: Nodes, world_sizes: Mapping[int, int]) -> None:
-    """Every file again, as of a later save; what it states of its world, by the rank it is of."""
-    for path in nodes.files():
-        rank = LocalShardId.require(path.stem).global_rank
-        if rank in world_sizes:
-            later = LocalShardId(SaveId(ITERATION + 1, "a2"), rank)
-            fields = {"id": str(later), "world_size": world_sizes[rank]}
-            path.with_name(f"{later}.part").write_bytes(crafted(fields, path.read_bytes()))
-
-
-@pytest.mark.parametrize(
-    "world_sizes", [{0: 1, 1: 4}, {0: 2, 1: 2, 2: 4}, {0: 4, 1: 4, 2: 5, 3: 5}]
-)
-def test_a_save_whose_parts_disagree_does_not_hide_the_one_before(
-    world_sizes: Mapping[int, int], tmp_path: Path
-) -> None:
-    nodes = saved(tmp_path, NUM_RANKS)
-    add_later(nodes, world_sizes)
-    assert run_ranks(NUM_RANKS, nodes.load) == EXPECTED
-
-
-def test_a_save_that_all_parts_say_was_made_by_another_world_is_still_refused(
-    tmp_path: Path,
-) -> None:
-    nodes = saved(tmp_path, NUM_RANKS)
-    add_later(nodes, {0: 2, 1: 2})
-    for error in run_ranks(NUM_RANKS, nodes.load):
-        assert isinstance(error, CheckpointError)
-        assert "was saved by 2 ranks, and 4 load it" in str(error)

@@ -1,4 +1,4 @@
-"""Saves that fail, behind training or not: an error on all ranks, and the save before stays."""
+"""Saves that fail, in the background or not: an error on all ranks, and the save before stays."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_save_before_stays(tmp_path:
 
 
 def save_differently(rank: int, root: str) -> tuple[Outcome, Outcome]:
-    """Only rank 1 saves behind training."""
+    """Only rank 1 saves in the background."""
     manager = manager_of(rank, root, cliques())
     refused = outcome(lambda: manager.save(state_of(rank, 1), 1, is_async=rank == 1))
     return refused, save(manager, rank, 2)
@@ -179,7 +179,7 @@ def run_behind(rank: int, root: str) -> dict[str, Any]:
     return seen
 
 
-def test_a_save_behind_training_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
+def test_a_save_in_the_background_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
     for seen in run(4, run_behind, tmp_path):
         assert (seen["wait"], seen["done"]) == (SAVED, True)
         assert seen["overwritten"] == seen["still there"] == ("ok", "1")
@@ -222,7 +222,7 @@ def finalise_late(rank: int, root: str) -> dict[str, Any]:
     return seen
 
 
-def test_a_save_behind_training_counts_once_it_is_finalised_on_all_ranks(tmp_path: Path) -> None:
+def test_a_save_in_the_background_counts_once_it_is_finalised_on_all_ranks(tmp_path: Path) -> None:
     for seen in run(4, finalise_late, tmp_path):
         assert seen["late"] == (SAVED, SAVED, ("ok", "3"))
         assert seen["late kept"] == [3]

@@ -142,7 +142,7 @@ def lose_a_clique(rank: int, root: str) -> dict[str, Any]:
     save(manager, rank, 30)
     seen["kept"] = iterations_in(root)
     once(rank, lambda: flip(*parts_in(root, iteration=30, owner=1)))
-    seen["latest by headers"] = outcome(manager.find_latest)
+    seen["latest by descriptions"] = outcome(manager.find_latest)
     seen["both copies damaged"] = load(manager, rank)
     save(manager, rank, 40)
     own = parts_in(root, iteration=40, owner=0)[0]
@@ -163,7 +163,7 @@ def test_a_lost_clique_means_the_save_before_or_an_error_everywhere(tmp_path: Pa
         assert (latest, kind) == (("ok", "-1"), "CheckpointNotFoundError")
         assert seen["previous"] == (("ok", "10"), ("ok", "10"))
         assert seen["kept"] == [10, 30]
-        assert seen["latest by headers"] == ("ok", "30")
+        assert seen["latest by descriptions"] == ("ok", "30")
         assert seen["both copies damaged"] == ("ok", "10")
         assert seen["own copy damaged"] == ("ok", "40")
         kind, text = seen["all truncated"]

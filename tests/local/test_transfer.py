@@ -1,10 +1,11 @@
-"""Shards of a clique: what every member holds afterwards, and what a failure leaves."""
+"""Shards of a clique, and from disks to who wants them: whole, reported as bad, or an error."""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,16 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
-from dist_ckpt_strategies.local.replicate import (
-    FilledShard,
-    run_replicate,
-)
+from dist_ckpt_strategies.local.plan import ExchangePlan, build_exchange_plan
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader, ShardWriter
-from dist_ckpt_strategies.local.shard_format import BufferSpec, LocalShard, LocalShardId, SaveId
+from dist_ckpt_strategies.local.shard_format import (
+    BufferSpec,
+    FilledShard,
+    LocalShard,
+    LocalShardId,
+    SaveId,
+)
+from dist_ckpt_strategies.local.transfer import Retrieval, run_replicate, run_retrieve
 from tests.support.leaks import open_files_below, threads_left
 from tests.support.thread_ranks import run_ranks
 
@@ -47,7 +52,7 @@ def part_of(rank: int, tensors: Tensors, save: SaveId = SAVE) -> LocalShard:
         BufferSpec(f"t{n}", DType(str(t.dtype).removeprefix("torch.")), tuple(t.shape))
         for n, t in enumerate(tensors)
     )
-    return LocalShard(LocalShardId(save, rank), 4, "", "basic", None, buffers)
+    return LocalShard(LocalShardId(save, rank), 4, "", "basic", buffers)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -139,7 +144,7 @@ def test_every_member_has_a_file_of_every_shard(size: int, bucket: int, tmp_path
             with ShardReader(found.path) as reader:
                 for number, tensor in enumerate(tensors):
                     target = noise(tensor.numel() * tensor.element_size()).numpy()
-                    reader.read(reader.stored.layout.byte_offsets[number], target)
+                    reader.read(reader.shard.byte_offsets[number], target)
                     assert target.tobytes() == bytes_of(tensor)
     assert len(clique.files()) == size * size
 
@@ -275,10 +280,181 @@ def test_members_of_different_saves_are_refused_on_all(tmp_path: Path) -> None:
     assert clique.files() == []
 
 
+@dataclass
+class Disks:
+    """The files of every rank, each with the shards that it keeps."""
+
+    root: Path
+    states: Sequence[Tensors]
+    held: list[set[int]]
+    message_nbytes: int = 4096
+    paths: dict[tuple[int, int], Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Write the files."""
+        for rank, owners in enumerate(self.held):
+            for owner in owners:
+                self.paths[rank, owner] = self._write(rank, owner)
+
+    def _write(self, rank: int, owner: int) -> Path:
+        directory = ShardDirectory(self.root / f"node{rank}")
+
+        tensors = self.states[owner]
+        run_replicate(
+            Communicator([rank]), FilledShard(part_of(owner, tensors), tuple(tensors)),
+            lambda shard: directory.create(shard, rank), max_bucket_nbytes=1 << 20,
+        )  # fmt: skip
+        return directory.holder_directory(rank) / f"{LocalShardId(SAVE, owner)}.part"
+
+    def plan(self, wanted: Mapping[int, Sequence[int]]) -> ExchangePlan:
+        """Who gets what from whom."""
+        available = {
+            rank: [str(LocalShardId(SAVE, owner)) for owner in owners]
+            for rank, owners in enumerate(self.held)
+        }
+        named = {
+            rank: [str(LocalShardId(SAVE, o)) for o in wanted.get(rank, ())] for rank in available
+        }
+        return build_exchange_plan(available, named)
+
+    def retrieve(self, comm: Communicator, plan: ExchangePlan) -> Retrieval:
+        """Carry it out. Collective."""
+
+        own = {
+            str(LocalShardId(SAVE, owner)): path
+            for (rank, owner), path in self.paths.items()
+            if rank == comm.rank
+        }
+        return run_retrieve(comm, lambda: (plan, own), max_inflight_nbytes=self.message_nbytes)
+
+    def run(self, wanted: Mapping[int, Sequence[int]]) -> list[Retrieval]:
+        """Carry it out on all ranks."""
+        plan = self.plan(wanted)
+        return run_ranks(len(self.held), lambda comm: self.retrieve(comm, plan))
+
+    def require_whole(self, found: Retrieval, owners: Sequence[int]) -> None:
+        """Raise unless these shards are there, bit for bit, and no others."""
+        assert set(found.shards) == {str(LocalShardId(SAVE, owner)) for owner in owners}
+        for shard_id, retrieved in found.shards.items():
+            tensors = self.states[owner_of(shard_id)]
+            assert retrieved.shard == part_of(owner_of(shard_id), tensors)
+            assert list(map(bytes_of, retrieved.payloads)) == list(map(bytes_of, tensors))
+            assert [(t.dtype, t.shape) for t in retrieved.payloads] == [
+                (t.dtype, t.shape) for t in tensors
+            ]
+
+
+def owner_of(shard_id: str) -> int:
+    return LocalShardId.require(shard_id).global_rank
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("message_nbytes", [1 << 30, 4096, 77])
+def test_parts_that_all_lie_at_the_next_rank_travel_in_a_circle(
+    message_nbytes: int, tmp_path: Path
+) -> None:
+    disks = Disks(tmp_path, mixed(), [{2}, {0}, {1}], message_nbytes)
+    results = disks.run({rank: [rank] for rank in range(3)})
+    for rank, found in enumerate(results):
+        disks.require_whole(found, [rank])
+        assert found.bad == {}
+
+
+def test_one_holder_serves_all(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [*mixed(), []], [set(), set(), {0, 1, 2, 3}, set()])
+    for rank, found in enumerate(disks.run({rank: [rank] for rank in range(4)})):
+        disks.require_whole(found, [rank])
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped", "truncated", "emptied", "missing", "renamed", "pipe"]
+)
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_bad_copy_is_reported_on_every_rank_and_not_returned(
+    damage: str, sender: int, tmp_path: Path
+) -> None:
+    held: list[set[int]] = [set(), {0, 1}, {2}, set()]
+    held[sender] |= {0}
+    disks = Disks(tmp_path, [[noise(30_000, n)] for n in range(3)], held)
+    path = disks.paths[sender, 0]
+    if damage == "flipped":
+        flip(path, 20_000)
+    elif damage in {"truncated", "emptied"}:
+        os.truncate(path, 20_000 if damage == "truncated" else 0)
+    else:
+        path.unlink()
+    if damage == "renamed":
+        path.write_bytes(disks.paths[1, 1].read_bytes())
+    elif damage == "pipe":
+        os.mkfifo(path)
+    results = disks.run({0: [0], 1: [1], 2: [2], 3: [1]})
+
+    for found, owners in zip(results, ([], [1], [2], [1]), strict=True):
+        assert list(found.bad) == [(sender, str(LocalShardId(SAVE, 0)))]
+        assert found.bad == results[0].bad
+        disks.require_whole(found, owners)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disks = Disks(tmp_path, [[noise(30_000)]], [{0}, set()])
+    read = ShardReader.read
+
+    def read_later(reader: ShardReader, byte_offset: int, target: Any) -> None:
+        os.truncate(disks.paths[0, 0], 20_000)
+        read(reader, byte_offset, target)
+
+    monkeypatch.setattr(ShardReader, "read", read_later)
+    for found in disks.run({0: [0], 1: [0]}):
+        assert [rank for rank, _ in found.bad] == [0]
+        assert found.shards == {}
+
+
+def test_every_bad_copy_is_reported_at_once(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [[noise(30_000, n)] for n in range(3)], [{1}, {2}, {0}])
+    for path in disks.paths.values():
+        flip(path, 20_000)
+    for found in disks.run({rank: [rank] for rank in range(3)}):
+        assert [(rank, owner_of(id_)) for rank, id_ in found.bad] == [(0, 1), (1, 2), (2, 0)]
+        assert found.shards == {}
+
+
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [[noise(30_000)]], [{0}, set(), set()])
+    plan = disks.plan({1: [0], 2: [0]})
+
+    def retrieve(comm: Any) -> Any:
+        carrier = comm
+        if comm.rank == 2:
+            carrier = Flipping(comm, from_rank=0, number=number, place=99)
+        return disks.retrieve(carrier, plan)
+
+    for found in run_ranks(3, retrieve):
+        assert [rank for rank, _ in found.bad] == [0]
+        assert found.shards == {}
+
+
+def test_a_plan_that_cannot_be_made_is_an_error_on_every_rank() -> None:
+    def fail() -> Any:
+        raise PlanError("no plan")
+
+    seen = run_ranks(2, lambda c: caught(lambda: run_retrieve(c, fail, max_inflight_nbytes=99)))
+    assert all(isinstance(error, PlanError) for error in seen), seen
+
+
 def test_no_thread_and_no_open_file_is_left(tmp_path: Path) -> None:
-    clique = Clique(mixed(), 4096, tmp_path)
+    clique = Clique(mixed(), 4096, tmp_path / "clique")
+    disks = Disks(tmp_path / "disks", mixed(), [{0, 1, 2}, set(), set()])
     before = threading.enumerate()
     run_ranks(3, clique.save)
+    disks.run({rank: [rank] for rank in range(3)})
 
     assert threads_left(before) == []
     assert open_files_below(tmp_path) == []

@@ -1,0 +1,261 @@
+"""Plans: who holds copies for whom, which saves are kept, who sends what, and new layouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.core.array import DType, Region, ShardId, ShardSpec
+from dist_ckpt_strategies.errors import (
+    CoverageError,
+    NoReplicasAvailableError,
+    PlanError,
+    ShapeMismatchError,
+)
+from dist_ckpt_strategies.local.plan import (
+    Completeness,
+    assign_shards,
+    build_cliques,
+    build_exchange_plan,
+    build_reshard_plan,
+    build_retention,
+    group_saves,
+)
+from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
+from tests.support.boxes import Split, regions_in, spec_of, splits, times_covered
+
+ROWS = 12
+A, B, C = SaveId(10, "a"), SaveId(20, "b"), SaveId(30, "c")
+
+WORLDS = st.integers(1, 8).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.sets(st.integers(0, size - 1)), min_size=size, max_size=size),
+        st.permutations(range(size)),
+    )
+)
+
+
+def test_the_documented_example() -> None:
+    cliques = build_cliques(32, 8, 2)
+
+    assert cliques == (
+        (0, 8), (1, 9), (2, 10), (3, 11), (4, 12), (5, 13), (6, 14), (7, 15),
+        (16, 24), (17, 25), (18, 26), (19, 27), (20, 28), (21, 29), (22, 30), (23, 31),
+    )  # fmt: skip
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
+def test_even_cliques_are_those_of_the_formula(jump: int, factor: int, blocks: int) -> None:
+    world_size = jump * factor * blocks
+    formula = {
+        tuple(a * jump * factor + b + copy * jump for copy in range(factor))
+        for a in range(blocks)
+        for b in range(jump)
+    }
+
+    assert set(build_cliques(world_size, jump, factor)) == formula
+
+
+def test_twenty_ranks_on_nodes_of_eight_as_the_page_works_out() -> None:
+    with pytest.raises(PlanError, match=r"20 is not divisible by .* = 16"):
+        build_cliques(20, 8, 2)
+
+    assert build_cliques(20, 8, 2, allow_uneven=True) == (
+        (0, 8), (1, 9), (2, 10), (3, 11), (4, 12, 16), (5, 13, 17), (6, 14, 18), (7, 15, 19),
+    )  # fmt: skip
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4))
+def test_uneven_cliques_hold_every_rank_once_and_are_large_enough(
+    world_size: int, jump: int, factor: int
+) -> None:
+    num_nodes = -(-world_size // jump)
+    assume(num_nodes >= factor)
+    cliques = build_cliques(world_size, jump, factor, allow_uneven=True)
+
+    assert sorted(rank for clique in cliques for rank in clique) == list(range(world_size))
+    for clique in cliques:
+        assert len({rank // jump for rank in clique}) >= factor
+    if world_size >= jump * factor:
+        for clique in cliques:
+            assert len({rank // jump for rank in clique}) == len(clique)
+
+
+def test_too_few_nodes_is_an_error() -> None:
+    with pytest.raises(PlanError, match=r"3 copies .* nodes of 8 .* makes 2"):
+        build_cliques(16, 8, 3, allow_uneven=True)
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 1), (4, 0, 2), (4, 1, 0), (4, -1, 2)])
+def test_numbers_below_one_are_refused(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(PlanError, match="expected 1 or more"):
+        build_cliques(*numbers)
+
+
+def test_the_newest_is_kept_and_as_many_before_it_as_asked_for() -> None:
+    assert build_retention([A, B, C], C, 1) == {C}
+    assert build_retention([A, B, C], C, 2) == {B, C}
+    assert build_retention([A, B, C], C, 9) == {A, B, C}
+
+
+def test_an_incomplete_save_takes_no_place() -> None:
+    assert build_retention([A, C], C, 2) == {A, C}
+
+
+def test_later_iterations_of_a_run_that_went_back_are_not_kept() -> None:
+    again = SaveId(20, "d")
+
+    assert build_retention([A, B, C, again], again, 3) == {A, again}
+
+
+def test_of_two_saves_of_one_iteration_the_later_is_kept() -> None:
+    again = SaveId(10, "b")
+
+    assert build_retention([A, again, C], C, 2) == {again, C}
+
+
+@given(WORLDS)
+def test_everybody_gets_what_somebody_has(world: tuple[list[set[int]], list[int]]) -> None:
+    held, wishes = world
+    available = {rank: [str(shard) for shard in shards] for rank, shards in enumerate(held)}
+    wanted = {rank: [str(wish)] for rank, wish in enumerate(wishes)}
+    there = set().union(*held)
+    if set(wishes) - there:
+        with pytest.raises(NoReplicasAvailableError, match="no rank has a copy"):
+            build_exchange_plan(available, wanted)
+        return
+    plan = build_exchange_plan(available, wanted)
+
+    assert {(t.receiver, t.id_) for t in plan.entries} == {(r, w[0]) for r, w in wanted.items()}
+    for transfer in plan.entries:
+        assert transfer.id_ in available[transfer.sender]
+        if transfer.id_ in available[transfer.receiver]:
+            assert transfer.sender == transfer.receiver
+
+
+def test_holders_share_the_load() -> None:
+    available = {0: ["a", "b", "c", "d"], 1: ["a", "b", "c", "d"], 2: [], 3: [], 4: [], 5: []}
+    plan = build_exchange_plan(available, {2: ["a"], 3: ["b"], 4: ["c"], 5: ["d"]})
+
+    assert Counter(t.sender for t in plan.entries) == {0: 2, 1: 2}
+
+
+def test_a_plan_says_what_a_rank_has_to_have() -> None:
+    plan = build_exchange_plan({4: ["a"], 6: []}, {6: ["a"]}, 4)
+
+    assert plan.required_ids() == plan.required_ids(4) == {"a"}
+    assert plan.required_ids(6) == set()
+    assert plan == build_exchange_plan({4: ["a"], 6: []}, {6: ["a"]}, 6)
+
+
+def test_a_survey_lists_the_newest_save_first_and_what_is_missing() -> None:
+    old, new = SaveId(5, "a"), SaveId(9, "b")
+    found = [
+        (LocalShardId(old, 0), 2, "x"),
+        (LocalShardId(old, 1), 2, "y"),
+        (LocalShardId(new, 1), 2, "x"),
+    ]
+
+    assert group_saves([*found, found[-1]]) == (
+        Completeness(new, 2, (0,), frozenset("x")),
+        Completeness(old, 2, (), frozenset("xy")),
+    )
+
+
+def test_two_saves_of_one_iteration_and_worlds_of_other_sizes_do_not_mix() -> None:
+    first, second = SaveId(5, "a"), SaveId(5, "b")
+    found = [
+        (LocalShardId(first, 0), 2, ""),
+        (LocalShardId(second, 1), 2, ""),
+        (LocalShardId(first, 1), 3, ""),
+    ]
+
+    assert [(one.save, one.missing) for one in group_saves(found)] == [
+        (second, (0,)),
+        (first, (0, 2)),
+        (first, (1,)),
+    ]
+
+
+def test_parts_of_a_larger_world_are_taken_by_ranks_that_have_them() -> None:
+    save = SaveId(5, "a")
+    ids = [str(LocalShardId(save, rank)) for rank in range(4)]
+    taken = assign_shards(save, 4, {0: ids[:2], 1: ids[2:]})
+
+    assert taken == {0: tuple(ids[:2]), 1: tuple(ids[2:])}
+
+
+def spec(start: int, stop: int, key: str = "w", rows: int = ROWS) -> ShardSpec:
+    region = Region((start, 0), (stop - start, 3))
+    return ShardSpec(ShardId(key, region), (rows, 3), DType.INT16)
+
+
+def cut(num_shards: int) -> list[ShardSpec]:
+    bounds = [ROWS * n // num_shards for n in range(num_shards + 1)]
+    return [spec(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 5, 12]),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_any_layout_is_made_from_any_other(old: int, new: int, size: int) -> None:
+    held = [cut(old)[rank::size] for rank in range(size)]
+    wanted = [[cut(new)[rank % new]] for rank in range(size)]
+    plan = build_reshard_plan(held, wanted)
+    slices = list(plan)
+
+    for rank, (want,) in enumerate(wanted):
+        rows = sorted(
+            row
+            for one in slices
+            if one.receiver == rank
+            for row in range(one.region.offset[0], one.region.end[0])
+        )
+        assert rows == list(range(want.region.offset[0], want.region.end[0]))
+    for one in slices:
+        assert one.source in [spec.id for spec in held[one.sender]]
+        if any(spec.id == one.source for spec in held[one.receiver]):
+            assert one.sender == one.receiver
+
+
+@given(splits().filter(lambda split: split.main), st.data())
+def test_every_wanted_box_is_covered_once_by_parts_of_what_is_held(
+    split: Split, data: st.DataObject
+) -> None:
+    held = [request.shards for request in split.requests()]
+    box = data.draw(regions_in(split.shape))
+    wanted: list[list[ShardSpec]] = [[], [spec_of(box, split.shape)], [], []]
+
+    plan = build_reshard_plan(held, wanted)
+
+    slices = list(plan)
+    found = times_covered(split.shape, [one.region for one in slices])
+    assert (found == times_covered(split.shape, [box])).all()
+
+
+def test_replicas_share_the_sending() -> None:
+    plan = build_reshard_plan([cut(2), cut(2), [], []], [[], [], cut(2), cut(2)])
+
+    senders = [one.sender for one in plan]
+    assert sorted(senders) == [0, 0, 1, 1]
+
+
+def test_a_gap_is_named_with_rank_and_key() -> None:
+    with pytest.raises(CoverageError, match=r"w: rank 1 wants .* hold 18 of them") as info:
+        build_reshard_plan([[spec(0, 6)], []], [[], [spec(0, 12)]])
+    assert info.value.key == "w"
+
+
+def test_an_unknown_array_is_named() -> None:
+    with pytest.raises(CoverageError, match="x: rank 0 wants"):
+        build_reshard_plan([[spec(0, 12)]], [[spec(0, 12, key="x")]])
+
+
+def test_another_shape_is_refused() -> None:
+    with pytest.raises(ShapeMismatchError, match=r"shape \(12, 3\) .* \(16, 3\) requested"):
+        build_reshard_plan([[spec(0, 12)]], [[spec(0, 16, rows=16)]])
