@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 
 from benchmarks.measuring.harness import RankContext, join_gloo
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.recovery.random_states import (
     capture_random_states,
-    encode_random_states,
 )
 from tests.support.sharded_training import ShardedTraining, make_groups
 
@@ -39,7 +39,7 @@ class Worker:
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes that this rank mirrors, and votes with, in each step."""
-        return len(encode_random_states(capture_random_states())), _VOTE_NBYTES
+        return len(pickle.dumps(capture_random_states())), _VOTE_NBYTES
 
     def _plain(self, num_steps: int) -> float:
         training = self._training

@@ -13,7 +13,6 @@ from dist_ckpt_strategies.inprocess.abort import (
 )
 from dist_ckpt_strategies.inprocess.coordinator import (
     Coordinator,
-    Epoch,
     Fault,
     FaultMode,
     RankInfo,
@@ -38,7 +37,6 @@ __all__ = [
     "Compose",
     "Coordinator",
     "CudaHealthCheck",
-    "Epoch",
     "Fault",
     "FaultCounter",
     "FaultMode",

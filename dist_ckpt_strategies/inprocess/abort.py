@@ -65,12 +65,6 @@ class Compose(Abort):
             raise RestartError(f"abort failed: {texts}") from ExceptionGroup("abort", errors)
         return state
 
-    def with_first(self, kind: type) -> Compose:
-        """The same parts; those of a kind are called before all others."""
-        first = [one for one in self.instances if isinstance(one, kind)]
-        rest = [one for one in self.instances if not isinstance(one, kind)]
-        return Compose(*rest, *first)
-
 
 class AbortTransformerEngine(Abort):
     """Transformer Engine's buffers for overlapped communication, where it is imported."""

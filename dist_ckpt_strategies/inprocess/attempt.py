@@ -158,7 +158,9 @@ class Attempt:
         """Abort, and cut what is opened afterwards, until the block has been left."""
         abort = self._wrapper.abort
         if self._wrapper.early_abort_communicator and isinstance(abort, Compose):
-            abort = abort.with_first(HPAbortTorchDistributed)
+            kind = HPAbortTorchDistributed
+            # The last one runs first.
+            abort = Compose(*sorted(abort.instances, key=lambda one: isinstance(one, kind)))
         try:
             if abort is not None:
                 abort(self.state)

@@ -1,4 +1,8 @@
-"""What a rank asks of the coordinator of a job: who it is, when all are there, who has failed."""
+"""What a rank asks of the coordinator of a job: who it is, when all are there, who has failed.
+
+An *epoch* is one attempt of all ranks to run the block together. The coordinator numbers them,
+never a rank; the numbers grow, and may skip some.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +48,6 @@ class Fault:
         """One line for a log."""
         who = "a rank" if self.global_rank is None else f"rank {self.global_rank}"
         return f"{who}: {self.mode} in epoch {self.epoch}: {self.why}"
-
-
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """One attempt of all ranks to run the block together.
-
-    Attributes:
-        number: counted by the coordinator, never by a rank; grows, and may skip numbers.
-    """
-
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +114,8 @@ class Coordinator(Protocol):
         """
         ...
 
-    def barrier(self, timeout_s: float) -> Epoch:
-        """Join the forming epoch; return it once every rank of the world has joined.
+    def barrier(self, timeout_s: float) -> int:
+        """Join the forming epoch; return its number once every rank of the world has joined.
 
         Faults while it forms only make it another epoch; the wait goes on.
 

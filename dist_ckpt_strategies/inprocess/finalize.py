@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,39 +59,38 @@ class CheckpointlessFinalizeCleanup(Finalize):
         self.trainer = trainer
 
 
-def imported(module: str, name: str) -> Any:
+def imported(module: str, path: str) -> Any:
     """What a module calls so, if this process has imported it; else None."""
-    return getattr(sys.modules.get(module), name, None)
+    found: Any = sys.modules.get(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def abort_megatron() -> None:
     """Take Megatron-Core's parallel layout and its global buffers down."""
-    destroy = imported("megatron.core.parallel_state", "destroy_model_parallel")
-    if destroy is not None:
-        destroy()
+    _call(imported("megatron.core.parallel_state", "destroy_model_parallel"))
 
 
 def abort_te() -> None:
     """Let Transformer Engine make its global state anew."""
-    manager = imported("transformer_engine.pytorch.fp8", "FP8GlobalStateManager")
-    if manager is not None:
-        manager.reset()
+    _call(imported("transformer_engine.pytorch.fp8", "FP8GlobalStateManager.reset"))
 
 
 def cleanup_rope() -> None:
     """Forget cached rotary embeddings: they may belong to a dead layout."""
     module = "megatron.core.models.common.embeddings.rotary_pos_embedding"
-    kind = imported(module, "RotaryEmbedding")
-    clear = getattr(getattr(kind, "forward", None), "cache_clear", None)
-    if clear is not None:
-        clear()
+    _call(imported(module, "RotaryEmbedding.forward.cache_clear"))
 
 
 def cleanup_ddp() -> None:
     """Forget the module that torch's DistributedDataParallel takes for the one in forward."""
-    kind = imported("torch.nn.parallel.distributed", "DistributedDataParallel")
-    if kind is not None:
-        kind._active_ddp_module = None  # noqa: SLF001 - no public way
+    torch.nn.parallel.DistributedDataParallel._active_ddp_module = None  # noqa: SLF001
+
+
+def _call(reset: Any) -> None:
+    if reset is not None:
+        reset()
 
 
 def _clear(owner: Any, name: str) -> None:
@@ -103,41 +101,28 @@ def _clear(owner: Any, name: str) -> None:
         setattr(owner, name, None)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryStatus:
-    """Memory in use, in bytes.
+def memory_in_use() -> tuple[int, int]:
+    """Resident bytes of this process, and bytes that torch has allocated on its CUDA device."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    cuda = _cuda.memory_allocated() if _cuda.is_initialized() else 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE"), cuda
 
-    Attributes:
-        resident: of the host.
-        cuda: allocated by torch on the current device; 0 where CUDA has not been used.
-    """
 
-    resident: int
-    cuda: int
+def has_leftovers(now: tuple[int, int], before: tuple[int, int]) -> bool:
+    """Whether an attempt has left so much behind that collecting its cycles is worth it."""
+    return max(now[0] - before[0], now[1] - before[1]) > _LEFTOVER_BYTES
 
-    @classmethod
-    def take(cls) -> MemoryStatus:
-        """Of now."""
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-        cuda = _cuda.memory_allocated() if _cuda.is_initialized() else 0
-        return cls(int(pages) * os.sysconf("SC_PAGE_SIZE"), cuda)
 
-    def log(self, attempt: int, first: MemoryStatus) -> None:
-        """Log it, with a warning if it is above ``first`` by more than allocators vary."""
-        pairs = ((self.resident, first.resident), (self.cuda, first.cuda))
-        if any(now > _TOLERANCE * then + _SLACK_BYTES for now, then in pairs):
-            logger.warning("memory grows: %s after attempt %d, %s at first", self, attempt, first)
-        else:
-            logger.info("after attempt %d: %s", attempt, self)
-
-    def has_leftovers(self, before: MemoryStatus) -> bool:
-        """Whether an attempt has left so much behind that collecting its cycles is worth it."""
-        grown = max(self.resident - before.resident, self.cuda - before.cuda)
-        return grown > _LEFTOVER_BYTES
-
-    def __str__(self) -> str:
-        """In MiB."""
-        return f"{self.resident >> 20} MiB resident, {self.cuda >> 20} MiB of CUDA memory"
+def log_memory(attempt: int, now: tuple[int, int], first: tuple[int, int]) -> None:
+    """Log what is in use, with a warning if it is above ``first`` by more than allocators vary."""
+    grows = any(a > _TOLERANCE * b + _SLACK_BYTES for a, b in zip(now, first, strict=True))
+    logger.log(
+        logging.WARNING if grows else logging.INFO,
+        "%safter attempt %d: %d MiB resident, %d MiB of CUDA memory; at first %d and %d",
+        "memory grows: " if grows else "",
+        attempt,
+        *(number >> 20 for number in (*now, *first)),
+    )
 
 
 def release_free_memory() -> None:

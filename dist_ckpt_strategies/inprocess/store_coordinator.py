@@ -28,7 +28,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.inprocess.coordinator import (
     Coordinator,
-    Epoch,
     Fault,
     FaultMode,
     RankInfo,
@@ -99,11 +98,6 @@ class RestartState:
         """The last epoch that a worker has joined."""
         found = self._store.get(f"joined/{worker}")
         return None if found is None else int(found)
-
-    def has_begun(self) -> bool:
-        """Whether all ranks have ever joined one epoch; looks at each of them."""
-        epochs = range(self._first, self.current() + 1)
-        return any(self._store.get(f"barrier/{epoch}") == _OPEN for epoch in epochs)
 
     def is_done(self, epoch: int) -> bool:
         """Whether all ranks have returned from the block in this epoch."""
@@ -204,7 +198,7 @@ class StoreCoordinator:
             update_environment(environment_of(self._place))
         return self._place
 
-    def barrier(self, timeout_s: float) -> Epoch:
+    def barrier(self, timeout_s: float) -> int:
         """See Coordinator."""
         deadline = time.monotonic() + timeout_s
         place = self.wait_rank(timeout_s)
@@ -214,7 +208,7 @@ class StoreCoordinator:
                 self._joined = epoch, self._state.join(epoch, self._worker, place.global_rank)
                 self._want(epoch)
             if self._passes(epoch, place, deadline):
-                return Epoch(epoch)
+                return epoch
             if time.monotonic() > deadline:
                 raise self._timed_out(epoch, "joined", "arrived", place)
 

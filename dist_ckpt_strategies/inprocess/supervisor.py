@@ -6,14 +6,11 @@ import os
 import selectors
 import signal
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Self
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import COORDINATOR
@@ -33,8 +30,6 @@ _SIGNAL_CODE = 128
 _PATIENCE_S = 1.0
 _AWAY_S = 0.5
 _POLL_S = 0.1
-_MAX_FALSE_STARTS = 3
-"""Of one rank, before the job has begun: what fails each time is not mended by trying again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +81,10 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._workers: dict[str, WorkerProcess] = {}
         self._ranks: dict[str, int] = {}
-        self._finished: dict[int, int] = {}  # the last epoch that each had joined, or 0
-        self._looked_at = 0.0
+        self._finished: set[int] = set()
+        self._signals: list[int] = []
         self._failures: Counter[int] = Counter()
         self._num_failures = 0
-        self._false_starts: Counter[int] = Counter()
         self._num_started = 0
 
     def run(self) -> int:
@@ -99,21 +93,22 @@ class Supervisor:
         No process of the job is left, however this returns or raises.
 
         Raises:
-            RestartLimitError: workers have died too often, or cannot even start.
+            RestartLimitError: workers have died too often.
             RestartError: one died after others had finished.
         """
-        with SignalInbox() as inbox:
+        with _noting(self._signals) as inbox:
             self._selector.register(inbox, selectors.EVENT_READ, lambda: None)  # see the loop
             try:
                 for rank in range(self._job.num_ranks):
                     self._assign(self._start(rank), rank)
                 for _ in range(self._job.num_spares):
                     self._start(None)
-                while len(self._finished) < self._job.num_ranks and not inbox.received:
+                while len(self._finished) < self._job.num_ranks and not self._signals:
                     self._step()
             finally:
-                self._end_all(inbox)
-        return _SIGNAL_CODE + inbox.received[0] if inbox.received else 0
+                self._selector.unregister(inbox)
+                self._end_all()
+        return _SIGNAL_CODE + self._signals[0] if self._signals else 0
 
     def _step(self) -> None:
         """Wait until something happens, and deal with it."""
@@ -128,9 +123,6 @@ class Supervisor:
                 worker.excuse()
             if worker.seconds_left() <= 0:
                 worker.kill_as_hung()
-        if self._finished and time.monotonic() - self._looked_at > _PATIENCE_S:
-            self._looked_at = time.monotonic()
-            self._require_able_to_meet()
 
     def _deal_with_events(self, patience_s: float) -> None:
         for key, _ in self._selector.select(patience_s):
@@ -174,25 +166,11 @@ class Supervisor:
             return
         epoch = self._state.joined(worker.name)
         if code != 0:
-            if code > 0 and epoch is None:
-                self._false_starts[rank] += 1
             self._replace(worker, rank, epoch, why)
         elif epoch is not None and not self._state.is_done(epoch):
             self._replace(worker, rank, epoch, f"{why} in the middle of the wrapped block")
         else:
-            self._finished[rank] = epoch or 0
-
-    def _require_able_to_meet(self) -> None:
-        """Raise where a rank waits for one that is done, and comes to no barrier any more."""
-        gone, last = min(self._finished.items(), key=lambda found: found[1])
-        for worker in self._workers.values():
-            rank = self._ranks.get(worker.name)
-            epoch = None if rank is None else self._state.joined(worker.name)
-            if epoch is not None and epoch > last:
-                raise RestartError(
-                    f"rank {rank} waits for all ranks to run a wrapped block, and rank {gone} has "
-                    "ended with exit code 0 without it; every rank has to call it"
-                )
+            self._finished.add(rank)
 
     def _lose_spare(self, code: int, why: str) -> None:
         if code == 0:
@@ -213,7 +191,6 @@ class Supervisor:
                     "new process could not catch up with the others"
                 )
         self._count_failure(rank, why)
-        self._require_able_to_start(rank, why)
         spare = self._spare()
         taken = "a new process" if spare is None else f"spare {spare.name}"
         self._on_note(f"rank {rank} is gone: {why}; {taken} takes its place")
@@ -233,18 +210,6 @@ class Supervisor:
             f"{self._num_failures} workers have died ({counts or 'spares'}), "
             f"{self._job.max_restarts} restarts are allowed; the last one was {who}: {why}"
         )
-
-    def _require_able_to_start(self, rank: int, why: str) -> None:
-        """Raise where a script fails each time before it comes to the block, on its first start.
-
-        Later on there is state in the memory of others, and more reason to be patient.
-        """
-        if self._false_starts[rank] >= _MAX_FALSE_STARTS and not self._state.has_begun():
-            raise RestartLimitError(
-                f"rank {rank}: {self._false_starts[rank]} processes have ended before they came "
-                f"to the wrapped block, the last one with {why}: this script cannot start; what "
-                "they wrote says why"
-            )
 
     def _spare(self) -> WorkerProcess | None:
         """A spare that waits, else one that is starting: a new process would come later."""
@@ -274,7 +239,7 @@ class Supervisor:
                 self._selector.unregister(fd)
         return worker.end()
 
-    def _end_all(self, inbox: SignalInbox) -> None:
+    def _end_all(self) -> None:
         """Signal the workers that still run, wait for ``grace_s``, and kill the rest.
 
         A signal to the supervisor is passed on; a second one ends the waiting. A
@@ -285,22 +250,21 @@ class Supervisor:
             ending.callback(self._selector.close)
             for worker in self._workers.values():
                 ending.callback(self._take_away, worker)
-            self._await_ends(inbox)
+            self._await_ends()
 
-    def _await_ends(self, inbox: SignalInbox) -> None:
-        if inbox.received:
-            self._on_note(f"{signal.Signals(inbox.received[0]).name}: ending all workers")
+    def _await_ends(self) -> None:
+        num_signals = len(self._signals)
+        if self._signals:
+            self._on_note(f"{signal.Signals(self._signals[0]).name}: ending all workers")
         for worker in self._workers.values():
             # A spare does nothing that it would have to bring to an end.
-            is_told = inbox.received and worker.name in self._ranks
-            worker.signal(inbox.received[0] if is_told else signal.SIGTERM)
+            is_told = self._signals and worker.name in self._ranks
+            worker.signal(self._signals[0] if is_told else signal.SIGTERM)
             self._selector.modify(
                 worker.pidfd, selectors.EVENT_READ, lambda w=worker: self._take_away(w)
             )
         deadline = time.monotonic() + self._job.grace_s
-        self._selector.unregister(inbox)
-        num_signals = len(inbox.received)
-        while self._workers and time.monotonic() < deadline and num_signals == len(inbox.received):
+        while self._workers and time.monotonic() < deadline and num_signals == len(self._signals):
             self._deal_with_events(min(_POLL_S, max(0.0, deadline - time.monotonic())))
 
 
@@ -324,39 +288,28 @@ def _environment(job: Job, given: Mapping[str, str], port: int) -> dict[str, str
     }
 
 
-class SignalInbox:
-    """While entered, signals to end are noted in ``received`` and have no other effect.
+@contextmanager
+def _noting(received: list[int]) -> Iterator[int]:
+    """While this is open, signals to end are noted in the list, and have no other effect.
 
-    In another thread than the main one nothing is noted: Python lets only that one hear signals.
-    A SIGHUP that is ignored, as under nohup, stays so.
+    What it gives is readable as long as one has been received. A SIGHUP that is ignored, as under
+    nohup, stays so.
     """
+    ours, theirs = os.pipe()
 
-    def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
-        self._ours, self._theirs = -1, -1
-        self.received: list[int] = []
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        os.write(theirs, b".")
 
-    def __enter__(self) -> Self:
-        """Hear signals from now on."""
-        self._ours, self._theirs = os.pipe()
-        is_main = threading.current_thread() is threading.main_thread()
-        for number in _SIGNALS if is_main else ():
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Put the earlier handlers back."""
-        for number, handler in self._before.items():
+    before = {
+        number: signal.signal(number, note)
+        for number in _SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield ours
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(self._ours)
-        os.close(self._theirs)
-
-    def fileno(self) -> int:
-        """Readable as long as something has been received."""
-        return self._ours
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.received.append(number)
-        os.write(self._theirs, b".")
+        os.close(ours)
+        os.close(theirs)

@@ -19,7 +19,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.inprocess.coordinator import (
     Coordinator,
-    Epoch,
     Fault,
     FaultMode,
     RankInfo,
@@ -109,7 +108,6 @@ class AgentCoordinator:
         self._client = client
         self._place: RankInfo | None = None
         self._joined_ahead: int | None = None
-        self._is_closed = False
         self._hosted: Any = None
 
     def wait_rank(self, timeout_s: float | None = None) -> RankInfo:
@@ -123,7 +121,7 @@ class AgentCoordinator:
             update_environment(environment_of(self._place))
         return self._place
 
-    def barrier(self, timeout_s: float) -> Epoch:
+    def barrier(self, timeout_s: float) -> int:
         """See Coordinator."""
         deadline = time.monotonic() + timeout_s
         place = self.wait_rank(timeout_s)
@@ -137,7 +135,7 @@ class AgentCoordinator:
             epoch = self._next_epoch(max(0.0, deadline - time.monotonic()))
             if self.wait_fault(epoch, 0.0) is None:
                 self.call("past_barrier", epoch)
-                return Epoch(epoch)
+                return epoch
 
     def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
         """See Coordinator."""
@@ -172,13 +170,10 @@ class AgentCoordinator:
         return False
 
     def close(self) -> None:
-        """See Coordinator. The client stays open."""
-        self._is_closed = True
+        """See Coordinator. Nothing: the client stays open."""
 
     def call(self, name: str, *args: Any) -> Any:
         """Call the client; its errors become this package's."""
-        if self._is_closed:
-            raise PeerLostError(None, "this coordinator has been closed")
         try:
             return getattr(self._client, name)(*args)
         except TimeoutError as error:

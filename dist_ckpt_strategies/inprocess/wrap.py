@@ -39,7 +39,9 @@ from dist_ckpt_strategies.inprocess.attempt import Attempt
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode
 from dist_ckpt_strategies.inprocess.finalize import (
     Finalize,
-    MemoryStatus,
+    has_leftovers,
+    log_memory,
+    memory_in_use,
     release_free_memory,
 )
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
@@ -80,9 +82,8 @@ class HPWrapper:
             once all of ``abort`` is done.
         early_abort_communicator: end communication before all else that ``abort`` ends.
         checkpoint_manager: its ``parameter_update_lock`` protects updates from interruption, its
-            ``on_fault(fault)`` and ``on_attempt(epoch)`` are called, where it has them.
+            ``on_fault(fault)`` is called between two attempts, where it has them.
         check_memory_status: log memory at each restart, and warn where it grows.
-        coordinator: in place of one that ``hp_api_factory`` makes; it is not closed.
         barrier_timeout_s: longest wait for all ranks to join an epoch.
         finish_timeout_s: longest wait for all ranks to return from the block.
         max_attempts: of this process; None for any number.
@@ -109,7 +110,6 @@ class HPWrapper:
     early_abort_communicator: bool = False
     checkpoint_manager: Any = None
     check_memory_status: bool = True
-    coordinator: Coordinator | None = None
     barrier_timeout_s: float = 1800.0
     finish_timeout_s: float = 7 * 86400.0
     max_attempts: int | None = None
@@ -134,14 +134,6 @@ class HPWrapper:
                 return HPCallWrapper(self).run(fn, a, kw)
 
         return wrapped
-
-    def open_coordinator(self) -> tuple[Coordinator, bool]:
-        """The coordinator, and whether it is closed after the call."""
-        if self.coordinator is not None:
-            return self.coordinator, False
-        if self.hp_api_factory is not None:
-            return self.hp_api_factory(), True
-        return coordinator_from_environment(), True
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
@@ -173,16 +165,15 @@ class HPCallWrapper:
         self.num_attempts = 0
         self.last_fault: Any = None
         self._coordinator: Coordinator | None = None
-        self._closes = False
         self._epoch = 0
         self._first_step: Any = None
         self._attempt: Attempt | None = None
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
         self._interrupter = Interrupter(lock)
         self._num_idle = 0
-        self._first_memory: MemoryStatus | None = None
+        self._first_memory: tuple[int, int] | None = None
         release_free_memory()
-        self._memory_before = MemoryStatus.take()
+        self._memory_before = memory_in_use()
         self._records_gradients = torch.is_grad_enabled()
 
     def run(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
@@ -216,14 +207,12 @@ class HPCallWrapper:
 
     def initialize_barrier(self) -> None:
         """Join the forming epoch; return once all ranks have."""
-        epoch = self._opened().barrier(self.wrapper.barrier_timeout_s)
-        self._epoch = epoch.number
+        self._epoch = self._opened().barrier(self.wrapper.barrier_timeout_s)
         self.num_attempts += 1
         self.step_upon_restart = 0
         self._first_step = self._step()
-        update_environment({"TORCHELASTIC_RESTART_COUNT": str(epoch.number)})
+        update_environment({"TORCHELASTIC_RESTART_COUNT": str(self._epoch)})
         self._is_in_block = True
-        _call_hook(self.wrapper.checkpoint_manager, "on_attempt", epoch)
 
     def start_hp_fault_handling_thread(self) -> None:
         """Watch for faults from now on, and stop the block when there is one."""
@@ -286,7 +275,7 @@ class HPCallWrapper:
         if attempt is not None:
             attempt.end()
         coordinator, self._coordinator = self._coordinator, None
-        if coordinator is not None and self._closes:
+        if coordinator is not None:
             coordinator.close()
 
     def ping(self) -> None:
@@ -296,7 +285,7 @@ class HPCallWrapper:
 
     def _opened(self) -> Coordinator:
         if self._coordinator is None:
-            self._coordinator, self._closes = self.wrapper.open_coordinator()
+            self._coordinator = (self.wrapper.hp_api_factory or coordinator_from_environment)()
             self._coordinator.wait_rank()
             register_interruptible_gloo()
             if torch.cuda.is_available():
@@ -353,20 +342,22 @@ class HPCallWrapper:
     def _finalize(self, attempt: Attempt) -> None:
         # An interruption may come within torch.no_grad() before its body, which would undo it.
         torch.set_grad_enabled(self._records_gradients)
-        _call_hook(self.wrapper.checkpoint_manager, "on_fault", attempt.fault)
+        on_fault = getattr(self.wrapper.checkpoint_manager, "on_fault", None)
+        if on_fault is not None:
+            on_fault(attempt.fault)
         attempt.communication.take_down()
         if self.wrapper.finalize is not None:
             self.wrapper.finalize(attempt.state)
         release_free_memory()
         # Most of an attempt is freed without it. It goes through all objects of all libraries,
         # which takes longer than all else that a restart does.
-        if MemoryStatus.take().has_leftovers(self._memory_before):
+        if has_leftovers(memory_in_use(), self._memory_before):
             gc.collect()
             release_free_memory()
-        self._memory_before = MemoryStatus.take()
+        self._memory_before = memory_in_use()
         if self.wrapper.check_memory_status:
             self._first_memory = self._first_memory or self._memory_before
-            self._memory_before.log(self.num_attempts, self._first_memory)
+            log_memory(self.num_attempts, self._memory_before, self._first_memory)
 
     def _note_store(self, store: Any) -> None:
         self._running().communication.note_store(store)
@@ -428,12 +419,6 @@ def parameter_of(kind: type, fn: Callable[..., Any]) -> str | None:
         if re.search(rf"\b{kind.__name__}\b", str(parameter.annotation)):
             return name
     return None
-
-
-def _call_hook(manager: Any, name: str, argument: Any) -> None:
-    hook = getattr(manager, name, None)
-    if hook is not None:
-        hook(argument)
 
 
 __all__ = ["Abort", "HPCallWrapper", "HPWrapper", "RankShouldRestart"]

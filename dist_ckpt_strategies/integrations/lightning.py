@@ -195,7 +195,7 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         if self.enable_checkpointless:
             manager_of(trainer).abandon_update()
             # Moving it off its device would be a copy, and for an update on another device.
-            trainer.strategy.teardown = _nothing
+            trainer.strategy.teardown = lambda: None
         if self.clean_tensor_hook:
             clear_tensor_hooks("cuda")
 
@@ -346,7 +346,3 @@ class HPFaultInjectionCallback(_Callback):  # type: ignore[misc]
             if (fault.global_rank, fault.step, fault.point) == here and not note.exists():
                 note.touch()
                 cause_fault(fault)
-
-
-def _nothing() -> None:
-    """What a strategy tears down after a fault."""

@@ -15,6 +15,7 @@ import torch
 from dist_ckpt_strategies.errors import RestartError, StrategyError
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from dist_ckpt_strategies.recovery import CheckpointManager
+from dist_ckpt_strategies.recovery.provider import ReplicatedState
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
 
 _ITERATING = "_DataLoaderIterDataFetcher"
@@ -27,7 +28,7 @@ _DIVIDING = frozenset({"MegatronStrategy"})
 """Made from one of those, and yet its ranks hold different parts."""
 
 
-class LoopState:
+class LoopState(ReplicatedState):
     """What Lightning's checkpoint holds of a trainer's loops, schedules, precision and callbacks.
 
     It is captured at the end of each step: the moment at which Lightning's own checkpoints are
@@ -38,6 +39,7 @@ class LoopState:
     """
 
     def __init__(self, trainer: Any) -> None:
+        ReplicatedState.__init__(self)
         self._trainer = trainer
         self._captured: dict[str, Any] | None = None
         self._held: tuple[Any, ...] | None = None
@@ -80,7 +82,9 @@ class LoopState:
             on_final_gradients: to be called in each step before a parameter changes, where the
                 optimizer does not commit the step.
         """
-        raise NotImplementedError
+        del on_final_gradients
+        self.objects()
+        self.set_step(int(self._trainer.global_step))
 
     def apply_update(self) -> None:
         """See StateProvider.
@@ -130,32 +134,10 @@ class LightningStateProvider(LoopState):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._tensors: TorchStateProvider | None = None
-        self._module: Any = None
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._step: int | None = None
-
-    @property
-    def step(self) -> int:
-        """See StateProvider; updates of the optimizer."""
-        return int(self._trainer.global_step) if self._step is None else self._step
-
-    def set_step(self, step: int) -> None:
-        """See StateProvider."""
-        self._step = step
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See StateProvider."""
-        return {
-            part_id: {**tensors, **self._buffers}
-            for part_id, tensors in self._provider().parts().items()
-        }
-
-    def gathered_parts(self) -> frozenset[str]:
-        """See StateProvider; none, as every rank updates everything."""
-        return frozenset()
-
-    def gather_weights(self) -> None:
-        """See StateProvider; there is nothing to gather."""
+        """See StateProvider; with the buffers of the end of the step before."""
+        return self._provider().parts()
 
     def begin_training(self, on_final_gradients: Callable[[], None]) -> None:
         """See LoopState; the data goes on from where the state is."""
@@ -168,7 +150,7 @@ class LightningStateProvider(LoopState):
                 loop, "reset_restart_stage"
             ):
                 loop.reset_restart_stage()
-        self.objects()
+        super().begin_training(on_final_gradients)
         call_after_closure(self._trainer.precision_plugin, on_final_gradients)
 
     def num_batches_done(self) -> int:
@@ -184,25 +166,23 @@ class LightningStateProvider(LoopState):
         return 0 if progress["is_last_batch"] else done
 
     def _other_objects(self) -> dict[str, Any]:
-        found = self._provider().objects()
-        self._copy_buffers()
-        return {"optimizer": found}
+        self._renew_buffers()
+        return {"optimizer": self._provider().objects()}
 
     def _load_others(self, objects: Mapping[str, Any]) -> None:
         self._provider().load_objects(objects["optimizer"])
-        self._copy_buffers()
+        self._renew_buffers()
 
-    def _copy_buffers(self) -> None:
+    def _renew_buffers(self) -> None:
         """Forward changes buffers, and a step that is run again must not find that."""
-        buffers = self._module.named_buffers()
-        self._buffers = {f"module/{name}": buffer.detach().clone() for name, buffer in buffers}
+        self._provider().accept_buffers()
+        self._provider().keep_buffers()
 
     def _provider(self) -> TorchStateProvider:
         if self._tensors is None:
             _require_replicated(self._trainer)
-            self._module = self._trainer.lightning_module
             (optimizer,) = self._trainer.optimizers
-            self._tensors = TorchStateProvider(self._module, optimizer)
+            self._tensors = TorchStateProvider(self._trainer.lightning_module, optimizer)
         return self._tensors
 
 

@@ -6,8 +6,7 @@ and are made when they are first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +57,6 @@ class NemoStateProvider(LoopState, MegatronStateProvider):
             return ""
         name = "a loader without datamodule" if module is None else type(module).__name__
         return f"{name} has no state_dict that says where the data goes on"
-
-    def begin_training(self, on_final_gradients: Callable[[], None]) -> None:
-        """See LoopState; the optimizer commits the step."""
-        del on_final_gradients
-        self.objects()
-        self.set_step(int(self._trainer.global_step))
 
     def update_shard(self) -> None:
         """Update this rank's shard, within the trainer's step."""
@@ -219,16 +212,6 @@ def _provide_state(strategy: Any, trainer: Any) -> None:
         guard_optimizer(optimizers[0], provider, manager_of(trainer))
 
 
-_MADE: Mapping[str, tuple[Callable[[Any], type], str, str]] = {
-    "CheckpointlessAutoResume": (auto_resume_class, "nemo.lightning.resume", "AutoResume"),
-    "CheckpointlessMegatronStrategy": (
-        strategy_class,
-        "nemo.lightning.pytorch.strategies",
-        "MegatronStrategy",
-    ),
-}
-
-
 def __getattr__(name: str) -> Any:
     """A class over NeMo's, on first use.
 
@@ -236,21 +219,14 @@ def __getattr__(name: str) -> Any:
         MissingDependencyError: NeMo is not installed, or lacks something that it needs itself.
         AttributeError: there is no such name.
     """
-    if name not in _MADE:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _class_named(name)
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return sorted([*globals(), *__all__])
-
-
-@cache
-def _class_named(name: str) -> type:
-    make, module, base = _MADE[name]
     try:
-        found = make(getattr(import_module(module), base))
+        if name == "CheckpointlessAutoResume":
+            found = auto_resume_class(import_module("nemo.lightning.resume").AutoResume)
+        else:
+            strategies = import_module("nemo.lightning.pytorch.strategies")
+            found = strategy_class(strategies.MegatronStrategy)
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"{name} needs NeMo with its Lightning strategies: pip install 'nemo_toolkit[llm]' "
@@ -258,4 +234,5 @@ def _class_named(name: str) -> type:
         ) from error
     found.__name__ = found.__qualname__ = name
     found.__module__ = __name__
+    globals()[name] = found  # the next look finds it
     return found

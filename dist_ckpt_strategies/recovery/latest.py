@@ -94,11 +94,8 @@ class Loaded:
     attempts: tuple[Attempt, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Global:
-    iteration: int
-    path: str
-    has_marker: bool
+_Found = tuple[int, str, bool]
+"""Iteration and address of a global checkpoint, and whether it has a marker, good or not."""
 
 
 def load_latest(
@@ -134,15 +131,17 @@ def load_latest(
         StrategyError: a place is no address.
         PeerTimeoutError, PeerLostError: a rank does not take part any more.
     """
-    comm = _communicator(local_manager)
-    manager = local_manager
-    timeout_s = manager.timeout_s if manager else options_from_environment().timeout_s
+    timeout_s = local_manager.timeout_s if local_manager else options_from_environment().timeout_s
+    purpose = "search for the latest checkpoint"
+    if local_manager is not None:
+        comm = local_manager.communicator(purpose)
+    else:
+        comm = open_communicator(None, timeout_s=timeout_s, purpose=purpose)
     attempts: list[Attempt] = []
     with time_limit(timeout_s):
-        found = _found(comm, global_dirs)
+        found = _find_global(comm, global_dirs)
     for candidate in [*found, None]:  # at last, local ones of any iteration
-        at_least = candidate.iteration if candidate else 0
-        loaded = _from_local(local_manager, at_least, attempts)
+        loaded = _from_local(local_manager, candidate[0] if candidate else 0, attempts)
         if loaded is None and candidate is not None:
             loaded = _from_global(comm, timeout_s, candidate, load_global, attempts)
         if loaded is not None:
@@ -153,14 +152,6 @@ def load_latest(
     if all(attempt.is_unfinished for attempt in attempts):
         raise CheckpointNotFoundError(f"no checkpoint to load in {where}{why}")
     raise NoUsableCheckpointError(f"no checkpoint in {where} can be loaded{why}")
-
-
-def _communicator(manager: LocalCheckpointManager | None) -> Communicator:
-    purpose = "search for the latest checkpoint"
-    if manager is not None:
-        return manager.communicator(purpose)
-    limit_s = options_from_environment().timeout_s
-    return open_communicator(None, timeout_s=limit_s, purpose=purpose)
 
 
 def _from_local(
@@ -194,14 +185,15 @@ def _from_local(
 def _from_global(
     comm: Communicator,
     timeout_s: float,
-    candidate: _Global,
+    candidate: _Found,
     load_global: Callable[[Any], Any] | None,
     attempts: list[Attempt],
 ) -> Loaded | None:
     """A global checkpoint, if it is whole. Collective."""
+    iteration, path, has_marker = candidate
 
     def look() -> Location:
-        place = located(candidate.path, options_from_environment())
+        place = located(path, options_from_environment())
         read_marker(place)
         return place
 
@@ -211,12 +203,12 @@ def _from_global(
                 check = partial(_require_whole, place)
                 return run_with_limit(check, place) if comm.rank == 0 else None
         try:
-            return load_global(place if isinstance(place, Path) else candidate.path)
+            return load_global(place if isinstance(place, Path) else path)
         except CheckpointError:
             raise
         except Exception as error:  # another rank sees one of ours, and both have to go on alike
-            text = f"{candidate.path}: load_global raised {type(error).__name__}: {text_of(error)}"
-            raise CheckpointError(text, path=candidate.path) from error
+            text = f"{path}: load_global raised {type(error).__name__}: {text_of(error)}"
+            raise CheckpointError(text, path=path) from error
 
     try:
         # First: who cannot see it must not miss the collectives of the load that the others begin.
@@ -226,10 +218,9 @@ def _from_global(
     except _NO_ANSWER:
         raise
     except CheckpointError as error:
-        where = candidate.iteration, candidate.path
-        _note(attempts, Attempt(Tier.GLOBAL, *where, str(error), not candidate.has_marker))
+        _note(attempts, Attempt(Tier.GLOBAL, iteration, path, str(error), not has_marker))
         return None
-    return Loaded(Tier.GLOBAL, candidate.iteration, candidate.path, state, tuple(attempts))
+    return Loaded(Tier.GLOBAL, iteration, path, state, tuple(attempts))
 
 
 def _require_whole(place: Location) -> None:
@@ -253,25 +244,20 @@ def _note(attempts: list[Attempt], attempt: Attempt) -> None:
     logger.warning("%s", attempt)
 
 
-def _found(comm: Communicator, global_dirs: Sequence[str | Path]) -> list[_Global]:
+def _find_global(comm: Communicator, global_dirs: Sequence[str | Path]) -> list[_Found]:
     """All global checkpoints as the first rank sees them, the newest first. Collective."""
 
-    def find() -> dict[str, bool]:
-        """Whether there is a marker, good or not, in each."""
+    def find() -> list[_Found]:
         found: dict[str, bool] = {}
         for address in global_dirs:
             place = located(address, options_from_environment())
             found |= _in_directory(place) if isinstance(place, Path) else _in_store(place)
-        return found
+        return [(_iteration_of(name), name, has_marker) for name, has_marker in found.items()]
 
-    def look() -> list[Any]:
-        found = {} if comm.rank else run_with_limit(find, ", ".join(map(str, global_dirs)))
-        return [[_iteration_of(name), name, has_marker] for name, has_marker in found.items()]
+    def look() -> list[_Found]:
+        return [] if comm.rank else run_with_limit(find, ", ".join(map(str, global_dirs)))
 
-    found = run_and_gather(comm, look)[0]
-    return sorted(
-        (_Global(*one) for one in found), key=lambda one: (one.iteration, one.path), reverse=True
-    )
+    return sorted(map(tuple, run_and_gather(comm, look)[0]), reverse=True)
 
 
 def _in_directory(directory: Path) -> dict[str, bool]:
@@ -280,15 +266,15 @@ def _in_directory(directory: Path) -> dict[str, bool]:
         if not directory.exists():
             return {}
         _complete(directory)
-        has_marker = (directory / MARKER_NAME).exists()
-        below = list(directory.iterdir()) if directory.is_dir() and not has_marker else []
-        numbered = [path for path in below if path.is_dir() and _NUMBER.search(path.name)]
-        is_meant = has_marker or not directory.is_dir() or _NUMBER.search(directory.name)
-        if not numbered:
-            return {str(directory): has_marker} if is_meant else {}
-        for path in numbered:
+        if not directory.is_dir() or (directory / MARKER_NAME).exists():
+            return {str(directory): directory.is_dir()}
+        below = [path for path in directory.iterdir() if _NUMBER.search(path.name)]
+        found = [path for path in below if path.is_dir()]
+        for path in found:
             _complete(path)
-        return {str(path): (path / MARKER_NAME).exists() for path in numbered}
+        if not found and _NUMBER.search(directory.name):
+            found = [directory]
+        return {str(path): (path / MARKER_NAME).exists() for path in found}
 
 
 def _complete(directory: Path) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.process_group import ProcessGroup
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank
+from dist_ckpt_strategies.comm.step_commit import StepCommit
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.device import uses_cuda
@@ -21,7 +26,7 @@ from dist_ckpt_strategies.errors import (
     RestartError,
     forget_frames,
 )
-from dist_ckpt_strategies.recovery.plan import Phase
+from dist_ckpt_strategies.recovery.plan import Phase, RecoveryPlan
 from dist_ckpt_strategies.recovery.provider import (
     HasStateProvider,
     HeldTensors,
@@ -31,21 +36,28 @@ from dist_ckpt_strategies.recovery.provider import (
     host_copy,
     provider_of,
 )
+from dist_ckpt_strategies.recovery.random_states import (
+    RandomState,
+    capture_random_states,
+    restore_random_states,
+)
 from dist_ckpt_strategies.recovery.recover import (
     BrokenGatherError,
     Recovery,
     UnfinishedStepError,
 )
-from dist_ckpt_strategies.recovery.shards import Shards
-from dist_ckpt_strategies.recovery.step_keeper import StepKeeper
+from dist_ckpt_strategies.recovery.shards import Shards, dump_objects, flat_shards
+from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_WHY = 800
 """Longest reason why a rank has no state, in characters."""
 
 
-class CheckpointManager(StepKeeper):
+class CheckpointManager:
     """Keeps a rank's state through faults, and brings all ranks back to one step.
 
     It is made outside the block that is run again. In the block::
@@ -85,13 +97,153 @@ class CheckpointManager(StepKeeper):
         *,
         timeout_s: float = 60.0,
     ) -> None:
-        super().__init__(enable_checksum=enable_checksum, timeout_s=timeout_s)
+        self.enable_checksum = enable_checksum
         self.enable_offload = enable_offload
+        self.checksum_manager = MemoryChecksumManager()
+        self.parameter_update_lock = ParameterUpdateLock()
         self.last_report: RecoveryReport | None = None
         self.last_failure: CheckpointError | None = None
-        self._let_go_for = ""
-        self._is_run_again = False
+        self._why = "has no state"
         self._is_filling = False
+        self._timeout_s = timeout_s
+        self._kept: InMemoryCheckpoint | None = None
+        self._random: dict[tuple[int, int], bytes] = {}  # of the last steps, by rank and step
+        self._commit: StepCommit | None = None
+        self._restores = False
+
+    @property
+    def global_step(self) -> int | None:
+        """The step that the kept state is in; None where none is kept."""
+        return None if self._kept is None else self._kept.step
+
+    @property
+    def phase(self) -> Phase | None:
+        """How far the kept state is within its step; None where none is kept."""
+        return None if self._kept is None else self._kept.phase
+
+    @property
+    def rng_states(self) -> list[RandomState] | None:
+        """This rank's random states at the beginning of its step; None if they are not known."""
+        content = self._random.get((global_rank(), self.global_step or 0))
+        return None if content is None else list(pickle.loads(content))  # noqa: S301 - of this job
+
+    def track(
+        self,
+        provider: StateProvider | HasStateProvider,
+        *,
+        group: ProcessGroup | None = None,
+        replica_group: ProcessGroup | None = None,
+    ) -> None:
+        """Keep this state from now on, by reference; the first thing after it is loaded.
+
+        Args:
+            provider: it is at the beginning of its step.
+            group: ranks that commit steps; None for the world.
+            replica_group: ranks that replicate their random states to each other: those that hold
+                the same shards. None for ``group``.
+
+        Raises:
+            PlanError: some of it could not be sent to another rank; says what.
+        """
+        found = provider_of(provider)
+        flat_shards(found.parts())  # what could not be sent is refused here, not at the fault
+        dump_objects(found.objects())
+        self._kept = InMemoryCheckpoint(found, found.step, Phase.RUNNING)
+        self._commit = StepCommit(group, replica_group, timeout_s=self._timeout_s)
+
+    def begin_step(self) -> None:
+        """Note that a step begins. In the first of an attempt, collective over the replicas.
+
+        Raises:
+            RestartError: nothing is tracked, or the step before has not ended.
+        """
+        kept, commit = self._tracked(Phase.RUNNING)
+        if commit.is_new:
+            self._begin_attempt(kept, commit)
+        elif kept.step != kept.provider.step:
+            raise RestartError(f"step {kept.provider.step} begins, expected {kept.step}")
+
+    def vote(self) -> None:
+        """Commit the step with all ranks, after the last change of a gradient; then it counts.
+
+        Collective: two numbers among those that commit, the random states among the replicas. What
+        needs other ranks for the update, such as the norm of the gradients, comes before.
+
+        Raises:
+            RestartError: some rank commits another step; on all ranks alike.
+        """
+        kept, commit = self._tracked(Phase.RUNNING)
+        after = kept.step + 1
+        content = self._random[global_rank(), after] = pickle.dumps(capture_random_states())
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.GRADS_FINAL)
+        self._replicate(commit, after, content)
+        # A rank that has committed knows that all have reached this, and replicated theirs before.
+        if not commit.should_commit(kept.step):
+            raise RestartError(
+                f"commit of step {kept.step}: some rank commits another one; all have to load the "
+                "same checkpoint, and to begin with the same step"
+            )
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.COMMITTED)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """``begin_update`` and ``end_update``; left by an exception, ``abandon_update``."""
+        self.begin_update()
+        try:
+            yield
+        except BaseException:  # an interruption is none of Exception
+            self.abandon_update()
+            raise
+        self.end_update()
+
+    def begin_update(self) -> None:
+        """Take the lock: this rank's shard and objects change from here on.
+
+        Where a block has no place for ``updating()``; ``end_update`` or ``abandon_update`` follows.
+        """
+        kept, _ = self._tracked(Phase.COMMITTED)
+        self.parameter_update_lock.acquire()
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATING)
+
+    def end_update(self) -> None:
+        """Give the lock back: this rank's shard and objects are those of the next step."""
+        kept, _ = self._tracked(Phase.UPDATING)
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATED)
+        self.parameter_update_lock.release()
+
+    def abandon_update(self) -> None:
+        """Give the lock back if this thread holds it; a state amid its update is inconsistent."""
+        if self.parameter_update_lock.held_by(threading.get_ident()):
+            self.parameter_update_lock.release()
+
+    def on_fault(self, _fault: object) -> None:
+        """The block has been left; HPWrapper calls this in its thread."""
+        self.abandon_update()
+
+    def end_step(self) -> None:
+        """Note that the step is over: the weights are gathered. Gives back a lock that is held."""
+        kept, _ = self._tracked(Phase.UPDATED)
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step + 1, Phase.RUNNING)
+        kept.provider.set_step(kept.step + 1)
+        self._forget_random_states(kept.step + 1)
+        self._record_checksums()
+        self.abandon_update()
+
+    def store_rng_states(self) -> None:
+        """Take the random states of this process for those of its step's beginning."""
+        content = pickle.dumps(capture_random_states())
+        self._random[global_rank(), self.global_step or 0] = content
+
+    def load_rng_states(self) -> None:
+        """Go back to the random states of the step's beginning.
+
+        Raises:
+            RestartError: they are not known.
+        """
+        states = self.rng_states
+        if states is None:
+            raise RestartError(f"no random states are known for step {self.global_step}")
+        restore_random_states(states)
 
     def save_checkpoint(self, trainer: StateProvider | HasStateProvider) -> None:
         """Keep this state, by reference; takes its digests where they are enabled.
@@ -107,9 +259,8 @@ class CheckpointManager(StepKeeper):
     def delete_checkpoint(self) -> None:
         """Forget the kept state and its random states, and collect what they leave."""
         if self._kept is not None:
-            self._let_go_for = "delete_checkpoint was called"
+            self._why = "has let its state go when delete_checkpoint was called"
         self._release()
-        self._random.clear()
         gc.collect()
         if uses_cuda():
             torch.cuda.empty_cache()
@@ -162,16 +313,14 @@ class CheckpointManager(StepKeeper):
             PeerTimeoutError, PeerLostError: a rank does not take part any more.
         """
         recovery = self._recovery(self._communicator(group), provider_of(trainer))
-        try:
+
+        def check() -> RecoveryPlan:
             plan = recovery.plan()
             if include_checksum_verification and self.enable_checksum:
                 recovery.compare(plan)
-        except (PeerTimeoutError, PeerLostError):
-            raise
-        except CheckpointError as error:
-            self._refuse(error)
-            return False
-        return True
+            return plan
+
+        return self._unless_refused(check) is not None
 
     def try_checkpointless_load(
         self, trainer: StateProvider | HasStateProvider, *, group: ProcessGroup | None = None
@@ -193,20 +342,14 @@ class CheckpointManager(StepKeeper):
 
         Raises:
             PeerTimeoutError, PeerLostError: a rank does not take part any more.
-            RestartError: it broke off when ``trainer`` had been filled in part, and HPWrapper runs
-                the block again, which makes it anew; on all ranks alike. Without HPWrapper None
-                is returned then too, and a checkpoint has to be loaded over it.
+            RestartError: it broke off when ``trainer`` had been filled in part, on all ranks alike.
+                HPWrapper runs the block again, which makes it anew.
         """
         provider = provider_of(trainer)
         comm = self._communicator(group)
-        try:
-            report = self._recover(comm, provider)
-        except (PeerTimeoutError, PeerLostError):
-            raise
-        except BrokenGatherError as error:
-            raise PeerLostError(None, str(error)) from error
-        except CheckpointError as error:
-            self._give_up(error)
+        report = self._unless_refused(lambda: self._recover(comm, provider))
+        if report is None:
+            self._let_go()
             return None
         self.last_report, self.last_failure = report, None
         logger.info("recovered from memory: %s", report)
@@ -218,33 +361,45 @@ class CheckpointManager(StepKeeper):
         Rank-local, called on all ranks alike in place of ``try_checkpointless_load``.
         """
         self._is_filling = False
-        self._give_up(RestartError(why))
+        self._refuse(RestartError(why))
+        self._let_go()
 
-    def on_attempt(self, _epoch: object) -> None:
-        """An attempt begins; HPWrapper calls this in the block's thread."""
-        self._is_run_again = True
+    def _unless_refused(self, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns; None where memory has no answer, on all ranks alike."""
+        try:
+            return call()
+        except (PeerTimeoutError, PeerLostError):
+            raise
+        except BrokenGatherError as error:
+            raise PeerLostError(None, str(error)) from error
+        except CheckpointError as error:
+            self._refuse(error)
+            return None
 
-    def _give_up(self, error: CheckpointError) -> None:
-        """Release everything; raise where the state to be filled is neither new nor old now.
+    def _refuse(self, error: CheckpointError) -> None:
+        """Note why; the frames that the error came through would keep the tensors they look at."""
+        logger.warning("no recovery from memory: %s", error)
+        forget_frames(error)
+        self.last_failure = error
 
-        On all ranks alike. A new run that began with it would begin with weights of the old.
-        """
-        self._refuse(error)
+    def _let_go(self) -> None:
+        """Release everything after a recovery that was refused."""
         if self._kept is not None:
-            self._let_go_for = f"a recovery was refused: {error}"
+            why = str(self.last_failure)[:_MAX_WHY]
+            self._why = f"has let its state go when a recovery was refused: {why}"
         self._release()
-        self._random.clear()
-        self._require_unfilled(error)
+        self._require_unfilled()
 
-    def _require_unfilled(self, error: CheckpointError) -> None:
-        """Raise after a recovery that broke off when it had begun to fill the state."""
-        if self._is_filling and self._is_run_again:
-            raise RestartError(
-                f"a recovery from memory broke off with the state filled in part: {error}; the "
-                "block has to make it anew"
-            ) from error
+    def _require_unfilled(self) -> None:
+        """Raise where the state to be filled is neither new nor old now, on all ranks alike.
+
+        A new run that began with it would begin with weights of the old.
+        """
         if self._is_filling:
-            logger.warning("the state is filled in part: load a checkpoint, or make it anew")
+            raise RestartError(
+                f"a recovery from memory broke off with the state filled in part: "
+                f"{self.last_failure}; the block has to make it anew"
+            ) from self.last_failure
 
     def _note_filling(self) -> None:
         self._is_filling = True
@@ -258,19 +413,18 @@ class CheckpointManager(StepKeeper):
         return self.checksum_manager if self.enable_checksum else None
 
     def _recovery(self, comm: Communicator, new: StateProvider) -> Recovery:
-        why = f"has let its state go when {self._let_go_for[:_MAX_WHY]}"
+        self._is_filling = False
         return Recovery(
             comm,
             new,
             self._kept,
-            why=why if self._let_go_for else "has no state",
+            why=self._why,
             random_states=self._random,
             checksums=self._checksums(),
             shards_of=self._shards_of,
         )
 
     def _recover(self, comm: Communicator, new: StateProvider) -> RecoveryReport:
-        self._is_filling = False
         recovery = self._recovery(comm, new)
 
         def adopt(step: int, random_states: dict[int, bytes]) -> None:
@@ -312,14 +466,40 @@ class CheckpointManager(StepKeeper):
         self.load_rng_states()
         self._record_checksums()
 
-    def _refuse(self, error: CheckpointError) -> None:
-        """Note why; the frames that the error came through would keep the tensors they look at."""
-        logger.warning("no recovery from memory: %s", error)
-        forget_frames(error)
-        self.last_failure = error
-
     def _release(self) -> None:
         self._kept = None
         self._commit = None
         self._restores = False
+        self._random.clear()
         self.checksum_manager.clear()
+
+    def _tracked(self, phase: Phase) -> tuple[InMemoryCheckpoint, StepCommit]:
+        if self._kept is None or self._commit is None:
+            raise RestartError("no state is tracked; call track(provider) first")
+        if self._kept.phase is not phase:
+            raise RestartError(
+                f"step {self._kept.step}: it is {self._kept.phase.name}, expected {phase.name}"
+            )
+        return self._kept, self._commit
+
+    def _begin_attempt(self, kept: InMemoryCheckpoint, commit: StepCommit) -> None:
+        """The beginning of the first step: the one point that no earlier commit covers."""
+        step = kept.provider.step
+        self._kept = InMemoryCheckpoint(kept.provider, step, Phase.RUNNING)
+        if self._restores:
+            self.load_rng_states()
+            self._restores = False
+        self.store_rng_states()
+        self._replicate(commit, step, self._random[global_rank(), step])
+        self._record_checksums()
+
+    def _replicate(self, commit: StepCommit, step: int, content: bytes) -> None:
+        for rank, found in commit.replicate(content).items():
+            self._random[rank, step] = found
+
+    def _forget_random_states(self, before: int) -> None:
+        self._random = {key: found for key, found in self._random.items() if key[1] >= before}
+
+    def _record_checksums(self) -> None:
+        if self.enable_checksum and self._kept is not None and self._kept.phase is Phase.RUNNING:
+            self.checksum_manager.record(self._kept.step, self._kept.provider.parts())

@@ -21,9 +21,10 @@ from dist_ckpt_strategies.megatron.training_state import (
     update_shards,
     weight_tensors,
 )
+from dist_ckpt_strategies.recovery.provider import ReplicatedState
 
 
-class MegatronStateProvider:
+class MegatronStateProvider(ReplicatedState):
     """A StateProvider over DistributedDataParallel chunks and a distributed optimizer.
 
     With ``num_distributed_optimizer_instances`` of two or more, each shard of the optimizer is
@@ -55,25 +56,16 @@ class MegatronStateProvider:
         increment: int = 1,
         step: int = 0,
     ) -> None:
+        super().__init__(step)
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._optimizers = distributed_optimizers(optimizer)
         self._scheduler = scheduler
         self._increment = increment
-        self._step = step
         self._applies = True
         # Kept, for Megatron's own groups may be gone when they are asked for again.
         self._place, self._shard = model_place(), shard_number()
         make_moments(self._optimizers)
-
-    @property
-    def step(self) -> int:
-        """See StateProvider."""
-        return self._step
-
-    def set_step(self, step: int) -> None:
-        """See StateProvider."""
-        self._step = step
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See StateProvider."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
+from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import (
@@ -79,7 +79,7 @@ class PEFTCheckpointManager(CheckpointManager):
         group: ProcessGroup | None = None,
         replica_group: ProcessGroup | None = None,
     ) -> None:
-        """See StepKeeper; notes the base model too."""
+        """See CheckpointManager; notes the base model too."""
         super().track(provider, group=group, replica_group=replica_group)
         self.maybe_save_base_model(provider)
 
@@ -122,18 +122,18 @@ class PEFTCheckpointManager(CheckpointManager):
             random_states=None,
             checksums=self._base_checksums if self.enable_checksum else None,
         )
-        try:
-            report = recovery.run(
+
+        def recover() -> RecoveryReport:
+            return recovery.run(
                 recovery.plan(),
                 finish_step=lambda: None,
                 adopt=lambda *_: self._note_base(self._base_of(provider)),
                 on_filling=self._note_filling,
             )
-        except (PeerTimeoutError, PeerLostError):
-            raise
-        except CheckpointError as error:
-            self._refuse(error)
-            self._require_unfilled(error)
+
+        report = self._unless_refused(recover)
+        if report is None:
+            self._require_unfilled()
             return None
         return asdict(report)
 

@@ -1,4 +1,4 @@
-"""How far a rank is within a step of training."""
+"""How far ranks are within a step of training, and how all get to the same one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    NoReplicasAvailableError,
-    PlanError,
-)
+from dist_ckpt_strategies.errors import CorruptCheckpointError, NoReplicasAvailableError
 
 
 class Phase(IntEnum):
@@ -34,7 +30,6 @@ class Phase(IntEnum):
 
 
 _MAX_SHOWN = 8
-_SHORT_WHY = 40
 _MAX_SOURCES = 8
 """Ranks that send one replicated shard to a receiver; more would only add messages."""
 
@@ -115,6 +110,11 @@ class ByteCopy:
     nbytes: int
     source: int
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.shard_id}: bytes {self.start} to {self.start + self.nbytes}"
+
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
@@ -163,32 +163,43 @@ def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
     """Decide from what every rank has how all get to the same step.
 
     Args:
-        facts: of every rank, by rank.
+        facts: of every rank, by rank; those of a shard have equal layouts.
 
     Raises:
         NoReplicasAvailableError: no rank has state, or none holds a shard, the objects, or some
             rank's random states, at the target; names it, and the ranks that might have.
-        PlanError: ranks that share a shard have different tensors in it.
     """
     target = _target(facts)
     roles = tuple(_role(one.held, target) for one in facts)
-    gathered = {part_id for one in facts for part_id in one.gathered}
-    is_behind = any(map(_is_behind, (one.held for one in facts), roles))
+    gathered = {shard_id for one in facts for shard_id in one.gathered}
+    # Some rank's shard is at the target, but not the weights that others' shards make.
+    is_behind = any(
+        role is Role.FINISH_STEP
+        or (role is Role.KEEP and one.held is not None and one.held.phase is Phase.UPDATED)
+        for one, role in zip(facts, roles, strict=True)
+    )
     needs_gather = is_behind and bool(gathered)
     skipped = gathered if needs_gather else set()
-    holders = _holders(facts, roles, skipped)
-    conflict = find_layout_conflict(facts)
-    if conflict is not None:
-        shard_id, first, second = conflict
-        raise PlanError(
-            f"{shard_id}: other tensors on rank {second} than on rank {first}", key=shard_id
-        )
+    ready = {
+        rank: one.held.shards
+        for rank, (one, role) in enumerate(zip(facts, roles, strict=True))
+        if one.held is not None and role is not Role.RECEIVE
+    }
+    sharing: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, shards in ready.items():
+        for shard in shards:
+            sharing[shard.shard_id].append(rank)
+    holders = {shard_id: tuple(r) for shard_id, r in sharing.items() if shard_id not in skipped}
+    copies = tuple(_copies(facts, roles, holders, target, skipped))
+    if not ready:
+        why = _reasons({rank: _why_not(one, roles[rank]) for rank, one in enumerate(facts)})
+        raise NoReplicasAvailableError(None, f"no rank has the state of step {target}: {why}")
     return RecoveryPlan(
         target,
         roles,
         tuple(sorted(holders.items())),
-        tuple(_copies(facts, roles, holders, target, skipped)),
-        tuple(_object_sources(facts, roles, target)),
+        copies,
+        tuple(_object_sources(facts, list(ready), sharing)),
         tuple(_random_sources(facts, target)),
         needs_gather,
     )
@@ -227,14 +238,17 @@ def require_equal_copies(digests: Sequence[Mapping[str, str]]) -> None:
 def _target(facts: Sequence[RankFacts]) -> int:
     held = [one.held for one in facts if one.held is not None]
     if not held:
-        first: dict[str, int] = {}  # what is the same on several ranks, and long, is said once
-        texts = []
-        for rank, one in enumerate(facts[:_MAX_SHOWN]):
-            is_first = first.setdefault(one.why, rank) == rank or len(one.why) <= _SHORT_WHY
-            texts.append(f"rank {rank} {one.why if is_first else f'as rank {first[one.why]}'}")
-        text = f"no rank has kept its state: {'; '.join(texts)}"
-        raise NoReplicasAvailableError(None, text)
+        why = _reasons({rank: one.why for rank, one in enumerate(facts)})
+        raise NoReplicasAvailableError(None, f"no rank has kept its state: {why}")
     return max(state.step + (state.phase >= Phase.COMMITTED) for state in held)
+
+
+def _reasons(why_of: Mapping[int, str]) -> str:
+    """Why each rank is no holder; what is the same on several ranks is said once."""
+    ranks_with: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, why in why_of.items():
+        ranks_with[why].append(rank)
+    return "; ".join(f"{_ranks(r)}: {why}" for why, r in list(ranks_with.items())[:_MAX_SHOWN])
 
 
 def _role(held: HeldState | None, target: int) -> Role:
@@ -248,26 +262,6 @@ def _role(held: HeldState | None, target: int) -> Role:
         if held.phase in {Phase.GRADS_FINAL, Phase.COMMITTED}:
             return Role.FINISH_STEP
     return Role.RECEIVE
-
-
-def _is_behind(held: HeldState | None, role: Role) -> bool:
-    """Whether the rank's shard is at the target, but weights that others' shards make are not."""
-    if held is None or role is Role.RECEIVE:
-        return False
-    return role is Role.FINISH_STEP or held.phase is Phase.UPDATED
-
-
-def _holders(
-    facts: Sequence[RankFacts], roles: Sequence[Role], skipped: set[str]
-) -> dict[str, tuple[int, ...]]:
-    found: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, (one, role) in enumerate(zip(facts, roles, strict=True)):
-        if one.held is None or role is Role.RECEIVE:
-            continue
-        for shard in one.held.shards:
-            if shard.shard_id not in skipped:
-                found[shard.shard_id].append(rank)
-    return {shard_id: tuple(ranks) for shard_id, ranks in found.items()}
 
 
 def _copies(
@@ -284,7 +278,17 @@ def _copies(
             if shard.shard_id in skipped or receiver in ranks_with.get(shard.shard_id, ()):
                 continue
             if not sources:
-                raise _no_holder(shard.shard_id, receiver, facts, roles, target)
+                lost = {
+                    rank: _why_not(other, roles[rank])
+                    for rank, other in enumerate(facts)
+                    if any(wanted.shard_id == shard.shard_id for wanted in other.wanted)
+                }
+                raise NoReplicasAvailableError(
+                    None,
+                    f"{shard.shard_id}: no rank holds it at step {target}, and rank {receiver} "
+                    f"needs it: {_reasons(lost)}",
+                    key=shard.shard_id,
+                )
             yield from _split(shard, receiver, sources)
 
 
@@ -302,22 +306,6 @@ def _split(shard: ShardFacts, receiver: int, holders: Sequence[int]) -> Iterator
             start = end
 
 
-def _no_holder(
-    shard_id: str, receiver: int, facts: Sequence[RankFacts], roles: Sequence[Role], target: int
-) -> NoReplicasAvailableError:
-    lost = [
-        f"rank {rank} {_why_not(one, role)}"
-        for rank, (one, role) in enumerate(zip(facts, roles, strict=True))
-        if any(shard.shard_id == shard_id for shard in one.wanted)
-    ]
-    return NoReplicasAvailableError(
-        None,
-        f"{shard_id}: no rank holds it at step {target}, and rank {receiver} needs it: "
-        + "; ".join(lost),
-        key=shard_id,
-    )
-
-
 def _why_not(one: RankFacts, role: Role) -> str:
     if one.held is None:
         return one.why
@@ -329,33 +317,17 @@ def _why_not(one: RankFacts, role: Role) -> str:
 
 
 def _object_sources(
-    facts: Sequence[RankFacts], roles: Sequence[Role], target: int
+    facts: Sequence[RankFacts], ready: Sequence[int], sharing: Mapping[str, Sequence[int]]
 ) -> Iterator[int]:
     """Of those at the target, the one that shares most shards; objects are equal among these."""
-    sharing: defaultdict[str, list[int]] = defaultdict(list)
-    ready: list[int] = []
-    for rank, (one, role) in enumerate(zip(facts, roles, strict=True)):
-        if one.held is not None and role is not Role.RECEIVE:
-            ready.append(rank)
-            for shard in one.held.shards:
-                sharing[shard.shard_id].append(rank)
-    if not ready:
-        why = "; ".join(
-            f"rank {rank} {_why_not(one, role)}"
-            for rank, (one, role) in enumerate(zip(facts[:_MAX_SHOWN], roles, strict=False))
-        )
-        raise NoReplicasAvailableError(None, f"no rank has the state of step {target}: {why}")
     is_ready = frozenset(ready)
     best: dict[frozenset[str], int] = {}
     for rank, one in enumerate(facts):
-        if rank in is_ready:
-            yield rank
-            continue
         wanted = frozenset(shard.shard_id for shard in one.wanted)
-        if wanted not in best:
+        if rank not in is_ready and wanted not in best:
             shared = Counter(source for shard_id in wanted for source in sharing.get(shard_id, ()))
             best[wanted] = min(shared, key=lambda s: (-shared[s], s), default=ready[0])
-        yield best[wanted]
+        yield rank if rank in is_ready else best[wanted]
 
 
 def _random_sources(facts: Sequence[RankFacts], target: int) -> Iterator[int]:
@@ -380,6 +352,7 @@ def _random_sources(facts: Sequence[RankFacts], target: int) -> Iterator[int]:
         yield rank if rank in own else first[rank]
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    found = list(ranks)
-    return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
+    more = f" and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
+    return f"rank{'s' if ranks[1:] else ''} {shown}{more}"

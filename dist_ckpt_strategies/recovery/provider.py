@@ -17,7 +17,7 @@ import torch
 from dist_ckpt_strategies.device import HostSnapshot
 from dist_ckpt_strategies.errors import RestartError, StrategyError
 from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.shards import Shards, dump_objects, flat_shards
+from dist_ckpt_strategies.recovery.shards import Shards, flat_shards
 
 
 class StateProvider(Protocol):
@@ -83,6 +83,29 @@ class HasStateProvider(Protocol):
     state_provider: StateProvider
 
 
+class ReplicatedState:
+    """The part of a StateProvider that is the same wherever ranks gather nothing."""
+
+    def __init__(self, step: int = 0) -> None:
+        self._step = step
+
+    @property
+    def step(self) -> int:
+        """See StateProvider."""
+        return self._step
+
+    def set_step(self, step: int) -> None:
+        """See StateProvider."""
+        self._step = step
+
+    def gathered_parts(self) -> frozenset[str]:
+        """See StateProvider; none: every rank updates all that it has."""
+        return frozenset()
+
+    def gather_weights(self) -> None:
+        """See StateProvider; there is nothing to gather."""
+
+
 def provider_of(trainer: StateProvider | HasStateProvider) -> StateProvider:
     """The StateProvider that a trainer has as ``state_provider``, or is.
 
@@ -97,16 +120,6 @@ def provider_of(trainer: StateProvider | HasStateProvider) -> StateProvider:
             "trainer of Lightning one"
         )
     return cast("StateProvider", found)
-
-
-def require_movable(provider: StateProvider) -> None:
-    """Raise unless all of a state could be sent to another rank: at the start, not at the fault.
-
-    Raises:
-        PlanError: a tensor has no memory of its own, or an object cannot be pickled.
-    """
-    flat_shards(provider.parts())
-    dump_objects(provider.objects())
 
 
 class MemoryChecksumManager:
@@ -125,12 +138,11 @@ class MemoryChecksumManager:
         self._digests = _digests_of(parts)
         self.step = step
 
-    def verify(self, parts: Shards) -> bool:
-        """Whether the state is the recorded one, bit for bit; True where nothing is recorded."""
-        return not self.differences(parts)
-
     def differences(self, parts: Shards) -> list[str]:
-        """The tensors that are not as they were recorded, each in a line that says how."""
+        """The tensors that are not as they were recorded, each in a line that says how.
+
+        None where nothing is recorded.
+        """
         if self.step is None:
             return []
         found: list[str] = []
@@ -175,13 +187,13 @@ class InMemoryCheckpoint:
         return recorded.differences(self.provider.parts())
 
 
-class HeldTensors:
+class HeldTensors(ReplicatedState):
     """A StateProvider of tensors and objects at hand, which trains nothing.
 
     Args:
         tensors: gives the tensors, by shard id and name.
         step: that they are in.
-        gathered: ids of the shards that are made anew from others.
+        gathered: ids of the shards that are gathered from others.
         objects: the state that is no tensor.
     """
 
@@ -193,19 +205,10 @@ class HeldTensors:
         gathered: frozenset[str] = frozenset(),
         objects: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        super().__init__(step)
         self.parts = tensors
         self._gathered = gathered
         self._objects = objects
-        self._step = step
-
-    @property
-    def step(self) -> int:
-        """See StateProvider."""
-        return self._step
-
-    def set_step(self, step: int) -> None:
-        """See StateProvider."""
-        self._step = step
 
     def gathered_parts(self) -> frozenset[str]:
         """See StateProvider."""
@@ -223,17 +226,12 @@ class HeldTensors:
         """Raise a RestartError: held tensors have no gradients."""
         raise RestartError("held tensors have no gradients to update from")
 
-    def gather_weights(self) -> None:
-        """See StateProvider; nothing trains with these."""
-
 
 def host_copy(provider: StateProvider, shards: Shards, step: int) -> HeldTensors:
     """A copy of a state on the host, with these of its tensors: others can take it over."""
-    keys = [(shard_id, name) for shard_id, tensors in shards.items() for name in tensors]
-    copies = HostSnapshot().take([shards[shard_id][name] for shard_id, name in keys])
-    copied: dict[str, dict[str, Any]] = {shard_id: {} for shard_id in shards}
-    for (shard_id, name), tensor in zip(keys, copies, strict=True):
-        copied[shard_id][name] = tensor
+    every = [tensor for tensors in shards.values() for tensor in tensors.values()]
+    copies = iter(HostSnapshot().take(every))
+    copied = {shard_id: dict(zip(names, copies)) for shard_id, names in shards.items()}  # noqa: B905 - as many as there are names
     return HeldTensors(
         lambda: copied,
         step=step,

@@ -1,11 +1,10 @@
-"""Random states of a process as bytes, and back. Importing this does not import Megatron-Core."""
+"""The random states of a process, and back. Importing this does not import Megatron-Core."""
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,13 @@ RandomState = tuple[str, Any]
 """Of one generator: its name, and what it needs to go on from there."""
 
 _TRACKED = "megatron/"
-_MODULE = "megatron.core.tensor_parallel.random"
 
 
 def capture_random_states() -> tuple[RandomState, ...]:
     """Where the generators of this process are: Python, NumPy, torch, CUDA, Megatron's tracker.
 
     CUDA's only where this process uses CUDA, of its current device; Megatron's only where it has
-    been set up.
+    been set up. They can be pickled, and need no torch to be read.
     """
     found: list[RandomState] = [
         ("python", random.getstate()),
@@ -47,51 +45,32 @@ def restore_random_states(states: Sequence[RandomState]) -> None:
     Raises:
         CorruptCheckpointError: a state makes no sense; those before it have been restored.
     """
-    tracked: dict[str, torch.Tensor] = {}
+    setters: dict[str, Callable[[Any], object]] = {
+        "python": random.setstate,
+        "numpy": np.random.set_state,
+        "torch": lambda state: torch.set_rng_state(torch.from_numpy(state)),
+        "cuda": lambda state: torch.cuda.set_rng_state(torch.from_numpy(state)),
+    }
+    tracker = _tracker()
+    tracked = dict(tracker.get_states()) if tracker else {}
     for name, state in states:
         try:
-            if name.startswith(_TRACKED):
-                tracked[name.removeprefix(_TRACKED)] = torch.from_numpy(state)
+            if not name.startswith(_TRACKED):
+                setters[name](state)
+                continue
+            key, tensor = name.removeprefix(_TRACKED), torch.from_numpy(state)
+            if isinstance(tracked.get(key), torch.Generator):
+                tracked[key].set_state(tensor)
             else:
-                _restore(name, state)
+                tracked[key] = tensor.clone()
         except (LookupError, ValueError, TypeError, RuntimeError) as error:
             raise CorruptCheckpointError(f"random states: {name}: {error}") from error
-    tracker = _tracker()
-    if tracker and tracked:
-        current = dict(tracker.get_states())
-        for name, tensor in tracked.items():
-            if isinstance(current.get(name), torch.Generator):
-                current[name].set_state(tensor)
-            else:
-                current[name] = tensor.clone()
-        tracker.set_states(current)
-
-
-def encode_random_states(states: Sequence[RandomState]) -> bytes:
-    """The states for another rank of this job, or for later."""
-    return pickle.dumps(tuple(states))
-
-
-def decode_random_states(content: bytes) -> tuple[RandomState, ...]:
-    """What a rank of this job encoded."""
-    found: tuple[RandomState, ...] = pickle.loads(content)  # noqa: S301 - of a rank of this job
-    return found
-
-
-def _restore(name: str, state: Any) -> None:
-    if name == "python":
-        random.setstate(state)
-    elif name == "numpy":
-        np.random.set_state(state)  # noqa: NPY002 - the global one
-    elif name == "torch":
-        torch.set_rng_state(torch.from_numpy(state))
-    elif name == "cuda":
-        torch.cuda.set_rng_state(torch.from_numpy(state))
-    else:
-        raise ValueError("no generator has this name")
+    if tracker:
+        tracker.set_states(tracked)
 
 
 def _tracker() -> Any:
     """Megatron-Core's tracker; None where it has not been set up in this process."""
-    tracker = getattr(sys.modules.get(_MODULE), "_CUDA_RNG_STATE_TRACKER", None)
+    module = sys.modules.get("megatron.core.tensor_parallel.random")
+    tracker = getattr(module, "_CUDA_RNG_STATE_TRACKER", None)
     return tracker if tracker is not None and tracker.is_initialized() else None

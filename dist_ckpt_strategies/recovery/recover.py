@@ -8,7 +8,8 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +26,6 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.recovery.plan import (
-    ByteCopy,
     HeldState,
     RankFacts,
     RecoveryPlan,
@@ -45,15 +45,14 @@ from dist_ckpt_strategies.recovery.shards import (
     Shards,
     dump_objects,
     flat_shards,
-    layout_differences,
     load_objects,
 )
 
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3
-_OBJECTS, _RANDOM_STATES = "objects", "random states"
 _MAX_INFLIGHT_NBYTES = 64 << 20
+_MESSAGE = "objects and random states"
 
 T = TypeVar("T")
 
@@ -69,7 +68,7 @@ class UnfinishedStepError(RestartError):
 
 
 class BrokenGatherError(RestartError):
-    """The weights could not be made anew, as ranks lost each other over it: nothing else is wrong.
+    """Ranks lost each other while they gathered the weights: nothing else is wrong.
 
     Raised on all ranks alike. What each of them has kept is good for another attempt.
     """
@@ -110,8 +109,9 @@ class Recovery:
         self._wanted: dict[str, FlatShard] = {}
         self._held: dict[str, FlatShard] = {}
         self._copied_nbytes = 0
-        self._messages: dict[tuple[str, int], torch.Tensor] = {}
-        """What is no tensor, by name and receiver: this rank's own, and what it sends."""
+        self._sent: dict[int, torch.Tensor] = {}
+        self._received: list[torch.Tensor] = []
+        """Objects and random states as bytes: for others by rank, and for this rank."""
 
     def plan(self) -> RecoveryPlan:
         """The plan, or the same error on all ranks; where tensors differ it names them.
@@ -126,7 +126,7 @@ class Recovery:
         facts = [pickle.loads(content) for content in contents]  # noqa: S301 - of this job
         conflict = find_layout_conflict(facts)
         if conflict is not None:
-            self._raise_conflict(*conflict)
+            raise self._conflict(*conflict)
         return build_recovery_plan(facts)
 
     def compare(self, plan: RecoveryPlan) -> None:
@@ -164,7 +164,7 @@ class Recovery:
 
         Raises:
             UnfinishedStepError: a rank could not finish its step; another plan may do without it.
-            BrokenGatherError: ranks lost each other while they made the weights anew.
+            BrokenGatherError: ranks lost each other while they gathered the weights.
             CorruptCheckpointError: bytes arrived damaged, or copies of a shard differ.
         """
         comm, started = self._comm, time.monotonic()
@@ -182,12 +182,12 @@ class Recovery:
 
         exchange(
             comm,
-            lambda: self._blocks(plan, prepared),
+            lambda: self._blocks(plan, [dict(sizes) for _, sizes, _ in prepared]),
             complete=complete,
             max_inflight_nbytes=_MAX_INFLIGHT_NBYTES,
         )
         if plan.needs_gather:
-            self._gather_weights()
+            self._raise_if_any(run_and_gather(comm, self._gather_weights), BrokenGatherError)
             run_collectively(comm, lambda: adopt(plan.target, random))
         return self._report(plan, time.monotonic() - started)
 
@@ -237,20 +237,23 @@ class Recovery:
             if copy.receiver == rank:
                 self._wanted[copy.shard_id].require_fillable()
         self._make_messages(plan, provider)
-        sizes = [[*which, content.numel()] for which, content in self._messages.items()]
+        sizes = [[receiver, content.numel()] for receiver, content in self._sent.items()]
         return ["", sizes, self._digests(plan) if self._checksums is not None else {}]
 
     def _make_messages(self, plan: RecoveryPlan, provider: StateProvider | None) -> None:
-        rank = self._comm.rank
+        rank, objects = self._comm.rank, b""
         if provider is not None:
-            objects = _tensor(dump_objects(dict(_asked("objects", provider.objects))))
-            for receiver, source in enumerate(plan.object_sources):
-                if source == rank:
-                    self._messages[_OBJECTS, receiver] = objects
-        for receiver, source in enumerate(plan.random_sources):
-            if source == rank != receiver:
-                states = dump_objects(self._random_states_for(receiver, plan.target))
-                self._messages[_RANDOM_STATES, receiver] = _tensor(states)
+            objects = dump_objects(dict(_asked("objects", provider.objects)))
+        sources = zip(plan.object_sources, plan.random_sources, strict=True)
+        for receiver, (object_source, random_source) in enumerate(sources):
+            states: dict[int, bytes] = {}
+            if random_source == rank != receiver:
+                states = self._random_states_for(receiver, plan.target)
+            if object_source == rank or states:
+                content = pickle.dumps((objects if object_source == rank else b"", states))
+                self._sent[receiver] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if rank in self._sent:
+            self._received.append(self._sent.pop(rank))
 
     def _flat(self, provider: StateProvider) -> dict[str, FlatShard]:
         return flat_shards(_asked("parts", lambda: self._shards_of(provider)))
@@ -265,56 +268,50 @@ class Recovery:
         ranks = (self._comm.global_rank(rank) for rank in (receiver, self._comm.rank))
         return {rank: states[rank, step] for rank in ranks if (rank, step) in states}
 
-    def _blocks(self, plan: RecoveryPlan, prepared: Sequence[Sequence[Any]]) -> Blocks:
+    def _blocks(self, plan: RecoveryPlan, sizes: Sequence[Mapping[int, int]]) -> Blocks:
         """Copy this rank's own shards to the new state; what it sends and receives beside them."""
         rank = self._comm.rank
         for shard_id in plan.local_shards(rank):
             if shard_id in self._wanted:
                 self._copied_nbytes += self._wanted[shard_id].copy_from(self._held[shard_id])
-        outgoing = [_outgoing(self._held[c.shard_id], c) for c in plan.copies if c.source == rank]
+        outgoing = [self._held[c.shard_id].outgoing(c) for c in plan.copies if c.source == rank]
         incoming = [
-            _incoming(self._wanted[copy.shard_id], copy, self._comm.device)
-            for copy in plan.copies
-            if copy.receiver == rank
+            self._wanted[c.shard_id].incoming(c, self._comm.device)
+            for c in plan.copies
+            if c.receiver == rank
         ]
-        for (name, receiver), content in self._messages.items():
-            if receiver != rank:
-                sent = TensorBytes([content])
-                outgoing.append(Outgoing(name, receiver, sent.nbytes, sent.read))
-        all_sources = {_OBJECTS: plan.object_sources, _RANDOM_STATES: plan.random_sources}
-        for name, sources in all_sources.items():
-            source = sources[rank]
-            for what, receiver, nbytes in prepared[source][1] if source != rank else ():
-                if (what, receiver) == (name, rank):
-                    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-                    self._messages[name, rank] = memory
-                    incoming.append(Incoming(name, source, nbytes, TensorBytes([memory]).write))
+        for receiver, content in self._sent.items():
+            sent = TensorBytes([content])
+            outgoing.append(Outgoing(_MESSAGE, receiver, sent.nbytes, sent.read))
+        for source in sorted({plan.object_sources[rank], plan.random_sources[rank]} - {rank}):
+            memory = torch.empty(sizes[source][rank], dtype=torch.uint8, device="cpu")
+            self._received.append(memory)
+            filled = TensorBytes([memory])
+            incoming.append(Incoming(_MESSAGE, source, filled.nbytes, filled.write))
         return outgoing, incoming
 
     def _complete(self, plan: RecoveryPlan) -> dict[int, bytes]:
         """Complete the new state; returns the random states that this rank received."""
         for shard in self._wanted.values():
             shard.write_back()
-        rank = self._comm.rank
-        objects = load_objects(self._messages[_OBJECTS, rank].numpy().tobytes())
-        _asked("load_objects", lambda: self._new.load_objects(objects))
+        random: dict[int, bytes] = {}
+        for message in self._received:
+            content, states = pickle.loads(message.numpy().tobytes())  # noqa: S301 - of this job
+            random |= states
+            if content:
+                _asked("load_objects", partial(self._new.load_objects, load_objects(content)))
         _asked("set_step", lambda: self._new.set_step(plan.target))
-        received = self._messages.get((_RANDOM_STATES, rank))
-        return {} if received is None else dict(load_objects(received.numpy().tobytes()))
+        return random
 
-    def _gather_weights(self) -> None:
-        """Have the weights made anew. Collective."""
-
-        def gather() -> str:
-            try:
-                _asked("gather_weights", self._new.gather_weights)
-            except CheckpointError as error:
-                if is_of_communication(error) or is_of_communication(error.__cause__):
-                    return str(error)
-                raise
-            return ""
-
-        self._raise_if_any(run_and_gather(self._comm, gather), BrokenGatherError)
+    def _gather_weights(self) -> str:
+        """Gather the weights; why ranks lost each other over it, where they did. Collective."""
+        try:
+            _asked("gather_weights", self._new.gather_weights)
+        except CheckpointError as error:
+            if is_of_communication(error) or is_of_communication(error.__cause__):
+                return str(error)
+            raise
+        return ""
 
     def _raise_if_any(self, answers: Sequence[str], kind: Callable[[str], RestartError]) -> None:
         failed = [
@@ -337,21 +334,26 @@ class Recovery:
             seconds=seconds,
         )
 
-    def _raise_conflict(self, shard_id: str, first: int, second: int) -> NoReturn:
-        """Raise on all ranks, naming the tensors that differ. Collective."""
+    def _conflict(self, shard_id: str, first: int, second: int) -> ShapeMismatchError:
+        """The error that names the tensors that differ. Collective."""
         comm = self._comm
 
-        def describe() -> Any:
-            both = (self._wanted, self._held)
-            found = [shards[shard_id].lines() for shards in both if shard_id in shards]
-            return found if comm.rank in {first, second} else None
+        def describe() -> list[dict[str, str]]:
+            both = (self._wanted, self._held) if comm.rank in {first, second} else ()
+            return [dict(shards[shard_id].lines()) for shards in both if shard_id in shards]
 
         answers = run_and_gather(comm, describe)
-        pairs = ((answers[first][0], lines) for lines in (*answers[second], *answers[first]))
-        differences = next(filter(None, (layout_differences(*pair) for pair in pairs)), [])
+        mine, missing = answers[first][0], "no such tensor"
+        differences: list[str] = []
+        for theirs in (*answers[second], *answers[first]):
+            differences = differences or [
+                f"{name}: {mine.get(name, missing)} and {theirs.get(name, missing)}"
+                for name in sorted(mine.keys() | theirs.keys())
+                if mine.get(name) != theirs.get(name)
+            ]
         shown = "; ".join(differences[:_MAX_SHOWN])
         num_more = len(differences) - _MAX_SHOWN
-        raise ShapeMismatchError(
+        return ShapeMismatchError(
             f"{shard_id}: tensors differ between ranks {comm.global_rank(first)} and "
             f"{comm.global_rank(second)}: {shown}{f', and {num_more} more' * (num_more > 0)}",
             key=shard_id,
@@ -368,29 +370,3 @@ def _asked(what: str, call: Callable[[], T]) -> T:
         text = f"the state provider's {what} raised {type(error).__name__}: {text_of(error)}"
         logger.warning("%s\n%s", text, traceback.format_exc().rstrip())
         raise RestartError(text) from error
-
-
-def _tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _name(copy: ByteCopy) -> str:
-    return f"{copy.shard_id}: bytes {copy.start} to {copy.start + copy.nbytes}"
-
-
-def _outgoing(shard: FlatShard, copy: ByteCopy) -> Outgoing:
-    def read(start: int, buffer: torch.Tensor) -> torch.Tensor:
-        return shard.read(copy.start + start, buffer)
-
-    return Outgoing(_name(copy), copy.receiver, copy.nbytes, read)
-
-
-def _incoming(shard: FlatShard, copy: ByteCopy, device: torch.device) -> Incoming:
-    return Incoming(
-        _name(copy),
-        copy.source,
-        copy.nbytes,
-        lambda start, content: shard.write(copy.start + start, content),
-        lambda start, nbytes: shard.landing(copy.start + start, nbytes, device),
-        copy.shard_id,
-    )

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import xxhash
 
+from dist_ckpt_strategies.comm.exchange import Incoming, Outgoing
 from dist_ckpt_strategies.device import TensorBytes, may_overlap, require_plain, to_host
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.recovery.plan import ShardFacts
+from dist_ckpt_strategies.recovery.plan import ByteCopy, ShardFacts
 
 _DIGEST_CHUNK_NBYTES = 64 << 20
 
 Shards = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors by shard id and name."""
-
-TensorLine = tuple[str, str, tuple[int, ...]]
-"""Name, dtype and shape of a tensor."""
 
 
 class FlatShard(TensorBytes):
@@ -41,10 +39,10 @@ class FlatShard(TensorBytes):
             require_plain(tensors[name], key=f"{shard_id}: {name}")
         super().__init__([tensors[name] for name in self.names])
 
-    def lines(self) -> list[TensorLine]:
-        """Name, dtype and shape of each tensor."""
+    def lines(self) -> list[tuple[str, str]]:
+        """Name of each tensor, and its dtype and shape in words."""
         return [
-            (name, str(tensor.dtype), tuple(tensor.shape))
+            (name, f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}")
             for name, tensor in zip(self.names, self.tensors, strict=True)
         ]
 
@@ -53,22 +51,38 @@ class FlatShard(TensorBytes):
         layout = xxhash.xxh3_64_hexdigest(json.dumps(self.lines()).encode())
         return ShardFacts(self.shard_id, self.nbytes, layout)
 
-    def digest(self) -> str:
-        """xxh3 of all bytes."""
-        total = xxhash.xxh3_64()
-        for number in range(len(self.names)):
-            content = self.bytes_of(number)
-            for start in range(0, content.numel(), _DIGEST_CHUNK_NBYTES):
-                chunk = content[start : start + _DIGEST_CHUNK_NBYTES]
-                total.update(to_host([chunk])[0].data)
-        return total.hexdigest()
-
     def tensor_digests(self) -> dict[str, str]:
         """xxh3 of the bytes of each tensor."""
-        return {
-            name: xxhash.xxh3_64_hexdigest(to_host([self.bytes_of(number)])[0].data)
-            for number, name in enumerate(self.names)
-        }
+        found: dict[str, str] = {}
+        for number, name in enumerate(self.names):
+            total, content = xxhash.xxh3_64(), self.bytes_of(number)
+            for start in range(0, content.numel(), _DIGEST_CHUNK_NBYTES):
+                total.update(to_host([content[start : start + _DIGEST_CHUNK_NBYTES]])[0].data)
+            found[name] = total.hexdigest()
+        return found
+
+    def digest(self) -> str:
+        """One digest of all bytes."""
+        return xxhash.xxh3_64_hexdigest("".join(self.tensor_digests().values()).encode())
+
+    def outgoing(self, copy: ByteCopy) -> Outgoing:
+        """The bytes of a copy, to be sent."""
+
+        def read(start: int, buffer: torch.Tensor) -> torch.Tensor:
+            return self.read(copy.start + start, buffer)
+
+        return Outgoing(copy.name, copy.receiver, copy.nbytes, read)
+
+    def incoming(self, copy: ByteCopy, device: torch.device) -> Incoming:
+        """Where the bytes of a copy arrive, over a communicator of this device."""
+        return Incoming(
+            copy.name,
+            copy.source,
+            copy.nbytes,
+            lambda start, content: self.write(copy.start + start, content),
+            lambda start, nbytes: self.landing(copy.start + start, nbytes, device),
+            copy.shard_id,
+        )
 
     def require_fillable(self) -> None:
         """Raise unless bytes can be written into every tensor.
@@ -96,20 +110,6 @@ class FlatShard(TensorBytes):
 def flat_shards(shards: Shards) -> dict[str, FlatShard]:
     """The shards of a provider, by id, sorted."""
     return {shard_id: FlatShard(shard_id, shards[shard_id]) for shard_id in sorted(shards)}
-
-
-def layout_differences(first: Sequence[TensorLine], second: Sequence[TensorLine]) -> list[str]:
-    """The tensors in which two lists of them differ, in words."""
-    mine, theirs = (
-        {name: f"{dtype.removeprefix('torch.')} {tuple(shape)}" for name, dtype, shape in lines}
-        for lines in (first, second)
-    )
-    missing = "no such tensor"
-    return [
-        f"{name}: {mine.get(name, missing)} and {theirs.get(name, missing)}"
-        for name in sorted(mine.keys() | theirs.keys())
-        if mine.get(name) != theirs.get(name)
-    ]
 
 
 def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.recovery.provider import ReplicatedState
 
 _ZERO_AT_FIRST = frozenset({"Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "SGD"})
 """Optimizers of torch whose state before the first step, where they make it then, is zeros."""
 
 
-class TorchStateProvider:
+class TorchStateProvider(ReplicatedState):
     """A StateProvider where every rank holds everything, as with DistributedDataParallel.
 
     There is one part, of the parameters and buffers of the module and all tensors of the
@@ -35,7 +36,6 @@ class TorchStateProvider:
         scheduler: stepped with every update; anything with ``step``, ``state_dict`` and
             ``load_state_dict``.
         step: steps that the state has seen.
-        part_id: where a world trains several such models.
 
     Raises:
         StrategyError: what the optimizer begins with is not known here.
@@ -48,42 +48,41 @@ class TorchStateProvider:
         scheduler: Any = None,
         *,
         step: int = 0,
-        part_id: str = "model",
     ) -> None:
+        super().__init__(step)
         self._module = module
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._step = step
-        self._part_id = part_id
         self._names = {param: name for name, param in module.named_parameters()}
-        self._buffers = _StepBuffers(module)
-        _make_state(optimizer)
+        self._buffers: dict[str, torch.Tensor] | None = None
+        # The module may outlive many attempts, with one provider for each.
+        own = weakref.ref(self)
 
-    @property
-    def step(self) -> int:
-        """See StateProvider."""
-        return self._step
+        def keep(called: nn.Module, *_: Any) -> None:
+            provider = own()
+            if provider is not None and called.training:
+                provider.keep_buffers()
+
+        handle = module.register_forward_pre_hook(keep)
+        weakref.finalize(self, handle.remove)
+        _make_state(optimizer)
 
     def set_step(self, step: int) -> None:
         """See StateProvider."""
-        self._step = step
-        self._buffers.accept()
+        super().set_step(step)
+        self.accept_buffers()
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See StateProvider."""
         found: dict[str, torch.Tensor] = {
             **{f"module/{name}": param for name, param in self._module.named_parameters()},
-            **{f"module/{name}": buffer for name, buffer in self._buffers.of_step().items()},
+            **{f"module/{name}": buffer for name, buffer in self._step_buffers().items()},
         }
         for param, name in self._optimized():
             for key, value in self._optimizer.state[param].items():
                 if isinstance(value, torch.Tensor):
                     found[f"optimizer/{name}/{key}"] = value
-        return {self._part_id: found}
-
-    def gathered_parts(self) -> frozenset[str]:
-        """See StateProvider; none, as every rank updates everything."""
-        return frozenset()
+        return {"model": found}
 
     def objects(self) -> Mapping[str, Any]:
         """See StateProvider."""
@@ -102,7 +101,9 @@ class TorchStateProvider:
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
-        self._buffers.put_back()
+        for name, buffer in (self._buffers or {}).items():
+            self._module.get_buffer(name).detach().copy_(buffer)
+        self.accept_buffers()
         for group, values in zip(self._optimizer.param_groups, objects["groups"], strict=True):
             _take_over(group, values)
         for param, name in self._optimized():
@@ -116,10 +117,21 @@ class TorchStateProvider:
         self._optimizer.step()
         if self._scheduler:
             self._scheduler.step()
-        self._buffers.accept()
+        self.accept_buffers()
 
-    def gather_weights(self) -> None:
-        """See StateProvider; there is nothing to gather."""
+    def _step_buffers(self) -> dict[str, torch.Tensor]:
+        """As they were when the step began: live if no forward has begun in it, else copies."""
+        return dict(self._module.named_buffers()) if self._buffers is None else self._buffers
+
+    def keep_buffers(self) -> None:
+        """Copy the buffers, if that has not been done in this step: forward begins."""
+        if self._buffers is None:
+            buffers = self._module.named_buffers()
+            self._buffers = {name: buffer.detach().clone() for name, buffer in buffers}
+
+    def accept_buffers(self) -> None:
+        """Take the live buffers for those of the state."""
+        self._buffers = None
 
     def _optimized(self) -> list[tuple[torch.Tensor, str]]:
         found = [param for group in self._optimizer.param_groups for param in group["params"]]
@@ -127,47 +139,6 @@ class TorchStateProvider:
             (param, self._names.get(param, f"parameter {number}"))
             for number, param in enumerate(found)
         ]
-
-
-class _StepBuffers:
-    """A module's buffers as they were when the step began, whatever forward has made of them.
-
-    The module does not keep this alive: it may outlive many attempts, with one of these for each.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before: dict[str, torch.Tensor] | None = None
-        own = weakref.ref(self)
-        handle = module.register_forward_pre_hook(lambda *_: _keep(own))
-        weakref.finalize(self, handle.remove)
-
-    def of_step(self) -> dict[str, torch.Tensor]:
-        """Live where no forward has begun since the last update, else the copies."""
-        return dict(self._module.named_buffers()) if self._before is None else self._before
-
-    def keep(self) -> None:
-        """Copy them, if that has not been done in this step; forward begins."""
-        if self._before is None and self._module.training:
-            buffers = self._module.named_buffers()
-            self._before = {name: buffer.detach().clone() for name, buffer in buffers}
-
-    def put_back(self) -> None:
-        """Take back what forward has done to them."""
-        before, self._before = self._before, None
-        for name, buffer in self._module.named_buffers():
-            if before is not None and name in before:
-                buffer.detach().copy_(before[name])
-
-    def accept(self) -> None:
-        """Take what forward has made of them for the state."""
-        self._before = None
-
-
-def _keep(buffers: weakref.ref[_StepBuffers]) -> None:
-    found = buffers()
-    if found is not None:
-        found.keep()
 
 
 def _is_tensor(value: Any) -> bool:

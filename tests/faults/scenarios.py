@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from dist_ckpt_strategies.recovery import CheckpointManager, Phase
 from dist_ckpt_strategies.recovery.provider import InMemoryCheckpoint
 from dist_ckpt_strategies.recovery.random_states import (
     capture_random_states,
-    encode_random_states,
 )
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
@@ -289,7 +289,7 @@ def recover_where(lost: int) -> Callable[[int, Path], Action]:
     """Bring a rank that has lost its state back from those that hold the same; all then go on."""
 
     def prepare(rank: int, shared: Path) -> Action:
-        random_states = encode_random_states(capture_random_states())
+        random_states = pickle.dumps(capture_random_states())
 
         def attempt(root: Path) -> None:
             del root

@@ -26,7 +26,6 @@ from dist_ckpt_strategies.inprocess.abort import (
 from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
 from dist_ckpt_strategies.inprocess.finalize import (
     CheckpointlessFinalizeCleanup,
-    MemoryStatus,
 )
 from dist_ckpt_strategies.inprocess.health_check import (
     ChainedHealthCheck,
@@ -90,9 +89,6 @@ def test_the_default_has_the_documented_parts_in_order() -> None:
     ]
     assert default(STATE) is STATE
     assert default(STATE) is STATE
-    early = default.with_first(HPAbortTorchDistributed)
-    assert type(early.instances[-1]) is HPAbortTorchDistributed
-    assert len(early.instances) == 4
 
 
 def test_a_custom_abort_has_what_it_is_given_and_not_nothing() -> None:
@@ -242,17 +238,6 @@ def test_only_this_ranks_faults_are_counted() -> None:
     check(fault_of(2))
     with pytest.raises(HealthCheckError, match="rank 1: 2 faults, 1 allowed"):
         check(fault_of(1))
-
-
-def test_memory_that_grows_is_warned_of_and_memory_that_varies_is_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    first = MemoryStatus(1 << 30, 1 << 30)
-
-    MemoryStatus((1 << 30) + (300 << 20), 1 << 30).log(1, first)
-    assert not caplog.records
-    MemoryStatus(1 << 30, 2 << 30).log(2, first)
-    assert "memory grows" in caplog.text
 
 
 def test_a_process_that_never_used_cuda_passes() -> None:

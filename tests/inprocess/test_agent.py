@@ -20,7 +20,7 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Epoch, Fault, FaultMode
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode
 from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory, wait_rank
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 from tests.support.agent import Agent, AgentSocketClient, AgentThreadClient
@@ -75,17 +75,17 @@ def test_each_rank_is_told_its_place(ranks: list[Coordinator]) -> None:
 def test_a_fault_of_one_rank_takes_all_to_the_next_epoch_and_all_finish_it(
     agent: Agent, ranks: list[Coordinator]
 ) -> None:
-    def life(rank: int, me: Coordinator) -> tuple[Epoch, Fault | None, Epoch, bool]:
+    def life(rank: int, me: Coordinator) -> tuple[int, Fault | None, int, bool]:
         first = me.barrier(LIMIT_S)
         if rank == 2:
             await_all_past(agent)
-            me.report(2, first.number, FaultMode.EXCEPTION, "boom")
-        fault = me.wait_fault(first.number, LIMIT_S)
+            me.report(2, first, FaultMode.EXCEPTION, "boom")
+        fault = me.wait_fault(first, LIMIT_S)
         second = me.barrier(LIMIT_S)
-        return first, fault, second, me.finish(second.number, LIMIT_S)
+        return first, fault, second, me.finish(second, LIMIT_S)
 
     boom = Fault(2, 1, FaultMode.EXCEPTION, "boom")
-    assert on_all(ranks, life) == [(Epoch(1), boom, Epoch(2), True)] * SIZE
+    assert on_all(ranks, life) == [(1, boom, 2, True)] * SIZE
     assert agent.calls.count("past_barrier") == 2 * SIZE
 
 
@@ -116,14 +116,14 @@ def test_who_has_finished_runs_again_with_those_who_failed(
     agent: Agent, ranks: list[Coordinator]
 ) -> None:
     def life(rank: int, me: Coordinator) -> tuple[bool, int, bool]:
-        first = me.barrier(LIMIT_S).number
+        first = me.barrier(LIMIT_S)
         if rank == 0:
             await_all_past(agent)
             me.report(0, first, FaultMode.EXCEPTION, "late")
             is_done = False
         else:
             is_done = me.finish(first, LIMIT_S)
-        second = me.barrier(LIMIT_S).number
+        second = me.barrier(LIMIT_S)
         return is_done, second - first, me.finish(second, LIMIT_S)
 
     assert on_all(ranks, life) == [(False, 1, True)] * SIZE
@@ -140,13 +140,6 @@ def test_an_agent_that_is_gone_is_a_lost_peer(agent: Agent, ranks: list[Coordina
 
     with pytest.raises(PeerLostError, match="agent is gone"):
         ranks[0].report(0, 1, FaultMode.EXCEPTION, "boom")
-
-
-def test_after_closing_nothing_can_be_asked(ranks: list[Coordinator]) -> None:
-    ranks[0].close()
-
-    with pytest.raises(PeerLostError, match="closed"):
-        ranks[0].barrier(1.0)
 
 
 def test_a_client_without_the_calls_is_refused_by_name() -> None:

@@ -75,7 +75,7 @@ def loses_its_store(rank: int, store: tuple[int, int], number: int) -> Any:
     """For each way to ask: how long it took to raise, and what."""
     pid, port = store
     ranks = [coordinator(rank, port)]
-    epoch = ranks[0].barrier(60.0).number
+    epoch = ranks[0].barrier(60.0)
     found: list[tuple[float, str]] = []
 
     def ask(how: Callable[[Coordinator, int], None]) -> None:
@@ -113,7 +113,7 @@ def sleeps_in_its_block(rank: int, store: tuple[int, int]) -> float:
     pid, port = store
     stopped: list[float] = []
 
-    @HPWrapper(coordinator=coordinator(rank, port), barrier_timeout_s=60)
+    @HPWrapper(hp_api_factory=lambda: coordinator(rank, port), barrier_timeout_s=60)
     def block() -> None:
         time.sleep(0.5)  # until both are here
         stopped.append(time.monotonic())

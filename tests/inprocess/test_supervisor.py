@@ -205,31 +205,6 @@ def test_too_many_deaths_end_the_job_and_name_the_rank(jobs: Jobs) -> None:
     assert jobs.left() == []
 
 
-def test_a_script_that_cannot_start_is_not_tried_as_often_as_one_that_dies(jobs: Jobs) -> None:
-    with pytest.raises(RestartLimitError, match=r"rank 1: 3 processes .* exit code 1: .* start"):
-        jobs.run("if rank == '1': import no_such_module\ntime.sleep(60)", 2)
-
-    assert len(jobs.pids()) == 4
-    assert jobs.left() == []
-
-
-def test_once_the_job_has_begun_a_new_process_may_fail_to_start_more_often(jobs: Jobs) -> None:
-    body = """
-num_started = len(list(here.glob("pid.*")))
-if 1 < num_started < 6:
-    sys.exit(1)
-from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
-coordinator = coordinator_from_environment()
-epoch = coordinator.barrier(60)
-if num_started == 1:
-    sys.exit(1)
-coordinator.finish(epoch.number, 60)
-coordinator.close()
-"""
-    assert jobs.run(body, 1) == 0
-    assert len(jobs.pids()) == 6
-
-
 def test_a_signal_reaches_the_workers_and_ends_the_job(jobs: Jobs) -> None:
     body = """
 def end(number, frame):
@@ -336,10 +311,10 @@ from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_en
 me = coordinator_from_environment()
 epoch = me.barrier(120)
 if rank == "1" and is_first("death"): {death}
-if epoch.number == 1:
+if epoch == 1:
     print(me.wait_fault(1, 120))
     epoch = me.barrier(120)
-print(epoch.number, me.finish(epoch.number, 120), os.environ["MASTER_PORT"])
+print(epoch, me.finish(epoch, 120), os.environ["MASTER_PORT"])
 """
     status = jobs.run(body, 2)
 
@@ -354,24 +329,11 @@ def test_a_death_after_the_end_of_the_block_ends_the_job(jobs: Jobs) -> None:
     body = """
 from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 me = coordinator_from_environment()
-assert me.finish(me.barrier(120).number, 120)
+assert me.finish(me.barrier(120), 120)
 sys.exit(5)
 """
     with pytest.raises(RestartError, match=r"rank 0 died after the wrapped block.*exit code 5"):
         jobs.run(body, 1)
-
-
-def test_a_rank_that_ends_without_the_block_is_not_waited_for_in_vain(jobs: Jobs) -> None:
-    body = """
-from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
-me = coordinator_from_environment()
-if rank == "1":
-    me.barrier(120)
-"""
-    with pytest.raises(RestartError, match=r"rank 1 waits .*rank 0 has ended with exit code 0"):
-        jobs.run(body, 2)
-
-    assert jobs.left() == []
 
 
 def test_a_spare_that_dies_while_it_waits_is_replaced_and_named(jobs: Jobs) -> None:

@@ -24,9 +24,13 @@ from dist_ckpt_strategies.errors import (
     RestartLimitError,
     StrategyError,
 )
-from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
-from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, MemoryStatus
+from dist_ckpt_strategies.inprocess.abort import (
+    CheckpointlessAbortManager,
+    Compose,
+    HPAbortTorchDistributed,
+)
+from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, memory_in_use
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
@@ -125,9 +129,6 @@ class Manager:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def on_attempt(self, epoch: Epoch) -> None:
-        self.told.append(f"attempt {epoch.number}")
-
     def on_fault(self, fault: Fault) -> None:
         self.told.append(f"fault {fault.epoch}")
 
@@ -153,19 +154,37 @@ def test_parts_are_called_in_order() -> None:
 
     assert made(fails_once)() == 2
     assert told == [
-        "attempt 1",
         "abort ValueError: once",
         "fault 1",
         "finalize 1",
         "health ValueError('once')",
-        "attempt 2",
     ]
 
 
-def test_an_abort_that_fails_does_not_end_the_restart() -> None:
-    def abort(state: HPState) -> HPState:
-        raise RuntimeError("abort")
+@pytest.mark.parametrize("is_early", [False, True])
+def test_communication_is_ended_first_where_that_is_asked_for(is_early: bool) -> None:
+    told: list[str] = []
 
+    class Groups(HPAbortTorchDistributed):
+        def __call__(self, state: HPState) -> HPState:
+            told.append("groups")
+            return super().__call__(state)
+
+    def loaders(state: HPState) -> HPState:
+        told.append("loaders")
+        return state
+
+    abort = Compose(Groups(), loaders)
+    assert wrapper(abort=abort, early_abort_communicator=is_early)(fails_once)() == 2
+    assert told == (["groups", "loaders"] if is_early else ["loaders", "groups"])
+
+
+def failing(state: HPState) -> HPState:
+    raise RuntimeError("abort")
+
+
+@pytest.mark.parametrize("abort", [failing, None])
+def test_an_abort_that_fails_does_not_end_the_restart(abort: Any) -> None:
     assert wrapper(abort=abort)(fails_once)() == 2
 
 
@@ -267,7 +286,7 @@ def test_memory_that_an_attempt_has_freed_is_given_back() -> None:
     kept: list[torch.Tensor] = []
 
     def block(call: HPCallWrapper) -> None:
-        resident.append(MemoryStatus.take().resident)
+        resident.append(memory_in_use()[0])
         found = [torch.ones(24_000) for _ in range(1000)]
         kept.extend(found[::50])
         if call.num_attempts < 3:
@@ -276,7 +295,7 @@ def test_memory_that_an_attempt_has_freed_is_given_back() -> None:
     wrapper()(block)()
 
     assert resident[2] - resident[0] < 30 << 20
-    assert MemoryStatus.take().resident - resident[2] > 60 << 20
+    assert memory_in_use()[0] - resident[2] > 60 << 20
 
 
 def test_a_large_cycle_of_an_attempt_is_gone_in_the_next() -> None:
@@ -352,16 +371,6 @@ def test_methods_out_of_turn_say_so() -> None:
 def test_a_trace_needs_its_library() -> None:
     with pytest.raises(MissingDependencyError, match="pip install viztracer"):
         HPWrapper(trace_file_path="trace.json")
-
-
-def test_unset_parts_are_valid() -> None:
-    bare = wrapper(abort=None, finalize=None, health_check=None, checkpoint_manager=None)
-
-    assert bare(fails_once)() == 2
-
-
-def test_a_block_that_raises_is_run_again() -> None:
-    assert wrapper()(fails_once)() == 2
 
 
 def test_nothing_of_a_call_is_left() -> None:

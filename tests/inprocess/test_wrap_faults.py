@@ -23,7 +23,7 @@ from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.health_check import FaultCounter
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from tests.support.groups import group_of_size
-from tests.support.restarts import Wrappers, join_group, run_restartable, successor_of
+from tests.support.restarts import Wrappers, join_group, run_restartable
 
 pytestmark = pytest.mark.multiprocess
 
@@ -213,7 +213,7 @@ def unhealthy(rank: int, wrapper: Wrappers) -> Any:
         return wrapper(health_check=FaultCounter(max_faults=0))(block)()
     except HealthCheckError as error:
         os.environ["IS_SECOND"] = "1"
-        return str(error), successor_of(wrapper, rank)(block)()
+        return str(error), wrapper("successor")(block)()
 
 
 def test_a_failed_health_check_ends_that_process_alone() -> None:

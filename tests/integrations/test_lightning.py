@@ -141,7 +141,7 @@ class InterruptedOnce(CheckpointManager):
     is_over = False
 
     def begin_update(self) -> None:
-        """See StepKeeper."""
+        """See CheckpointManager."""
         if self.global_step == 2 and not self.is_over:
             self.is_over = True
             raise ValueError("between the vote and the update")

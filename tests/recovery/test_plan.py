@@ -12,11 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    NoReplicasAvailableError,
-    PlanError,
-)
+from dist_ckpt_strategies.errors import CorruptCheckpointError, NoReplicasAvailableError
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,
     Phase,
@@ -164,24 +160,17 @@ def test_the_bytes_of_a_part_are_split_evenly(nbytes: int, num_holders: int) -> 
     assert not sizes or max(sizes) <= nbytes / num_holders + 2 * 4096
 
 
-def test_three_holders_share_what_one_receives() -> None:
-    plan = build_recovery_plan(facts_of([(STEP, Phase.RUNNING)] * 3 + [None], num_shards=1))
-
-    assert {copy.source for copy in plan.copies} == {0, 1, 2}
-    assert not plan.needs_gather
-
-
 def test_where_both_holders_of_a_shard_are_lost_the_part_and_its_ranks_are_named() -> None:
     states = [(STEP, Phase.COMMITTED), None, (STEP, Phase.COMMITTED), (STEP, Phase.UPDATING)]
     with pytest.raises(
         NoReplicasAvailableError,
-        match=r"shard/1: no rank holds it at step 6.*rank 1 died; rank 3 was interrupted",
+        match=r"shard/1: no rank holds it at step 6.*rank 1: died; rank 3: was interrupted",
     ):
         build_recovery_plan(facts_of(states))
 
 
 def test_where_nobody_has_state_every_rank_says_why() -> None:
-    with pytest.raises(NoReplicasAvailableError, match="rank 0 died; rank 1 died"):
+    with pytest.raises(NoReplicasAvailableError, match="ranks 0, 1: died"):
         build_recovery_plan(facts_of([None, None]))
 
 
@@ -210,14 +199,6 @@ def test_objects_come_from_the_first_of_those_that_share_most_parts() -> None:
     facts[4] = replace(facts[4], held=None, wanted=(ShardFacts("weights", 100_000, "w"),))
 
     assert build_recovery_plan(facts).object_sources == (0, 1, 2, 1, 0)
-
-
-def test_ranks_that_name_a_part_alike_must_have_the_same_tensors() -> None:
-    facts = list(facts_of([(STEP, Phase.RUNNING)] * 2 + [None], num_shards=1))
-    other = (ShardFacts("shard/0", 30_000, "another"), WEIGHTS)
-    facts[2] = replace(facts[2], wanted=other)
-    with pytest.raises(PlanError, match="shard/0: other tensors on rank 2 than on rank 0"):
-        build_recovery_plan(facts)
 
 
 def test_copies_that_differ_are_no_source() -> None:

@@ -17,16 +17,6 @@ class HeardError(Exception):
     """Raised by the signal's handler."""
 
 
-def test_the_thread_that_holds_the_lock_is_known() -> None:
-    lock = ParameterUpdateLock()
-    own = threading.get_ident()
-    assert not lock.held_by(own)
-    with lock:
-        assert lock.held_by(own)
-        assert not lock.held_by(own + 1)
-    assert not lock.locked()
-
-
 def in_a_thread(body: object) -> None:
     assert callable(body)
     thread = threading.Thread(target=body)
@@ -36,29 +26,34 @@ def in_a_thread(body: object) -> None:
 
 
 def test_another_thread_gets_it_only_once_it_is_free() -> None:
-    lock, got = ParameterUpdateLock(), list[bool]()
+    lock, got = ParameterUpdateLock(), threading.Event()
+
+    def take() -> None:
+        lock.acquire()
+        got.set()
+
     with lock:
-        in_a_thread(lambda: got.append(lock.acquire(timeout_s=0.02)))
-    in_a_thread(lambda: got.append(lock.acquire(timeout_s=60)))
+        thread = threading.Thread(target=take)
+        thread.start()
+        assert not got.wait(0.05)
+    thread.join(60)
+    assert got.is_set()
 
-    assert got == [False, True]
 
-
-def test_giving_back_what_another_thread_holds_is_refused_by_name() -> None:
-    lock = ParameterUpdateLock()
+def test_giving_it_back_without_having_it_and_taking_it_twice_are_refused() -> None:
+    lock, own = ParameterUpdateLock(), threading.get_ident()
+    with pytest.raises(RestartError, match="held by no thread"):
+        lock.release()
+    with lock:
+        assert lock.held_by(own)
+        with pytest.raises(RestartError, match="by this thread already"):
+            lock.acquire()
+    assert not lock.locked()
     in_a_thread(lock.acquire)
-
     with pytest.raises(RestartError, match="it is held by thread"):
         lock.release()
     assert lock.locked()
-
-
-def test_giving_back_what_nobody_holds_and_taking_it_twice_are_refused() -> None:
-    lock = ParameterUpdateLock()
-    with pytest.raises(RestartError, match="held by no thread"):
-        lock.release()
-    with lock, pytest.raises(RestartError, match="by this thread already"):
-        lock.acquire()
+    assert not lock.held_by(own)
 
 
 def test_a_signal_interrupts_the_wait_and_leaves_the_lock_to_its_owner() -> None:

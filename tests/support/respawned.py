@@ -17,7 +17,7 @@ import torch
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
-from dist_ckpt_strategies.inprocess.store_coordinator import RestartState, StoreCoordinator
+from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
 from tests.support.ranks import forkserver
 from tests.support.restarts import HOST, Wrappers
 
@@ -125,10 +125,9 @@ def _on_rank(rank: int, worker: str, pipe: Connection, task: tuple[Any, ...]) ->
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
-    store = JobStore(HOST, port)
-    coordinator = StoreCoordinator(store, worker, RankInfo(rank, rank, size, size))
+    wrappers = Wrappers(worker, RankInfo(rank, rank, size, size), port)
     try:
-        pipe.send(body(rank, Wrappers(coordinator, size, port), *args))
+        pipe.send(body(rank, wrappers, *args))
     except Exception as error:  # noqa: BLE001 - handed to the test, which looks at it
         pipe.send(RuntimeError(f"rank {rank}: {error!r}"))
     try:

@@ -46,29 +46,32 @@ def _on_rank(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    store = JobStore(HOST, port)
-    coordinator = StoreCoordinator(store, f"worker{rank}", RankInfo(rank, rank, size, size))
-
     try:
-        return body(rank, Wrappers(coordinator, size, port), *args)
+        return body(rank, Wrappers(f"worker{rank}", RankInfo(rank, rank, size, size), port), *args)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        coordinator.close()
 
 
 class Wrappers:
     """Makes HPWrappers of one rank, with limits that a test would see."""
 
-    def __init__(self, coordinator: StoreCoordinator, size: int, port: int) -> None:
-        self.coordinator = coordinator
-        self.size = size
+    def __init__(self, worker: str, place: RankInfo, port: int) -> None:
+        self.worker = worker
+        self.place = place
+        self.size = place.world_size
         self.port = port
 
-    def __call__(self, **settings: Any) -> HPWrapper:
+    def __call__(self, successor: str = "", **settings: Any) -> HPWrapper:
+        """For ``successor`` as for the process that takes the rank over."""
+
+        def coordinator() -> StoreCoordinator:
+            store = JobStore(HOST, self.port)
+            return StoreCoordinator(store, self.worker + successor, self.place)
+
         return HPWrapper(
             **{
-                "coordinator": self.coordinator,
+                "hp_api_factory": coordinator,
                 "barrier_timeout_s": 100.0,
                 "finish_timeout_s": 100.0,
                 "abort_timeout": 60.0,
@@ -76,10 +79,3 @@ class Wrappers:
                 **settings,
             }
         )
-
-
-def successor_of(wrappers: Wrappers, rank: int) -> HPWrapper:
-    """For the process that takes a rank over: here it is the same one, with another name."""
-    store = JobStore(HOST, wrappers.port)
-    place = RankInfo(rank, rank, wrappers.size, wrappers.size)
-    return wrappers(coordinator=StoreCoordinator(store, f"successor{rank}", place))
