@@ -238,7 +238,7 @@ def lose_local_saves(_rank: int, root: str) -> list[str]:
     dist.barrier()
     for path in run.node.rglob("iter_0000020_*.part"):
         content = bytearray(path.read_bytes())
-        content[-1] ^= 4
+        content[0] ^= 4
         path.write_bytes(content)
     dist.barrier()
     found = load_latest(run.manager, [])
