@@ -6,29 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
+from tests.stores.commands import PACK, cuts, write
 from tests.support.entries import Failure, outcome
 from tests.support.object_stores import ObjectStore
-from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
+from tests.support.sharding import differences, no_data, state_of
 
-FORMAT2 = ("zarr", 2)
 UNREAD = {"zarr.json", "save.json"}
 """For readers without our code, and for saves."""
-
-
-def cuts() -> list[Cut]:
-    return [on_grid("w", (300, 200), (1, 1)), on_grid("v", (300, 200), (1, 1))]
-
-
-def save(url: str) -> None:
-    objects = {"o": ShardedObject("o", {"t": torch.ones(3)}, (1,), (0,))}
-    state = state_of(0, cuts()) | objects | {"iteration": 3}
-    dist_ckpt_strategies.save(state, url, FORMAT2)
 
 
 def require_exact_or_named(url: str, name: str) -> bool:
@@ -57,7 +46,7 @@ def test_a_flipped_cut_lengthened_or_missing_object_is_named(
     environment: ObjectStore, bucket: str
 ) -> None:
     url = f"s3://{bucket}/run"
-    save(url)
+    write(url)
     place = environment.place(bucket)
     names = [n for n in environment.names(bucket) if n.rpartition("/")[2] not in UNREAD]
     names.remove("run/metadata.json")
@@ -87,7 +76,7 @@ def test_a_full_verification_looks_at_what_the_load_does_not_ask_for(
     environment: ObjectStore, bucket: str
 ) -> None:
     url = f"s3://{bucket}/run"
-    save(url)
+    write(url)
     wanted = [cut for cut in cuts() if cut.key == "v"]
     full = Format2LoadShardedStrategy(verify="full")
     dist_ckpt_strategies.load(state_of(0, wanted, no_data), url, full)
@@ -107,18 +96,18 @@ def test_a_full_verification_finds_bytes_behind_the_last_object(
     environment: ObjectStore, bucket: str, tmp_path: Path
 ) -> None:
     """In a store and in a directory alike."""
-    url, pack = f"s3://{bucket}/run", "objects/rank-00000.bin"
+    url = f"s3://{bucket}/run"
     full = Format2LoadShardedStrategy(verify="full")
     for place in (url, str(tmp_path / "run")):
-        save(place)
+        write(place)
         dist_ckpt_strategies.load(state_of(0, cuts(), no_data), place, full)
-    name = f"{environment.place(bucket)}/{pack}"
+    name = f"{environment.place(bucket)}/{PACK}"
     environment.put(bucket, name, environment.read(bucket, name) + b"x")
-    with (tmp_path / "run" / pack).open("ab") as file:
+    with (tmp_path / "run" / PACK).open("ab") as file:
         file.write(b"x")
 
     for place in (url, str(tmp_path / "run")):
         with pytest.raises(
-            CorruptCheckpointError, match=f"{place}/.*{pack}.*expected [0-9]+ bytes of objects"
+            CorruptCheckpointError, match=f"{place}/.*{PACK}.*expected [0-9]+ bytes of objects"
         ):
             dist_ckpt_strategies.load(state_of(0, cuts(), no_data), place, full)

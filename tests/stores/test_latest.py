@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import (
-    BucketNotFoundError,
-    CheckpointNotFoundError,
-    NoUsableCheckpointError,
-)
+from dist_ckpt_strategies.errors import NoUsableCheckpointError
 from dist_ckpt_strategies.recovery import Loaded, load_latest
 from tests.support.object_stores import ObjectStore
 from tests.support.sharding import differences, no_data, on_grid, state_of
@@ -52,12 +48,3 @@ def test_the_newest_that_is_whole_is_loaded(environment: ObjectStore, bucket: st
     assert load(f"{root}/iter_0000008").iteration == 8
     with pytest.raises(NoUsableCheckpointError, match=r"iter_0000100\): "):
         load(f"{root}/iter_0000100", f"{root}/iter_0000200")
-
-
-def test_nothing_at_all_and_a_bucket_that_is_missing_are_told_apart(
-    environment: ObjectStore, bucket: str
-) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=f"s3://{bucket}/run"):
-        load(f"s3://{bucket}/run")
-    with pytest.raises(BucketNotFoundError, match="not-there"):
-        load("s3://not-there/run")
