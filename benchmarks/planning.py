@@ -27,9 +27,8 @@ from typing import Annotated, Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 import typer
-from rich.table import Table
 
-from benchmarks.measuring.command_line import NOWHERE, Out, Smoke, open_output
+from benchmarks.common.command_line import NOWHERE, Out, Smoke, open_output
 from dist_ckpt_strategies.core.array import ArraySpec, DType, RankShards, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.load import build_read_item
@@ -44,7 +43,6 @@ _FRAGMENT = 10_000
 """Elements of an optimizer buffer that a data-parallel rank holds, and a few more or less."""
 
 _MAX_INFLIGHT_BYTES = 512 << 20
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +175,6 @@ def main(
     sizes = ranks or ([16] if smoke else [64, 1024])
     if any(size < _TENSOR_PARALLEL or size % _TENSOR_PARALLEL for size in sizes):
         raise typer.BadParameter(f"--ranks {sizes}: expected multiples of {_TENSOR_PARALLEL}")
-    table = Table(title="Planning, on each rank")
-    for column in ("plan", "ranks", "arrays", "CPU s", "us per shard", "memory MiB"):
-        table.add_column(column, justify="left" if column == "plan" else "right")
     with open_output(out, "planning.py") as output:
         for name, planner in PLANNERS.items():
             for size in sizes:
@@ -187,16 +182,7 @@ def main(
                 job = Job(size, 80 if smoke else max(80, arrays * 64 // max(64, size)))
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                     cost = pool.submit(planner, job).result()
-                output.lines.write("planning", cost, planner=name, job=job)
-                table.add_row(
-                    name,
-                    f"{size:,}",
-                    f"{job.num_arrays:,}",
-                    f"{cost.cpu_seconds:.2f}",
-                    f"{cost.cpu_seconds * 1e6 / cost.num_shards:.1f}",
-                    f"{cost.memory_nbytes / _MIB:,.0f}",
-                )
-        output.console.print(table)
+                output.write("planning", cost, planner=name, job=job)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ Ends with status 1 at the first job that differs or hangs, and says its seed.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +27,11 @@ from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
-from functools import partial
-
 import typer
-from rich.table import Table
 
-from benchmarks.faults.campaign import SMOKE_SHARE, ViolationError, reported_violations, run_parts
-from benchmarks.faults.recovery_job import (
+from benchmarks.common.command_line import NOWHERE, SMOKE_SHARE, Directory, Out, Smoke, open_output
+from benchmarks.common.disks import workspace
+from benchmarks.recovery.job import (
     NUM_RANKS,
     InjectedFault,
     JobTask,
@@ -46,11 +42,14 @@ from benchmarks.faults.recovery_job import (
     recovery_seconds,
     run_job,
 )
-from benchmarks.measuring.command_line import NOWHERE, Directory, Out, Output, Smoke, open_output
 
 FAULTS_PER_JOB = 25
 _STEPS_AFTER = 3
 _TRAINING_SEED = 5
+
+
+class ViolationError(Exception):
+    """Something that must never happen did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def run_jobs(campaign: Campaign, root: Path) -> Iterator[Recovery]:
         seconds = recovery_seconds(outcome, faults)
         wrong = [*differences(outcome, reference), *_unrecovered(outcome, faults, seconds)]
         if wrong:
-            raise ViolationError("recovery", "\n".join(wrong), f"job {number}")
+            raise ViolationError(f"job {number}: " + "\n".join(wrong))
         for fault in faults:
             yield Recovery(number, fault, num_spares, seconds[fault.number] or 0.0)
 
@@ -134,40 +133,6 @@ def _unrecovered(
     for event in outcome.events:
         if event["event"] == "loaded" and event["epoch"] > 1 and event["source"] != "memory":
             yield f"epoch {event['epoch']}: rank {event['rank']} has its state from nowhere"
-
-
-def build_recovery_table(campaign: Campaign, recoveries: Sequence[Recovery]) -> Table:
-    """The recoveries by kind, with and without a spare."""
-    table = Table(title=f"Recovery under faults, seed {campaign.seed}: all bit-identical, no hang")
-    table.add_column("fault")
-    for name in ("spares", "faults", "median s", "90 % s", "longest s"):
-        table.add_column(name, justify="right")
-    groups: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for one in recoveries:
-        groups[one.fault.kind, one.num_spares].append(one.seconds)
-    for (kind, num_spares), seconds in sorted(groups.items()):
-        table.add_row(kind, str(num_spares), str(len(seconds)), *_quantiles(seconds))
-    return table
-
-
-def _quantiles(seconds: Sequence[float]) -> tuple[str, str, str]:
-    ordered = sorted(seconds)
-    at_ninety = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
-    return tuple(f"{s:.3f}" for s in (statistics.median(ordered), at_ninety, ordered[-1]))  # type: ignore[return-value]
-
-
-def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> None:
-    """Run all jobs, and report them.
-
-    Raises:
-        ViolationError: as ``run_jobs``.
-    """
-    recoveries: list[Recovery] = []
-    for one in run_parts((partial(run_jobs, campaign),), campaign.num_faults, directory):
-        output.lines.write("recovery", one)
-        recoveries.append(one)
-    output.lines.write("campaign", campaign, violations=0, faults=len(recoveries))
-    output.console.print(build_recovery_table(campaign, recoveries))
 
 
 def main(  # noqa: PLR0913 - the options of a command
@@ -185,8 +150,16 @@ def main(  # noqa: PLR0913 - the options of a command
     num_faults = faults // (SMOKE_SHARE if smoke else 1)
     kinds = tuple(Kind) if kind is None else (kind,)
     campaign = Campaign(seed, num_faults, timeout_s, kinds, steps_apart)
-    with open_output(out, "recovery_faults.py") as output, reported_violations(seed, output):
-        run_campaign(campaign, directory, output)
+    count = 0
+    with open_output(out, "recovery_faults.py") as output, workspace(directory) as root:
+        try:
+            for count, one in enumerate(run_jobs(campaign, root), 1):  # noqa: B007 - used below
+                output.write("recovery", one)
+        except ViolationError as violation:
+            output.write("violation", {"why": str(violation), "seed": seed})
+            typer.echo(f"VIOLATION with --seed {seed}: {violation}", err=True)
+            raise typer.Exit(1) from violation
+        output.write("campaign", campaign, violations=0, faults=count)
 
 
 if __name__ == "__main__":

@@ -12,110 +12,95 @@ from __future__ import annotations
 
 import statistics
 import sys
-from dataclasses import dataclass
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 import typer
-from rich.table import Table
 
-from benchmarks.measuring.command_line import NOWHERE, Out, Output, Smoke, TimeoutS, open_output
-from benchmarks.measuring.harness import Ranks, alternate, made_in
+from benchmarks.common.command_line import NOWHERE, Out, Smoke, TimeoutS, open_output
+from benchmarks.common.processes import RankContext, Ranks, join_gloo
+from benchmarks.common.rounds import alternate
+from dist_ckpt_strategies.recovery import CheckpointManager
+from tests.support.sharded_training import ShardedTraining, make_groups
 
-_WORKER = "benchmarks.ranks.recovery_overhead"
 NUM_RANKS = 4
+_NUM_SHARDS = 2
 PLAIN, RECOVERY, CHECKSUMS = "plain", "recovery", "recovery and checksums"
 NAMES = (PLAIN, RECOVERY, CHECKSUMS)
-REFERENCE_STEP_S = 0.5
+_REFERENCE_STEP_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Some steps of one contender.
+class Worker:
+    """Trains the same model, with recovery and without."""
 
-    Attributes:
-        contender: which.
-        repetition: number of the round.
-        num_steps: in it.
-        ms_per_step: of the slowest rank.
+    def __init__(self, context: RankContext) -> None:
+        """Join the others. Collective."""
+        join_gloo(context)
+        self._groups = make_groups(_NUM_SHARDS)
+        self._training = ShardedTraining(self._groups)
+
+    def train(self, contender: str, num_steps: int) -> float:
+        """Seconds of some steps. Collective."""
+        if contender == PLAIN:
+            return self._plain(num_steps)
+        manager = CheckpointManager(enable_checksum=contender == CHECKSUMS)
+        manager.track(self._training, replica_group=self._groups.twins)
+        self._recoverable_step(manager)
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            self._recoverable_step(manager)
+        return time.perf_counter() - began
+
+    def _plain(self, num_steps: int) -> float:
+        training = self._training
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            training.forward_backward()
+            training.reduce_gradients()
+            training.apply_update()
+            training.gather_weights()
+            training.set_step(training.step + 1)
+        return time.perf_counter() - began
+
+    def _recoverable_step(self, manager: CheckpointManager) -> None:
+        training = self._training
+        manager.begin_step()
+        training.forward_backward()
+        training.reduce_gradients()
+        manager.vote()
+        with manager.updating():
+            training.apply_update()
+        training.gather_weights()
+        manager.end_step()
+
+
+def make_worker(context: RankContext) -> Worker:
+    """One of the ranks, in its process. Collective."""
+    return Worker(context)
+
+
+def costs(ms_per_step: dict[tuple[str, int], float]) -> dict[str, float]:
+    """Median milliseconds that each adds to a plain step of the same round.
+
+    Args:
+        ms_per_step: by contender and round.
     """
-
-    contender: str
-    repetition: int
-    num_steps: int
-    ms_per_step: float
-
-
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """What a contender costs beyond ``plain``.
-
-    Attributes:
-        contender: which.
-        ms_per_step: median over the rounds of its milliseconds less those of plain.
-        share: of a step of 0.5 s.
-        mirrored_nbytes: of random states that each rank sends its replicas in each step.
-        vote_nbytes: that each rank votes with.
-    """
-
-    contender: str
-    ms_per_step: float
-    share: float
-    mirrored_nbytes: int
-    vote_nbytes: int
-
-
-def run_rounds(num_rounds: int, num_steps: int, timeout_s: float) -> tuple[list[Round], Any]:
-    """All rounds that count, and the bytes of each meeting."""
-    rounds = []
-    with Ranks(NUM_RANKS, made_in(_WORKER), timeout_s=timeout_s) as ranks:
-        for repetition, name in alternate(NAMES, num_rounds + 1):
-            timed = ranks.step("train", name, num_steps)
-            if repetition > 0:
-                ms = 1000 * max(timed.values) / num_steps
-                rounds.append(Round(name, repetition, num_steps, ms))
-        sizes = ranks.step("nbytes").values[0]
-    return rounds, sizes
-
-
-def summarise(rounds: list[Round], sizes: Any) -> list[Overhead]:
-    """What each contender costs, by the differences within a round."""
-    plain = {one.repetition: one.ms_per_step for one in rounds if one.contender == PLAIN}
-    found = []
-    for name in NAMES[1:]:
-        ms = statistics.median(
-            one.ms_per_step - plain[one.repetition] for one in rounds if one.contender == name
+    return {
+        name: statistics.median(
+            ms - ms_per_step[PLAIN, number]
+            for (contender, number), ms in ms_per_step.items()
+            if contender == name
         )
-        found.append(Overhead(name, ms, ms / 1000 / REFERENCE_STEP_S, *sizes))
-    return found
-
-
-def build_table(found: list[Overhead]) -> Table:
-    """The overheads as a table."""
-    table = Table(title="What recovery costs in every step, 4 gloo ranks")
-    table.add_column("contender")
-    for name in ("ms per step", "of 0.5 s", "bytes mirrored", "bytes voted"):
-        table.add_column(name, justify="right")
-    for one in found:
-        sizes = (str(one.mirrored_nbytes), str(one.vote_nbytes))
-        table.add_row(one.contender, f"{one.ms_per_step:.2f}", f"{one.share:.2%}", *sizes)
-    return table
-
-
-def report(rounds: list[Round], found: list[Overhead], output: Output) -> None:
-    """Write all that was measured, and show what it amounts to."""
-    for one in rounds:
-        output.lines.write("round", one)
-    for overhead in found:
-        output.lines.write("summary", overhead)
-    output.console.print(build_table(found))
+        for name in NAMES[1:]
+    }
 
 
 def main(
     *,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 15,
     steps: Annotated[int, typer.Option(min=1, help="Steps in each.")] = 60,
     out: Out = NOWHERE,
     smoke: Smoke = False,
@@ -124,9 +109,20 @@ def main(
     """Measure what recovery costs in every step without a fault."""
     if smoke:
         rounds, steps = 1, 3
-    with open_output(out, "recovery_overhead.py") as output:
-        found, sizes = run_rounds(rounds, steps, timeout_s)
-        report(found, summarise(found, sizes), output)
+    found = {}
+    with (
+        open_output(out, "recovery_overhead.py") as output,
+        Ranks(NUM_RANKS, "benchmarks.recovery_overhead", timeout_s=timeout_s) as ranks,
+    ):
+        for repetition, name in alternate(NAMES, rounds + 1):
+            timed = ranks.step("train", name, steps)
+            if repetition > 0:
+                found[name, repetition] = ms = 1000 * max(timed.values) / steps
+                line = {"contender": name, "repetition": repetition, "ms_per_step": ms}
+                output.write("round", {**line, "num_steps": steps})
+        for name, ms in costs(found).items():
+            share = ms / 1000 / _REFERENCE_STEP_S
+            output.write("summary", {"contender": name, "ms_per_step": ms, "share": share})
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -24,62 +23,47 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.common.command_line import ROOT, among
 from benchmarks.page.figures import draw
 from benchmarks.page.page import FIGURES_NAME, build_page, build_readme_table
 from benchmarks.page.results import find_results
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"
 PAGE_NAME: Final = "measured.md"
 
 
-@dataclass(frozen=True, slots=True)
-class Benchmark:
-    """One script, and the arguments that it gets where all are run.
-
-    Attributes:
-        stem: name of the script, and of its results.
-        args: what it gets, but for ``--smoke`` and ``--out``.
-    """
-
-    stem: str
-    args: tuple[str, ...] = ()
-
-    def command(self, out: Path, *, smoke: bool) -> list[str]:
-        """What is run."""
-        script = str(Path(__file__).with_name(f"{self.stem}.py"))
-        toy = ["--smoke"] if smoke else []
-        return [sys.executable, script, *toy, *self.args, "--out", str(out)]
-
-
-BENCHMARKS: Final = (
-    Benchmark("save_load", ("--size", "0.5", "--size", "2")),
-    Benchmark("two_stage", ("--size", "0.5")),
-    Benchmark("reshard", ("--size", "0.5")),
-    Benchmark("local_replicated"),
-    Benchmark("async_save", ("--size", "0.5")),
-    Benchmark("tools"),
-    Benchmark("object_stores", ("--size", "0.5")),
-    Benchmark("scaling"),
-    Benchmark("timeline"),
-    Benchmark("recovery_overhead"),
-    Benchmark("recovery_faults"),
-    Benchmark("startup"),
-    Benchmark("planning"),
-    Benchmark("format2_faults"),
-    Benchmark("local_faults"),
-)
-"""Everything that is run, in this order: what is timed comes first."""
+BENCHMARKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "save_load": ("--size", "0.5", "--size", "2"),
+    "two_stage": ("--size", "0.5"),
+    "reshard": ("--size", "0.5"),
+    "local_replicated": (),
+    "async_save": ("--size", "0.5"),
+    "tools": (),
+    "object_stores": ("--size", "0.5"),
+    "scaling": (),
+    "recovery_overhead": (),
+    "recovery_faults": (),
+    "startup": (),
+    "planning": (),
+    "damage": (),
+}
+"""Everything that is run, in this order (what is timed comes first), and what each is told."""
 
 app = typer.Typer(help="All benchmarks, and the page of their results.", add_completion=False)
 
 _Results = Annotated[Path, typer.Option(help="Directory of the results.")]
 
 
+def command_of(stem: str, out: Path, *, smoke: bool) -> list[str]:
+    """What is run for a benchmark."""
+    script = str(Path(__file__).with_name(f"{stem}.py"))
+    toy = ["--smoke"] if smoke else []
+    return [sys.executable, script, *toy, *BENCHMARKS[stem], "--out", str(out)]
+
+
 def run_all(
-    benchmarks: Sequence[Benchmark],
+    stems: Sequence[str],
     results: Path,
     *,
     smoke: bool,
@@ -88,7 +72,7 @@ def run_all(
     """Run benchmarks one after the other, and make the page; whether none has failed.
 
     Args:
-        benchmarks: what is run, in this order.
+        stems: what is run, in this order.
         results: directory of the results, and of the page.
         smoke: toy size.
         start: runs a command; its exit status.
@@ -96,17 +80,15 @@ def run_all(
     results.mkdir(parents=True, exist_ok=True)
     console = Console()
     failed = []
-    table = Table("benchmark", "minutes", "outcome")
-    for benchmark in benchmarks:
-        console.rule(benchmark.stem)
+    for stem in stems:
+        console.rule(stem)
         began = time.monotonic()
-        out = results / f"{benchmark.stem}.jsonl"
-        status = (start or _status)(benchmark.command(out, smoke=smoke))
+        status = (start or _status)(command_of(stem, results / f"{stem}.jsonl", smoke=smoke))
+        minutes = (time.monotonic() - began) / 60
         if status != 0:
-            failed.append(benchmark.stem)
+            failed.append(stem)
         outcome = "done" if status == 0 else f"failed with status {status}"
-        table.add_row(benchmark.stem, f"{(time.monotonic() - began) / 60:.1f}", outcome)
-    console.print(table)
+        console.print(f"{stem}: {outcome}, {minutes:.1f} minutes")
     write_page(results, results / PAGE_NAME, console)
     if failed:
         typer.echo(f"failed: {', '.join(failed)}", err=True)
@@ -117,11 +99,13 @@ def run_all(
 def run(
     *,
     results: _Results = Path("bench-results"),
-    only: Annotated[list[str] | None, typer.Option(help="Only these benchmarks.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only these benchmarks.", callback=among(BENCHMARKS))
+    ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Toy size: does it all run?")] = False,
 ) -> None:
     """Run all benchmarks one after the other, and make the page of their results."""
-    if not run_all(_chosen(only), results, smoke=smoke):
+    if not run_all(only or [*BENCHMARKS], results, smoke=smoke):
         raise typer.Exit(1)
 
 
@@ -141,14 +125,6 @@ def page(
 def readme(*, results: _Results = RESULTS) -> None:
     """Print the table of README.md."""
     typer.echo(build_readme_table(find_results(results, "save_load")))
-
-
-def _chosen(only: Sequence[str] | None) -> list[Benchmark]:
-    known = [one.stem for one in BENCHMARKS]
-    unknown = sorted(set(only or ()) - set(known))
-    if unknown:
-        raise typer.BadParameter(f"benchmark {unknown[0]!r}: expected one of {known}")
-    return [one for one in BENCHMARKS if not only or one.stem in only]
 
 
 def _status(command: Sequence[str]) -> int:

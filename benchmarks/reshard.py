@@ -4,7 +4,7 @@
     python benchmarks/reshard.py --smoke
 
 Some ranks save and end; others load, warm and cold, into tensors that are there already.
-Alternating contenders, medians; every load is checked; the first round is not counted. The floor:
+Alternating contenders, medians; every load is checked; the first round is not counted. Baseline:
 each rank reads its own bytes, and no others, from a file of its own in one stream.
 
 Bytes read are those of all ranks in ``/proc/self/io``, over the bytes of the tensors that are
@@ -15,7 +15,7 @@ has any; what the kernel reads ahead counts).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,96 +25,94 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 import typer
 
-from benchmarks.contenders.roster import READ_SHARES, RESHARD_PACKAGES
-from benchmarks.measuring.command_line import Contest, Output, among, contest_command
-from benchmarks.measuring.disks import file_system, workspace
-from benchmarks.measuring.gpt_state import Division, GptSize, Split
-from benchmarks.measuring.harness import MakeWorker, Ranks, made_in
-from benchmarks.measuring.measures import (
-    SECONDS,
-    Column,
-    Measure,
-    MeasureSummary,
-    build_measure_table,
-    ratio_column,
-    seconds_column,
-    summarise_measures,
+from benchmarks.common.command_line import Contest, Output, among, contest_command
+from benchmarks.common.disks import file_system, workspace
+from benchmarks.common.processes import RankContext, Ranks, join_gloo
+from benchmarks.common.rounds import SECONDS, Case, Sample, load_rounds
+from benchmarks.common.states import Division, GptSize, Split, build_slices
+from benchmarks.common.worker import Entrant, Worker
+from benchmarks.contenders.one_state import Make, raw_flushed, torch_dist, zarr, zarr_2
+
+READ_SHARES = "raw read"
+MAKERS: Mapping[str, Make] = MappingProxyType(
+    {READ_SHARES: raw_flushed, "zarr 2": zarr_2, "zarr 1": zarr, "torch_dist": torch_dist}
 )
-from benchmarks.measuring.rounds import load_rounds
-from benchmarks.measuring.timings import Case
-
-CALLS, DEVICE = "read_by_calls", "read_from_device"
-_PEER = "torch_dist"
-_WORKER = "benchmarks.ranks.reshard"
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """From one layout to another."""
-
-    name: str
-    saved: Division
-    loaded: Division
-
-
-MOVES: Mapping[str, Move] = MappingProxyType(
+MOVES: Mapping[str, tuple[Division, Division]] = MappingProxyType(
     {
-        move.name: move
-        for move in (
-            Move(
-                "TP2 to TP4",
-                Division(Split.TENSOR_PARALLEL, 2),
-                Division(Split.TENSOR_PARALLEL, 4),
-            ),
-            Move("2 rows to 2 columns", Division(Split.ROWS, 2), Division(Split.COLUMNS, 2)),
-            Move("4 rows to 4 columns", Division(Split.ROWS, 4), Division(Split.COLUMNS, 4)),
-        )
+        "TP2 to TP4": (Division(Split.TENSOR_PARALLEL, 2), Division(Split.TENSOR_PARALLEL, 4)),
+        "2 rows to 2 columns": (Division(Split.ROWS, 2), Division(Split.COLUMNS, 2)),
+        "4 rows to 4 columns": (Division(Split.ROWS, 4), Division(Split.COLUMNS, 4)),
     }
 )
+"""How the state is divided when it is saved, and when it is loaded."""
+
+_IO = Path("/proc/self/io")
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardCase(Case):
-    """One size and one move on one file system.
-
-    Attributes:
-        move: name of the change of layout.
-    """
+    """One size and one move on one file system."""
 
     move: str = ""
 
-    def __str__(self) -> str:
-        """For the title of a table."""
-        return f"{self.move}, {Case.__str__(self)}"
+
+class CountingWorker(Worker):
+    """One rank: the bytes that its loads read are counted too."""
+
+    def __init__(self, context: RankContext, nbytes: int, entrants: Mapping[str, Entrant]) -> None:
+        super().__init__(context, nbytes, entrants)
+        self._last = (0, 0)
+
+    def load(self, name: str, directory: Path) -> None:
+        """As Worker; ``counts`` then says what was read. Timed."""
+        calls, device = read_counts()
+        super().load(name, directory)
+        now_calls, now_device = read_counts()
+        self._last = now_calls - calls, now_device - device
+
+    def counts(self) -> tuple[int, int]:
+        """What this rank's last load has read; see ``read_counts``."""
+        return self._last
 
 
-def run_move(size: GptSize, move: Move, place: Path, contest: Contest, output: Output) -> None:
-    """Time one size and one change of layout in one place, and report it."""
+def read_counts() -> tuple[int, int]:
+    """Bytes that this process has read through calls, and those fetched from a device for it.
+
+    What is read through mapped memory is not in the first; see proc(5).
+    """
+    lines = _IO.read_text(encoding="ascii").splitlines()
+    found = {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+    return found["rchar"], found["read_bytes"]
+
+
+def make_worker(
+    size: GptSize, division: Division, names: Sequence[str], context: RankContext
+) -> CountingWorker:
+    """One of the ranks among which the state is divided. Collective."""
+    join_gloo(context)
+    shards = build_slices(size, context.global_rank, division)
+    return CountingWorker.over(context, shards, MAKERS, names)
+
+
+def _run_move(size: GptSize, move: str, place: Path, contest: Contest, output: Output) -> None:
+    saved, loaded = MOVES[move]
     with workspace(place) as directory:
         stored = {name: directory / name for name in contest.names}
-        _save_all(size, move, stored, contest)
-        make = made_in(_WORKER, size, move.loaded, contest.names)
-        with _ranks(move.loaded.num_parts, make, contest) as ranks:
+        names = [name for name in contest.names if name != READ_SHARES]
+        with _ranks(size, saved, names, contest) as ranks:
+            for name in names:
+                _save(ranks, name, stored[name])
+        with _ranks(size, loaded, contest.names, contest) as ranks:
             nbytes = sum(ranks.step("nbytes").values)
             _save(ranks, READ_SHARES, stored[READ_SHARES])
-            num_ranks = move.loaded.num_parts
-            case = ReshardCase(file_system(place), nbytes, size.num_arrays, num_ranks, 1, move.name)
-            measures = output.write_samples(case, _loads(ranks, case, stored, contest.repetitions))
-    summaries = summarise_measures(measures, contest.names, (READ_SHARES, _PEER))
-    output.write_summaries(case, summaries, build_measure_table(_title(case), summaries, _COLUMNS))
+            num_ranks = loaded.num_parts
+            case = ReshardCase(file_system(place), nbytes, size.num_arrays, num_ranks, 1, move)
+            output.write_samples(case, _loads(ranks, case, stored, contest.repetitions))
 
 
-def _save_all(size: GptSize, move: Move, stored: Mapping[str, Path], contest: Contest) -> None:
-    """Have ranks of the old layout store the state in every form but the floor's."""
-    names = [name for name in contest.names if name != READ_SHARES]
-    make = made_in(_WORKER, size, move.saved, names)
-    with _ranks(move.saved.num_parts, make, contest) as ranks:
-        for name in names:
-            _save(ranks, name, stored[name])
-
-
-def _ranks(num_ranks: int, make: MakeWorker, contest: Contest) -> Ranks:
-    return Ranks(num_ranks, make, timeout_s=contest.timeout_s, preload=(_WORKER,))
+def _ranks(size: GptSize, division: Division, names: Sequence[str], contest: Contest) -> Ranks:
+    args = ("benchmarks.reshard", size, division, names)
+    return Ranks(division.num_parts, *args, timeout_s=contest.timeout_s)
 
 
 def _save(ranks: Ranks, name: str, target: Path) -> None:
@@ -125,40 +123,20 @@ def _save(ranks: Ranks, name: str, target: Path) -> None:
 
 def _loads(
     ranks: Ranks, case: Case, stored: Mapping[str, Path], repetitions: int
-) -> Iterator[Measure]:
+) -> Iterator[Sample]:
     """Time every kind of load there is here, and count what each has read."""
     for step in case.loads:
         for sample in load_rounds(ranks, case, step, stored, repetitions):
-            counts = ranks.step("counts").values
+            calls, device = zip(*ranks.step("counts").values, strict=True)
             values = {
-                SECONDS: sample.seconds,
-                CALLS: sum(one.calls_nbytes for one in counts) / case.nbytes,
-                DEVICE: sum(one.device_nbytes for one in counts) / case.nbytes,
+                SECONDS: sample.values[SECONDS],
+                "read_by_calls": sum(calls) / case.nbytes,
+                "read_from_device": sum(device) / case.nbytes,
             }
-            yield Measure(step.value, sample.contender, sample.repetition, values)
+            yield Sample(step, sample.contender, sample.repetition, values)
 
 
-def _title(case: ReshardCase) -> str:
-    return f"{case}; bytes read over needed"
-
-
-def _read_column(title: str, name: str) -> Column:
-    def cell(summary: MeasureSummary) -> str:
-        return f"{summary.medians[name]:.2f}"
-
-    return Column(title, cell)
-
-
-_COLUMNS = (
-    seconds_column(),
-    ratio_column(READ_SHARES),
-    ratio_column(_PEER),
-    _read_column("read by calls", CALLS),
-    _read_column("from the device", DEVICE),
-)
-
-
-@contest_command(RESHARD_PACKAGES, (READ_SHARES,))
+@contest_command(list(MAKERS), (READ_SHARES,))
 def main(
     contest: Contest,
     output: Output,
@@ -172,7 +150,7 @@ def main(
     for size in contest.sizes:
         for name in move or MOVES:
             for place in contest.places:
-                run_move(size, MOVES[name], place, contest, output)
+                _run_move(size, name, place, contest, output)
 
 
 if __name__ == "__main__":

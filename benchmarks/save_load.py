@@ -1,4 +1,4 @@
-"""Save and load one GPT-like state with every contender in turn, beside the physical floor.
+"""Save and load one GPT-like state with every contender in turn, beside one stream per rank.
 
     python benchmarks/save_load.py --out save_load.jsonl
     python benchmarks/save_load.py --smoke
@@ -12,39 +12,41 @@ the copy. Every load is checked. The first round of each step is not counted.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 import typer
 
-from benchmarks.contenders.roster import RAW_FLUSHED, RAW_PLAIN, SAVE_LOAD_PACKAGES
-from benchmarks.measuring.command_line import Contest, Output, contest_command
-from benchmarks.measuring.disks import file_system
-from benchmarks.measuring.gpt_state import GptSize
-from benchmarks.measuring.harness import Ranks, made_in
-from benchmarks.measuring.rounds import run_saves_and_loads
-from benchmarks.measuring.timings import Case
+from benchmarks.common.command_line import Contest, Output, contest_command
+from benchmarks.common.disks import file_system
+from benchmarks.common.processes import RankContext, Ranks, join_gloo
+from benchmarks.common.rounds import Case, run_saves_and_loads
+from benchmarks.common.states import GptSize, build_shards
+from benchmarks.common.worker import Worker
+from benchmarks.contenders.one_state import MAKERS, RAW_FLUSHED, RAW_PLAIN
 
-_WORKER = "benchmarks.ranks.one_state"
 _NUM_RANKS = 2
 
 
-def run_size(size: GptSize, contest: Contest, output: Output) -> None:
-    """Time one size in every place, and report each."""
-    make = made_in(_WORKER, size, contest.names)
-    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s) as ranks:
-        nbytes = sum(ranks.step("nbytes").values)
-        for place in contest.places:
-            case = Case(file_system(place), nbytes, size.num_arrays, _NUM_RANKS)
-            run_saves_and_loads(ranks, case, place, contest, output)
+def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> Worker:
+    """One of the ranks that hold the state in equal parts. Collective."""
+    join_gloo(context)
+    shards = build_shards(size, context.global_rank, context.num_ranks)
+    return Worker.over(context, shards, MAKERS, names)
 
 
-@contest_command(SAVE_LOAD_PACKAGES, (RAW_FLUSHED, RAW_PLAIN))
+@contest_command(list(MAKERS), (RAW_FLUSHED, RAW_PLAIN))
 def main(contest: Contest, output: Output) -> None:
     """Save and load one GPT-like state with every contender in turn."""
     for size in contest.sizes:
-        run_size(size, contest, output)
+        args = ("benchmarks.save_load", size, contest.names)
+        with Ranks(_NUM_RANKS, *args, timeout_s=contest.timeout_s) as ranks:
+            nbytes = sum(ranks.step("nbytes").values)
+            for place in contest.places:
+                case = Case(file_system(place), nbytes, size.num_arrays, _NUM_RANKS)
+                run_saves_and_loads(ranks, case, place, contest, output)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ checked, the first round not counted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,35 +22,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 import typer
 
-from benchmarks.contenders.roster import RAW_FLUSHED, RAW_PLAIN, SAVE_LOAD_PACKAGES
-from benchmarks.measuring.command_line import Contest, Output, Where, among, contest_command
-from benchmarks.measuring.disks import file_system
-from benchmarks.measuring.equal_arrays import Extent
-from benchmarks.measuring.harness import Ranks, made_in
-from benchmarks.measuring.rounds import run_saves_and_loads
-from benchmarks.measuring.timings import Case
+from benchmarks.common.command_line import Contest, Output, among, contest_command
+from benchmarks.common.disks import file_system
+from benchmarks.common.processes import RankContext, Ranks, join_gloo
+from benchmarks.common.rounds import Case, run_saves_and_loads
+from benchmarks.common.states import Extent, build_equal_shards
+from benchmarks.common.worker import Worker
+from benchmarks.contenders.one_state import MAKERS, RAW_FLUSHED, RAW_PLAIN
 
 _MB = 10**6
-_WORKER = "benchmarks.ranks.scaling"
-_PACKAGES = {
-    name: SAVE_LOAD_PACKAGES[name]
-    for name in (RAW_FLUSHED, RAW_PLAIN, "zarr 1", "zarr 2", "torch_dist")
-}
+_NAMES = (RAW_FLUSHED, RAW_PLAIN, "zarr 1", "zarr 2", "torch_dist")
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingCase(Case):
-    """One extent on one file system.
-
-    Attributes:
-        sweep: what grows.
-    """
+    """One extent on one file system; ``sweep`` says what grows."""
 
     sweep: str = ""
-
-    def __str__(self) -> str:
-        """For the title of a table."""
-        return f"more {self.sweep}: {Case.__str__(self)}"
 
 
 SWEEPS: Mapping[str, tuple[Extent, ...]] = MappingProxyType(
@@ -60,33 +48,28 @@ SWEEPS: Mapping[str, tuple[Extent, ...]] = MappingProxyType(
         "ranks": tuple(Extent(256 * _MB, 300, count) for count in (1, 2, 4)),
     }
 )
-_SMOKE: Mapping[str, tuple[Extent, ...]] = MappingProxyType(
-    {"bytes": (Extent(_MB, 6, 2),), "ranks": (Extent(_MB, 6, 1),)}
-)
+_SMOKE = {"bytes": (Extent(_MB, 6, 2),), "ranks": (Extent(_MB, 6, 1),)}
 
 
-def run_extent(sweep: str, extent: Extent, contest: Contest, output: Output) -> None:
-    """Time one extent in every place, and report each."""
-    make = made_in(_WORKER, extent, contest.names)
-    timeout_s = contest.timeout_s
-    with Ranks(extent.num_ranks, make, timeout_s=timeout_s, preload=(_WORKER,)) as ranks:
+def make_worker(extent: Extent, names: Sequence[str], context: RankContext) -> Worker:
+    """One of the ranks that hold the arrays in equal parts. Collective."""
+    join_gloo(context)
+    return Worker.over(context, build_equal_shards(extent, context.global_rank), MAKERS, names)
+
+
+def _run_extent(sweep: str, extent: Extent, contest: Contest, output: Output) -> None:
+    num_ranks, timeout_s = extent.num_ranks, contest.timeout_s
+    module = "benchmarks.scaling"
+    with Ranks(num_ranks, module, extent, contest.names, timeout_s=timeout_s) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
         for place in contest.places:
             case = ScalingCase(
-                file_system(place), nbytes, extent.num_arrays, extent.num_ranks, sweep=sweep
+                file_system(place), nbytes, extent.num_arrays, num_ranks, sweep=sweep
             )
             run_saves_and_loads(ranks, case, place, contest, output)
 
 
-def _chosen(wanted: Sequence[str] | None, *, smoke: bool) -> Iterator[tuple[str, Extent]]:
-    sweeps = _SMOKE if smoke else SWEEPS
-    for sweep, extents in sweeps.items():
-        if not wanted or sweep in wanted:
-            for extent in extents:
-                yield sweep, extent
-
-
-@contest_command(_PACKAGES, (RAW_FLUSHED, RAW_PLAIN), sizes_gb=(), where=Where.DISK, repetitions=5)
+@contest_command(_NAMES, (RAW_FLUSHED, RAW_PLAIN), sizes_gb=(), in_memory=False, repetitions=5)
 def main(
     contest: Contest,
     output: Output,
@@ -97,8 +80,9 @@ def main(
     ] = None,
 ) -> None:
     """Save and load while bytes, arrays or ranks grow."""
-    for one, extent in _chosen(sweep, smoke=contest.is_smoke):
-        run_extent(one, extent, contest, output)
+    for name, extents in (_SMOKE if contest.is_smoke else SWEEPS).items():
+        for extent in extents if not sweep or name in sweep else ():
+            _run_extent(name, extent, contest, output)
 
 
 if __name__ == "__main__":

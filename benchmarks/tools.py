@@ -8,17 +8,19 @@ own, or two that share the work and the threads. The peak of resident memory, of
 taken at the end; the time is that of the tool, without the start of Python. Warm: the page cache
 holds the source; cold: it holds nothing of it. Contenders take turns; medians.
 
-The floors have as many threads as the tools: ``raw read`` reads the same files, ``raw copy`` also
-writes and flushes each as it is. A conversion is durable when it returns.
+The baselines have as many threads as the tools: ``raw read`` reads the same files, ``raw copy``
+also writes and flushes each as it is. A conversion is durable when it returns.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Annotated
 
@@ -26,18 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 import typer
 
-from benchmarks.contenders.roster import (
-    COPY_FILES,
-    READ_FILES,
-    TO_TORCH_DIST,
-    TO_ZARR_2,
-    TO_ZARR_2_BY_TWO,
-    TOOL_PACKAGES,
-    VERIFY,
-    VERIFY_BY_TWO,
-)
-from benchmarks.measuring.command_line import Contest, Output, contest_command
-from benchmarks.measuring.disks import (
+from benchmarks.common.command_line import Contest, Output, contest_command
+from benchmarks.common.disks import (
     drop_cache,
     file_system,
     files_below,
@@ -46,35 +38,176 @@ from benchmarks.measuring.disks import (
     touch_memory,
     workspace,
 )
-from benchmarks.measuring.gpt_state import GB, GptSize
-from benchmarks.measuring.harness import MakeWorker, Ranks, alternate, made_in
-from benchmarks.measuring.measures import (
-    SECONDS,
-    Column,
-    Measure,
-    MeasureSummary,
-    build_measure_table,
-    seconds_column,
-    summarise_measures,
-)
-from benchmarks.measuring.timings import Case, Step
+from benchmarks.common.processes import HOST, RankContext, Ranks, quiet_imports
+from benchmarks.common.rounds import SECONDS, Case, Sample, Step, alternate
+from benchmarks.common.states import GptSize
 
-MIB = 1 << 20
-SPEED, PEAK, BEFORE = "nbytes_per_second", "peak_nbytes", "before_nbytes"
+with quiet_imports():
+    import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    from dist_ckpt_strategies import ConvertOptions, convert
+    from dist_ckpt_strategies.comm.base import Communicator
+    from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+    from dist_ckpt_strategies.formats.scan import scan, verify
+
+_MIB = 1 << 20
+_BLOCK = 4 << 20
+_NUM_SAVERS = 2
+_STATUS = Path("/proc/self/status")
+_CACHE = MappingProxyType({Step.LOAD_WARM: "warm", Step.LOAD_COLD: "cold"})
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a tool is given.
+
+    Attributes:
+        num_threads: files handled at the same time, by all processes.
+        max_memory_nbytes: for elements, in a conversion.
+        comm: the processes that share the work.
+    """
+
+    num_threads: int
+    max_memory_nbytes: int
+    comm: Communicator
+
+    @property
+    def options(self) -> ConvertOptions:
+        """For each of the processes."""
+        threads = max(1, self.num_threads // self.comm.size)
+        return ConvertOptions(max_memory_bytes=self.max_memory_nbytes, num_threads=threads)
+
+
+class ToolWorker:
+    """A process for one run of one tool."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._before_nbytes = _status("VmRSS")
+
+    def run(self, tool: str, source: Path, target: Path) -> None:
+        """Run a tool from one directory to another, which is empty. Timed."""
+        TOOLS[tool](source, target, self._bounds)
+
+    def memory(self) -> tuple[int, int]:
+        """Resident bytes before the tool ran, its libraries loaded, and the most there ever was."""
+        return self._before_nbytes, _status("VmHWM")
+
+
+def _verify(source: Path, _target: Path, bounds: Bounds) -> None:
+    """What ``dist-ckpt verify`` does, which takes as many threads as there are cores."""
+    issues = verify(scan(source), comm=bounds.comm)
+    if issues:
+        raise ValueError(f"{source}: {issues}")
+
+
+def _convert(to: str) -> Callable[[Path, Path, Bounds], None]:
+    def run(source: Path, target: Path, bounds: Bounds) -> None:
+        convert(source, target, to, options=bounds.options, comm=bounds.comm)
+
+    return run
+
+
+def _read(source: Path, _target: Path, bounds: Bounds) -> None:
+    read_files(source, bounds.num_threads)
+
+
+def _copy(source: Path, target: Path, bounds: Bounds) -> None:
+    copy_files(source, target, bounds.num_threads)
+
+
+def read_files(directory: Path, num_threads: int) -> int:
+    """Read every file below, in blocks, into memory in use; how many bytes there were."""
+    return _on_threads(directory, num_threads, _read_blocks)
+
+
+def copy_files(directory: Path, target: Path, num_threads: int) -> int:
+    """Read every file below, and write and flush it below ``target``; how many bytes there were."""
+
+    def copy(source: Path, block: memoryview) -> int:
+        to = target / source.relative_to(directory)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with to.open("wb", buffering=0) as file:
+            nbytes = _read_blocks(source, block, file.write)
+            os.fsync(file.fileno())
+        return nbytes
+
+    return _on_threads(directory, num_threads, copy)
+
+
+def _on_threads(directory: Path, num_threads: int, body: Callable[[Path, memoryview], int]) -> int:
+    """The largest first, so that the threads end together; each thread has one block of memory."""
+    blocks: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(num_threads):
+        blocks.put(memoryview(bytearray(_BLOCK)))
+
+    def run(path: Path) -> int:
+        block = blocks.get()
+        try:
+            return body(path, block)
+        finally:
+            blocks.put(block)
+
+    files = sorted(files_below(directory), key=lambda path: -path.stat().st_size)
+    with ThreadPoolExecutor(num_threads) as pool:
+        return sum(pool.map(run, files))
+
+
+def _read_blocks(
+    path: Path, block: memoryview, write: Callable[[memoryview], object] | None = None
+) -> int:
+    done = 0
+    with path.open("rb", buffering=0) as file:
+        while found := file.readinto(block):
+            done += found
+            if write is not None:
+                write(block[:found])
+    return done
+
+
+TOOLS: Mapping[str, Callable[[Path, Path, Bounds], None]] = MappingProxyType(
+    {
+        "raw read": _read,
+        "raw copy": _copy,
+        "verify": _verify,
+        "to zarr 2": _convert("zarr@2"),
+        "to torch_dist": _convert("torch_dist"),
+        "verify, 2 processes": _verify,
+        "to zarr 2, 2 processes": _convert("zarr@2"),
+    }
+)
+BASELINES = ("raw read", "raw copy")
 SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "zarr 1": (TO_ZARR_2, TO_ZARR_2_BY_TWO),
-        "zarr 2": (VERIFY, VERIFY_BY_TWO, TO_TORCH_DIST),
+        "zarr 1": ("to zarr 2", "to zarr 2, 2 processes"),
+        "zarr 2": ("verify", "verify, 2 processes", "to torch_dist"),
     }
 )
 """Formats, and the tools that take them."""
 
-NUM_RANKS: Mapping[str, int] = MappingProxyType({VERIFY_BY_TWO: 2, TO_ZARR_2_BY_TWO: 2})
-"""Processes of a tool; one where it is not named. Memory is that of all of them."""
 
-_NUM_RANKS = 2
-_SAVER, _WORKER = "benchmarks.ranks.one_state", "benchmarks.ranks.tools"
-_CACHE = MappingProxyType({Step.LOAD_WARM: "warm", Step.LOAD_COLD: "cold"})
+def _status(name: str) -> int:
+    """Bytes that the kernel counts under this name; see proc(5)."""
+    for line in _STATUS.read_text(encoding="ascii").splitlines():
+        label, _, value = line.partition(":")
+        if label == name:
+            return int(value.removesuffix("kB")) * 1024
+    raise LookupError(f"{_STATUS}: no {name}")
+
+
+def make_worker(num_threads: int, max_memory_nbytes: int, context: RankContext) -> ToolWorker:
+    """One run of a tool, in this process and those beside it."""
+    if context.num_ranks > 1:
+        store = TCPStore(HOST, context.store_port, is_master=False)
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("tools", store),
+            rank=context.global_rank,
+            world_size=context.num_ranks,
+        )
+    comm = open_communicator(None, timeout_s=context.timeout_s, purpose="benchmark")
+    return ToolWorker(Bounds(num_threads, max_memory_nbytes, comm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +217,7 @@ class ToolCase(Case):
     Attributes:
         source: its format.
         file_nbytes: of all its files.
-        num_threads: of tools and floors.
+        num_threads: of tools and baselines.
         max_memory_nbytes: for elements, in a conversion.
     """
 
@@ -93,24 +226,16 @@ class ToolCase(Case):
     num_threads: int = 1
     max_memory_nbytes: int = 0
 
-    def __str__(self) -> str:
-        """For the title of a table."""
-        return (
-            f"from {self.source}, {self.file_nbytes / GB:.2g} GB, {self.num_arrays} arrays, "
-            f"{self.file_system}, {self.num_threads} threads"
-        )
 
-
-def run_place(
+def _run_place(
     size: GptSize, place: Path, max_memory_nbytes: int, contest: Contest, output: Output
 ) -> None:
-    """Time every tool in one place, and report it."""
+    """Time every tool in one place."""
     num_threads = max(2, len(os.sched_getaffinity(0)))
-    make = made_in(_WORKER, num_threads, max_memory_nbytes)
     with workspace(place) as directory:
         nbytes = _save_all(size, directory, contest)
         for source, tools in SOURCES.items():
-            names = [name for name in contest.names if name in {*tools, READ_FILES, COPY_FILES}]
+            names = [name for name in contest.names if name in {*tools, *BASELINES}]
             if not set(names) & set(tools):
                 continue
             root = directory / source
@@ -120,16 +245,13 @@ def run_place(
                 source=source, file_nbytes=file_nbytes,
                 num_threads=num_threads, max_memory_nbytes=max_memory_nbytes,
             )  # fmt: skip
-            measures = output.write_samples(case, _rounds(make, case, root, names, contest))
-            summaries = summarise_measures(measures, names, (READ_FILES, COPY_FILES))
-            table = build_measure_table(f"{case}: medians", summaries, _COLUMNS)
-            output.write_summaries(case, summaries, table)
+            output.write_samples(case, _rounds(case, root, names, contest))
 
 
 def _save_all(size: GptSize, directory: Path, contest: Contest) -> int:
     """Store the state in each format; how many bytes it has."""
-    make = made_in(_SAVER, size, list(SOURCES))
-    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
+    args = ("benchmarks.save_load", size, list(SOURCES))
+    with Ranks(_NUM_SAVERS, *args, timeout_s=contest.timeout_s) as ranks:
         for source in SOURCES:
             target = directory / source
             target.mkdir()
@@ -138,54 +260,32 @@ def _save_all(size: GptSize, directory: Path, contest: Contest) -> int:
         return sum(ranks.step("nbytes").values)
 
 
-def _rounds(
-    make: MakeWorker, case: ToolCase, root: Path, names: Sequence[str], contest: Contest
-) -> Iterator[Measure]:
+def _rounds(case: ToolCase, root: Path, names: Sequence[str], contest: Contest) -> Iterator[Sample]:
+    args = ("benchmarks.tools", case.num_threads, case.max_memory_nbytes)
     for step in case.loads:
         for repetition, name in alternate(names, contest.repetitions):
             target = root.with_name(f"from {root.name}")
             target.mkdir()
-            num_ranks = NUM_RANKS.get(name, 1)
-            with Ranks(num_ranks, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
+            num_ranks = 2 if name.endswith("2 processes") else 1
+            with Ranks(num_ranks, *args, timeout_s=contest.timeout_s) as ranks:
                 touch_memory(2 * case.max_memory_nbytes)
                 if step is Step.LOAD_COLD:
                     drop_cache(root)
                 else:
                     fill_cache(root)
                 seconds = ranks.step("run", name, root, target).seconds
-                memories = ranks.step("memory").values
+                before, peak = map(sum, zip(*ranks.step("memory").values, strict=True))
             retire(target, root.with_name("attic"))
             values = {
                 SECONDS: seconds,
-                SPEED: case.file_nbytes / seconds,
-                PEAK: sum(memory.peak_nbytes for memory in memories),
-                BEFORE: sum(memory.before_nbytes for memory in memories),
+                "nbytes_per_second": case.file_nbytes / seconds,
+                "peak_nbytes": peak,
+                "before_nbytes": before,
             }
-            yield Measure(_CACHE[step], name, repetition, values)
+            yield Sample(_CACHE[step], name, repetition, values)
 
 
-def _speed_column(floor: str) -> Column:
-    """The speed as a part of the floor's."""
-
-    def cell(summary: MeasureSummary) -> str:
-        return f"{100 / summary.ratios[floor]:.0f} %" if floor in summary.ratios else "-"
-
-    return Column(f"of {floor}", cell)
-
-
-_COLUMNS = (
-    seconds_column(),
-    Column("GB/s", lambda summary: f"{summary.medians[SPEED] / GB:.2f}"),
-    _speed_column(READ_FILES),
-    _speed_column(COPY_FILES),
-    Column("MiB before", lambda summary: f"{summary.medians[BEFORE] / MIB:.0f}"),
-    Column("peak, MiB", lambda summary: f"{summary.maxima[PEAK] / MIB:.0f}"),
-)
-
-
-@contest_command(
-    TOOL_PACKAGES, (READ_FILES, COPY_FILES), sizes_gb=(4.0,), repetitions=5, timeout_s=600.0
-)
+@contest_command(list(TOOLS), BASELINES, sizes_gb=(4.0,), repetitions=5, timeout_s=600.0)
 def main(
     contest: Contest,
     output: Output,
@@ -195,7 +295,7 @@ def main(
     """Verify and convert one GPT-like checkpoint with every tool in turn."""
     for size in contest.sizes:
         for place in contest.places:
-            run_place(size, place, memory * MIB, contest, output)
+            _run_place(size, place, memory * _MIB, contest, output)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
 )
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.measuring.disks import flush_share
+from benchmarks.common.disks import flush_share
 
 
 class _State(basic_state_dict.BasicTensorAwareStateDict):  # type: ignore[misc]
@@ -54,21 +54,17 @@ class Nvrx:
         setattr(torch.cuda, "synchronize", lambda _device=None: None)  # noqa: B010 - typed otherwise
 
     def save(self, root: Path, iteration: int) -> None:
-        """See LocalContender."""
         with _CudaMeansCpu():
             self._manager(root).save(self._state(), iteration)
 
     def begin(self, root: Path, iteration: int) -> None:
-        """See LocalContender."""
         with _CudaMeansCpu():
             self._request = self._manager(root).save(self._state(), iteration, is_async=True)
 
     def finish(self) -> None:
-        """See LocalContender."""
         self._request.execute_sync()
 
     def load(self, root: Path) -> list[torch.Tensor]:
-        """See LocalContender."""
         manager = self._manager(root)
         with _CudaMeansCpu():
             manager.find_latest()
@@ -76,7 +72,6 @@ class Nvrx:
         return list(state.tensors)
 
     def recover(self, root: Path) -> list[torch.Tensor]:
-        """See LocalContender."""
         return self.load(root)
 
     def _manager(self, root: Path) -> Any:
@@ -91,6 +86,5 @@ class FlushedNvrx(Nvrx):
     """The same, and its files are flushed, so that a save is as durable as the others'."""
 
     def save(self, root: Path, iteration: int) -> None:
-        """See LocalContender."""
         super().save(root, iteration)
         flush_share(root, 0, 1)

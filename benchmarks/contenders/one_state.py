@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Divided
 
-from benchmarks.contenders.roster import RAW_FLUSHED, RAW_IN_MEGATRON, RAW_PLAIN
-from benchmarks.measuring.gpt_state import Shard
-from benchmarks.measuring.quiet import quiet_imports
+from benchmarks.common.processes import quiet_imports
+from benchmarks.common.states import Shard
 
 with quiet_imports():
     from megatron.core import dist_checkpointing
@@ -30,6 +29,8 @@ with quiet_imports():
 
     import dist_ckpt_strategies
     from dist_ckpt_strategies.cli.bench_rank import read_stream, write_stream
+
+RAW_FLUSHED, RAW_PLAIN = "raw write+fsync", "raw write"
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -71,11 +72,9 @@ class Megatron:
         self._loader = loader
 
     def save(self, directory: Path) -> None:
-        """See Contender."""
         dist_checkpointing.save(self.state(), str(directory), self.backend)
 
     def load(self, directory: Path) -> Tensors:
-        """See Contender."""
         loaded = dist_checkpointing.load(self.sharded(), str(directory), self._loader)
         return {shard.key: loaded[shard.key] for shard in self._shards}
 
@@ -144,11 +143,9 @@ class _TorchDcp:
         }
 
     def save(self, directory: Path) -> None:
-        """See Contender."""
         dcp_save(self._state, checkpoint_id=directory)
 
     def load(self, directory: Path) -> Tensors:
-        """See Contender."""
         dcp_load(self._state, checkpoint_id=directory)
         return {shard.key: shard.tensor for shard in self._shards}
 
@@ -160,11 +157,9 @@ class _TorchSave:
         self._tensors = {shard.key: shard.tensor for shard in shards}
 
     def save(self, directory: Path) -> None:
-        """See Contender."""
         torch.save(self._tensors, _own_file(directory, "pt"))
 
     def load(self, directory: Path) -> Tensors:
-        """See Contender."""
         loaded: Tensors = torch.load(_own_file(directory, "pt"), weights_only=True, mmap=True)
         return loaded
 
@@ -178,11 +173,9 @@ class _Safetensors:
         self._tensors = {shard.key: shard.tensor for shard in shards}
 
     def save(self, directory: Path) -> None:
-        """See Contender."""
         self._library.save_file(self._tensors, _own_file(directory, "safetensors"))
 
     def load(self, directory: Path) -> Tensors:
-        """See Contender."""
         loaded: Tensors = self._library.load_file(_own_file(directory, "safetensors"))
         return loaded
 
@@ -195,11 +188,9 @@ class Raw:
         self._flushes = flushes
 
     def save(self, directory: Path) -> None:
-        """See Contender."""
         write_stream(self._tensors, _own_file(directory, "bin"), flushes=self._flushes)
 
     def load(self, directory: Path) -> Tensors:
-        """See Contender."""
         read_stream(self._tensors, _own_file(directory, "bin"))
         return self._tensors
 
@@ -243,7 +234,8 @@ def _raw_in_megatron(shards: tuple[Shard, ...]) -> Contender:
     return Megatron(shards, _RawSave(raw), _RawLoad(raw))
 
 
-def _raw_flushed(shards: tuple[Shard, ...]) -> Contender:
+def raw_flushed(shards: tuple[Shard, ...]) -> Contender:
+    """The baseline that flushes what it writes."""
     return Raw(shards, flushes=True)
 
 
@@ -256,9 +248,9 @@ def _own_file(directory: Path, suffix: str) -> Path:
 
 
 MAKERS: Final[Mapping[str, Make]] = {
-    RAW_FLUSHED: _raw_flushed,
+    RAW_FLUSHED: raw_flushed,
     RAW_PLAIN: _raw_plain,
-    RAW_IN_MEGATRON: _raw_in_megatron,
+    "raw write+fsync in Megatron-Core": _raw_in_megatron,
     "zarr 1": zarr,
     "zarr 2": zarr_2,
     "torch_dist": torch_dist,
@@ -266,4 +258,4 @@ MAKERS: Final[Mapping[str, Make]] = {
     "torch.save": _TorchSave,
     "safetensors": _Safetensors,
 }
-"""For each name of the roster, what builds it in a rank process, for this rank's shards."""
+"""Everyone who saves and loads, baselines first; builds it in a rank process, for its shards."""

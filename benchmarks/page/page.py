@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.contenders.roster import RAW_FLUSHED, RAW_PLAIN
 from benchmarks.page.figures import Bar, Figure, Panel
 from benchmarks.page.results import Found, Spread, find_results, spread_of
-from benchmarks.page.subjects import GOALS, SUBJECTS, TORCH_DIST, Row, Subject
+from benchmarks.page.subjects import (
+    GOALS,
+    RAW_FLUSHED,
+    RAW_PLAIN,
+    SUBJECTS,
+    TORCH_DIST,
+    Row,
+    Subject,
+)
 
 FIGURES_NAME: Final = "measured"
 """Directory of the figures, beside the page."""
 
 STEMS: Final = (
     *dict.fromkeys(subject.stem for subject in SUBJECTS),
-    *("recovery_faults", "recovery_overhead", "format2_faults", "local_faults"),
-    *("planning", "startup"),
+    *("recovery_faults", "recovery_overhead", "damage", "planning", "startup"),
 )
 """Benchmarks that the page is about: names of their scripts, and beginnings of their files."""
 
@@ -62,12 +68,28 @@ def build_page(results: Path) -> Page:
     for subject in SUBJECTS:
         parts += _subject(subject, rows[subject.title])
     recovery = _recovery_figure(found["recovery_faults"])
-    figures += [recovery] if recovery else []
-    parts += _recovery(found["recovery_faults"], found["recovery_overhead"], recovery)
-    parts += _damage(found)
-    parts += _planning(found["planning"])
-    parts += _startup(found["startup"])
+    if recovery is not None:
+        figures.append(recovery)
+        parts += _RECOVERY
+    parts += _recovery_table(found["recovery_faults"])
+    parts += _overhead_table(found["recovery_overhead"])
+    for title, words, texts in (
+        ("Faults", _FAULTS, _fault_table(found)),
+        ("Planning", _PLANNING, _planning_table(found["planning"])),
+        ("Start-up", _STARTUP, _startup_table(found["startup"])),
+    ):
+        if body := list(texts):
+            parts += [f"## {title}", words, *body]
     return Page("\n\n".join(parts) + "\n", tuple(figures))
+
+
+def stem_tables(stem: str, found: Found) -> Iterator[str]:
+    """The tables of one benchmark, for the screen."""
+    for subject in SUBJECTS:
+        if subject.stem == stem:
+            yield from _subject_table(subject, list(subject.rows(found)))
+    if stem in _TABLES:
+        yield from _TABLES[stem](found)
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
@@ -136,22 +158,24 @@ def _subject(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
     yield subject.words
     if subject.figure:
         yield f"![{subject.title}, ratios to the baseline]({FIGURES_NAME}/{subject.stem}.svg)"
+    yield from _subject_table(subject, rows)
+
+
+def _subject_table(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
     titles = ["case", "contender", "seconds", "of the baseline", f"of {subject.peer}"]
-    yield table(
-        [*titles, *(title for title, *_ in subject.more)],
+    cells = [
         [
-            [
-                f"{row.case}: {row.step}",
-                row.stat.contender,
-                _spread(row.stat.seconds),
-                _ratio(row, subject.baseline, RAW_PLAIN),
-                _ratio(row, subject.peer),
-                *map(_number, row.more.values()),
-            ]
-            for row in rows
-        ],
-        num_left=2,
-    )
+            f"{row.case}: {row.step}",
+            row.stat.contender,
+            _spread(row.stat.seconds),
+            _ratio(row, subject.baseline, RAW_PLAIN),
+            _ratio(row, subject.peer),
+            *map(_number, row.more.values()),
+        ]
+        for row in rows
+    ]
+    if cells:
+        yield table([*titles, *(title for title, *_ in subject.more)], cells, num_left=2)
 
 
 def _ratio(row: Row, *baselines: str) -> str:
@@ -199,40 +223,51 @@ def _recovery_figure(faults: Found) -> Figure | None:
     return Figure("recovery", axis, (Panel(title, tuple(bars)),), None) if bars else None
 
 
-def _recovery(faults: Found, overhead: Found, figure: Figure | None) -> Iterator[str]:
-    if figure is None:
-        return
-    yield "## Recovery"
-    yield (
+_RECOVERY: Final = (
+    "## Recovery",
+    (
         "Four ranks train under `dist-ckpt run`. Seconds are from the fault until the last rank is "
         "in a step again; for `SIGSTOP` and `stuck` from its detection. After every fault, "
         "weights, moments, random numbers and losses are compared bit for bit with a run without. "
         "Faults follow each other after 2 to 4 steps: a spare often still starts when the next "
         "rank is killed. With `--steps-apart 300` it waits; the recovery page has that figure."
-    )
-    yield f"![seconds until all ranks are in a step again]({FIGURES_NAME}/recovery.svg)"
+    ),
+    f"![seconds until all ranks are in a step again]({FIGURES_NAME}/recovery.svg)",
+)
+_FAULTS: Final = (
+    "A violation is any value loaded that was not saved, an error that does not name what "
+    "is damaged, or a rank that hangs."
+)
+_PLANNING: Final = (
+    "What each rank spends on a plan, which it computes from what all ranks describe."
+)
+_STARTUP: Final = "Seconds of a new process; the checkpoints have 10,000 arrays."
+
+
+def _recovery_table(faults: Found) -> Iterator[str]:
     rows = []
     for (kind, spares), seconds in _recovered(faults).items():
         spread, ordered = spread_of(seconds), sorted(seconds)
         ninety = ordered[min(len(ordered) - 1, math.floor(0.9 * len(ordered)))]
         cells = map(_number, (spread.median, ninety, spread.high))
         rows.append([kind, str(spares), str(len(seconds)), *cells])
-    yield table(("fault", "spares", "faults", "median s", "90 % s", "longest s"), rows)
-    summaries = overhead.of_kind("summary")
-    if summaries:
-        titles = ("without faults", "ms per step", "of a step of 0.5 s")
-        cells_of = [
-            [line["contender"], _number(line["ms_per_step"]), f"{100 * line['share']:.2f} %"]
-            for line in summaries
-        ]
-        yield table(titles, cells_of)
+    if rows:
+        yield table(("fault", "spares", "faults", "median s", "90 % s", "longest s"), rows)
 
 
-def _damage(found: Mapping[str, Found]) -> Iterator[str]:
+def _overhead_table(overhead: Found) -> Iterator[str]:
+    rows = [
+        [line["contender"], _number(line["ms_per_step"]), f"{100 * line['share']:.2f} %"]
+        for line in overhead.of_kind("summary")
+    ]
+    if rows:
+        yield table(("without faults", "ms per step", "of a step of 0.5 s"), rows)
+
+
+def _fault_table(found: Mapping[str, Found]) -> Iterator[str]:
     rows = []
     for stem, what in (
-        ("format2_faults", "format 2: damaged files, killed saves"),
-        ("local_faults", "local checkpoints: damaged files, killed saves"),
+        ("damage", "damaged files"),
         ("recovery_faults", "recovery: faults in training"),
     ):
         for line in found[stem].of_kind("campaign"):
@@ -244,15 +279,10 @@ def _damage(found: Mapping[str, Found]) -> Iterator[str]:
             for line in found[stem].of_kind("violation")
         ]
     if rows:
-        yield "## Faults"
-        yield (
-            "A violation is any value loaded that was not saved, an error that does not name what "
-            "is damaged, or a rank that hangs."
-        )
         yield table(("campaign", "cases", "seed", "violations"), rows)
 
 
-def _planning(found: Found) -> Iterator[str]:
+def _planning_table(found: Found) -> Iterator[str]:
     rows = [
         [
             line["planner"],
@@ -265,22 +295,25 @@ def _planning(found: Found) -> Iterator[str]:
         for line in found.of_kind("planning")
     ]
     if rows:
-        yield "## Planning"
-        yield "What each rank spends on a plan, which it computes from what all ranks describe."
         yield table(("plan", "ranks", "arrays", "shards", "CPU s", "memory, MiB"), rows)
 
 
-def _startup(found: Found) -> Iterator[str]:
+def _startup_table(found: Found) -> Iterator[str]:
     names = ("median", "least", "most")
     rows = [
         [line["name"], *(f"{line[name]:.2f}" for name in names)]
         for line in found.of_kind("summary")
     ]
     if rows:
-        yield "## Start-up"
-        yield "Seconds of a new process; the checkpoints have 10,000 arrays."
         yield table(("command", *names), rows)
 
+
+_TABLES: Final[Mapping[str, Callable[[Found], Iterator[str]]]] = {
+    "recovery_faults": _recovery_table,
+    "recovery_overhead": _overhead_table,
+    "planning": _planning_table,
+    "startup": _startup_table,
+}
 
 _README_ROWS: Final = (
     ("save, {disk}, durable", "durable save", False),

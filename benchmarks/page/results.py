@@ -92,7 +92,7 @@ def seconds_of(line: Line) -> float | None:
 
 def durable_seconds_of(line: Line) -> float | None:
     """The seconds until all files are on the disk; None where they are not flushed."""
-    return line["durable_seconds"]  # type: ignore[no-any-return]
+    return line.get("values", line).get("durable_seconds")  # type: ignore[no-any-return]
 
 
 def summarise_rounds(

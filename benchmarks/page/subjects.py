@@ -6,21 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.contenders.roster import (
-    BOTO3_PUT,
-    COPY_FILES,
-    LOCAL_FLOOR,
-    MEMCPY,
-    NVRX,
-    PARALLEL,
-    QUEUE,
-    RAW_FLUSHED,
-    RAW_PLAIN,
-    RAW_PUT,
-    READ_FILES,
-    READ_SHARES,
-    SEND_SHARES,
-)
 from benchmarks.page.results import (
     Case,
     Found,
@@ -33,6 +18,9 @@ from benchmarks.page.results import (
 )
 
 TORCH_DIST: Final = "torch_dist"
+RAW_FLUSHED, RAW_PLAIN = "raw write+fsync", "raw write"
+READ_SHARES, SEND_SHARES = "raw read", "gloo exchange"
+PARALLEL, NVRX, LOCAL_FLOOR = "fully parallel", "nvrx", "floor"
 _GB, _MIB = 10**9, 1 << 20
 
 
@@ -171,8 +159,8 @@ SUBJECTS: Final = (
         "Asynchronous saves: what training waits for",
         "Seconds until training may go on. The baseline is a copy of the rank's bytes in memory, "
         "which takes up to three times as long in one round as in another here: compare seconds.",
-        MEMCPY,
-        QUEUE,
+        "memcpy",
+        "torch_dist, queue",
         (("seconds until durable", "until_there", 1, _median),),
         part="blocking",
     ),
@@ -182,7 +170,7 @@ SUBJECTS: Final = (
         "Seconds are of one step on a core of its own, during a save on another. `slowdown` is its "
         "median over that of idle steps just before and after; `raw writer` writes as many bytes.",
         "idle",
-        QUEUE,
+        "torch_dist, queue",
         (
             ("slowdown", "slowdown", 1, _median),
             ("worst step", "worst", 1, _median),
@@ -195,8 +183,8 @@ SUBJECTS: Final = (
         "Verify and convert",
         "`raw read` reads the same files, `raw copy` copies and flushes them, with as many "
         "threads.",
-        READ_FILES,
-        COPY_FILES,
+        READ_SHARES,
+        "raw copy",
         (
             ("GB/s", "nbytes_per_second", _GB, _median),
             ("peak memory, MiB", "peak_nbytes", _MIB, max),
@@ -207,8 +195,8 @@ SUBJECTS: Final = (
         "Object stores",
         "The server runs on the ranks' own cores. The baseline puts and gets the same bytes as "
         "plain objects through TensorStore's key-value store.",
-        RAW_PUT,
-        BOTO3_PUT,
+        "tensorstore put",
+        "boto3 put",
     ),
     Subject(
         "scaling",
@@ -276,7 +264,7 @@ GOALS: Final = (
     Goal("local: recovery, of read and exchange", 1.5, "local_replicated", "local manager",
          LOCAL_FLOOR, "recovery"),
     Goal("local: recovery, of nvrx", 0.5, "local_replicated", "local manager", NVRX, "recovery"),
-    Goal("verify, of raw read", 1.43, "tools", "verify", READ_FILES),
-    Goal("convert to zarr 2, of raw copy", 1.43, "tools", "to zarr 2", COPY_FILES),
+    Goal("verify, of raw read", 1.43, "tools", "verify", READ_SHARES),
+    Goal("convert to zarr 2, of raw copy", 1.43, "tools", "to zarr 2", "raw copy"),
     Goal("convert to zarr 2: peak memory, MiB", 1024, "tools", "to zarr 2", "peak memory, MiB"),
 )  # fmt: skip

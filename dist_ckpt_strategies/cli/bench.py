@@ -19,7 +19,6 @@ from rich.console import Console
 
 from dist_ckpt_strategies.cli.ranks import Event, run_ranks
 from dist_ckpt_strategies.cli.render import (
-    Table,
     bytes_text,
     counted,
     open_bars,
@@ -81,7 +80,7 @@ def bench_directory(
     rounds = f"{counted(num_ranks, 'rank')}, {counted(repetitions, 'round')}"
     console.print(f"{printable(str(directory))}: {what}, {rounds}", soft_wrap=True, markup=False)
     titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
-    print_table(console, Table(titles, tuple(map(_row, timings)), titles[1:]))
+    print_table(console, titles, [*map(_row, timings)], titles[1:])
     for name, package in lacking.items():
         console.print(f"{name} was not measured: {package} is not installed", soft_wrap=True)
 

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from dist_ckpt_strategies.cli.ranks import WatchOf, is_reporting, run_tool
 from dist_ckpt_strategies.cli.render import (
-    Table,
     bytes_text,
     counted,
     open_bars,
@@ -163,7 +162,7 @@ def _print_inspection(summary: Summary) -> None:
     console = Console(highlight=False)
     for name, listed in summary.lists.items():
         if listed:
-            print_table(console, _table(list(map(_ROWS[name], listed))))
+            _print_rows(console, list(map(_ROWS[name], listed)))
             console.print()
     _print_facts(console, (*summary.facts, ("complete", _completeness(summary))))
     for issue in summary.issues[:_NUM_FIRST]:
@@ -330,12 +329,12 @@ def _object_row(fields: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> Table:
+def _print_rows(console: Console, rows: Sequence[Mapping[str, str]]) -> None:
     """Rows that lack files are marked; columns without any text are left out."""
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
-    texts = tuple(tuple(row[title] for title in titles) for row in rows)
+    texts = [[row[title] for title in titles] for row in rows]
     lacking = (_LACKING in row.get("files", row.get("shards", "")) for row in rows)
-    return Table(tuple(titles), texts, _RIGHT, {n for n, lacks in enumerate(lacking) if lacks})
+    print_table(console, titles, texts, _RIGHT, {n for n, lacks in enumerate(lacking) if lacks})
 
 
 def _present(found: int, expected: int) -> str:

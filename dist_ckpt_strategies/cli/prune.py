@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.text import Text
 
 from dist_ckpt_strategies.cli.render import (
-    Table,
     bytes_text,
     counted,
     print_json,
@@ -102,7 +101,7 @@ def _print_plan(console: Console, plan: PruneReport) -> None:
     rows = tuple(sorted((*removed, *kept)))
     if rows:
         marked = {number for number, row in enumerate(rows) if row in removed}
-        print_table(console, Table(("directory", "", "size", "why"), rows, ("size",), marked))
+        print_table(console, ("directory", "", "size", "why"), rows, ("size",), marked)
         console.print()
     what = f"{_counted(plan)} to remove" if removed else "nothing to remove"
     console.print(Text(f"{printable(str(plan.root))}: {what}"), soft_wrap=True)

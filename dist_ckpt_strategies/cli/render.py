@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -65,23 +64,6 @@ def counted(count: int, name: str) -> str:
     return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of texts below their titles.
-
-    Attributes:
-        titles: of the columns.
-        rows: in the order in which they are shown, one text for each column.
-        right: titles of the columns that are aligned at the right.
-        marked: numbers of the rows that are shown in red.
-    """
-
-    titles: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: Collection[str] = ()
-    marked: Collection[int] = ()
-
-
 def print_json(command: str, fields: Mapping[str, Any]) -> None:
     """Print one object: the command, and what it has found."""
     head = {"schema": SCHEMA, "command": command}
@@ -93,25 +75,37 @@ def print_dim(console: Console, text: str) -> None:
     console.print(Text(text, "dim"), soft_wrap=True)
 
 
-def print_table(console: Console, table: Table) -> None:
+def print_table(
+    console: Console,
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Collection[str] = (),
+    marked: Collection[int] = (),
+) -> None:
     """Print rows in columns, without ever cutting a text.
 
     Where the terminal is too narrow for the longest row, the first text of each row has a line of
     its own. Without a terminal lines are as long as they need to be, one per row.
+
+    Args:
+        console: where to.
+        titles: of the columns.
+        rows: one text for each column.
+        right: titles of the columns that are aligned at the right.
+        marked: numbers of the rows that are shown in red.
     """
-    rows = (table.titles, *table.rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     stacked = console.is_terminal and sum(widths) + len(_GAP) * (len(widths) - 1) > console.width
     lines = []
-    for row in rows:
+    for row in (titles, *rows):
         cells = []
-        for title, text, width in zip(table.titles, row, widths, strict=True):
-            cells.append(text.rjust(width) if title in table.right else text.ljust(width))
+        for title, text, width in zip(titles, row, widths, strict=True):
+            cells.append(text.rjust(width) if title in right else text.ljust(width))
         name = row[0] + "\n" + _INDENT if stacked else cells[0] + _GAP
         lines.append(name + _GAP.join(cells[1:]).rstrip())
     console.print(Text(lines[0], "bold"), soft_wrap=True)
     # As few texts as possible: rich takes its time for each.
-    for is_marked, numbers in groupby(range(len(table.rows)), lambda row: row in table.marked):
+    for is_marked, numbers in groupby(range(len(rows)), lambda row: row in marked):
         text = "\n".join(lines[1 + number] for number in numbers)
         console.print(Text(text, "red" if is_marked else ""), soft_wrap=True)
 

@@ -12,14 +12,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from benchmarks.measuring.command_line import Contest, Output, Where, among, contest_command
-from tests.support.scripts import run_script
+from benchmarks.common.command_line import NEEDED, Contest, Output, among, contest_command
 
 GIVEN: list[tuple[Contest, list[str] | None]] = []
-PACKAGES = {"floor": None, "ours": None, "theirs": "no_such_package", "others": None}
+NAMES = ("floor", "ours", "theirs", "others")
 
 
-@contest_command(PACKAGES, ("floor",), sizes_gb=(0.5,), where=Where.DISK, repetitions=3)
+@contest_command(NAMES, ("floor",), sizes_gb=(0.5,), in_memory=False, repetitions=3)
 def compare(
     contest: Contest,
     output: Output,
@@ -46,7 +45,8 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(app, list(args))
 
 
-def test_without_options_all_take_part_that_are_installed() -> None:
+def test_without_options_all_take_part_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NEEDED, "theirs", "no_such_package")
     result = run()
 
     assert result.exit_code == 0, result.output
@@ -94,11 +94,3 @@ def test_the_help_has_both_kinds_of_options() -> None:
 
     assert "Compare them." in text
     assert all(name in text for name in ("--move", "--contender", "--directory", "--smoke"))
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("script", ["save_load.py", "two_stage.py"])
-def test_an_unknown_contender_is_refused_by_name(script: str, tmp_path: Path) -> None:
-    done = run_script(script, tmp_path, "--contender", "tape")
-    assert done.returncode == 2
-    assert "'tape'" in done.stderr

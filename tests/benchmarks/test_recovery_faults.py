@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.recovery_job import (
+from benchmarks.recovery.job import (
     InjectedFault,
     Kind,
     Outcome,

@@ -7,72 +7,43 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults import local_damage
-from benchmarks.faults.format2_damage import HARMLESS, Fault, Files, Kind
+from tests.chaos.format2_files import HARMLESS, Fault, Kind
+from tests.chaos.local_files import file_map
 from tests.chaos.oracle import CopyKey, Place
 from tests.chaos.sites import Site
 from tests.support.disks import fill_disk
 
 _TENSOR_SHARE = 0.4
 DISK_NBYTES = 32 << 20
-_PLACES = {
-    local_damage.Place.LAST_BYTES: Place.HEADER,
-    local_damage.Place.DESCRIPTION: Place.HEADER,
-    local_damage.Place.TENSOR: Place.TENSOR,
-    local_damage.Place.PADDING: Place.PADDING,
-}
 
 
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """A byte that was changed.
+def flip_global(site: Site, name: str, chance: random.Random, change: int) -> bool:
+    """Change a byte of a global checkpoint: of any file, the small ones as often as the large.
 
-    Attributes:
-        file: whose.
-        byte_offset: where.
-        what: what the byte is.
-        is_harmless: whether a load need not look at it.
+    Returns whether a load need not notice. Of the marker, what JSON says is nothing may change too.
     """
-
-    file: str
-    byte_offset: int
-    what: str
-    is_harmless: bool
-
-
-def flip_global(site: Site, name: str, chance: random.Random, change: int) -> Flip:
-    """Change a byte of a global checkpoint: of any file, the small ones as often as the large."""
     files = site.files(name)
     file = chance.choice([one for one, content in sorted(files.contents.items()) if content])
     content = bytearray(files.contents[file])
     at = chance.randrange(len(content))
-    kind = files.kind_at(file, at)
     content[at] ^= change
     site.write(name, file, bytes(content))
-    return Flip(f"{name}/{file}", at, kind, _need_not_be_seen(files, kind))
-
-
-def _need_not_be_seen(files: Files, kind: Kind) -> bool:
-    """Of the marker, what JSON says is nothing may change too."""
+    kind = files.kind_at(file, at)
     return kind is Kind.MARKER or (Fault.FLIP, kind) in HARMLESS
 
 
-def flip_copy(path: Path, chance: random.Random, change: int) -> tuple[Flip, Place]:
+def flip_copy(path: Path, chance: random.Random, change: int) -> Place:
     """Change a byte of a local checkpoint's file: of a tensor mostly, else of any kind."""
     content = bytearray(path.read_bytes())
-    spans = local_damage.file_map(bytes(content))
-    places = sorted({span.place for span in spans})
+    spans = file_map(bytes(content))
     is_tensor = chance.random() < _TENSOR_SHARE
-    place = local_damage.Place.TENSOR if is_tensor else chance.choice(places)
+    place = Place.TENSOR if is_tensor else chance.choice(sorted({one.place for one in spans}))
     span = chance.choice([span for span in spans if span.place is place])
-    at = chance.randrange(span.start, span.end)
-    content[at] ^= change
+    content[chance.randrange(span.start, span.end)] ^= change
     path.write_bytes(content)
-    found = _PLACES[place]
-    return Flip(str(path), at, place, found is Place.PADDING), found
+    return place
 
 
 def choose_copies(

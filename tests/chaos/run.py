@@ -17,6 +17,7 @@ from tests.chaos import judge
 from tests.chaos.bookkeeping import observed_copies, observed_global
 from tests.chaos.damage import small_disk
 from tests.chaos.judge import LOSSES, Reference
+from tests.chaos.local_files import local_copies
 from tests.chaos.oracle import Ledger, Tier
 from tests.chaos.orders import Begin, Order, Recover, Recovered, SaveOrder, Train, Trained
 from tests.chaos.rank import NUM_KEPT, undisturbed
@@ -32,7 +33,7 @@ from tests.chaos.schedule import (
     Survivors,
     build_schedule,
 )
-from tests.chaos.sites import ObjectServer, checkpoint_at, local_copies
+from tests.chaos.sites import ObjectServer, checkpoint_at
 from tests.chaos.strikes import MAX_NAP_S, Strikes, trap_of
 from tests.chaos.traps import Trap
 from tests.chaos.world import Answer, Gone, Stopped, StuckError, World
@@ -315,7 +316,7 @@ def run_campaign(
         server = None
         if Store.OBJECTS in campaign.stores:
             server = stack.enter_context(ObjectServer())
-        variables = server.relay.store.variables if server else {}
+        variables = server.proxy.store.variables if server else {}
         world = stack.enter_context(World(root, variables, TIMEOUT_S))
         run = Run(world, Strikes(root, server, can_fill), reference)
         _play(run, campaign, watch or (lambda _: None))

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import tempfile
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from benchmarks.faults.format2_damage import Files
-from tests.chaos.oracle import CopyKey, SaveKey
+from tests.chaos.format2_files import Files
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_stores import Moto, ObjectStore
 from tests.support.ports import free_port
 
 MARKER = "metadata.json"
-_HOST = "127.0.0.1"
 _ITERATION = re.compile(r"iter_(\d+)\Z")
-_COPY = re.compile(r"iter_(\d+)_(\d+)_local_([0-9a-f]+)\.part")
-_BUFFER_NBYTES = 1 << 16
-_PAUSE_S = 0.02
 
 
 class Site(Protocol):
@@ -148,97 +142,18 @@ class BucketSite:
         return [key for key in self.store.names(self.bucket) if key.startswith(start)]
 
 
-def local_copies(root: Path) -> dict[CopyKey, Path]:
-    """The files of local checkpoints below the directories of all nodes."""
-    found = {}
-    for path in root.glob("node*/*/*.part"):
-        match = _COPY.fullmatch(path.name)
-        if match:
-            key = CopyKey(SaveKey(int(match[1]), match[3]), int(match[2]), int(path.parent.name))
-            found[key] = path
-    return found
-
-
-class Relay:
-    """Stands before a server, under an address that stays; it can be gone for a while.
-
-    Args:
-        store: the server.
-    """
-
-    def __init__(self, store: ObjectStore) -> None:
-        self._target = (_HOST, int(store.endpoint.rpartition(":")[2]))
-        self._port = free_port()
-        self.store = ObjectStore(f"http://{_HOST}:{self._port}")
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
-        self._listener: socket.socket | None = None
-
-    def up(self) -> None:
-        """Take connections."""
-        self._listener = socket.create_server((_HOST, self._port), reuse_port=False)
-        threading.Thread(target=self._accept, args=[self._listener], daemon=True).start()
-
-    def down(self) -> None:
-        """Break all connections, and refuse others."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-        with self._lock:
-            broken, self._open = self._open, set()
-        for one in broken:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                theirs, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._connect, args=[theirs], daemon=True).start()
-
-    def _connect(self, theirs: socket.socket) -> None:
-        with theirs:
-            try:
-                ours = socket.create_connection(self._target)
-            except OSError:
-                return
-            with ours:
-                with self._lock:
-                    self._open |= {theirs, ours}
-                back = threading.Thread(target=_pump, args=[ours, theirs], daemon=True)
-                back.start()
-                _pump(theirs, ours)
-                back.join()
-                with self._lock:
-                    self._open -= {theirs, ours}
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Pass on what comes, until one side ends."""
-    with suppress(OSError):
-        while content := source.recv(_BUFFER_NBYTES):
-            target.sendall(content)
-    for one in (source, target):
-        with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-
-
 class ObjectServer:
-    """A moto server, the relay before it, and a bucket. Leaving the block ends it."""
+    """A moto server, a proxy before it that can be gone, and a bucket; all end with the block."""
 
     def __init__(self) -> None:
         self._moto = Moto(free_port())
-        self.relay = Relay(self._moto.store)
+        self.proxy = FaultyProxy(self._moto.store)
         self.site = BucketSite(self._moto.store, "chaos")
 
     def __enter__(self) -> Self:
         """The server, up."""
         self.site.make()
-        self.relay.up()
+        self.proxy.__enter__()
         return self
 
     def __exit__(
@@ -248,7 +163,7 @@ class ObjectServer:
         trace: TracebackType | None,
     ) -> None:
         """End it."""
-        self.relay.down()
+        self.proxy.__exit__(kind, error, trace)
         self._moto.kill()
 
     def outage(self, delay_s: float, length_s: float, *, is_emptied: bool) -> threading.Thread:
@@ -256,11 +171,11 @@ class ObjectServer:
 
         def happen() -> None:
             time.sleep(delay_s)
-            self.relay.down()
+            self.proxy.is_down = True
             if is_emptied:
                 self.site.empty()
             time.sleep(length_s)
-            self.relay.up()
+            self.proxy.is_down = False
 
         thread = threading.Thread(target=happen, daemon=True)
         thread.start()

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.damage import choose_copies, flip_copy, flip_global, full
+from tests.chaos.local_files import local_copies
 from tests.chaos.oracle import Ledger, Standing
 from tests.chaos.schedule import Event, Kind, Store
-from tests.chaos.sites import DiskSite, ObjectServer, Site, local_copies
+from tests.chaos.sites import DiskSite, ObjectServer, Site
 from tests.chaos.traps import Act, Trap
 
 MAX_NAP_S = 0.6
@@ -142,8 +143,8 @@ class Strikes:
         name = self._newest_global(event, ledger)
         if name is None:
             return None
-        flip = flip_global(self.site(event), name, event.chance(), event.change)
-        return ledger.damaged_global(name, is_harmless=flip.is_harmless)
+        is_harmless = flip_global(self.site(event), name, event.chance(), event.change)
+        return ledger.damaged_global(name, is_harmless=is_harmless)
 
     def _flip_local(self, event: Event, ledger: Ledger) -> Ledger | None:
         found = local_copies(self.root)
@@ -156,7 +157,7 @@ class Strikes:
             return None
         chance = event.chance()
         for key in choose_copies(good, chance, both=event.call % 2 == 0):
-            _, place = flip_copy(good[key], chance, event.change)
+            place = flip_copy(good[key], chance, event.change)
             ledger = ledger.damaged_copy(key, place)
         return ledger
 

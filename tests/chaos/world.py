@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import TCPStore
 from tests.chaos.orders import Join, Order
 from tests.chaos.rank import HOST, Place, run_rank
 from tests.chaos.schedule import NUM_RANKS
-from tests.support.entries import Failure
 from tests.support.ranks import forkserver
 
 _POLL_S = 0.02
@@ -224,8 +223,3 @@ class World:
             self._signal(rank, signal.SIGUSR1)
         time.sleep(_TRACE_S)
         return StuckError(f"ranks {ranks} have not answered within {timeout_s:g} s")
-
-
-def is_fine(answer: Answer) -> bool:
-    """Whether a rank has answered, and not with an error."""
-    return not isinstance(answer.value, (Gone, Stopped, Failure))

@@ -15,10 +15,7 @@ from tests.faults.scenarios import SCENARIOS
 from tests.faults.sweep import (
     CULPRIT,
     Fault,
-    call_fault,
     count_calls,
-    find_sites,
-    site_fault,
     sweep,
 )
 from tests.support.ranks import run_processes
@@ -28,27 +25,22 @@ def main() -> int:
     """0 if all ranks learnt of every failure."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="default: all")
-    parser.add_argument("--kind", choices=["sites", "calls"], action="append", help="default: both")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for each scenario and kind")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for each scenario")
     parser.add_argument("--only", default="", help="faults whose name holds this")
     options = parser.parse_args()
     is_fine = True
     for scenario in options.scenario or SCENARIOS:
-        for kind in options.kind or ("calls", "sites"):
-            faults = [f for f in _faults(scenario, kind) if options.only in f.name]
-            lines = _swept(scenario, faults, options.seconds)
-            is_fine = is_fine and not lines
-            sys.stdout.write(f"== {scenario}, {len(faults)} {kind}: {lines and len(lines)}\n")
-            sys.stdout.writelines(f"{line}\n" for line in lines)
-            sys.stdout.flush()
+        faults = [fault for fault in _faults(scenario) if options.only in fault.name]
+        lines = _swept(scenario, faults, options.seconds)
+        is_fine = is_fine and not lines
+        sys.stdout.write(f"== {scenario}, {len(faults)} faults: {len(lines)} complaints\n")
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.flush()
     return 0 if is_fine else 1
 
 
-def _faults(scenario: str, kind: str) -> list[Fault]:
+def _faults(scenario: str) -> list[Fault]:
     with tempfile.TemporaryDirectory(prefix="dist-ckpt-faults-") as root:
-        if kind == "sites":
-            found = run_processes(4, find_sites, scenario, root)[CULPRIT]
-            return [site_fault(site) for site in found]
         counted = run_processes(4, count_calls, scenario, root)[CULPRIT]
     assert isinstance(counted, dict), counted
     faults = []
@@ -58,10 +50,8 @@ def _faults(scenario: str, kind: str) -> list[Fault]:
             if count <= 24
             else sorted({*range(1, 13), *range(13, count, 5), count})
         )
-        faults += [call_fault(name, number) for number in chosen]
-        faults += [call_fault(name, number, for_ever=True) for number in chosen][
-            :: max(1, count // 3)
-        ]
+        faults += [Fault(name, number) for number in chosen]
+        faults += [Fault(name, number, for_ever=True) for number in chosen][:: max(1, count // 3)]
     return faults
 
 

@@ -1,4 +1,4 @@
-"""Failures put into a rank: at the n-th call of a function, or of any of the package."""
+"""Failures put into a rank: at the n-th call of a function that gets memory, files or threads."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ _OF_MEETINGS = (
     "comm/torch_communicator.py",
 )
 """Where ranks meet: who fails in there cannot tell the others any more."""
-
-_OF_ERRORS = ("errors.py",)
-_BEFORE = ("config.py", "comm/interruptible_gloo.py")
-_BEFORE_NAMES = ("open_communicator", "adapted", "as_megatron_error")
-"""What runs before any collective, and what gives errors their class."""
 
 
 def no_memory() -> Exception:
@@ -140,73 +135,3 @@ def _is_of_package(frame: FrameType | None) -> bool:
 def _may_fail(code: CodeType) -> bool:
     """Rank-local steps between collectives: their failure is raised on all ranks."""
     return code.co_qualname.startswith("run_and_gather_bytes.")
-
-
-Site = tuple[str, str, str]
-"""A file of the package, a function in it, and the file that calls it."""
-
-
-def site_of(frame: FrameType) -> Site | None:
-    """The site of a call, if it is the package's own."""
-    code = frame.f_code
-    if not code.co_filename.startswith(PACKAGE):
-        return None
-    exempt = code.co_filename.endswith(_OF_MEETINGS + _OF_ERRORS + _BEFORE)
-    if exempt and not _may_fail(code):
-        return None
-    if code.co_name in _BEFORE_NAMES:
-        return None
-    caller = frame.f_back
-    where = _short(caller.f_code.co_filename) if caller else "thread"
-    return _short(code.co_filename), code.co_qualname, where
-
-
-def _short(name: str) -> str:
-    return name.removeprefix(PACKAGE + "/")
-
-
-@contextmanager
-def every_call(see: Callable[[FrameType], None]) -> Iterator[None]:
-    """Within the block ``see`` is shown every call of a Python function, on every thread.
-
-    What it raises is raised by the call.
-    """
-
-    def watch(frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call":
-            see(frame)
-
-    threading.setprofile(watch)
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-
-
-@contextmanager
-def noted_sites(found: dict[Site, None]) -> Iterator[None]:
-    """Within the block the sites that are passed are noted, in their order."""
-
-    def see(frame: FrameType) -> None:
-        site = site_of(frame)
-        if site is not None:
-            found.setdefault(site)
-
-    with every_call(see):
-        yield
-
-
-@contextmanager
-def failing_site(wanted: Site, error: Callable[[], Exception] = no_memory) -> Iterator[list[Site]]:
-    """Within the block the first call at a site fails; gives where that has happened."""
-    failed: list[Site] = []
-
-    def see(frame: FrameType) -> None:
-        if not failed and site_of(frame) == wanted:
-            failed.append(wanted)
-            raise error()
-
-    with every_call(see):
-        yield failed

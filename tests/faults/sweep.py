@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,7 @@ from dist_ckpt_strategies.errors import CheckpointError
 from tests.faults.injection import (
     TARGETS,
     Calls,
-    Site,
     failing_call,
-    failing_site,
-    noted_sites,
 )
 from tests.faults.scenarios import LIMIT_S, SCENARIOS, Action
 from tests.support.ranks import allow_processes, run_processes
@@ -54,30 +50,20 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong on the culprit.
+    """The n-th call of a function fails on the culprit; with ``for_ever`` all later ones too."""
 
-    Attributes:
-        name: in words.
-        put: for the time of one attempt, on the culprit; gives what tells whether it happened.
-    """
+    target: str
+    number: int
+    for_ever: bool = False
 
-    name: str
-    put: Callable[[], AbstractContextManager[Any]]
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.target} call {self.number}{' and all later' if self.for_ever else ''}"
 
-
-def call_fault(target: str, number: int, *, for_ever: bool = False) -> Fault:
-    """The n-th call of a function."""
-    name = f"{target} call {number}{' and all later' if for_ever else ''}"
-    return Fault(name, partial(_failing_call, target, number, for_ever=for_ever))
-
-
-def _failing_call(target: str, number: int, *, for_ever: bool) -> AbstractContextManager[Calls]:
-    return failing_call(TARGETS[target], number, for_ever=for_ever)
-
-
-def site_fault(site: Site) -> Fault:
-    """The first call of a function from a line."""
-    return Fault(" ".join(site), partial(failing_site, site))
+    def put(self) -> AbstractContextManager[Any]:
+        """Within the block the call fails."""
+        return failing_call(TARGETS[self.target], self.number, for_ever=self.for_ever)
 
 
 def seen_of(action: Callable[[], Any]) -> Seen:
@@ -200,15 +186,6 @@ def try_selection(
         ranks = Ranks(rank, scenario, f"{root}/{number}")
         found[scenario] = _tried(ranks, faults, time.monotonic() + 3600)
     return found
-
-
-def find_sites(rank: int, scenario: str, root: str) -> list[Site]:
-    """Where the package calls itself. Body of a rank."""
-    ranks = Ranks(rank, scenario, root)
-    sites: dict[Site, None] = {}
-    ranks.attempt(noted_sites(sites) if rank == CULPRIT else None)
-    ranks.attempt(noted_sites(sites) if rank == CULPRIT else None)
-    return list(sites)
 
 
 def count_calls(rank: int, scenario: str, root: str) -> dict[str, int]:

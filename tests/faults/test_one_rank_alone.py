@@ -1,7 +1,7 @@
 """What fails on one rank alone, between two meetings or within a step, is raised on all four.
 
-A seeded share of what ``python -m tests.faults`` tries: there every function of the package fails,
-and every call of a function that gets memory, files or threads.
+A seeded share of what ``python -m tests.faults`` tries: every call of a function that gets memory,
+files or threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.scenarios import SCENARIOS
-from tests.faults.sweep import Fault, call_fault, try_selection
+from tests.faults.sweep import Fault, try_selection
 from tests.support.ranks import run_processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
@@ -25,10 +25,10 @@ _MAX_CALL = 9
 def chosen(scenario: str) -> list[Fault]:
     """The first call of each function, and some later ones."""
     generator = random.Random(scenario)
-    faults = [call_fault(kind, 1) for kind in _KINDS]
+    faults = [Fault(kind, 1) for kind in _KINDS]
     for _ in range(_NUM_OTHERS):
         kind, number = generator.choice(_KINDS), generator.randint(2, _MAX_CALL)
-        faults.append(call_fault(kind, number, for_ever=generator.random() < 0.5))
+        faults.append(Fault(kind, number, for_ever=generator.random() < 0.5))
     return faults
 
 

@@ -1,6 +1,6 @@
 """Damaged files: the loaded state is the saved one, or all ranks say that there is none.
 
-``benchmarks/local_faults.py`` does this to thousands of bytes, of two saves.
+``benchmarks/damage.py`` does this to thousands of bytes, of two saves.
 """
 
 from __future__ import annotations

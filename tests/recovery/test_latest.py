@@ -74,7 +74,7 @@ class Run:
         """Both copies of rank 1's part."""
         for path in self.node.rglob(f"iter_{iteration:07d}_1_*"):
             content = bytearray(path.read_bytes())
-            content[-1] ^= 1
+            content[0] ^= 1
             path.write_bytes(content)
         dist.barrier()
 

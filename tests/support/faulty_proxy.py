@@ -73,10 +73,12 @@ class FaultyProxy:
         store: what clients use in place of the server.
         decide: gives the fault of a request; none at first.
         requests: all that have come.
+        is_down: connections are closed without an answer, those whose request was passed on too.
     """
 
     def __init__(self, store: ObjectStore) -> None:
         self.decide: Decide = lambda _: NONE
+        self.is_down = False
         self.requests: list[Request] = []
         self._target = urlsplit(store.endpoint)
         self._ended = threading.Event()
@@ -159,7 +161,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
         try:
+            if proxy.is_down:
+                raise ConnectionAbortedError
             status, found, content = proxy.forward(self.command, self.path, headers, body)
+            if proxy.is_down:
+                raise ConnectionAbortedError
         except OSError:
             self.close_connection = True  # as the server does
             return

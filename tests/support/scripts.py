@@ -23,13 +23,13 @@ class Results:
         return [line for line in self.lines if line["kind"] == kind]
 
 
-def command(script: str, directory: Path, *options: str) -> list[str]:
-    place = ("--directory", str(directory))
+def command(script: str, directory: Path | None, *options: str) -> list[str]:
+    place = () if directory is None else ("--directory", str(directory))
     return [sys.executable, str(_BENCHMARKS / script), "--smoke", *place, *options]
 
 
 def run_script(
-    script: str, directory: Path, *options: str, limit_s: float = 250
+    script: str, directory: Path | None, *options: str, limit_s: float = 250
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(script, directory, *options),
@@ -40,11 +40,18 @@ def run_script(
     )
 
 
-def results_of(script: str, directory: Path, *options: str, limit_s: float = 250) -> Results:
+def results_of(
+    script: str,
+    directory: Path,
+    *options: str,
+    limit_s: float = 250,
+    is_told_where: bool = True,
+) -> Results:
     """Of a run that works in one new directory below ``directory``, and writes to another."""
     place, out = directory / "place", directory / "results.jsonl"
     place.mkdir()
-    done = run_script(script, place, "--out", str(out), *options, limit_s=limit_s)
+    told = place if is_told_where else None
+    done = run_script(script, told, "--out", str(out), *options, limit_s=limit_s)
     assert done.returncode == 0, done.stdout + done.stderr
     texts = out.read_text(encoding="utf-8").splitlines()
     return Results([json.loads(text) for text in texts], list(place.iterdir()))

@@ -57,14 +57,6 @@ def lazily_conjugated(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def lazily_negated(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in memory are the negatives of those that are meant."""
-    as_imaginary = torch.complex(torch.zeros_like(tensor), -tensor)
-    found = as_imaginary.conj().imag
-    assert found.is_neg()
-    return found
-
-
 LAYOUTS: dict[str, Layout] = {
     "dense": dense,
     "transposed": transposed,

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from dist_ckpt_strategies.cli.ranks import Event, RankError, run_ranks
-from dist_ckpt_strategies.cli.render import Table, print_table
+from dist_ckpt_strategies.cli.render import print_table
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.errors import CheckpointExistsError
 
@@ -223,7 +223,7 @@ def _train_and_resume(
     console.print('\nSaved with ("zarr", 1); bit-identical with the tensors before the save:')
     rows = tuple(tuple(row.values()) for row in table)
     marked = {number for number, row in enumerate(rows) if "NO" in " ".join(row)}
-    print_table(console, Table(tuple(table[0]), rows, ("loss diff",), marked))
+    print_table(console, list(table[0]), rows, ("loss diff",), marked)
 
 
 def _carry_out(task: RankTask, console: Console, start: TaskRunner) -> Outcome:

@@ -1,0 +1,108 @@
+"""What the bytes of a format 2 checkpoint are, and which of them a load need not notice.
+
+Follows the layout as it is documented, and takes nothing from the package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+_INDEX_ENTRY_NBYTES = 16
+_CRC_NBYTES = 4
+
+
+class Kind(StrEnum):
+    """What a file, or a byte of it, is."""
+
+    MARKER = "metadata.json"
+    COMMON = "common.pt"
+    INDEX = "manifest/index.json"
+    PART = "manifest/part"
+    SAVE = "manifest/save.json"
+    PACK = "objects"
+    ZARR = "zarr.json"
+    CHUNK = "chunk"
+    CHUNK_INDEX = "chunk's index"
+
+
+class Fault(StrEnum):
+    """What is done to files."""
+
+    FLIP = "flip"
+    TRUNCATE = "truncate"
+    DELETE = "delete"
+    EXTEND = "extend"
+    SWAP = "swap"
+
+
+_FOR_OTHERS = "for readers without this package; a load takes shapes from the manifest"
+_OF_THE_BEGIN = "says when the save began; nothing reads it in a finished checkpoint"
+_ANY = tuple(Fault)
+
+HARMLESS: Mapping[tuple[Fault, Kind], str] = {
+    (fault, kind): why
+    for kind, faults, why in (
+        (Kind.ZARR, _ANY, _FOR_OTHERS),
+        (Kind.SAVE, _ANY, _OF_THE_BEGIN),
+        (Kind.CHUNK_INDEX, (Fault.FLIP,), _FOR_OTHERS),
+        (Kind.PACK, (Fault.EXTEND,), "objects are read by where they begin and end"),
+    )
+    for fault in faults
+}
+"""What a load need not notice, and why. Of the marker also what JSON says is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a checkpoint.
+
+    Attributes:
+        root: the checkpoint.
+        contents: of each file, by its name.
+    """
+
+    root: Path
+    contents: Mapping[str, bytes]
+
+    @classmethod
+    def below(cls, root: Path) -> Files:
+        """Those of a finished checkpoint."""
+        paths = sorted(path for path in root.rglob("*") if path.is_file())
+        return cls(root, {str(path.relative_to(root)): path.read_bytes() for path in paths})
+
+    def of_kind(self, kind: Kind) -> list[str]:
+        """The names of the files of a kind."""
+        return [name for name in self.contents if kind_of_file(name) is kind]
+
+    def kind_at(self, name: str, byte_offset: int) -> Kind:
+        """What a byte is."""
+        kind = kind_of_file(name)
+        is_index = kind is Kind.CHUNK and byte_offset >= self.index_start(name)
+        return Kind.CHUNK_INDEX if is_index else kind
+
+    def index_start(self, name: str) -> int:
+        """Where the index of a chunk's file begins."""
+        metadata = json.loads(self.contents[f"{name.rpartition('/')[0]}/zarr.json"])
+        chunk = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        inner = metadata["codecs"][0]["configuration"]["chunk_shape"]
+        count: int = math.prod(c // i for c, i in zip(chunk, inner, strict=True))
+        return len(self.contents[name]) - count * _INDEX_ENTRY_NBYTES - _CRC_NBYTES
+
+
+def kind_of_file(name: str) -> Kind:
+    """What a file is, by its name."""
+    folder, _, base = name.rpartition("/")
+    if base == "zarr.json":
+        return Kind.ZARR
+    if folder.startswith("arrays/"):
+        return Kind.CHUNK
+    if folder == "objects":
+        return Kind.PACK
+    if base.startswith("part-"):
+        return Kind.PART
+    return Kind(name)
