@@ -46,7 +46,7 @@ from benchmarks.common.disks import workspace
 from benchmarks.common.processes import quiet_imports
 
 with quiet_imports():
-        from megatron.core.dist_checkpointing import ShardedObject
+    from megatron.core.dist_checkpointing import ShardedObject
 
     import dist_ckpt_strategies
     from dist_ckpt_strategies.comm.base import Communicator

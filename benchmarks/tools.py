@@ -44,7 +44,7 @@ from benchmarks.common.states import GptSize
 
 with quiet_imports():
     import torch.distributed as dist
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     from dist_ckpt_strategies import ConvertOptions, convert
     from dist_ckpt_strategies.comm.base import Communicator
