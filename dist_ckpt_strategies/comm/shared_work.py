@@ -70,6 +70,18 @@ class Ranks:
         """Run a step on the first rank; returns its result, of JSON types, on every rank."""
         return self.gather(lambda: step() if self.rank == 0 else None)[0]
 
+    def require_alike(self, sizes: Sequence[int]) -> None:
+        """Raise unless all ranks have listed tasks of the same sizes.
+
+        Raises:
+            PlanError: they see different checkpoints.
+        """
+        if len({*self.gather(lambda: _digest_of(sizes))}) > 1:
+            raise PlanError(
+                "the ranks see different checkpoints; every rank needs the same file system and "
+                "the same options, and nothing may be written there meanwhile"
+            )
+
     def share(
         self,
         tasks: Sequence[Task],
@@ -97,11 +109,7 @@ class Ranks:
             PlanError: the ranks have listed different tasks.
         """
         sizes = [nbytes_of(task) for task in tasks]
-        if len({*self.gather(lambda: _digest_of(sizes))}) > 1:
-            raise PlanError(
-                "the ranks see different checkpoints; every rank needs the same file system and "
-                "the same options, and nothing may be written there meanwhile"
-            )
+        self.require_alike(sizes)
         owners = assign_lpt([nbytes + _TASK_NBYTES for nbytes in sizes], self.size)
         own = _Progress(tasks, work)
         done_nbytes = 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -282,12 +283,12 @@ class TorchCommunicator(Communicator):
                 with self._peer_errors(deadline, peer):
                     _wait(work, deadline, self.device)
         for receive, tensor in received:
-            into = torch.as_tensor(receive.into)
+            into = _as_tensor(receive.into)
             if into.device != tensor.device:
                 into.copy_(tensor)
 
     def _tensor_of(self, data: Buffer) -> torch.Tensor:
-        return torch.as_tensor(data).to(self.device)
+        return _as_tensor(data).to(self.device)
 
     @contextmanager
     def _peer_errors(self, deadline: float, peer: int | None = None) -> Iterator[None]:
@@ -392,6 +393,11 @@ class TorchCommunicator(Communicator):
         except (RuntimeError, TimeoutError):
             return None
         return found
+
+
+def _as_tensor(data: Buffer) -> torch.Tensor:
+    """The same memory; ``torch.as_tensor`` would copy it to the default device."""
+    return torch.from_numpy(data) if isinstance(data, np.ndarray) else data
 
 
 def _wait(work: Any, deadline: float, device: torch.device) -> None:

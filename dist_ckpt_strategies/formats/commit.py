@@ -192,14 +192,18 @@ class PlaceBase(ABC):
             if time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
                 continue
-            what = (
-                "another save to it has begun before this one was finished, or what this one had "
-                "written was removed; nothing of it was made visible"
-                if owner is None
-                else f"what {owner} has written there is not seen here; all ranks have to save to "
-                "one directory, on a file system that they share, and no other job at the same time"
+            if owner is None:
+                raise StorageError(
+                    f"{self}: another save to it has begun before this one was finished, or what "
+                    "this one had written was removed; nothing of it was made visible",
+                    path=str(self),
+                )
+            raise StorageError(
+                f"{self}: what {owner} has written there is not seen here; all ranks have to save "
+                "to one directory, on a file system that they share, and no other job at the same "
+                "time",
+                path=str(self),
             )
-            raise StorageError(f"{self}: {what}", path=str(self))
 
 
 class DirectoryPlace(PlaceBase):
@@ -403,10 +407,15 @@ def _require_no_other_checkpoint(root: Path, keys: Iterable[str]) -> None:
             )
 
 
-def _moves(source: str, target: str, going: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    """The renames that bring what is staged into place: old path and new; own files are left out.
+def _moves(
+    source: str,
+    target: str,
+    going: Collection[str] = (),
+    passed: Collection[str] = (MARKER_NAME, _LOCK_NAME, _OLD_NAME),
+) -> Iterator[tuple[str, str]]:
+    """The renames that bring what is staged into place: old path and new.
 
-    What is in ``going`` is not in the way: it leaves first.
+    Names in ``passed`` are left out. What is in ``going`` is not in the way: it leaves first.
 
     Raises:
         CheckpointExistsError: a file is in the way of a directory, or the other way round.
@@ -415,13 +424,14 @@ def _moves(source: str, target: str, going: Collection[str] = ()) -> Iterator[tu
     with os.scandir(source) as scan:
         entries = sorted(scan, key=lambda entry: entry.name)
     for entry in entries:
-        if entry.name in {MARKER_NAME, _LOCK_NAME, _OLD_NAME}:
+        if entry.name in passed:
             continue
         path = f"{target}/{entry.name}"
         if entry.name not in present or path in going:
             yield entry.path, path
             continue
-        is_here, is_there = entry.is_dir(follow_symlinks=False), os.path.isdir(path)  # noqa: PTH112
+        is_here = entry.is_dir(follow_symlinks=False)
+        is_there = os.path.isdir(path) and not os.path.islink(path)  # noqa: PTH112, PTH114
         if is_here != is_there:
             raise CheckpointExistsError(
                 f"{path} is in the way of a file or directory of this save; remove it, or save "
@@ -429,7 +439,7 @@ def _moves(source: str, target: str, going: Collection[str] = ()) -> Iterator[tu
                 path=path,
             )
         if is_here:
-            yield from _moves(entry.path, path, going)
+            yield from _moves(entry.path, path, going, ())
         else:
             yield entry.path, path
 

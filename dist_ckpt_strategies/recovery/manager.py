@@ -395,11 +395,15 @@ class CheckpointManager:
 
         A new run that began with it would begin with weights of the old.
         """
-        if self._is_filling:
-            raise RestartError(
-                f"a recovery from memory broke off with the state filled in part: "
-                f"{self.last_failure}; the block has to make it anew"
-            ) from self.last_failure
+        failure = self.last_failure
+        if not self._is_filling or failure is None:
+            return
+        error = RestartError(
+            f"a recovery from memory broke off with the state filled in part: {failure.message}; "
+            "the block has to make it anew"
+        )
+        error.global_rank = failure.global_rank
+        raise error from failure
 
     def _note_filling(self) -> None:
         self._is_filling = True

@@ -241,6 +241,7 @@ class _Conversion:
 
         reader, writer, common = ranks.run(prepare)
         plan, place = writer.plan, writer.place
+        ranks.require_alike([task.nbytes for task in plan.tasks])
 
         def begin() -> str:
             _require_free(writer.root, "" if self._is_upgrade else reader.root)
