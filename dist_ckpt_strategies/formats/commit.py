@@ -407,15 +407,10 @@ def _require_no_other_checkpoint(root: Path, keys: Iterable[str]) -> None:
             )
 
 
-def _moves(
-    source: str,
-    target: str,
-    going: Collection[str] = (),
-    passed: Collection[str] = (MARKER_NAME, _LOCK_NAME, _OLD_NAME),
-) -> Iterator[tuple[str, str]]:
-    """The renames that bring what is staged into place: old path and new.
+def _moves(source: str, target: str, going: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """The renames that bring what is staged into place: old path and new; own files are left out.
 
-    Names in ``passed`` are left out. What is in ``going`` is not in the way: it leaves first.
+    What is in ``going`` is not in the way: it leaves first.
 
     Raises:
         CheckpointExistsError: a file is in the way of a directory, or the other way round.
@@ -424,7 +419,7 @@ def _moves(
     with os.scandir(source) as scan:
         entries = sorted(scan, key=lambda entry: entry.name)
     for entry in entries:
-        if entry.name in passed:
+        if entry.name in {MARKER_NAME, _LOCK_NAME, _OLD_NAME}:
             continue
         path = f"{target}/{entry.name}"
         if entry.name not in present or path in going:
@@ -439,7 +434,7 @@ def _moves(
                 path=path,
             )
         if is_here:
-            yield from _moves(entry.path, path, going, ())
+            yield from _moves(entry.path, path, going)
         else:
             yield entry.path, path
 
