@@ -395,9 +395,10 @@ class CheckpointManager:
 
         A new run that began with it would begin with weights of the old.
         """
-        failure = self.last_failure
-        if not self._is_filling or failure is None:
+        if not self._is_filling:
             return
+        failure = self.last_failure
+        assert failure is not None  # noqa: S101 - callers have noted it by _refuse
         error = RestartError(
             f"a recovery from memory broke off with the state filled in part: {failure.message}; "
             "the block has to make it anew"

@@ -112,8 +112,8 @@ def test_a_state_that_is_filled_in_part_has_to_be_made_anew(
     found = run_processes(SIZE, broken_off, broken)
 
     for first, second in found:
-        assert first.startswith("RestartError: a recovery from memory broke off"), first
-        assert f"rank {CULPRIT}: " in first
+        lead = f"RestartError: rank {CULPRIT}: a recovery from memory broke off"
+        assert first.startswith(lead), first
         assert f"{broken.method} raised {type(broken.error).__name__}: " in first
         # The cause is still told where nothing but its consequence is left to see.
         assert second.startswith("None: no rank has kept its state: ranks 0, 2, 3: has let its")

@@ -151,5 +151,5 @@ def test_with_checksums_a_base_model_that_is_damaged_in_memory_is_sent_to_nobody
 @pytest.mark.multiprocess
 def test_a_base_model_that_is_filled_in_part_is_made_anew_and_recovers_then() -> None:
     for why, is_equal in run_processes(3, base_of_lost_rank, "transfer"):
-        assert "broke off with the state filled in part: rank 2: " in why
+        assert "rank 2: a recovery from memory broke off with the state filled in part: " in why
         assert is_equal
