@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import lru_cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
@@ -177,7 +178,8 @@ class Options:
 
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""
-        return replace(self, **{k: v for k, v in changes.items() if v is not None})
+        wanted = {k: v for k, v in changes.items() if v is not None}
+        return replace(self, **wanted) if wanted else self
 
     def reached_stores(self) -> StoreOptions:
         """How object stores are reached: no request outlasts what the peers wait for its rank.
@@ -212,6 +214,9 @@ class LocalOptions:
     node_directory: Callable[[int], str | Path] | None = None
 
 
+_VARIABLES = {f.name: _PREFIX + f.name.upper() for f in fields(Options) if f.name != "store"}
+
+
 def options_from_environment() -> Options:
     """The defaults, changed by ``DIST_CKPT_<FIELD>`` variables.
 
@@ -221,9 +226,12 @@ def options_from_environment() -> Options:
     Raises:
         StrategyError: a value does not parse, or is out of range.
     """
-    names = {field.name: (_PREFIX + field.name.upper(),) for field in fields(Options)}
-    del names["store"]
-    return Options(**_set_by_variables(Options, names))
+    return _options_set_by(tuple(map(os.environ.get, _VARIABLES.values())))
+
+
+@lru_cache(maxsize=8)
+def _options_set_by(values: tuple[str | None, ...]) -> Options:  # noqa: ARG001 - the cache's key
+    return Options(**_set_by_variables(Options, {f: (name,) for f, name in _VARIABLES.items()}))
 
 
 def store_options_from_environment(**defaults: Any) -> StoreOptions:

@@ -100,15 +100,13 @@ class StoreWriter(ABC):
         """See ArrayWriter."""
         jobs = []
         for write in writes:
-            array, whole = write.array, Region.whole(write.array.shape)
-            for index in write.region.cells(array.chunk_shape):
-                chunk = array.chunk_region(index)
-                held = chunk.intersect(whole)
-                assert held is not None  # noqa: S101 - cells gives none that are outside
-                source = at_region(write.source, held.within(write.region))
-                blocks = [(chunk if array.inner_shape is None else held, source)]
+            array, regular = write.array, write.array.chunk_at(write.region)
+            chunks = _chunks_of(write)
+            if regular is not None:
+                chunks = iter([(regular, (write.region, write.source))])
+            for index, block in chunks:
                 path = self._store.path(chunk_name(array, index))
-                jobs.append(Job(array.key, path, partial(self.write_chunk, array, index, blocks)))
+                jobs.append(Job(array.key, path, partial(self.write_chunk, array, index, [block])))
         return Transfer(jobs, self._num_write_threads)
 
     def write_chunk(self, array: ArraySpec, index: Shape, blocks: Blocks) -> None:
@@ -132,6 +130,17 @@ class StoreWriter(ABC):
     @abstractmethod
     def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
         """Make a file, out of pieces that are each valid until the next one is asked for."""
+
+
+def _chunks_of(write: ArrayWrite) -> Iterator[tuple[Shape, tuple[Region, HostArray]]]:
+    """The chunks of a region: index of each, its region and its elements."""
+    array, whole = write.array, Region.whole(write.array.shape)
+    for index in write.region.cells(array.chunk_shape):
+        chunk = array.chunk_region(index)
+        held = chunk.intersect(whole)
+        assert held is not None  # noqa: S101 - cells gives none that are outside
+        source = at_region(write.source, held.within(write.region))
+        yield index, (chunk if array.inner_shape is None else held, source)
 
 
 class DirectoryWriter(StoreWriter):
