@@ -21,8 +21,8 @@ from torch.distributed.run import determine_local_world_size
 
 from dist_ckpt_strategies.cli.render import printable
 from dist_ckpt_strategies.config import environment
-from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.inprocess.places import Nodes
+from dist_ckpt_strategies.errors import PeerLostError, PlanError
+from dist_ckpt_strategies.inprocess.places import FENCED, Nodes
 from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
 
 _DEFAULT_PORT = 29400
@@ -138,4 +138,8 @@ def ranks_of(nproc_per_node: str) -> int:
 def run_script(job: Job, logs: Logs) -> int:
     """Run this node of a job in the foreground; its exit code."""
     output = _Output(logs, job.num_ranks, job.nodes.run_id if job.nodes else "none")
-    return Supervisor(job, environment(), output.write_line, _write_note).run()
+    try:
+        return Supervisor(job, environment(), output.write_line, _write_note).run()
+    except PeerLostError as error:  # there is no store
+        _write_note(error.message)
+        return FENCED
