@@ -317,6 +317,8 @@ class Launch:
 
 COORDINATOR, WORKER = _PREFIX + "COORDINATOR", _PREFIX + "WORKER"
 HEARTBEAT_PIPE, HEARTBEAT_S = _PREFIX + "HEARTBEAT_PIPE", _PREFIX + "HEARTBEAT_S"
+PLACE = _PREFIX + "PLACE"
+"""``KEY=NODE``: the node of this process owns its place as long as that key names it."""
 _TORCHRUN = _PREFIX + "TORCHRUN"
 _STORE_ADDRESS = _PREFIX + "STORE_ADDRESS"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -356,6 +358,19 @@ def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> 
         f"WORLD_SIZE is {source['WORLD_SIZE']}, but nothing here coordinates restarts: start the "
         "script with dist-ckpt run or torchrun, or give HPWrapper an hp_api_factory"
     )
+
+
+def place_from_environment() -> tuple[tuple[str, int], str, str] | None:
+    """The place of this process's node: address of the job's store, key, node; None without one.
+
+    Raises:
+        StrategyError: a variable makes no sense.
+    """
+    text = os.environ.get(PLACE)
+    if not text:
+        return None
+    key, _, node = text.partition("=")
+    return _parsed(COORDINATOR, os.environ.get(COORDINATOR, ""), _address), key, node
 
 
 def claim_store_address() -> tuple[str, int] | None:
