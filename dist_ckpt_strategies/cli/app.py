@@ -397,22 +397,36 @@ def bench(
 
 
 @_command(
-    "dist-ckpt run --nproc 4 --spares 1 train.py",
-    "0 all ranks have ended well, 1 gave up, 2 wrong usage, 130 interrupted, 128 and "
-    "its number for another signal.",
-    context_settings={"allow_interspersed_args": False},
+    "dist-ckpt run --nproc-per-node 4 --spares 1 train.py",
+    "0 all ranks have ended well, 1 gave up, 2 wrong usage, 87 a node is missing, 88 this node is "
+    "out of the job or the store is lost: start it again, 130 interrupted, 128 and its number for "
+    "another signal.",
+    context_settings={
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # as torchrun
+    },
 )
 def run(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")
-    ],
+    ] = "",
     args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     *,
-    nproc: Annotated[int, _value("--nproc", "-n", metavar="N", min=1, help="Ranks.")],
+    nproc_per_node: Annotated[
+        str,
+        typer.Option(
+            "--nproc-per-node",
+            "--nproc",
+            "-n",
+            metavar="N",
+            help="Ranks of each node; gpu, cpu or auto: one per device.",
+        ),
+    ] = "1",
     spares: Annotated[
-        int, typer.Option(metavar="S", min=0, help="Processes that wait to take over a rank.")
+        int,
+        typer.Option(metavar="S", min=0, help="Processes per node that wait to take over a rank."),
     ] = 0,
     max_restarts: Annotated[
         int, typer.Option(metavar="R", min=0, help="Workers that may be replaced, in total.")
@@ -425,20 +439,85 @@ def run(
             help="Seconds without a heartbeat before a worker counts as hung; 0: no check.",
         ),
     ] = 30.0,
+    nnodes: Annotated[str, typer.Option(metavar="N", help="Nodes that have ranks.")] = "1",
+    node_rank: Annotated[
+        int | None, _value(metavar="N", min=0, help="The node's place in the job, if it is vacant.")
+    ] = None,
+    rdzv_backend: Annotated[str, typer.Option(metavar="NAME", help="c10d: a TCPStore.")] = "c10d",
+    rdzv_endpoint: Annotated[
+        str,
+        _value(
+            metavar="HOST[:PORT]",
+            help="Where the nodes find each other: a store, hosted by the agent whose address it "
+            "is.",
+        ),
+    ] = "",
+    rdzv_id: Annotated[str, typer.Option(metavar="ID", help="Name of the job.")] = "none",
+    store_only: Annotated[
+        bool, _flag("--store-only", help="Host the store, and run no ranks; takes no SCRIPT.")
+    ] = False,
+    spare_nodes: Annotated[
+        int, typer.Option(metavar="S", min=0, help="Nodes that wait to take a lost node's place.")
+    ] = 0,
+    node_ttl: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="Seconds without a sign of life after which a node is lost.",
+        ),
+    ] = 10.0,
+    node_wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="How long the job waits for a node, at first or in a lost one's place.",
+        ),
+    ] = 600.0,
+    log_dir: Annotated[
+        str | None, _value(metavar="DIR", help="Directory for the files of --redirects and --tee.")
+    ] = None,
+    redirects: Annotated[
+        str,
+        typer.Option(
+            metavar="STD",
+            help="Write output to files: 1 stdout, 2 stderr, 3 both; 0:1,1:2 by local rank.",
+        ),
+    ] = "0",
+    tee: Annotated[
+        str, typer.Option(metavar="STD", help="Write output to files and to the terminal.")
+    ] = "0",
     is_module: Annotated[bool, _flag("--module", "-m", help="SCRIPT names a module.")] = False,
     debug: _Debug = False,
 ) -> int:
-    """Run a training script on N ranks of this node, and replace a worker that dies.
+    """Run a training script on the ranks of this node, and replace a worker that dies.
 
     The others stay alive: with HPWrapper around its training the script continues in place. All
     arguments after SCRIPT are the script's. A dead worker is found at once, a hung one after the
     time without a heartbeat; spares wait with everything imported, for scripts that call
     wait_rank().
+
+    Of several nodes, each runs the same command. When a node is lost, a spare node takes its place.
     """
-    from dist_ckpt_strategies.cli.run import run_script  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.run import Logs, nodes_of, ranks_of, run_script  # noqa: PLC0415
     from dist_ckpt_strategies.inprocess.supervisor import Job, script_command  # noqa: PLC0415
 
-    if not is_module and not Path(script).is_file():
-        raise PlanError(f"SCRIPT: {script} is no file")
+    if not is_module and not store_only and not Path(script).is_file():
+        raise PlanError(f"SCRIPT: {script or 'nothing'} is no file")
+    num_ranks = ranks_of(nproc_per_node)
+    nodes = nodes_of(
+        nnodes,
+        rdzv_endpoint,
+        rdzv_backend,
+        num_ranks,
+        num_spare_nodes=spare_nodes,
+        run_id=rdzv_id,
+        ttl_s=node_ttl,
+        wait_s=node_wait,
+        node_rank=node_rank,
+        is_store_only=store_only,
+    )
     command = script_command(script, args or (), is_module=is_module)
-    return run_script(Job(command, nproc, spares, max_restarts, heartbeat_timeout))
+    job = Job(command, num_ranks, spares, max_restarts, heartbeat_timeout, nodes=nodes)
+    return run_script(job, Logs(log_dir, redirects, tee))

@@ -2,29 +2,38 @@
 
 A reader that has gone ends the job, as any command. A line that cannot be written for another
 reason, such as a full disk or a closed stream, is lost: no training ends for its log.
+
+Options have torchrun's names and meanings where it has them.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import sys
-from typing import TextIO
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.run import determine_local_world_size
 
 from dist_ckpt_strategies.cli.render import printable
 from dist_ckpt_strategies.config import environment
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.inprocess.places import Nodes
 from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
 
-
-def _write_line(who: str, stream: str, line: bytes) -> None:
-    _write(sys.stdout if stream == "stdout" else sys.stderr, f"[{who}] ".encode() + line)
+_DEFAULT_PORT = 29400
+"""Torchrun's for c10d."""
 
 
 def _write_note(text: str) -> None:
     _write(sys.stderr, f"dist-ckpt: {printable(text)}\n".encode(errors="replace"))
 
 
-def _write(target: TextIO | None, line: bytes) -> None:
+def _write(target: IO[Any] | None, line: bytes) -> None:
     """All of it at once, without Python's buffer, which would try again what has failed."""
     rest = memoryview(line)
     while rest and target is not None:
@@ -38,6 +47,95 @@ def _write(target: TextIO | None, line: bytes) -> None:
             return  # see above
 
 
-def run_script(job: Job) -> int:
-    """Run a job in the foreground; its exit code."""
-    return Supervisor(job, environment(), _write_line, _write_note).run()
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """Where workers' lines go, as torchrun's options of these names say."""
+
+    log_dir: str | None = None
+    redirects: str = "0"
+    tee: str = "0"
+
+
+class _Output:
+    """Writes workers' lines to the terminal, and to files where options ask for them."""
+
+    def __init__(self, logs: Logs, num_ranks: int, run_id: str) -> None:
+        self._num_ranks = num_ranks
+        self._files: dict[tuple[int, str], BinaryIO] = {}
+        self._shown = set(itertools.product(range(num_ranks), ("stdout", "stderr")))
+        if logs == Logs():
+            return
+        try:
+            redirects, tee = Std.from_str(logs.redirects), Std.from_str(logs.tee)
+        except ValueError as error:
+            raise PlanError(f"--redirects, --tee: {error}") from error
+        variables = {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": "0"}
+        found = DefaultLogsSpecs(logs.log_dir, redirects, tee).reify(
+            {rank: dict(variables) for rank in range(num_ranks)}
+        )
+        for name, paths, shown in (
+            ("stdout", found.stdouts, found.tee_stdouts),
+            ("stderr", found.stderrs, found.tee_stderrs),
+        ):
+            for rank, path in paths.items():
+                if path:
+                    self._files[rank, name] = Path(path).open("ab", buffering=0)  # noqa: SIM115
+                    if rank not in shown:
+                        self._shown.remove((rank, name))
+
+    def write_line(self, who: str, stream: str, line: bytes) -> None:
+        """Write what a worker has written; ``who`` is its rank, or "spare"."""
+        source = (int(who) % self._num_ranks, stream) if who.isdecimal() else None
+        if source in self._files:
+            _write(self._files[source], line)
+        if source is None or source in self._shown:
+            _write(sys.stdout if stream == "stdout" else sys.stderr, f"[{who}] ".encode() + line)
+
+
+def nodes_of(
+    nnodes: str, endpoint: str, backend: str, num_ranks: int, **options: Any
+) -> Nodes | None:
+    """The nodes of a job; None where it has this one alone, and needs no other to find it.
+
+    Raises:
+        PlanError: an option makes no sense.
+    """
+    if backend != "c10d":
+        raise PlanError(
+            f"--rdzv-backend: expected c10d, a TCPStore, found {backend!r}; etcd, etcd-v2 and "
+            "static are not supported"
+        )
+    if not nnodes.isdecimal() or int(nnodes) < 1:
+        raise PlanError(
+            f"--nnodes: expected a number, found {nnodes!r}; the world of a job does not change, "
+            "nodes beyond it wait with --spare-nodes"
+        )
+    if not endpoint:
+        if nnodes != "1" or options["num_spare_nodes"] or options["is_store_only"]:
+            raise PlanError("several nodes need --rdzv-endpoint HOST[:PORT], the same on all")
+        return None
+    host, _, port = endpoint.partition(":")
+    if not host or (port and not port.isdecimal()):
+        raise PlanError(f"--rdzv-endpoint: expected HOST or HOST:PORT, found {endpoint!r}")
+    return Nodes(int(nnodes), num_ranks, endpoint=(host, int(port or _DEFAULT_PORT)), **options)
+
+
+def ranks_of(nproc_per_node: str) -> int:
+    """How many ranks a node has: a number, or one per device with gpu, cpu or auto.
+
+    Raises:
+        PlanError: it is none of these, or there is no such device.
+    """
+    try:
+        found = determine_local_world_size(nproc_per_node)
+    except ValueError as error:
+        raise PlanError(f"--nproc-per-node: {error}") from error
+    if found < 1:
+        raise PlanError(f"--nproc-per-node: expected a number > 0, found {nproc_per_node}")
+    return int(found)
+
+
+def run_script(job: Job, logs: Logs) -> int:
+    """Run this node of a job in the foreground; its exit code."""
+    output = _Output(logs, job.num_ranks, job.nodes.run_id if job.nodes else "none")
+    return Supervisor(job, environment(), output.write_line, _write_note).run()

@@ -1,4 +1,7 @@
-"""Starts the workers of a job on this node, and replaces those that die."""
+"""Starts the workers of a job on this node, and replaces those that die.
+
+The nodes of a job are in ``places.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,31 @@ import os
 import selectors
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+from torch.distributed.elastic.rendezvous import (  # noqa: TID251 - what Places raises
+    RendezvousClosedError,
+    RendezvousTimeoutError,
+)
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
-from dist_ckpt_strategies.config import COORDINATOR
-from dist_ckpt_strategies.errors import RestartError, RestartLimitError
+from dist_ckpt_strategies.config import COORDINATOR, PLACE
+from dist_ckpt_strategies.errors import PeerLostError, RestartError, RestartLimitError, text_of
 from dist_ckpt_strategies.inprocess.coordinator import (
     Fault,
     FaultMode,
     RankInfo,
     environment_of,
 )
+from dist_ckpt_strategies.inprocess.node_guard import NodeGuard
+from dist_ckpt_strategies.inprocess.places import FENCED, GAVE_UP, Nodes, Places, connected_store
 from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
 from dist_ckpt_strategies.inprocess.worker_process import WorkerProcess, reason_of
 
@@ -30,6 +43,7 @@ _SIGNAL_CODE = 128
 _PATIENCE_S = 1.0
 _AWAY_S = 0.5
 _POLL_S = 0.1
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +52,12 @@ class Job:
 
     Attributes:
         command: program and arguments of every worker.
-        num_ranks: of the world.
+        num_ranks: of this node.
         num_spares: processes that wait, with everything imported, to take over a rank.
         max_restarts: how often a worker may be replaced, all ranks counted together.
         heartbeat_timeout_s: seconds of silence after which a worker is taken for hung; 0: never.
         grace_s: seconds that workers get to end by themselves after a signal.
+        nodes: of the job; None: this one alone, with a store of its own.
     """
 
     command: tuple[str, ...]
@@ -51,10 +66,11 @@ class Job:
     max_restarts: int = 16
     heartbeat_timeout_s: float = 30.0
     grace_s: float = 5.0
+    nodes: Nodes | None = None
 
 
 class Supervisor:
-    """One job of one node. Linux only; ``run`` belongs into the main thread.
+    """One node of a job. Linux only; ``run`` belongs into the main thread.
 
     Args:
         job: what to run.
@@ -74,41 +90,137 @@ class Supervisor:
         self._job = job
         self._on_line = on_line
         self._on_note = on_note
-        self._host = host_store(_HOST)
-        self._environment = _environment(job, environment, self._host.port)
-        self._store = JobStore(_HOST, self._host.port)
-        self._state = RestartState(self._store)
+        self._news: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._selector = selectors.DefaultSelector()
+        self._places: Places | None = None
+        self._guard: NodeGuard | None = None
+        if job.nodes is None:
+            self._host = host_store(_HOST)
+            self._address = _HOST, int(self._host.port)
+            self._store = JobStore(*self._address)
+        else:
+            self._address = job.nodes.endpoint
+            self._guard = NodeGuard(job.nodes.fence_s)
+            self._places = Places(
+                job.nodes,
+                lambda begun: self._tell_guard(f"renewed {begun}"),
+                lambda: self._post(self._start_as_spare),
+                lambda text: self._post(partial(on_note, text)),
+            )
+            self._keeper = threading.Thread(
+                target=self._keep_place, args=(self._places,), name="dist-ckpt-place", daemon=True
+            )
+            self._store = connected_store(job.nodes)
+        self._environment = _environment(job, environment, self._address)
+        self._state = RestartState(self._store)
         self._workers: dict[str, WorkerProcess] = {}
         self._ranks: dict[str, int] = {}
         self._finished: set[int] = set()
         self._signals: list[int] = []
+        self._outcome: tuple[int, str] | None = None
         self._failures: Counter[int] = Counter()
-        self._num_failures = 0
-        self._num_started = 0
+        self._num_started = self._place = 0
 
     def run(self) -> int:
-        """Run the job to its end; the exit code: 0, or 128 and the number of a signal.
+        """Run the job to its end.
 
-        No process of the job is left, however this returns or raises.
+        No process of the job is left on this node, however this returns or raises.
+
+        Returns:
+            The exit code: 0, one of those of ``places``, or 128 and the number of a signal.
 
         Raises:
             RestartLimitError: workers have died too often.
             RestartError: one died after others had finished.
         """
-        with _noting(self._signals) as inbox:
-            self._selector.register(inbox, selectors.EVENT_READ, lambda: None)  # see the loop
+        with _noting(self._signals) as (inbox, self._wake):
+            self._selector.register(inbox, selectors.EVENT_READ, lambda: self._read_news(inbox))
             try:
-                for rank in range(self._job.num_ranks):
-                    self._assign(self._start(rank), rank)
-                for _ in range(self._job.num_spares):
-                    self._start(None)
-                while len(self._finished) < self._job.num_ranks and not self._signals:
-                    self._step()
+                if self._places is None:
+                    self._take_place(0)
+                    self._run_until_the_end()
+                else:
+                    self._run_as_one_of_several(self._places)
             finally:
                 self._selector.unregister(inbox)
                 self._end_all()
-        return _SIGNAL_CODE + self._signals[0] if self._signals else 0
+        if self._outcome is None:
+            return _SIGNAL_CODE + self._signals[0]
+        code, why = self._outcome
+        if why:
+            self._on_note(why)
+        return code
+
+    def _run_until_the_end(self) -> None:
+        while self._outcome is None and not self._signals:
+            self._step()
+
+    def _run_as_one_of_several(self, places: Places) -> None:
+        if self._guard is not None:
+            self._selector.register(self._guard.fired, selectors.EVENT_READ, self._fence)
+        self._keeper.start()
+        try:
+            self._run_until_the_end()
+        except RestartError as error:
+            places.close(GAVE_UP, error.message)
+            raise
+        except PeerLostError as error:
+            self._end(FENCED, error.message)
+
+    def _keep_place(self, places: Places) -> None:
+        """On a thread of its own, until the job ends, or this node's part in it."""
+        try:
+            with suppress(RendezvousClosedError):
+                self._post(partial(self._take_place, places.next_rendezvous().rank))
+            outcome = places.hold()
+        except RendezvousTimeoutError as error:
+            outcome = GAVE_UP, text_of(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing renews the place
+            outcome = FENCED, text_of(error)
+            with suppress(PeerLostError):  # then the guard is gone, which is as well noticed
+                self._tell_guard("fence")
+        self._post(lambda: self._end(*outcome))
+
+    def _post(self, news: Callable[[], object]) -> None:
+        """Have the main thread call something."""
+        self._news.put(news)
+        os.write(self._wake, b".")
+
+    def _read_news(self, inbox: int) -> None:
+        os.read(inbox, _CHUNK)
+        while not self._news.empty():
+            self._news.get()()
+
+    def _end(self, code: int, why: str) -> None:
+        self._outcome = self._outcome or (code, why)
+
+    def _fence(self) -> None:
+        fence_s = self._job.nodes.fence_s if self._job.nodes else 0
+        self._end(FENCED, f"this node could not renew its place for {fence_s:g} s")
+
+    def _tell_guard(self, line: str) -> None:
+        try:
+            if self._guard is not None:
+                self._guard.tell(line)
+        except OSError as error:
+            raise PeerLostError(None, f"the guard of this node's workers: {error}") from error
+
+    def _start_as_spare(self) -> None:
+        self._on_note("all places are taken; this node waits as a spare")
+        for _ in range(self._job.num_ranks + self._job.num_spares):
+            self._start(None)
+
+    def _take_place(self, place: int) -> None:
+        """Start the workers of a place of the job, or give it to those that wait."""
+        self._place = place
+        for rank in self._own_ranks():
+            self._assign(self._spare() or self._start(rank), rank)
+        while len(self._workers) - len(self._ranks) < self._job.num_spares:
+            self._start(None)
+
+    def _own_ranks(self) -> range:
+        num_ranks = self._job.num_ranks
+        return range(self._place * num_ranks, (self._place + 1) * num_ranks)
 
     def _step(self) -> None:
         """Wait until something happens, and deal with it."""
@@ -131,9 +243,10 @@ class Supervisor:
                 key.data()
 
     def _start(self, rank: int | None) -> WorkerProcess:
-        name = f"worker{self._num_started}"
+        node = "" if self._places is None else f"{self._places.node}/"
+        name = f"{node}worker{self._num_started}"
         self._num_started += 1
-        place = {} if rank is None else environment_of(self._place(rank))
+        place = {} if rank is None else environment_of(self._info(rank))
         worker = WorkerProcess(
             name,
             self._job.command,
@@ -141,6 +254,7 @@ class Supervisor:
             self._job.heartbeat_timeout_s,
             lambda stream, line: self._on_line(str(self._ranks.get(name, "spare")), stream, line),
         )
+        self._tell_guard(f"+{worker.pid}")
         self._workers[name] = worker
         self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._lose(worker))
         self._hear_while(worker.beats, worker.hear)
@@ -156,6 +270,9 @@ class Supervisor:
 
     def _lose(self, worker: WorkerProcess) -> None:
         """A worker is gone."""
+        if self._guard is not None and self._guard.has_fired():
+            self._fence()
+            return
         code = self._take_away(worker)
         rank = self._ranks.get(worker.name)
         why = reason_of(code)
@@ -170,7 +287,16 @@ class Supervisor:
         elif epoch is not None and not self._state.is_done(epoch):
             self._replace(worker, rank, epoch, f"{why} in the middle of the wrapped block")
         else:
-            self._finished.add(rank)
+            self._finish(rank)
+
+    def _finish(self, rank: int) -> None:
+        self._finished.add(rank)
+        if len(self._finished) < self._job.num_ranks:
+            return
+        if self._places is None:
+            self._end(0, "")
+        else:
+            self._places.finish()
 
     def _lose_spare(self, code: int, why: str) -> None:
         if code == 0:
@@ -199,15 +325,15 @@ class Supervisor:
             self._start(None)
 
     def _count_failure(self, rank: int | None, why: str) -> None:
-        self._num_failures += 1
+        num_failures = self._store.add("failures")
         if rank is not None:
             self._failures[rank] += 1
-        if self._num_failures <= self._job.max_restarts:
+        if num_failures <= self._job.max_restarts:
             return
         counts = ", ".join(f"rank {r} {n}x" for r, n in self._failures.most_common(8))
         who = "a spare" if rank is None else f"rank {rank}"
         raise RestartLimitError(
-            f"{self._num_failures} workers have died ({counts or 'spares'}), "
+            f"{num_failures} workers have died ({counts or 'spares'}), "
             f"{self._job.max_restarts} restarts are allowed; the last one was {who}: {why}"
         )
 
@@ -223,12 +349,23 @@ class Supervisor:
 
     def _assign(self, worker: WorkerProcess, rank: int) -> None:
         self._ranks[worker.name] = rank
-        self._state.assign(worker.name, self._place(rank))
+        self._state.assign(worker.name, self._info(rank))
 
-    def _place(self, rank: int) -> RankInfo:
-        size = self._job.num_ranks
-        port = str(self._host.port)
-        return RankInfo(rank, rank, size, size, (("MASTER_ADDR", _HOST), ("MASTER_PORT", port)))
+    def _info(self, rank: int) -> RankInfo:
+        size, nodes = self._job.num_ranks, self._job.nodes
+        world_size = size if nodes is None else size * nodes.num_nodes
+        host, port = self._address
+        variables = {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "GROUP_RANK": str(self._place),
+            "GROUP_WORLD_SIZE": str(world_size // size),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(world_size),
+        }
+        if self._places is not None:
+            variables[PLACE] = f"place/{self._place}={self._places.node}"
+        return RankInfo(rank, rank % size, world_size, size, tuple(variables.items()))
 
     def _take_away(self, worker: WorkerProcess) -> int:
         """The exit code of a worker that is gone, or is ended now; 0 where it was taken away."""
@@ -237,7 +374,10 @@ class Supervisor:
         for fd in (worker.pidfd, worker.beats, *(output.fileno() for output in worker.outputs)):
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
-        return worker.end()
+        code = worker.end()
+        if self._guard is not None and not self._guard.has_fired():
+            self._tell_guard(f"-{worker.pid}")
+        return code
 
     def _end_all(self) -> None:
         """Signal the workers that still run, wait for ``grace_s``, and kill the rest.
@@ -248,9 +388,24 @@ class Supervisor:
         with ExitStack() as ending:
             ending.callback(self._store.close)
             ending.callback(self._selector.close)
+            if self._places is not None:
+                ending.callback(self._leave, self._places)
             for worker in self._workers.values():
                 ending.callback(self._take_away, worker)
-            self._await_ends()
+            if not self._is_fenced():
+                self._await_ends()
+
+    def _is_fenced(self) -> bool:
+        return self._outcome is not None and self._outcome[0] == FENCED
+
+    def _leave(self, places: Places) -> None:
+        """Give up the place, and all that keeps it."""
+        places.stop()
+        self._keeper.join(_AWAY_S if self._is_fenced() else None)
+        if not self._is_fenced():
+            places.shutdown()
+        if self._guard is not None:
+            self._guard.close()
 
     def _await_ends(self) -> None:
         num_signals = len(self._signals)
@@ -273,27 +428,31 @@ def script_command(script: str, args: Sequence[str], *, is_module: bool) -> tupl
     return (sys.executable, *(("-m",) if is_module else ()), script, *args)
 
 
-def _environment(job: Job, given: Mapping[str, str], port: int) -> dict[str, str]:
+def _environment(job: Job, given: Mapping[str, str], address: tuple[str, int]) -> dict[str, str]:
+    host, port = address
     num_threads = {} if job.num_ranks == 1 else {"OMP_NUM_THREADS": "1"}
+    run_id = {} if job.nodes is None else {"TORCHELASTIC_RUN_ID": job.nodes.run_id}
     return {
         **num_threads,
+        **run_id,
         "PYTHONUNBUFFERED": "1",
         **given,
-        "MASTER_ADDR": _HOST,
+        "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         # init_process_group(...) of a worker finds this store, and under it a place of the attempt.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        COORDINATOR: f"{_HOST}:{port}",
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        COORDINATOR: f"{host}:{port}",
     }
 
 
 @contextmanager
-def _noting(received: list[int]) -> Iterator[int]:
+def _noting(received: list[int]) -> Iterator[tuple[int, int]]:
     """While this is open, signals to end are noted in the list, and have no other effect.
 
-    What it gives is readable as long as one has been received. A SIGHUP that is ignored, as under
-    nohup, stays so.
+    What it gives are the two ends of a pipe, into which each of them is noted as well. A SIGHUP
+    that is ignored, as under nohup, stays so.
     """
     ours, theirs = os.pipe()
 
@@ -307,7 +466,7 @@ def _noting(received: list[int]) -> Iterator[int]:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     }
     try:
-        yield ours
+        yield ours, theirs
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 
 from dist_ckpt_strategies.config import HEARTBEAT_PIPE, HEARTBEAT_S, WORKER, Launch
+from dist_ckpt_strategies.inprocess.node_guard import kill_session
 
 _HEARTBEAT_THREAD = "dist-ckpt-heartbeat"
 _BEAT = b"."
@@ -175,7 +175,8 @@ class WorkerProcess:
         finally:
             for fd in (theirs, out, err):
                 os.close(fd)
-        self.pidfd = os.pidfd_open(self._process.pid)
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
 
     def hear(self) -> bool:
         """Take note of the signs of life that have come; False once no more can."""
@@ -206,15 +207,11 @@ class WorkerProcess:
     def signal(self, number: int) -> None:
         """Send a signal to the process and all that it started."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+            os.killpg(self.pid, number)
 
     def end(self) -> int:
         """The exit code of a process that is dying or dead; nothing of it is left afterwards."""
-        self.signal(signal.SIGKILL)
-        # Before the wait, after which the number may be that of another session.
-        for pid in _session_of(self._process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_session(self.pid)  # before the wait, after which the number may be another's
         code = self._process.wait()
         with ExitStack() as closing:  # a listener may raise
             closing.callback(os.close, self.beats)
@@ -232,17 +229,3 @@ def reason_of(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-def _session_of(leader: int) -> list[int]:
-    """The processes of a session: those too that have a process group of their own by now."""
-    found: list[int] = []
-    for place in Path("/proc").iterdir():
-        if not place.name.isdecimal():
-            continue
-        with suppress(OSError):  # it has ended since it was listed
-            # Behind the name, which may hold anything: state, parent, group, session.
-            fields = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[3]) == leader:
-                found.append(int(place.name))
-    return found

@@ -1,0 +1,409 @@
+"""The places of a job's nodes: who has one, who renews it no longer, and who takes it over.
+
+A job of N nodes has N places, for as long as it lives. ``place/<p>`` in the job's store holds
+``<node>#<n>``: the node that owns the place renews it by replacing n with n + 1, so renewal and
+ownership are one key. Everybody judges by its own clock how long ago it has seen a key change.
+docs/design/nodes.md has the keys and the limits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, PlanError
+from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
+from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
+
+GAVE_UP, NODE_MISSING, FENCED = 1, 87, 88
+"""Exit codes of an agent: all ended by an error; a node is missing; this node is out."""
+
+_DONE, _LEFT = "done", "left"
+"""Instead of n: the node has finished its ranks; it has left its place."""
+
+_FENCES_PER_TTL = 2
+_RENEWALS_PER_TTL = 10
+_PAUSE_S = 0.5
+_CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes of a job; what all its agents have to say alike, but for the last three.
+
+    Attributes:
+        num_nodes: places.
+        num_ranks: of each node.
+        num_spare_nodes: nodes that may wait for a place, for as long as the job runs.
+        run_id: name of the job.
+        ttl_s: seconds without a renewal after which a place may be given to another node. A node
+            that has not renewed its own for half of them kills its workers.
+        wait_s: how long the job waits for a node, at its start or for another one's place.
+        endpoint: host and port of the store.
+        node_rank: the place to take if it is vacant.
+        is_store_only: run no ranks, but host the store.
+    """
+
+    num_nodes: int
+    num_ranks: int
+    num_spare_nodes: int = 0
+    run_id: str = "none"
+    ttl_s: float = 10.0
+    wait_s: float = 600.0
+    endpoint: tuple[str, int] = ("127.0.0.1", 29400)
+    node_rank: int | None = None
+    is_store_only: bool = False
+
+    @property
+    def fence_s(self) -> float:
+        """After how long without a renewal a node's workers are killed."""
+        return self.ttl_s / _FENCES_PER_TTL
+
+
+class Places(RendezvousHandler):
+    """One node's part in the places of its job.
+
+    All that asks the store for long is for one thread: ``next_rendezvous``, then ``hold``.
+
+    Args:
+        nodes: of the job.
+        on_renewed: called with the time, by the monotonic clock, when a look at the store was begun
+            that found this node's place to be its own.
+        on_spare: called once this node waits as a spare.
+        on_note: called with a text where something happens to a node.
+
+    Raises:
+        PeerLostError: there is no store at the endpoint, after the time to wait for a node.
+        PeerError: the store is to be hosted here, and cannot be.
+        PlanError: the store belongs to a job with other options.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        on_renewed: Callable[[float], object],
+        on_spare: Callable[[], object],
+        on_note: Callable[[str], object],
+    ) -> None:
+        self._nodes = nodes
+        self._on_renewed, self._on_spare, self._on_note = on_renewed, on_spare, on_note
+        self.node = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self.place: int | None = None
+        self._host = _hosted(nodes)
+        self._store = connected_store(nodes)
+        self._state = RestartState(self._store)
+        self._began = time.monotonic()
+        self._key = self._written = ""
+        self._count = 0
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._lost: dict[int, str] = {}
+        self._closed: tuple[int, str] | None = None
+        self._has_news = threading.Event()
+        self._is_finished = self._is_stopped = False
+        self._require_same_job()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Take a place that is vacant, or wait for one.
+
+        Raises:
+            RendezvousClosedError: the job has ended; see ``hold``.
+            RendezvousTimeoutError: there are as many spare nodes as there may be.
+            PeerLostError: see ``hold``.
+        """
+        while self.place is None:
+            if self._closed is not None or self._is_stopped:
+                raise RendezvousClosedError
+            self._look_around()
+        store: Any = self._store
+        address = RendezvousStoreInfo(*self._nodes.endpoint)
+        return RendezvousInfo(store, self.place, self._nodes.num_nodes, address)
+
+    def hold(self) -> tuple[int, str]:
+        """Keep the place until the job ends; its exit code, and why.
+
+        Raises:
+            PeerLostError: the place belongs to another node, or the store does not answer.
+        """
+        while self._closed is None and not self._is_stopped:
+            self._look_around()
+        return self._closed or (0, "")
+
+    def finish(self) -> None:
+        """Note that all ranks of this node have ended well."""
+        self._is_finished = True
+        self._has_news.set()
+
+    def close(self, code: int, why: str) -> None:
+        """End the job on all nodes, unless it has ended."""
+        found = self._store.compare_set(_CLOSED, "", json.dumps([code, why]))
+        self._closed = tuple(json.loads(found))
+
+    def stop(self) -> None:
+        """Have ``next_rendezvous`` and ``hold`` return soon."""
+        self._is_stopped = True
+        self._has_news.set()
+
+    def shutdown(self) -> bool:
+        """Leave the job, after ``stop``, once no worker of this node is left.
+
+        A store that is hosted here stays until the others know the end of the job.
+        """
+        with suppress(PeerError):
+            if self._closed is not None:
+                self._store.set(f"gone/{self.node}", "1")
+                self._await_others()
+            elif self._key and not self._is_done():
+                self._write(f"{self.node}#{_LEFT}")
+        self._store.close()
+        return True
+
+    def get_backend(self) -> str:
+        """See RendezvousHandler."""
+        return "places"
+
+    def get_run_id(self) -> str:
+        """See RendezvousHandler."""
+        return self._nodes.run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See RendezvousHandler."""
+        return True
+
+    def is_closed(self) -> bool:
+        """See RendezvousHandler."""
+        return self._closed is not None
+
+    def set_closed(self) -> None:
+        """See RendezvousHandler."""
+        self.close(0, "")
+
+    def num_nodes_waiting(self) -> int:
+        """No node waits for the others to start anew."""
+        return 0
+
+    def _require_same_job(self) -> None:
+        nodes = self._nodes
+        ours = json.dumps(
+            {
+                "--rdzv-id": nodes.run_id,
+                "--nnodes": nodes.num_nodes,
+                "--nproc-per-node": nodes.num_ranks,
+                "--spare-nodes": nodes.num_spare_nodes,
+                "--node-ttl": nodes.ttl_s,
+            }
+        )
+        found = self._store.compare_set("job", "", ours)
+        if found != ours:
+            host, port = nodes.endpoint
+            raise PlanError(
+                f"the store at {host}:{port} is that of another job, or of agents with other "
+                f"options: expected {ours}, found {found}"
+            )
+
+    def _look_around(self) -> None:
+        """Renew what this node has, and look at what others have; once in each interval."""
+        begun = time.monotonic()
+        if self._key and not self._is_done():
+            self._count += 1
+            self._write(f"{self.node}#{_DONE if self._is_finished else self._count}")
+        closed = self._store.get(_CLOSED)
+        if closed is not None:
+            self._closed = tuple(json.loads(closed))
+            self._on_renewed(float("inf"))  # nobody takes the place any more
+            return
+        self._on_renewed(begun)
+        is_idle = self.place is None or self._is_done()
+        for place in self._watched(is_idle=is_idle):
+            if self._is_held(place) and not is_idle:
+                break
+        if not self._key and not self._nodes.is_store_only:
+            self._wait_as_spare()
+        if is_idle and all(self._ended(f"place/{p}") for p in range(self._nodes.num_nodes)):
+            self.close(0, "")
+        self._has_news.wait(self._nodes.ttl_s / _RENEWALS_PER_TTL)
+        self._has_news.clear()
+
+    def _watched(self, *, is_idle: bool) -> Iterator[int]:
+        """All places where this node has nothing to do, else those before its own.
+
+        Of these the nearest that is held is enough: its node looks at those before it.
+        """
+        size, own = self._nodes.num_nodes, self.place
+        if own is not None and not is_idle:
+            yield from ((own - step) % size for step in range(1, size))
+            return
+        wanted = self._nodes.node_rank
+        if wanted is not None and wanted < size:
+            yield wanted
+        yield from range(size)
+
+    def _is_held(self, place: int) -> bool:
+        """Whether a node renews the place.
+
+        Where none does, and this node is a spare, it takes the place; where the time is over, it
+        ends the job.
+        """
+        key = f"place/{place}"
+        value, silent_s = self._look(key)
+        node, _, state = value.partition("#")
+        if state == _DONE:
+            return False
+        if value and state != _LEFT and silent_s < self._nodes.ttl_s:
+            return True
+        name = node.rpartition(":")[0]
+        why = f"node {name} has left" if state == _LEFT else f"no sign of life of node {name}"
+        if value and self._lost.get(place) != value:
+            self._lost[place] = value
+            self._on_note(f"place {place}: {why}")
+            self._end_epoch(place, why)
+        is_waiting = self.place is None and not self._nodes.is_store_only
+        if is_waiting and self._take(key, value):
+            self.place = place
+            if value:
+                self._end_epoch(place, why)  # which its workers may have joined meanwhile
+        elif silent_s > self._nodes.ttl_s + self._nodes.wait_s:
+            what = why if value else "no node has come"
+            self.close(
+                NODE_MISSING,
+                f"place {place}: {what}, and none has taken the place within "
+                f"{self._nodes.wait_s:g} s (--node-wait); start the job again",
+            )
+        return False
+
+    def _look(self, key: str) -> tuple[str, float]:
+        """What a key holds, and for how long it has been seen to hold that."""
+        value, now = self._store.get(key) or "", time.monotonic()
+        if self._seen.get(key, (None,))[0] != value:
+            self._seen[key] = value, now
+        return value, now - self._seen[key][1]
+
+    def _ended(self, key: str) -> bool:
+        return self._seen.get(key, ("",))[0].endswith(f"#{_DONE}")
+
+    def _is_done(self) -> bool:
+        return self._written.endswith(f"#{_DONE}")
+
+    def _wait_as_spare(self) -> None:
+        """Take one of the spare nodes' keys, so that no more wait than may.
+
+        Raises:
+            RendezvousTimeoutError: all are taken, for longer than a node is waited for.
+        """
+        for number in range(self._nodes.num_spare_nodes):
+            key = f"spare/{number}"
+            value, silent_s = self._look(key)
+            is_free = not value or value.endswith(f"#{_LEFT}") or silent_s > self._nodes.ttl_s
+            if is_free and self._take(key, value):
+                self._on_spare()
+                return
+        if time.monotonic() - self._began > self._nodes.wait_s:
+            raise RendezvousTimeoutError(
+                f"all {self._nodes.num_nodes} places and those of {self._nodes.num_spare_nodes} "
+                "spare nodes (--spare-nodes) are taken by other nodes"
+            )
+
+    def _take(self, key: str, seen: str) -> bool:
+        """Make a key this node's, if it still holds what was seen; then give up the one before."""
+        value = f"{self.node}#0"
+        if self._store.compare_set(key, seen, value) != value:
+            return False
+        if self._key:
+            self._write("")
+        self._key, self._written, self._count = key, value, 0
+        return True
+
+    def _write(self, value: str) -> None:
+        """Replace what this node has written last.
+
+        Raises:
+            PeerLostError: another node has.
+        """
+        found = self._store.compare_set(self._key, self._written, value)
+        if found != value:
+            other = found.partition("#")[0].rpartition(":")[0]
+            raise PeerLostError(None, f"{self._key} of this node belongs to node {other} now")
+        self._written = value
+
+    def _end_epoch(self, place: int, why: str) -> None:
+        """Have the others leave what they do with ranks of a place; no rank if none has joined."""
+        epoch = self._state.current()
+        ranks = range(place * self._nodes.num_ranks, (place + 1) * self._nodes.num_ranks)
+        missing = self._state.without("arrived", epoch, ranks)
+        joined = [rank for rank in ranks if rank not in missing]
+        if joined:
+            self._state.end(Fault(joined[0], epoch, FaultMode.DEATH, why))
+        elif self._state.is_done(epoch - 1):
+            self.close(
+                GAVE_UP,
+                f"place {place}: {why}, after the wrapped block had ended on all ranks; new "
+                "processes could not catch up with the others",
+            )
+
+    def _await_others(self) -> None:
+        """Wait until the other nodes have gone that can be expected to, where the store is here."""
+        nodes, deadline = self._nodes, time.monotonic() + self._nodes.ttl_s
+        if self._host is None:
+            return
+        keys = [f"place/{place}" for place in range(nodes.num_nodes)]
+        for key in [*keys, *(f"spare/{number}" for number in range(nodes.num_spare_nodes))]:
+            node, _, state = (self._store.get(key) or "").partition("#")
+            if node and state != _LEFT:
+                self._store.wait(f"gone/{node}", max(0.0, deadline - time.monotonic()))
+
+
+def connected_store(nodes: Nodes) -> JobStore:
+    """A client of the job's store, which may come later than this node.
+
+    Raises:
+        PeerLostError: it has not come within the time that a node is waited for.
+    """
+    deadline = time.monotonic() + nodes.wait_s
+    while True:
+        try:
+            return JobStore(*nodes.endpoint, timeout_s=2 * nodes.fence_s)
+        except PeerLostError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE_S)
+
+
+def _hosted(nodes: Nodes) -> Any:
+    """The job's store, if its address is one of this machine's and no other agent hosts it."""
+    host, port = nodes.endpoint
+    if not (nodes.is_store_only or _is_of_this_machine(host)):
+        return None
+    try:
+        return host_store(host, port)
+    except PeerError:
+        if nodes.is_store_only:
+            raise
+        return None
+
+
+def _is_of_this_machine(host: str) -> bool:
+    with suppress(OSError):  # no such name, or an address of another machine
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
