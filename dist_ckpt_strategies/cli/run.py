@@ -22,7 +22,7 @@ from torch.distributed.run import determine_local_world_size
 from dist_ckpt_strategies.cli.render import printable
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.inprocess.places import Nodes
+from dist_ckpt_strategies.inprocess.places import FENCED, Nodes
 from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
 
 _DEFAULT_PORT = 29400
@@ -138,4 +138,9 @@ def ranks_of(nproc_per_node: str) -> int:
 def run_script(job: Job, logs: Logs) -> int:
     """Run this node of a job in the foreground; its exit code."""
     output = _Output(logs, job.num_ranks, job.nodes.run_id if job.nodes else "none")
-    return Supervisor(job, environment(), output.write_line, _write_note).run()
+    code = Supervisor(job, environment(), output.write_line, _write_note).run()
+    if code == FENCED:
+        # A thread may wait in torch's client for a store that is gone. If it returned while the
+        # interpreter exits, that would abort the process, in place of its exit code.
+        os._exit(code)
+    return code

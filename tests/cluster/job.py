@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -10,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -82,8 +80,7 @@ class Note:
     Attributes:
         at: time by the clock of the machine.
         rank: of the world.
-        node: where.
-        pid: its process number there.
+        process: node, boot id and process number of who did it.
         what: "step", or what the state came from: "begin", "memory", "disk".
         step: that the state is at.
         digest: of the state.
@@ -91,11 +88,14 @@ class Note:
 
     at: float
     rank: int
-    node: str
-    pid: int
+    process: tuple[str, str, int]
     what: str
     step: int
     digest: str
+
+    @property
+    def node(self) -> str:
+        return self.process[0]
 
 
 class Job:
@@ -108,7 +108,7 @@ class Job:
             (self.shared / name).mkdir(parents=True)
         self.agents: dict[str, Process] = {}
         self.notes: list[Note] = []
-        self._files: dict[str, TextIO] = {}
+        self._num_read: dict[Path, int] = {}
 
     def start(self, *names: str) -> None:
         """Start the agents of nodes; nodes that are down come up."""
@@ -147,16 +147,18 @@ class Job:
 
     def read(self) -> list[Note]:
         """All notes by now, in the order in which they were made."""
-        for name in os.listdir(self.shared / "notes"):  # noqa: PTH208 - names suffice
-            if name not in self._files:
-                self._files[name] = (self.shared / "notes" / name).open()
-        for name, file in self._files.items():
-            rank, node, pid = name.split(".")
-            for line in file:
+        for path in (self.shared / "notes").iterdir():
+            rank, node, boot_id, pid = path.name.split(".")
+            process = node, boot_id, int(pid)
+            begin = self._num_read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(begin)
+                content = file.read()
+            self._num_read[path] = begin + len(content)
+            for line in content.decode().splitlines():
                 at, what, step, digest = line.split()
-                self.notes.append(
-                    Note(float(at), int(rank), node, int(pid), what, int(step), digest)
-                )
+                note = Note(float(at), int(rank), process, what, int(step), digest)
+                self.notes.append(note)
         self.notes.sort(key=lambda note: note.at)
         return self.notes
 
@@ -181,15 +183,15 @@ class Job:
         node = self.cluster.nodes.get(name)
         if node is None:
             return []
-        ready = {int(path.suffix[1:]) for path in (self.shared / "ready").glob(f"{name}.*")}
-        taken = {note.pid for note in self.read() if note.node == name}
-        running = Path(f"/proc/{node.pid}/root/proc")
-        return [pid for pid in ready - taken if (running / str(pid)).exists()]
+        mine = f"{name}.{node.boot_id}."
+        ready = {int(path.suffix[1:]) for path in (self.shared / "ready").glob(f"{mine}*")}
+        taken = {int(path.suffix[1:]) for path in (self.shared / "notes").glob(f"*.{mine}*")}
+        return [pid for pid in ready - taken if node.is_running(pid)]
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to the process of a rank."""
-        worker = self.workers()[rank]
-        self.cluster.nodes[worker.node].kill(number, worker.pid)
+        name, _, pid = self.workers()[rank].process
+        self.cluster.nodes[name].kill(number, pid)
 
     def kill_agent(self, name: str) -> None:
         """SIGKILL an agent; nobody starts it again."""
@@ -276,12 +278,12 @@ class Job:
 def twice_written(notes: Iterable[Note]) -> Iterable[str]:
     """Where a process has noted something after another one had for the same rank."""
     last: dict[int, Note] = {}
-    replaced: set[tuple[int, str, int]] = set()
+    replaced: set[tuple[int, tuple[str, str, int]]] = set()
     for note in notes:
         before = last.get(note.rank, note)
-        if (before.node, before.pid) != (note.node, note.pid):
-            replaced.add((note.rank, before.node, before.pid))
-        if (note.rank, note.node, note.pid) in replaced:
+        if before.process != note.process:
+            replaced.add((note.rank, before.process))
+        if (note.rank, note.process) in replaced:
             yield f"two processes of one rank: {note}, after {before}"
         last[note.rank] = note
 

@@ -10,6 +10,7 @@ so links lose packets (classic BPF that draws random numbers) or are slow (tbf),
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -106,16 +107,17 @@ class Node:
         name: its host name.
         address: its network address.
         disk: its local disk, by the path that all nodes have theirs under.
+        boot_id: another one each time that it comes up.
         port: of the switch, that it is plugged into.
         enter: what a command that is to run on it begins with.
         processes: what was started on it.
     """
 
-    def __init__(self, name: str, address: str, directory: Path) -> None:
-        self.name, self.address, self.disk = name, address, directory / "disk"
-        self.port = f"port{address.rpartition('.')[2]}"
+    def __init__(self, name: str, address: str, port: str, directory: Path) -> None:
+        self.name, self.address, self.port, self.disk = name, address, port, directory / "disk"
         self.processes: list[Process] = []
-        (directory / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
+        self.boot_id = str(uuid.uuid4())
+        (directory / f"{name}.boot_id").write_text(f"{self.boot_id}\n")
         spaces = ("--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child")
         init = ["unshare", *spaces, "bash", "-c", _INIT, name, str(directory)]
         self._owner = subprocess.Popen(init, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -142,6 +144,10 @@ class Node:
     def kill(self, number: int, pid: int) -> None:
         """Send a signal to what has this process number on the node; -1: to everything."""
         _run(*self.enter, "bash", "-c", f"kill -{int(number)} {pid}")
+
+    def is_running(self, pid: int) -> bool:
+        """Whether the node has a process of this number."""
+        return Path(f"/proc/{self.pid}/root/proc/{pid}").exists()
 
     def freeze(self) -> None:
         """Stop everything that runs."""
@@ -178,6 +184,7 @@ class Cluster:
         self.directory = directory
         self._addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
         self.nodes: dict[str, Node] = {}
+        self._numbers = itertools.count()
         (directory / "disk").mkdir()
         lines = [f"{address} {name}\n" for name, address in self._addresses.items()]
         (directory / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
@@ -211,7 +218,9 @@ class Cluster:
         if not keeps_disk:
             shutil.rmtree(disk)
         disk.mkdir(exist_ok=True)
-        node = self.nodes[name] = Node(name, self._addresses[name], self.directory)
+        # The kernel takes its time to remove the port that a dead node had.
+        port = f"port{next(self._numbers)}"
+        node = self.nodes[name] = Node(name, self._addresses[name], port, self.directory)
         # The same hardware address each time: the others know it by that.
         hardware = f"02:00:00:00:00:{int(node.address.rpartition('.')[2]):02x}"
         self._ip(

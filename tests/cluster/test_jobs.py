@@ -79,14 +79,11 @@ def test_a_spare_node_that_comes_late_takes_the_place(cluster: Cluster) -> None:
 
 def test_a_store_that_falls_silent_ends_the_job_everywhere(cluster: Cluster) -> None:
     job = started(cluster, SMALL, "a", "b")
-    pids = {note.node: note.pid for note in job.workers().values()}
-    running = [
-        Path(f"/proc/{cluster.nodes[name].pid}/root/proc/{pid}") for name, pid in pids.items()
-    ]
+    workers = [note.process for note in job.workers().values()]
 
     cluster.unplug(STORE)
 
-    until(lambda: not any(path.exists() for path in running), LIMIT_S)
+    until(lambda: not any(cluster.nodes[n].is_running(pid) for n, _, pid in workers), LIMIT_S)
     until(lambda: all(job.codes_of(name)[:1] == [FENCED] for name in ("a", "b")), LIMIT_S)
 
 

@@ -109,10 +109,12 @@ def main() -> None:
     torch.set_num_threads(1)
     if SAVE_EVERY:
         import_module("dist_ckpt_strategies.local.manager")
-    (SHARED / "ready" / f"{socket.gethostname()}.{os.getpid()}").touch()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    me = f"{socket.gethostname()}.{boot_id}.{os.getpid()}"
+    (SHARED / "ready" / me).touch()
     wait_rank()
-    name = f"{os.environ['RANK']}.{socket.gethostname()}.{os.getpid()}"
-    notes = os.open(SHARED / "notes" / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    path = SHARED / "notes" / f"{os.environ['RANK']}.{me}"
+    notes = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(what: str, training: ShardedTraining) -> None:
         digest = state_digest(training)
