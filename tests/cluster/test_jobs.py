@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ pytestmark = [
 ]
 
 NODE_MISSING = 87
-SMALL = Shape(num_nodes=2, num_ranks=1, num_spares=0, num_spare_nodes=0, num_shards=1, wait_s=3)
+SMALL = Shape(num_ranks=1, num_spares=0, num_spare_nodes=0, num_shards=1)
 
 
 @pytest.fixture
@@ -54,27 +55,22 @@ def test_a_job_goes_on_after_each_fault_as_if_there_had_been_none(cluster: Clust
     assert {note.what for note in job.read()} == {"begin", "memory", "step"}
 
 
-def test_without_a_spare_node_the_job_ends_and_names_the_lost_one(cluster: Cluster) -> None:
-    job = started(cluster, SMALL, "a", "b")
-
-    cluster.crash("b")
-
-    assert job.codes() == {STORE: NODE_MISSING, "a": NODE_MISSING}, job.told()
-    for name in (STORE, "a"):
-        assert "node b" in (job.shared / "logs" / name).read_text()
-
-
-def test_a_spare_node_that_comes_late_takes_the_place(cluster: Cluster) -> None:
-    job = started(cluster, Shape(num_ranks=1, num_shards=1, num_spares=0), "a", "b")
+def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(
+    cluster: Cluster,
+) -> None:
+    job = started(cluster, replace(SMALL, num_spare_nodes=1, wait_s=30), "a", "b")
     since = time.monotonic()
 
     cluster.crash("b")
-    job.start("c")
+    job.start("c")  # it comes late
 
     job.go_on(since)
     assert job.busy() == ["a", "c"]
-    assert job.finish() == {STORE: 0, "a": 0, "c": 0}, job.told()
     job.require_right()
+    cluster.crash("c")
+    assert job.codes() == {STORE: NODE_MISSING, "a": NODE_MISSING}, job.told()
+    for name in (STORE, "a"):
+        assert "node c" in (job.shared / "logs" / name).read_text()
 
 
 def test_a_store_that_falls_silent_ends_the_job_everywhere(cluster: Cluster) -> None:
@@ -88,8 +84,7 @@ def test_a_store_that_falls_silent_ends_the_job_everywhere(cluster: Cluster) -> 
 
 
 def test_the_disk_of_a_lost_node_is_replaced_by_the_copies_of_its_clique(cluster: Cluster) -> None:
-    shape = Shape(num_ranks=1, num_shards=1, num_spares=0, save_every=5)
-    job = started(cluster, shape, "a", "b")
+    job = started(cluster, replace(SMALL, save_every=5), "a", "b")
     until(lambda: job.step() >= 12, LIMIT_S)
     stopped = time.monotonic()
 
