@@ -352,6 +352,19 @@ def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> 
     )
 
 
+def place_from_environment() -> tuple[tuple[str, int], str, str] | None:
+    """The place of this process's node: address of the job's store, key, node; None without one.
+
+    Raises:
+        StrategyError: a variable makes no sense.
+    """
+    text = os.environ.get(PLACE)
+    if not text:
+        return None
+    key, _, node = text.partition("=")
+    return _parsed(COORDINATOR, os.environ.get(COORDINATOR, ""), _address), key, node
+
+
 def claim_store_address() -> tuple[str, int] | None:
     """Host and port for the store of process groups that no other process hosts; None if one does.
 

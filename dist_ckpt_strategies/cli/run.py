@@ -21,7 +21,7 @@ from torch.distributed.run import determine_local_world_size
 
 from dist_ckpt_strategies.cli.render import printable
 from dist_ckpt_strategies.config import environment
-from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.errors import PeerLostError, PlanError
 from dist_ckpt_strategies.inprocess.places import FENCED, Nodes
 from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
 
@@ -136,9 +136,13 @@ def ranks_of(nproc_per_node: str) -> int:
 
 
 def run_script(job: Job, logs: Logs) -> int:
-    """Run this node of a job in the foreground; its exit code."""
+    """Run this node of a job in the foreground; its exit code. With 88 it ends the process."""
     output = _Output(logs, job.num_ranks, job.nodes.run_id if job.nodes else "none")
-    code = Supervisor(job, environment(), output.write_line, _write_note).run()
+    try:
+        code = Supervisor(job, environment(), output.write_line, _write_note).run()
+    except PeerLostError as error:  # there is no store
+        _write_note(error.message)
+        code = FENCED
     if code == FENCED:
         # A thread may wait in torch's client for a store that is gone. If it returned while the
         # interpreter exits, that would abort the process, in place of its exit code.

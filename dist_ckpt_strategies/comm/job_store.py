@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError, DistStoreError
 
 from dist_ckpt_strategies.comm.abortable_waits import AbortableWaits
+from dist_ckpt_strategies.comm.teardown import open_sockets
+from dist_ckpt_strategies.config import place_from_environment
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, WaitReleasedError, text_of
 
 _LONGEST_WAIT_S = 86400.0
@@ -54,6 +59,7 @@ class JobStore:
             return PrefixStore(prefix, store)
 
         self._connections = [self._ask(connect), self._ask(connect)]
+        _bound_silence(port, self._limit_s)
 
     def get(self, key: str) -> str | None:
         """The value; None where there is none."""
@@ -134,6 +140,48 @@ class JobStore:
         return PeerLostError(
             None, f"the coordinator's store at {self._address} does not answer: {why}"
         )
+
+
+def require_place() -> None:
+    """Raise if another node has taken the place of this process's node in the job.
+
+    A process that was stopped for long may wake up before it is killed. What outlives it, such as a
+    commit, asks this first. No answer from the store raises, too.
+
+    Raises:
+        PeerLostError: another node has the place, or the store does not answer.
+    """
+    place = place_from_environment()
+    if place is None:
+        return
+    (host, port), key, node = place
+    store = JobStore(host, port)
+    owner = (store.get(key) or "").partition("#")[0]
+    store.close()
+    if owner != node:
+        raise PeerLostError(
+            None, f"{key} of the job was node {node}'s, and is {owner or 'no node'}'s now"
+        )
+
+
+def _bound_silence(port: int, limit_s: float) -> None:
+    """Have the kernel end this process's connections to a port when the host is silent.
+
+    Torch's client asks for that on none of its sockets, and has no way to it.
+    """
+    probe_s = max(1, int(limit_s / _NUM_LOOKS))
+    options = {
+        socket.TCP_KEEPIDLE: probe_s,
+        socket.TCP_KEEPINTVL: probe_s,
+        socket.TCP_KEEPCNT: _NUM_LOOKS - 1,
+        socket.TCP_USER_TIMEOUT: int(limit_s * 1000),
+    }
+    for fd in open_sockets().values():
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:  # closed since, or no TCP
+            if one.family in {socket.AF_INET, socket.AF_INET6} and one.getpeername()[1] == port:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in options.items():
+                    one.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:

@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePath
 
-from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.config import Options, place_from_environment
 from dist_ckpt_strategies.errors import CheckpointExistsError, StorageError, StrategyError
 from dist_ckpt_strategies.formats.locations import (
     SAVE_FIELD,
@@ -299,6 +299,7 @@ class DirectoryPlace(PlaceBase):
             going = _names_of_contents(root, with_torch_dist=True) if replaces else ()
             list(_moves(str(staging), str(root), {f"{root}/{name}" for name in going}))  # may raise
             sync_path(staging)
+            _require_own_place()
             if marker is not None:
                 write_file(staging / MARKER_NAME, marker)
                 sync_path(root)
@@ -353,11 +354,24 @@ class BucketPlace(PlaceBase):
         self.require()
         place.write(MARKER_NAME, marker)
         content = {**json.loads(marker), SAVE_FIELD: self.save_id}
+        _require_own_place()
         bucket.write(MARKER_NAME, json.dumps(content).encode())
         try:
             _remove_others(bucket, place)
         except StorageError as error:
             logger.warning("%s: what the save replaces cannot be removed: %s", bucket, error)
+
+
+def _require_own_place() -> None:
+    """Raise where this process's node is no longer part of its job: others may save, too.
+
+    Raises:
+        PeerLostError: see ``comm.job_store.require_place``.
+    """
+    if place_from_environment() is not None:
+        from dist_ckpt_strategies.comm.job_store import require_place  # noqa: PLC0415 - torch
+
+        require_place()
 
 
 SavePlace = DirectoryPlace | BucketPlace

@@ -127,9 +127,11 @@ class Places(RendezvousHandler):
             RendezvousTimeoutError: there are as many spare nodes as there may be.
             PeerLostError: see ``hold``.
         """
+        self._look_around()
         while self.place is None:
             if self._closed is not None or self._is_stopped:
                 raise RendezvousClosedError
+            self._pause()
             self._look_around()
         store: Any = self._store
         address = RendezvousStoreInfo(*self._nodes.endpoint)
@@ -142,6 +144,7 @@ class Places(RendezvousHandler):
             PeerLostError: the place belongs to another node, or the store does not answer.
         """
         while self._closed is None and not self._is_stopped:
+            self._pause()
             self._look_around()
         return self._closed or (0, "")
 
@@ -219,7 +222,7 @@ class Places(RendezvousHandler):
             )
 
     def _look_around(self) -> None:
-        """Renew what this node has, and look at what others have; once in each interval."""
+        """Renew what this node has, and look at what others have."""
         begun = time.monotonic()
         if self._key and not self._is_done():
             self._count += 1
@@ -238,6 +241,9 @@ class Places(RendezvousHandler):
             self._wait_as_spare()
         if is_idle and all(self._ended(f"place/{p}") for p in range(self._nodes.num_nodes)):
             self.close(0, "")
+
+    def _pause(self) -> None:
+        """Until the next renewal is due, or there is news from another thread."""
         self._has_news.wait(self._nodes.ttl_s / _RENEWALS_PER_TTL)
         self._has_news.clear()
 

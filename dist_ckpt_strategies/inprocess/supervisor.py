@@ -100,7 +100,8 @@ class Supervisor:
             self._store = JobStore(*self._address)
         else:
             self._address = job.nodes.endpoint
-            self._guard = NodeGuard(job.nodes.fence_s)
+            if not job.nodes.is_store_only:
+                self._guard = NodeGuard(job.nodes.fence_s)
             self._places = Places(
                 job.nodes,
                 lambda begun: self._tell_guard(f"renewed {begun}"),
@@ -160,10 +161,11 @@ class Supervisor:
             self._selector.register(self._guard.fired, selectors.EVENT_READ, self._fence)
         self._keeper.start()
         try:
-            self._run_until_the_end()
-        except RestartError as error:
-            places.close(GAVE_UP, error.message)
-            raise
+            try:
+                self._run_until_the_end()
+            except RestartError as error:
+                places.close(GAVE_UP, error.message)
+                raise
         except PeerLostError as error:
             self._end(FENCED, error.message)
 

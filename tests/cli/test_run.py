@@ -28,7 +28,19 @@ def script(directory: Path, body: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--nproc", "0"], ["--nproc", "2", "--spares", "-1"], ["--nproc", "2", "--x"]]
+    "options",
+    [
+        ["--nproc", "0"],
+        ["--nproc_per_node", "two"],
+        ["--nproc", "2", "--spares", "-1"],
+        ["--nproc", "2", "--x"],
+        ["--nnodes", "2"],
+        ["--nnodes", "1:2", "--rdzv-endpoint", "host"],
+        ["--rdzv-endpoint", "host:port"],
+        ["--rdzv-backend", "etcd-v2"],
+        ["--spare-nodes", "1"],
+        ["--tee", "7"],
+    ],
 )
 def test_bad_options_are_wrong_usage(options: list[str], tmp_path: Path) -> None:
     path = script(tmp_path, "")
