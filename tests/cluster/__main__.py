@@ -14,6 +14,7 @@ from pathlib import Path
 
 # torch looks up the name of every peer that a store's client connects to; see tests/conftest.py.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from tests.cluster import faults
 from tests.cluster.job import STORE, Job, Shape

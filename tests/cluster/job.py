@@ -142,6 +142,7 @@ class Job:
                     "CLUSTER_SAVE_EVERY": str(shape.save_every),
                     "OMP_NUM_THREADS": "1",
                     "PYTHONWARNINGS": "ignore",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
                 },
             )
 
