@@ -136,10 +136,15 @@ def ranks_of(nproc_per_node: str) -> int:
 
 
 def run_script(job: Job, logs: Logs) -> int:
-    """Run this node of a job in the foreground; its exit code."""
+    """Run this node of a job in the foreground; its exit code. With 88 it ends the process."""
     output = _Output(logs, job.num_ranks, job.nodes.run_id if job.nodes else "none")
     try:
-        return Supervisor(job, environment(), output.write_line, _write_note).run()
+        code = Supervisor(job, environment(), output.write_line, _write_note).run()
     except PeerLostError as error:  # there is no store
         _write_note(error.message)
-        return FENCED
+        code = FENCED
+    if code == FENCED:
+        # A thread may wait in torch's client for a store that is gone. If it returned while the
+        # interpreter exits, that would abort the process, in place of its exit code.
+        os._exit(code)
+    return code

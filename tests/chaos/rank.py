@@ -37,20 +37,17 @@ from tests.chaos.orders import (
     Trained,
 )
 from tests.chaos.schedule import NUM_RANKS
-from tests.chaos.state import (
-    NUM_SHARDS,
-    SEED,
-    from_global,
-    from_local,
-    spoil,
-    state_digest,
-    step_once,
-    to_global,
-    to_local,
-)
+from tests.chaos.state import NUM_SHARDS, SEED, from_global, spoil, to_global
 from tests.chaos.traps import Traps
 from tests.support.entries import Failure, outcome
-from tests.support.sharded_training import ShardedTraining, make_groups
+from tests.support.sharded_training import (
+    ShardedTraining,
+    from_local,
+    make_groups,
+    state_digest,
+    step_once,
+    to_local,
+)
 
 FORMAT = ("zarr", 2)
 NUM_KEPT = 2

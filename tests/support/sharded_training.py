@@ -6,6 +6,7 @@ different batches and different dropout masks; their gradients are averaged over
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+
+from dist_ckpt_strategies.local import BasicTensorAwareStateDict
 
 VOCAB = 32
 WIDTH = 16
@@ -200,3 +203,54 @@ class ShardedTraining:
     def gather_weights(self) -> None:
         """See StateProvider."""
         dist.all_gather_into_tensor(self.flat, self.master, group=self.groups.replica)
+
+
+def step_once(training: ShardedTraining) -> None:
+    """One step of training. Collective: world."""
+    training.forward_backward()
+    training.reduce_gradients()
+    training.apply_update()
+    training.gather_weights()
+    training.set_step(training.step + 1)
+
+
+def state_digest(training: ShardedTraining) -> str:
+    """Of all tensors, of the objects, and of the state of the random numbers."""
+    found = hashlib.sha256(f"{training.step} {training.objects()}".encode())
+    tensors = [training.flat, training.master, *training.moments.values(), torch.get_rng_state()]
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:24]
+
+
+def to_local(training: ShardedTraining) -> BasicTensorAwareStateDict:
+    """What a local checkpoint holds."""
+    return BasicTensorAwareStateDict(
+        {
+            **shards_of(training),
+            "random": torch.get_rng_state(),
+            "step": training.step,
+            "objects": dict(training.objects()),
+        }
+    )
+
+
+def from_local(training: ShardedTraining, state: BasicTensorAwareStateDict) -> None:
+    """Take over what a load has brought. Collective: the replica."""
+    found = state.state_dict
+    for name, tensor in shards_of(training).items():
+        tensor.copy_(found[name])
+    take(training, int(found["step"]), found["objects"], found["random"])
+
+
+def shards_of(training: ShardedTraining) -> dict[str, torch.Tensor]:
+    return {"master": training.master, **training.moments}
+
+
+def take(
+    training: ShardedTraining, step: int, objects: Mapping[str, Any], random: torch.Tensor
+) -> None:
+    training.load_objects(objects)
+    training.set_step(step)
+    training.gather_weights()
+    torch.set_rng_state(random.clone())

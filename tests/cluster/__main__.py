@@ -1,0 +1,72 @@
+"""``python -m tests.cluster --seed 7``: random faults of a job on four nodes, in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# torch looks up the name of every peer that a store's client connects to; see tests/conftest.py.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from tests.cluster import faults
+from tests.cluster.job import STORE, Job, Shape
+from tests.cluster.namespaces import Cluster, why_not
+
+
+def main() -> int:
+    """0 if nothing happened that must not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--kind", action="append", choices=list(faults.ALL), help="default: all")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between local checkpoints")
+    parser.add_argument("--directory", type=Path, help="where to write")
+    options = parser.parse_args()
+    if why_not():
+        sys.exit(why_not())
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        return campaign(Path(directory), options)
+
+
+def campaign(directory: Path, options: argparse.Namespace) -> int:
+    """0 if nothing happened that must not; raises otherwise."""
+    shape = Shape(num_nodes=4, save_every=options.save_every)
+    names = [f"n{number}" for number in range(shape.num_nodes + shape.num_spare_nodes)]
+    draw = random.Random(options.seed)
+    seconds: dict[str, list[float]] = {}
+    say(f"seed {options.seed}, {shape}")
+    with Cluster(directory, [STORE, *names]) as cluster:
+        job = Job(cluster, shape)
+        began = time.monotonic()
+        job.start(STORE, *names)
+        job.go_on(began)
+        job.await_spares()
+        for number in range(options.faults):
+            kind = draw.choice(options.kind or list(faults.ALL))
+            say(f"{time.monotonic() - began:7.1f} s  {number + 1}: {kind}")
+            took = faults.happen(job, faults.ALL[kind], draw)
+            seconds.setdefault(kind, []).append(took)
+            say(f"  the next step came after {took:.2f} s")
+        codes = job.finish()
+        job.require_right()
+    medians = {kind: round(statistics.median(found), 2) for kind, found in seconds.items()}
+    counts = {kind: len(found) for kind, found in seconds.items()}
+    say(json.dumps({"faults": counts, "median_s": medians, "exit codes": codes}))
+    return int(any(codes.values()))
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""A job on a cluster: its agents, what its ranks have noted, and what must be true of that."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tests.cluster.namespaces import ROOT, Cluster, Process
+from tests.support.ranks import run_processes
+from tests.support.sharded_training import (
+    ShardedTraining,
+    make_groups,
+    state_digest,
+    step_once,
+)
+
+SEED = 11
+STORE = "store"
+"""The node without ranks, where the job's store is."""
+
+PORT = 29400
+FENCED = 88
+LIMIT_S = 240.0
+"""Against a hang: the machine of the tests may be busy with others."""
+
+_AGAIN = f"""
+while :; do
+  "$@" & echo $! > "$CLUSTER_SHARED/agents/$HOSTNAME"
+  wait $!
+  code=$?
+  echo $code >> "$CLUSTER_SHARED/codes/$HOSTNAME"
+  [ $code = {FENCED} ] || exit $code
+done
+"""
+"""What a scheduler does: an agent that is out of the job is started again, as a spare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a job.
+
+    Attributes:
+        num_nodes: places.
+        num_ranks: of each.
+        num_spares: processes that wait on each.
+        num_spare_nodes: nodes that may wait.
+        num_shards: that the state is cut into; ranks a multiple of it apart hold the same.
+        save_every: steps from a local checkpoint to the next; 0: none are made.
+        ttl_s: of a node.
+        wait_s: for a node.
+        heartbeat_s: limit of a worker's silence.
+    """
+
+    num_nodes: int = 2
+    num_ranks: int = 2
+    num_spares: int = 1
+    num_spare_nodes: int = 1
+    num_shards: int = 2
+    save_every: int = 0
+    ttl_s: float = 4.0
+    wait_s: float = 60.0
+    heartbeat_s: float = 10.0
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a rank has done.
+
+    Attributes:
+        at: time by the clock of the machine.
+        rank: of the world.
+        process: node, boot id and process number of who did it.
+        what: "step", or what the state came from: "begin", "memory", "disk".
+        step: that the state is at.
+        digest: of the state.
+    """
+
+    at: float
+    rank: int
+    process: tuple[str, str, int]
+    what: str
+    step: int
+    digest: str
+
+    @property
+    def node(self) -> str:
+        return self.process[0]
+
+
+class Job:
+    """A job of one shape, whose nodes' names are those of the cluster."""
+
+    def __init__(self, cluster: Cluster, shape: Shape) -> None:
+        self.cluster, self.shape = cluster, shape
+        self.shared = cluster.directory / "shared"
+        for name in ("notes", "ready", "agents", "codes", "logs"):
+            (self.shared / name).mkdir(parents=True)
+        self.agents: dict[str, Process] = {}
+        self.notes: list[Note] = []
+        self._num_read: dict[Path, int] = {}
+
+    def start(self, *names: str) -> None:
+        """Start the agents of nodes; nodes that are down come up."""
+        shape = self.shape
+        for name in names:
+            if name not in self.cluster.nodes:
+                self.cluster.up(name)
+            options = {
+                "nnodes": shape.num_nodes,
+                "nproc-per-node": shape.num_ranks,
+                "rdzv-endpoint": f"{STORE}:{PORT}",
+                "rdzv-id": "toy",
+                "spares": shape.num_spares,
+                "spare-nodes": shape.num_spare_nodes,
+                "max-restarts": 10_000,
+                "heartbeat-timeout": shape.heartbeat_s,
+                "node-ttl": shape.ttl_s,
+                "node-wait": shape.wait_s,
+            }
+            role = ["--store-only"] if name == STORE else [str(ROOT / "tests/cluster/training.py")]
+            self.agents[name] = self.cluster.nodes[name].start(
+                *("bash", "-c", _AGAIN, "agent", sys.executable, "-W", "ignore"),
+                *("-m", "dist_ckpt_strategies.cli", "run"),
+                *(f"--{option}={value}" for option, value in options.items()),
+                *role,
+                log=self.shared / "logs" / name,
+                environment={
+                    "CLUSTER_SHARED": str(self.shared),
+                    "CLUSTER_SEED": str(SEED),
+                    "CLUSTER_SHARDS": str(shape.num_shards),
+                    "CLUSTER_SAVE_EVERY": str(shape.save_every),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONWARNINGS": "ignore",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
+                },
+            )
+
+    def read(self) -> list[Note]:
+        """All notes by now, in the order in which they were made."""
+        for path in (self.shared / "notes").iterdir():
+            rank, node, boot_id, pid = path.name.split(".")
+            process = node, boot_id, int(pid)
+            begin = self._num_read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(begin)
+                content = file.read()
+            self._num_read[path] = begin + len(content)
+            for line in content.decode().splitlines():
+                at, what, step, digest = line.split()
+                note = Note(float(at), int(rank), process, what, int(step), digest)
+                self.notes.append(note)
+        self.notes.sort(key=lambda note: note.at)
+        return self.notes
+
+    def workers(self) -> dict[int, Note]:
+        """The last note of each rank."""
+        return {note.rank: note for note in self.read()}
+
+    def step(self) -> int:
+        """The newest that a rank has come to in the present course; -1 before the first."""
+        return max((note.step for note in self.workers().values()), default=-1)
+
+    def busy(self) -> list[str]:
+        """The nodes that have ranks."""
+        return sorted({note.node for note in self.workers().values()})
+
+    def idle(self) -> list[str]:
+        """The spare nodes."""
+        return sorted({*self.cluster.nodes} - {*self.busy(), STORE})
+
+    def spares(self, name: str) -> list[int]:
+        """Processes of a node that wait for a rank, with everything imported."""
+        node = self.cluster.nodes.get(name)
+        if node is None:
+            return []
+        mine = f"{name}.{node.boot_id}."
+        ready = {int(path.suffix[1:]) for path in (self.shared / "ready").glob(f"{mine}*")}
+        taken = {int(path.suffix[1:]) for path in (self.shared / "notes").glob(f"*.{mine}*")}
+        return [pid for pid in ready - taken if node.is_running(pid)]
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to the process of a rank."""
+        name, _, pid = self.workers()[rank].process
+        self.cluster.nodes[name].kill(number, pid)
+
+    def kill_agent(self, name: str) -> None:
+        """SIGKILL an agent; nobody starts it again."""
+        self.agents[name].signal(signal.SIGKILL)  # it would start another one
+        pid = int((self.shared / "agents" / name).read_text())
+        self.cluster.nodes[name].kill(signal.SIGKILL, pid)
+
+    def go_on(self, since: float, num_steps: int = 3) -> float:
+        """Wait until all ranks have done some steps more; seconds from ``since`` to the first.
+
+        Where ranks have begun anew since then, their steps after that count, else all.
+
+        Raises:
+            TimeoutError: they have not.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            done: dict[int, list[float]] = {rank: [] for rank in range(self.shape.world_size)}
+            for note in self.read():
+                if note.at > since:
+                    done[note.rank] = [*done[note.rank], note.at] if note.what == "step" else []
+            if min(map(len, done.values())) >= num_steps:
+                return max(steps[0] for steps in done.values()) - since
+            time.sleep(0.05)
+        raise TimeoutError(f"no step within {LIMIT_S:g} s: {self.told()}")
+
+    def await_spares(self) -> None:
+        """Wait until processes wait for ranks on all nodes, as many as should.
+
+        Raises:
+            TimeoutError: there are none.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            wanted = dict.fromkeys(self.busy(), self.shape.num_spares)
+            wanted |= dict.fromkeys(self.idle(), self.shape.num_ranks)
+            if all(len(self.spares(name)) >= number for name, number in wanted.items()):
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"no spares within {LIMIT_S:g} s, wanted {wanted}: {self.told()}")
+
+    def finish(self, num_steps: int = 10) -> dict[str, int]:
+        """Let the training end after some steps more; the agents' exit codes, by node."""
+        (self.shared / "last_step.new").write_text(str(self.step() + num_steps))
+        (self.shared / "last_step.new").rename(self.shared / "last_step")
+        return self.codes()
+
+    def codes(self) -> dict[str, int]:
+        """Wait for all agents of nodes that are up; their exit codes."""
+        deadline = time.monotonic() + LIMIT_S
+        return {
+            name: agent.wait(max(0.0, deadline - time.monotonic()))
+            for name, agent in self.agents.items()
+            if name in self.cluster.nodes
+        }
+
+    def codes_of(self, name: str) -> list[int]:
+        """All exit codes of a node's agents."""
+        path = self.shared / "codes" / name
+        return list(map(int, path.read_text().split())) if path.exists() else []
+
+    def told(self, num_chars: int = 3000) -> str:
+        """The ends of all agents' logs."""
+        logs = sorted((self.shared / "logs").iterdir())
+        ends = (f"--- {log.name}\n{log.read_text(errors='replace')[-num_chars:]}" for log in logs)
+        return "\n".join([*ends, f"last notes: {self.workers()}"])
+
+    def require_right(self) -> None:
+        """Compare all notes with the undisturbed training; no rank was in two processes at once."""
+        notes = self.read()
+        wrong = list(twice_written(notes))
+        num_steps = 128
+        while num_steps < max(note.step for note in notes):
+            num_steps *= 2  # few different ones
+        expected = undisturbed(self.shape.world_size, self.shape.num_shards, num_steps)
+        wrong += [
+            f"another state than undisturbed: {note}"
+            for note in notes
+            if note.digest != expected[note.rank][note.step]
+        ]
+        assert not wrong, "\n".join([*wrong[:8], self.told()])
+
+
+def twice_written(notes: Iterable[Note]) -> Iterable[str]:
+    """Where a process has noted something after another one had for the same rank."""
+    last: dict[int, Note] = {}
+    replaced: set[tuple[int, tuple[str, str, int]]] = set()
+    for note in notes:
+        before = last.get(note.rank, note)
+        if before.process != note.process:
+            replaced.add((note.rank, before.process))
+        if (note.rank, note.process) in replaced:
+            yield f"two processes of one rank: {note}, after {before}"
+        last[note.rank] = note
+
+
+@cache
+def undisturbed(world_size: int, num_shards: int, num_steps: int) -> list[list[str]]:
+    """By rank and step, the digest of the state in a training without faults."""
+    found = run_processes(world_size, _train, num_shards, num_steps, timeout_s=LIMIT_S)
+    failed = [one for one in found if isinstance(one, Exception)]
+    assert not failed, failed
+    return found
+
+
+def _train(_rank: int, num_shards: int, num_steps: int) -> list[str]:
+    torch.set_num_threads(1)
+    training = ShardedTraining(make_groups(num_shards), seed=SEED)
+    digests = [state_digest(training)]
+    for _ in range(num_steps):
+        step_once(training)
+        digests.append(state_digest(training))
+    return digests

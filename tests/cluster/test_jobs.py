@@ -1,0 +1,102 @@
+"""Jobs of several nodes: they go on bit for bit, or end on all nodes and say why.
+
+``python -m tests.cluster`` has more faults, at random.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import faults
+from tests.cluster.job import FENCED, LIMIT_S, STORE, Job, Shape
+from tests.cluster.namespaces import Cluster, why_not
+from tests.support.processes import until
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+NODE_MISSING = 87
+SMALL = Shape(num_ranks=1, num_spares=0, num_spare_nodes=0, num_shards=1)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, [STORE, "a", "b", "c"]) as found:
+        yield found
+
+
+def started(cluster: Cluster, shape: Shape, *names: str) -> Job:
+    """A job whose ranks do steps."""
+    job = Job(cluster, shape)
+    began = time.monotonic()
+    job.start(STORE, *names)
+    job.go_on(began)
+    return job
+
+
+def test_a_job_goes_on_after_each_fault_as_if_there_had_been_none(cluster: Cluster) -> None:
+    job = started(cluster, Shape(), "a", "b", "c")
+    job.await_spares()
+
+    for fault in (faults.exception, faults.worker_killed, faults.node_crashed, faults.frozen):
+        faults.happen(job, fault, random.Random(1))
+
+    assert job.finish() == dict.fromkeys((STORE, "a", "b", "c"), 0), job.told()
+    job.require_right()
+    assert {note.what for note in job.read()} == {"begin", "memory", "step"}
+
+
+def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(
+    cluster: Cluster,
+) -> None:
+    job = started(cluster, replace(SMALL, num_spare_nodes=1, wait_s=30), "a", "b")
+    since = time.monotonic()
+
+    cluster.crash("b")
+    job.start("c")  # it comes late
+
+    job.go_on(since)
+    assert job.busy() == ["a", "c"]
+    job.require_right()
+    cluster.crash("c")
+    assert job.codes() == {STORE: NODE_MISSING, "a": NODE_MISSING}, job.told()
+    for name in (STORE, "a"):
+        assert "node c" in (job.shared / "logs" / name).read_text()
+
+
+def test_a_store_that_falls_silent_ends_the_job_everywhere(cluster: Cluster) -> None:
+    job = started(cluster, SMALL, "a", "b")
+    workers = [note.process for note in job.workers().values()]
+
+    cluster.unplug(STORE)
+
+    until(lambda: not any(cluster.nodes[n].is_running(pid) for n, _, pid in workers), LIMIT_S)
+    until(lambda: all(job.codes_of(name)[:1] == [FENCED] for name in ("a", "b")), LIMIT_S)
+
+
+def test_the_disk_of_a_lost_node_is_replaced_by_the_copies_of_its_clique(cluster: Cluster) -> None:
+    job = started(cluster, replace(SMALL, save_every=5), "a", "b")
+    until(lambda: job.step() >= 12, LIMIT_S)
+    stopped = time.monotonic()
+
+    for name in (STORE, "a", "b"):
+        cluster.crash(name)
+    cluster.up("b", keeps_disk=False)
+    job.start(STORE, "a", "b")
+
+    reached = min(note.step for note in job.workers().values())
+    job.go_on(stopped)
+    job.require_right()
+    loaded = {n.rank: n.step for n in job.read() if n.at > stopped and n.what == "disk"}
+    # The save of the step that all have done, or the next one that was whole by then.
+    newest = (reached - 1) // 5 * 5
+    assert loaded in ({0: newest, 1: newest}, {0: newest + 5, 1: newest + 5})

@@ -1,0 +1,125 @@
+"""The cluster itself: nodes that differ, links that fail, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.namespaces import ROOT, Cluster, why_not
+from tests.support.processes import is_running, until
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+
+SUM = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor(dist.get_rank() + 0.0)
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()}: {total}", flush=True)
+dist.destroy_process_group()
+"""
+OWNER = """
+import sys, time
+from pathlib import Path
+from tests.cluster.namespaces import Cluster
+with Cluster(Path(sys.argv[1]), ["a"]) as cluster:
+    print(cluster.up("a").pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, ["a", "b", "c"]) as found:
+        for name in ("a", "b", "c"):
+            found.up(name)
+        yield found
+
+
+def reaches(cluster: Cluster, name: str, other: str) -> bool:
+    """Whether packets of a node come to another, and those of the other back."""
+    knock = (
+        "import socket\n"
+        f"try: socket.create_connection(('{other}', 99), timeout=1)\n"
+        "except ConnectionRefusedError: print('reached')\n"
+        "except TimeoutError: print('silence')"
+    )
+    log = cluster.directory / f"{name}.{len(cluster.nodes[name].processes)}.log"
+    assert cluster.nodes[name].start(sys.executable, "-S", "-c", knock, log=log).wait(60) == 0
+    return log.read_text() == "reached\n"
+
+
+def test_links_fail_and_come_back(cluster: Cluster) -> None:
+    assert reaches(cluster, "a", "b")
+    cluster.unplug("b")
+    assert not reaches(cluster, "a", "b")
+    assert reaches(cluster, "a", "c")
+    cluster.replug("b")
+    cluster.partition(["a", "b"], ["c"])
+    assert reaches(cluster, "a", "b")
+    assert not reaches(cluster, "a", "c")
+    cluster.partition(["a", "b", "c"])
+    assert reaches(cluster, "a", "c")
+    cluster.lossy("b", 1.0)
+    assert not reaches(cluster, "a", "b")
+    cluster.mend("b")
+    cluster.crash("c")
+    assert not reaches(cluster, "a", "c")
+    cluster.up("c")
+    assert reaches(cluster, "a", "c")
+    assert reaches(cluster, "c", "b")
+
+
+def test_a_frozen_node_stands_still(cluster: Cluster) -> None:
+    log = cluster.directory / "log"
+    count = "i=0; while sleep 0.02; do echo $((i++)); done"
+    counting = cluster.nodes["a"].start("bash", "-c", count, log=log)
+    until(lambda: log.exists() and log.read_text())
+    cluster.nodes["a"].freeze()
+    before = log.read_text()
+    assert reaches(cluster, "b", "a")  # the kernel answers
+    assert log.read_text() == before
+    cluster.nodes["a"].thaw()
+    until(lambda: log.read_text() != before)
+    counting.signal(signal.SIGTERM)
+    assert counting.wait(60) == -signal.SIGTERM
+
+
+def test_torchrun_on_two_nodes_finds_two_hosts(cluster: Cluster) -> None:
+    script = cluster.directory / "sum.py"
+    script.write_text(SUM)
+    options = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:29400"]
+    agents = [
+        cluster.nodes[name].start(
+            *(sys.executable, "-m", "torch.distributed.run", *options, str(script)),
+            log=cluster.directory / f"{name}.log",
+            environment={"OMP_NUM_THREADS": "1"},
+        )
+        for name in ("a", "b")
+    ]
+
+    assert [agent.wait(120) for agent in agents] == [0, 0]
+    said = "".join(agent.log.read_text() for agent in agents)
+    assert all(f"rank {rank}: 6.0" in said for rank in range(4)), said
+
+
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+    assert owner.stdout is not None
+    first = int(owner.stdout.readline())
+    owner.kill()
+    owner.communicate()
+
+    until(lambda: not is_running(first))
+    until(lambda: str(tmp_path) not in Path("/proc/self/mounts").read_text())
