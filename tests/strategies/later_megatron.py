@@ -32,7 +32,8 @@ from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies import base, fully_parallel
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 
 IS_0_19 = sys.argv[2] == "0.19"
 StrictHandling: Any = validation.StrictHandling
@@ -194,8 +195,7 @@ def load_common_state_dict(checkpoint_dir: str) -> Any:
         return torch.load(path, map_location="cpu")
     key = ShardedObject("common_state", None, (1,), (0,)).unique_key
     wanted: State = {key: io.BytesIO()}
-    reader = checkpoint.FileSystemReader(checkpoint_dir)
-    checkpoint.load(wanted, storage_reader=reader, no_dist=True)
+    load_by_dcp(wanted, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
     found = wanted[key]
     if isinstance(found, io.BytesIO):
         found.seek(0)
@@ -256,7 +256,7 @@ def is_right(loaded: Any) -> bool:
 
 def is_loaded(root: Path, *loaders: Any, by_theirs: bool = True) -> bool:
     """Whether our load, and theirs with these strategies, give what was saved."""
-    own = [
+    own: list[Any] = [
         dist_ckpt_strategies.load(state(0.0), root, loader, strict=strict)
         for loader in (None, *loaders)
         for strict in ("assume_ok_unexpected", "raise_all")
@@ -288,8 +288,8 @@ def zarr_ways(root: Path, version: int) -> dict[str, Callable[[], bool]]:
         return has_format(root / "a", *format_) and is_loaded(root / "a", loader(), two_stage())
 
     def wrapped() -> bool:
-        named = {"backend": format_[0], "version": format_[1]}
-        save(saved_state(), root / "b", FullyParallelSaveStrategyWrapper(saver(), **named))
+        named = FullyParallelSaveStrategyWrapper(saver(), backend="zarr", version=version)
+        save(saved_state(), root / "b", named)
         wrapper = FullyParallelLoadStrategyWrapper(loader())
         return has_format(root / "b", *format_) and is_loaded(root / "b", wrapper)
 
