@@ -28,7 +28,12 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
-from dist_ckpt_strategies.errors import CheckpointError, IncompatibleVersionError, joint_class
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    IncompatibleVersionError,
+    StrategyError,
+    joint_class,
+)
 
 try:
     from megatron.core.dist_checkpointing.strategies import base
@@ -37,6 +42,7 @@ except ImportError:
 
 __all__ = [
     "TENSOR_AWARE_CLASS",
+    "TORCH_DIST",
     "AsyncRequest",
     "AsyncSaveShardedStrategy",
     "CheckpointingException",
@@ -70,8 +76,8 @@ TENSOR_AWARE_CLASS = (
 )
 """Full name of its state dict for local checkpoints, which is not imported to recognise one."""
 
-
 TORCH_DIST = ("torch_dist", 1)
+"""Megatron-Core's own format."""
 
 
 def has_registry() -> bool:
@@ -119,6 +125,10 @@ else:
 
     class SaveShardedStrategy(TorchDistSaveShardedStrategy, _Saver):
         """What Megatron-Core's ``save`` takes as it is."""
+
+        def async_save(self, *_: Any, **__: Any) -> None:
+            """Refuse: what is inherited would save torch_dist."""
+            raise as_megatron_error(StrategyError(f"{self}: it saves synchronously only"))
 
     AsyncSaveShardedStrategy = SaveShardedStrategy
     SaveCommonStrategy, LoadCommonStrategy = _Saver, _Loader

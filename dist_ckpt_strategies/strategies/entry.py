@@ -654,11 +654,11 @@ def _opened(
             options, group = base.options, base.group
         options = options.with_changes(timeout_s=timeout_s)
         if process_group is not None:
-            ranks, group = group_ranks(group), process_group
-            if ranks != group_ranks(process_group):
+            own, group = group_ranks(group), process_group
+            if (given := group_ranks(group)) != own:
                 raise StrategyError(  # noqa: TRY301 - see above
-                    f"process_group: expected the ranks of the strategy, {ranks}, found "
-                    f"{group_ranks(process_group)}; pass a strategy that was made with group="
+                    f"process_group: its {len(given)} ranks are not the {len(own)} that the "
+                    "strategy loads with; pass a strategy made with group=process_group"
                 )
     except Exception as error:  # noqa: BLE001 - see above
         invalid = error

@@ -138,7 +138,8 @@ def register(
 
     From then on ``dist_checkpointing.save(state_dict, path, ("zarr", 1))`` and ``load`` find this
     package's strategies, by the tuple or by a checkpoint's ``metadata.json``. Not collective; call
-    it once on every rank, at start-up. The same call again changes nothing.
+    it once on every rank, at start-up. The same call again changes nothing. Megatron-Core 0.17 and
+    later have no registry: there a warning says what to call instead.
 
     Args:
         replace_common: this package's own save and load use its common strategies in any case;
@@ -150,8 +151,6 @@ def register(
         allow: further classes that objects of a checkpoint may be unpickled to.
         options: timeouts and memory bounds; by default from the environment.
         local: cliques and directories of ``("local_replicated", 1)``.
-
-    Megatron-Core 0.17 and later have no registry: there a warning says what to call instead.
 
     Raises:
         StrategyExistsError: a key has another strategy, or one made with other arguments,
