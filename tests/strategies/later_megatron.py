@@ -90,6 +90,7 @@ def make_later() -> None:
 make_later()
 
 import dist_ckpt_strategies  # noqa: E402 - after the names have gone
+from dist_ckpt_strategies.errors import StrategyError  # noqa: E402
 from dist_ckpt_strategies.strategies.local_replicated import (  # noqa: E402
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
@@ -341,7 +342,12 @@ def other_ways(root: Path) -> dict[str, Callable[[], bool]]:
     def local() -> bool:
         saver = LocalReplicatedSaveShardedStrategy(replication_jump=1, replication_factor=1)
         save(saved_state(), root / "iter_5", saver)
-        return is_loaded(root / "iter_5", LocalReplicatedLoadShardedStrategy())
+        is_refused = False
+        try:
+            save(saved_state(), root / "iter_6", saver, async_sharded_save=True)
+        except StrategyError:
+            is_refused = True
+        return is_refused and is_loaded(root / "iter_5", LocalReplicatedLoadShardedStrategy())
 
     return {way.__name__: way for way in (torch_dist_by_ours, torch_dist_by_theirs, local)}
 
