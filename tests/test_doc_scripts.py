@@ -169,6 +169,7 @@ os.mkdir("checkpoints")
 
 SCRIPTS = {
     "README.md": (_README_BEFORE, _README_AFTER),
+    "docs/releases.md": (_README_BEFORE, _README_AFTER),
     "docs/quickstart.md": ("", ""),
     "docs/errors.md": ("", ""),
     "docs/stores.md": (_STORES_BEFORE, "server.kill()"),

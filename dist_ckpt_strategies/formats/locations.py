@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
@@ -23,6 +23,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
+from dist_ckpt_strategies.formats.zarr2 import array_keys
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -162,11 +163,26 @@ def read_marker(location: Location) -> CheckpointMarker:
             f"{location} is incomplete: {MARKER_NAME} is there, but {path} is missing", path=path
         )
     try:
-        return CheckpointMarker.from_json(content)
+        found = CheckpointMarker.from_json(content)
+        return _corrected(found, location) if isinstance(location, Path) else found
     except (ValueError, TypeError) as error:
         raise IncompleteCheckpointError(
             f"{location} is incomplete: {path} is not whole ({error})", path=path
         ) from error
+
+
+def _corrected(marker: CheckpointMarker, root: Path) -> CheckpointMarker:
+    """The marker with the format that lies there, where it says torch_dist.
+
+    Megatron-Core 0.17 and later have a FullyParallelSaveStrategyWrapper call whatever it saves
+    torch_dist, unless it is given ``backend`` and ``version``.
+    """
+    if marker.sharded_backend != "torch_dist" or (root / ".metadata").exists():
+        return marker
+    has_index = (root / INDEX_NAME).exists()
+    if not has_index and next(array_keys(root), None) is None:
+        return marker
+    return replace(marker, sharded_backend="zarr", sharded_backend_version=2 if has_index else 1)
 
 
 def _what_is_there(root: Path) -> str:

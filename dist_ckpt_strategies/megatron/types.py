@@ -1,12 +1,19 @@
 """Megatron-Core's types, errors, allow-list and registry, whatever its release.
 
-0.17 removed the registry, its enum and more. What is missing, be it the whole module, gets a
-stand-in of the same name and attributes, so that our strategies stay what they are.
+What differs between releases is here:
+
+- 0.17 removed the registry. Its ``save`` takes a strategy derived from
+  ``TorchDistSaveShardedStrategy``, or a wrapper, and saves torch_dist instead of all else. So our
+  save strategies are derived from that class there. Its own strategies have lost the methods that
+  say what they read and whether they handle ShardedObjects.
+- 0.19 removed the strategies' base classes. Its ``save`` hands the common state to the strategy, as
+  one more ShardedObject, and its ``load`` reads it from ``common.pt``, or else as torch_dist.
+
+What is missing, be it the whole module, gets a stand-in of the same name and attributes.
 """
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable
 from enum import Enum
@@ -20,7 +27,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from dist_ckpt_strategies.errors import CheckpointError, joint_class
+from dist_ckpt_strategies.core.array import COMMON_OBJECT
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    IncompatibleVersionError,
+    StrategyError,
+    joint_class,
+)
 
 try:
     from megatron.core.dist_checkpointing.strategies import base
@@ -29,6 +42,7 @@ except ImportError:
 
 __all__ = [
     "TENSOR_AWARE_CLASS",
+    "TORCH_DIST",
     "AsyncRequest",
     "AsyncSaveShardedStrategy",
     "CheckpointingException",
@@ -42,10 +56,14 @@ __all__ = [
     "StrictHandling",
     "as_megatron_error",
     "default_allowed",
+    "handles_objects",
     "has_registry",
+    "is_strategy",
     "raises_megatron_errors",
     "register_strategy",
     "registered_strategy",
+    "require_reads",
+    "split_common_object",
     "tensor_aware_class",
     "torch_dist_strategy",
 ]
@@ -57,6 +75,14 @@ TENSOR_AWARE_CLASS = (
     "megatron.core.dist_checkpointing.tensor_aware_state_dict.MCoreTensorAwareStateDict"
 )
 """Full name of its state dict for local checkpoints, which is not imported to recognise one."""
+
+TORCH_DIST = ("torch_dist", 1)
+"""Megatron-Core's own format."""
+
+
+def has_registry() -> bool:
+    """Whether ``dist_checkpointing.save/load`` look strategies up, as up to 0.16."""
+    return hasattr(base, "default_strategies") and hasattr(base, "register_default_strategy")
 
 
 class _Action(Enum):
@@ -85,7 +111,7 @@ class _Loader:
         return False
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or has_registry():
     from megatron.core.dist_checkpointing.strategies.base import (
         AsyncSaveShardedStrategy,
         LoadCommonStrategy,
@@ -95,16 +121,57 @@ if TYPE_CHECKING:
         StrategyAction,
     )
 else:
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    def _base_class(name: str, *bases: type) -> type:
-        return getattr(base, name, None) or type(name, bases, {})
+    class SaveShardedStrategy(TorchDistSaveShardedStrategy, _Saver):
+        """What Megatron-Core's ``save`` takes as it is."""
 
+        def async_save(self, *_: Any, **__: Any) -> None:
+            """Refuse: what is inherited would save torch_dist."""
+            raise as_megatron_error(StrategyError(f"{self}: it saves synchronously only"))
+
+    AsyncSaveShardedStrategy = SaveShardedStrategy
+    SaveCommonStrategy, LoadCommonStrategy = _Saver, _Loader
+    LoadShardedStrategy = _Loader
     StrategyAction = getattr(base, "StrategyAction", _Action)
-    SaveShardedStrategy = _base_class("SaveShardedStrategy", _Saver)
-    AsyncSaveShardedStrategy = _base_class("AsyncSaveShardedStrategy", SaveShardedStrategy)
-    SaveCommonStrategy = _base_class("SaveCommonStrategy", _Saver)
-    LoadShardedStrategy = _base_class("LoadShardedStrategy", _Loader)
-    LoadCommonStrategy = _base_class("LoadCommonStrategy", _Loader)
+
+
+def is_strategy(value: Any, action: StrategyAction) -> bool:
+    """Whether a value does what a strategy for an action does, whatever its class."""
+    method: str = action.value.removesuffix("_sharded")
+    return not isinstance(value, type) and callable(getattr(value, method, None))
+
+
+def handles_objects(strategy: Any) -> bool:
+    """Whether a strategy saves and loads ShardedObjects too; all that cannot say so do."""
+    return bool(getattr(strategy, "can_handle_sharded_objects", True))
+
+
+def require_reads(strategy: Any, backend: str, version: int) -> None:
+    """Have a load strategy that is no wrapper raise unless it reads a format.
+
+    Raises:
+        IncompatibleVersionError: it does not; or it is Megatron-Core's own of 0.17 or later, which
+            does not ask, and the format is not torch_dist.
+    """
+    if hasattr(strategy, "check_backend_compatibility"):
+        strategy.check_backend_compatibility(backend)
+        strategy.check_version_compatibility(version)
+    elif type(strategy).__module__.startswith("megatron.") and (backend, version) != TORCH_DIST:
+        raise IncompatibleVersionError(
+            f"{type(strategy).__name__}: expected {TORCH_DIST}, found {(backend, version)!r}"
+        )
+
+
+def split_common_object(state_dict: dict[Any, Any]) -> tuple[dict[Any, Any], Any | None]:
+    """A state dict to save without the object that 0.19 adds for the common state, and that.
+
+    ``common.pt`` is what takes its place: every release of Megatron-Core loads that.
+    """
+    found = state_dict.get(COMMON_OBJECT.key)
+    if not isinstance(found, ShardedObject) or found.unique_key != COMMON_OBJECT.unique_key:
+        return state_dict, None
+    return {k: v for k, v in state_dict.items() if k != COMMON_OBJECT.key}, found
 
 
 def tensor_aware_class() -> Any:
@@ -134,11 +201,6 @@ def default_allowed() -> list[Any]:
     return [*megatron_classes, types.SimpleNamespace, np.ndarray, np.dtype, *dtypes, *named]
 
 
-def has_registry() -> bool:
-    """Whether ``dist_checkpointing.save/load`` look strategies up, as up to 0.16."""
-    return hasattr(base, "default_strategies") and hasattr(base, "register_default_strategy")
-
-
 def registered_strategy(action: StrategyAction, backend: str, version: int) -> Any | None:
     """What Megatron-Core has under a key; None where there is nothing, or no registry."""
     if not has_registry():
@@ -158,7 +220,7 @@ def torch_dist_strategy(action: StrategyAction) -> Any:
         CheckpointingException: it has none for this action.
     """
     if has_registry():
-        return base.get_default_strategy(action, "torch_dist", 1)
+        return base.get_default_strategy(action, *TORCH_DIST)
     from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: PLC0415 - takes seconds
         TorchDistLoadShardedStrategy,
         TorchDistSaveShardedStrategy,
@@ -168,8 +230,7 @@ def torch_dist_strategy(action: StrategyAction) -> Any:
         return TorchDistLoadShardedStrategy()
     if action is not StrategyAction.SAVE_SHARDED:
         raise CheckpointingException(f"torch_dist has no strategy for {action.value}")
-    takes_names = "backend" in inspect.signature(TorchDistSaveShardedStrategy).parameters
-    return TorchDistSaveShardedStrategy(*(("torch_dist", 1) if takes_names else ()))
+    return TorchDistSaveShardedStrategy(*TORCH_DIST)
 
 
 def as_megatron_error(error: CheckpointError) -> CheckpointError:

@@ -16,8 +16,9 @@ from xxhash import xxh3_64_hexdigest
 
 from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, group_ranks
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
     CheckpointExistsError,
@@ -50,7 +51,9 @@ from dist_ckpt_strategies.megatron.types import (
     ShardedTensor,
     StrategyAction,
     StrictHandling,
+    handles_objects,
     raises_megatron_errors,
+    require_reads,
 )
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import begin_in_background
@@ -77,6 +80,9 @@ from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSa
 
 Preprocess = Callable[[StateDict], StateDict]
 
+_QUEUES = (None, "nvrx", "mcore")
+"""Values of ``async_strategy``: whose queue takes a request."""
+
 SaveHandle = LocalSaveRequest
 """A save that goes on in the background."""
 
@@ -91,6 +97,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     async_sharded_save: bool = False,  # noqa: FBT001, FBT002
     preprocess_common_before_consistancy_check: Preprocess | None = None,
     content_metadata: dict[str, Any] | None = None,
+    async_strategy: str | None = None,
+    verify_integrity: bool = False,  # noqa: FBT001, FBT002
     *,
     overwrite: bool = False,
     allow: Allowed = (),
@@ -113,6 +121,9 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         preprocess_common_before_consistancy_check: applied to the common state before ranks
             compare it.
         content_metadata: stored in the common state, for ``load_content_metadata``.
+        async_strategy: ``"nvrx"`` or ``"mcore"``, whose queue takes the request; both do.
+        verify_integrity: have digests of all that is saved. ("zarr", 2) always has them, no other
+            format does.
         overwrite: replace a finished checkpoint, which stays loadable until the new one is durable:
             this needs space for both. Without a marker, also remove arrays and objects that
             this save does not replace.
@@ -127,8 +138,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         StorageError: writing failed on this rank.
         PeerError: another rank failed; it is of the class of that rank's error too, and names
             rank, key and file.
-        StrategyError: there is no such strategy, or it cannot save in the background where that is
-            asked for.
+        StrategyError: there is no such strategy, or it cannot save in the background or with
+            digests where that is asked for.
     """
     action, detail = StrategyAction.SAVE_SHARDED, f"to {checkpoint_dir}"
     comm, options, saver, invalid = _opened(action, sharded_strategy, detail, timeout_s, allow)
@@ -137,6 +148,16 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     def open_save() -> ShardedSave | None:
         if invalid is not None:
             raise invalid
+        base = _inner(saver)  # a wrapper of Megatron-Core 0.17 and later says torch_dist by default
+        if async_strategy not in _QUEUES:
+            raise StrategyError(
+                f"async_strategy: expected one of {_QUEUES}, found {async_strategy!r}"
+            )
+        if verify_integrity and (base.backend, base.version) != ("zarr", 2):
+            raise StrategyError(
+                "verify_integrity: only format ('zarr', 2) has digests, and "
+                f"{(base.backend, base.version)} is saved"
+            )
         common_saver = resolve(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
         state, common_state = split_for_save(sharded_state_dict, content_metadata)
         compared: StateDict | None = None
@@ -152,7 +173,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             is_async=async_sharded_save,
         )
         marker = CheckpointMarker(
-            saver.backend, saver.version, common_saver.backend, common_saver.version
+            base.backend, base.version, common_saver.backend, common_saver.version
         ).to_json()
         root = located(checkpoint_dir, options)
         saves.append(
@@ -178,6 +199,8 @@ def save_async(  # noqa: PLR0913 - those of save
     validate_access_integrity: bool = True,
     preprocess_common_before_consistancy_check: Preprocess | None = None,
     content_metadata: dict[str, Any] | None = None,
+    async_strategy: str | None = None,
+    verify_integrity: bool = False,
     overwrite: bool = False,
     allow: Allowed = (),
     timeout_s: float | None = None,
@@ -206,6 +229,8 @@ def save_async(  # noqa: PLR0913 - those of save
         True,  # noqa: FBT003 - Megatron's signature
         preprocess_common_before_consistancy_check,
         content_metadata,
+        async_strategy,
+        verify_integrity,
         overwrite=overwrite,
         allow=allow,
         timeout_s=timeout_s,
@@ -333,7 +358,7 @@ class _Save:
         """The strategy of another package takes the staging directory for the checkpoint."""
         comm, sharded, state = self.comm, self.sharded, self.state
         run_collectively(comm, lambda: place.require(f"rank {comm.global_rank(0)}"))
-        if not sharded.can_handle_sharded_objects:
+        if not handles_objects(sharded):
             objects, state = run_collectively(comm, lambda: split_objects(state))
             run_collectively(comm, lambda: self._write_objects(objects, place.location))
         run_collectively(comm, lambda: sharded.save(state, place.location))
@@ -346,7 +371,7 @@ class _Save:
             Directory(place.location).write(COMMON_NAME, self.common.content)
 
     def _write_objects(self, objects: StateDict, root: Location) -> None:
-        if not self.common_saver.can_handle_sharded_objects:
+        if not handles_objects(self.common_saver):
             raise StrategyError(
                 f"the state dict has ShardedObjects, which neither {self.sharded} nor "
                 f"{self.common_saver} can handle; choose a strategy that does"
@@ -355,13 +380,15 @@ class _Save:
 
 
 @raises_megatron_errors
-def load(  # noqa: PLR0913 - Megatron's signature
+def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
     sharded_strategy: StrategyChoice = None,
     common_strategy: StrategyChoice = None,
     validate_access_integrity: bool = True,  # noqa: FBT001, FBT002
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,  # noqa: FBT001, FBT002
+    process_group: ProcessGroup | None = None,
     *,
     allow: Allowed = (),
     timeout_s: float | None = None,
@@ -380,6 +407,8 @@ def load(  # noqa: PLR0913 - Megatron's signature
         common_strategy: the same for the common state.
         validate_access_integrity: also run Megatron-Core's own checks of the sharding.
         strict: what to do about keys that only one side has, as in Megatron-Core.
+        verify_integrity: the same as ``verify="full"``.
+        process_group: the ranks that load together: all ranks, or the ``group`` of the strategy.
         allow: further classes that objects of this checkpoint may be unpickled to.
         timeout_s: longest wait for a peer; by default the strategy's own.
         verify: what is compared with the digests of ("zarr", 2): ``"read"``, ``"full"`` or
@@ -398,11 +427,14 @@ def load(  # noqa: PLR0913 - Megatron's signature
         StorageError: something is missing or damaged.
         StorageTimeoutError: storage did not answer on some rank.
         UnsafeObjectError: an object needs a class that is not allowed; the message says which.
-        StrategyError: there is no such strategy, or one that ``verify`` means nothing to.
+        StrategyError: there is no such strategy, or one that ``verify`` means nothing to, or that
+            loads with other ranks than ``process_group``.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
-    comm, options, chosen, invalid = _opened(action, sharded_strategy, detail, timeout_s, allow)
+    comm, options, chosen, invalid = _opened(
+        action, sharded_strategy, detail, timeout_s, allow, process_group
+    )
     loads: list[_Load] = []
 
     def describe(*, is_last: bool = False) -> Message:
@@ -422,7 +454,13 @@ def load(  # noqa: PLR0913 - Megatron's signature
                 raise
             return None  # the first rank may have completed a commit, or another node has it
         state, nonpersistent, factories = split_for_load(sharded_state_dict)
-        loader = _with_options(loader, root, state, verify, strict_dtype=strict_dtype)
+        loader = _with_options(
+            loader,
+            root,
+            state,
+            Verify.FULL if verify_integrity else verify,
+            strict_dtype=strict_dtype,
+        )
         way = (loader, commons, parsed_strict(strict), validate_access_integrity)
         loads[:] = [_Load(comm, root, *way, state, factories, merged(result, nonpersistent))]
         return loads[0].describe(
@@ -463,8 +501,7 @@ def _fitting(
     try:
         if not found:
             return resolve(action, None, stored, timeout_s)
-        found.check_backend_compatibility(stored[0])
-        found.check_version_compatibility(stored[1])
+        require_reads(_inner(found), *stored)
     except StrategyError as error:
         path = f"{root}/{MARKER_NAME}"
         raise type(error)(f"{path}: {error.message}", path=path) from error
@@ -572,7 +609,7 @@ class _Load:
     def _stored_keys(self) -> StateDict:
         """What is stored, but for the object that is the common state, which no caller requests."""
         found: StateDict = self.sharded.load_sharded_metadata(self.root)
-        if not self.sharded.can_handle_sharded_objects:
+        if not handles_objects(self.sharded):
             found = merged(found, self.common_loader.load_sharded_metadata(self.root))
         if all(value.key != COMMON_OBJECT.key for value in sharded_values(self.state)):
             found.pop(COMMON_OBJECT.unique_key, None)
@@ -581,7 +618,7 @@ class _Load:
     def _load_otherwise(self, state: StateDict) -> tuple[StateDict, ...]:
         """What the strategies load: objects apart, where the sharded one does not take them."""
         comm, sharded, root = self.comm, self.sharded, self.root
-        if sharded.can_handle_sharded_objects:
+        if handles_objects(sharded):
             return (run_collectively(comm, lambda: sharded.load(state, root)),)
         objects, tensors = run_collectively(comm, lambda: split_objects(state))
         loaded = run_collectively(
@@ -601,6 +638,7 @@ def _opened(
     detail: str,
     timeout_s: float | None,
     allow: Allowed,
+    process_group: ProcessGroup | None = None,
 ) -> tuple[Communicator, Options, Any, Exception | None]:
     """The ranks and options of a call, and its strategy; an error is for the first collective.
 
@@ -615,6 +653,13 @@ def _opened(
         if isinstance(base, Configured):
             options, group = base.options, base.group
         options = options.with_changes(timeout_s=timeout_s)
+        if process_group is not None:
+            own, group = group_ranks(group), process_group
+            if (given := group_ranks(group)) != own:
+                raise StrategyError(  # noqa: TRY301 - see above
+                    f"process_group: its {len(given)} ranks are not the {len(own)} that the "
+                    "strategy loads with; pass a strategy made with group=process_group"
+                )
     except Exception as error:  # noqa: BLE001 - see above
         invalid = error
     purpose = action.value.partition("_")[0]

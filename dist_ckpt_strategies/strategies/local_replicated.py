@@ -39,7 +39,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.commit import set_marker_aside
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
-from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
 from dist_ckpt_strategies.local.encoding import default_local_allowed, read_common
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
@@ -60,6 +60,7 @@ from dist_ckpt_strategies.megatron.types import (
     SaveShardedStrategy,
     ShardedTensor,
     raises_megatron_errors,
+    split_common_object,
 )
 from dist_ckpt_strategies.sharded.load import (
     Conversions,
@@ -126,7 +127,8 @@ class _OnNodes(Configured):
 class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type: ignore[misc]
     """Saves every rank's shards to its node, and copies of them within its clique.
 
-    The common state of Megatron-Core, which rank 0 has written by then, is copied to every node.
+    The common state of Megatron-Core, which rank 0 has written by then, or writes from the state
+    dict, is copied to every node.
 
     Args:
         backend: ``"local_replicated"``.
@@ -194,14 +196,16 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         comm = self.communicator("save", f"to {checkpoint_dir}")
         root = run_collectively(comm, lambda: self.root(checkpoint_dir, comm))
         common_path = Path(common_dir or checkpoint_dir).absolute() / COMMON_NAME
+        found = None
+        if common_dir is None:
+            sharded_state_dict, found = split_common_object(sharded_state_dict)
 
         def prepare() -> bytes:
             with file_errors(None, root):
                 make_directories(root)
             if common_dir is None:
                 set_marker_aside(root)
-            with file_errors("common state", common_path):
-                return read_file(common_path) if comm.rank == 0 else b""
+            return self._common_content(common_path, found) if comm.rank == 0 else b""
 
         with time_limit(self.options.timeout_s, OPENING, then=WORK):
             common = run_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
@@ -223,6 +227,13 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             if commit is not None:
                 run_on_first_rank(comm, commit)
             run_collectively(comm, lambda: _remove_shards(root, comm, nodes, digest))
+
+    def _common_content(self, path: Path, found: Any | None) -> bytes:
+        """The content of ``common.pt``, which is written first where it is an object."""
+        if found is not None:
+            write_file(path, dump_loadable(found.data, name=found.key, allow=self.allowed()))
+        with file_errors("common state", path):
+            return read_file(path)
 
     def _state(self, comm: Communicator, sharded: StateDict) -> MCoreTensorAwareStateDict:
         """What this rank saves, with a list of all that the checkpoint holds. Collective."""

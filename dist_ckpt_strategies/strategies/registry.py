@@ -5,6 +5,7 @@ And the options that strategies of this package have in common.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -25,18 +26,18 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.types import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    SaveCommonStrategy,
-    SaveShardedStrategy,
+    TORCH_DIST,
     StrategyAction,
     default_allowed,
     has_registry,
+    is_strategy,
     raises_megatron_errors,
     register_strategy,
     registered_strategy,
     torch_dist_strategy,
 )
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "StrategyAction",
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 Strategy = Any
-"""An instance of one of Megatron-Core's four strategy base classes."""
+"""An instance with the methods of one of Megatron-Core's four kinds of strategies."""
 
 StrategyFactory = Callable[[], Strategy]
 
@@ -84,6 +85,14 @@ _SAVE_COMMON, _LOAD_COMMON = StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COM
 
 _LOCAL = "local_replicated"
 
+_NO_REGISTRY = (
+    "this release of Megatron-Core has no registry of strategies: dist_checkpointing.save with "
+    "('zarr', 2) or ('zarr', 1) saves torch_dist there, and its load finds no strategy; call "
+    "dist_ckpt_strategies.save and load, or pass strategies to Megatron-Core's, such as "
+    "Format2SaveShardedStrategy() and Format2LoadShardedStrategy() of "
+    "dist_ckpt_strategies.strategies.zarr"
+)
+
 _DEFAULTS: Mapping[_Key, str] = MappingProxyType(
     {
         _Key(_SAVE, "zarr", 1): "zarr.ZarrSaveShardedStrategy",
@@ -97,15 +106,6 @@ _DEFAULTS: Mapping[_Key, str] = MappingProxyType(
     }
 )
 """Module and class of this package's strategy for each key, imported at the first look-up."""
-
-_KINDS: Mapping[StrategyAction, Any] = MappingProxyType(
-    {
-        _SAVE: SaveShardedStrategy,
-        _LOAD: LoadShardedStrategy,
-        _SAVE_COMMON: SaveCommonStrategy,
-        _LOAD_COMMON: LoadCommonStrategy,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,8 @@ def register(
 
     From then on ``dist_checkpointing.save(state_dict, path, ("zarr", 1))`` and ``load`` find this
     package's strategies, by the tuple or by a checkpoint's ``metadata.json``. Not collective; call
-    it once on every rank, at start-up. The same call again changes nothing.
+    it once on every rank, at start-up. The same call again changes nothing. Megatron-Core 0.17 and
+    later have no registry: there a warning says what to call instead.
 
     Args:
         replace_common: this package's own save and load use its common strategies in any case;
@@ -156,6 +157,8 @@ def register(
             and ``replace`` is not set.
         StrategyError: a variable of the environment is invalid.
     """
+    if not has_registry():
+        logger.warning(_NO_REGISTRY)
     chosen = options or options_from_environment()
     factories = {
         key: _OwnFactory(name, chosen, tuple(allow), local or LocalOptions())
@@ -258,25 +261,25 @@ def resolve(
         StrategyNotFoundError: there is no strategy for that backend and version.
         StrategyError: the choice is no strategy of this kind, and no tuple.
     """
-    kind = _KINDS[action]
+    kind = "".join(map(str.title, action.value.split("_"))) + "Strategy"
     strategy = choice
-    if not isinstance(choice, kind):
+    if not is_strategy(choice, action):
         found: Any = choice or default
         if not (isinstance(found, tuple) and len(found) == len(default)):
             raise StrategyError(
-                f"expected a {kind.__name__} or a tuple (backend, version), found {choice!r}"
+                f"expected a {kind} or a tuple (backend, version), found {choice!r}"
             )
         key = _Key(action, *found)
         if key in _REGISTERED:
             strategy = _found(key)
         elif key in _DEFAULTS:
             strategy = _unregistered(key, options_from_environment())
-        elif (key.backend, key.version) == ("torch_dist", 1):
+        elif (key.backend, key.version) == TORCH_DIST:
             return torch_dist_strategy(action)
         else:
             raise _not_found(key, {*_REGISTERED, *_DEFAULTS})
-        if not isinstance(strategy, kind):
-            raise StrategyError(f"{key}: expected a {kind.__name__} there, found {strategy!r}")
+        if not is_strategy(strategy, action):
+            raise StrategyError(f"{key}: expected a {kind} there, found {strategy!r}")
     if timeout_s is not None and hasattr(strategy, "with_options"):
         return strategy.with_options(timeout_s=timeout_s)
     return strategy
@@ -289,7 +292,7 @@ def _unregistered(key: _Key, options: Options) -> Strategy:
 
 
 def _is_instance(strategy: Any) -> bool:
-    return hasattr(strategy, "can_handle_sharded_objects") and not isinstance(strategy, type)
+    return any(is_strategy(strategy, action) for action in StrategyAction)
 
 
 def _register(key: _Key, factory: Strategy | StrategyFactory, *, replace: bool) -> None:

@@ -32,7 +32,10 @@ from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.types import (
     LoadShardedStrategy,
+    StrategyAction,
     default_allowed,
+    handles_objects,
+    is_strategy,
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
@@ -146,7 +149,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.data_parallel_group = None if cpu_transfer else data_parallel_group
         if base_strategy is None:
             base_strategy = EitherFormatLoadShardedStrategy(allow=allow)
-        if not isinstance(base_strategy, LoadShardedStrategy):
+        if not is_strategy(base_strategy, StrategyAction.LOAD_SHARDED):
             raise StrategyError(
                 f"base_strategy: expected a sharded load strategy, found {base_strategy!r}"
             )
@@ -164,7 +167,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     @property
     def can_handle_sharded_objects(self) -> bool:
         """Whether the base strategy reads ShardedObjects; they are read once per group too."""
-        return bool(self.base_strategy.can_handle_sharded_objects)
+        return handles_objects(self.base_strategy)
 
     @raises_megatron_errors
     def maybe_init_gloo_group(self) -> None:

@@ -29,18 +29,24 @@ from dist_ckpt_strategies.formats.checkpoints import (
     has_manifest,
 )
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
-from dist_ckpt_strategies.formats.objects import Allowed, object_ids, remove_object
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    dump_loadable,
+    object_ids,
+    remove_object,
+)
 from dist_ckpt_strategies.formats.zarr2 import array_keys, remove_array
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
     raises_megatron_errors,
+    split_common_object,
 )
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import SaveCache, begin_in_background
 from dist_ckpt_strategies.sharded.load import ShardedLoad, destination, load_sharded
-from dist_ckpt_strategies.sharded.save import ShardedSave, begun_save
+from dist_ckpt_strategies.sharded.save import CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, run_with_limit, time_limit
@@ -124,7 +130,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
         self,
         sharded_state_dict: StateDict,
         checkpoint_dir: str | Path,
-        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+        async_strategy: str | None = None,  # noqa: ARG002 - any queue takes the request
     ) -> LocalSaveRequest:
         """Like ``save``, but only the copy of the tensors to host memory is waited for.
 
@@ -166,6 +172,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
         checkpoint_dir: str | Location,
         *,
         overwrite: bool | None = None,
+        common: CommonState | None = None,
         **more: Any,
     ) -> ShardedSave:
         """A save by the ranks of ``comm`` of which nothing is described yet. Rank-local.
@@ -174,9 +181,11 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             comm: ranks that save together.
             sharded_state_dict: as in ``save``.
             checkpoint_dir: as in ``save``.
-            overwrite: None where Megatron-Core's own save has replaced the common state already;
-                else an earlier checkpoint stays loadable until this one is durable, and this
-                tells whether arrays that belong to no finished checkpoint are replaced.
+            overwrite: None where Megatron-Core's own save calls, which has written the common state
+                or has it in the state dict; else an earlier checkpoint stays loadable until this
+                one is durable, and this tells whether arrays that belong to no finished checkpoint
+                are replaced.
+            common: the common state, where the caller knows it.
             more: what ShardedSave takes by name.
         """
         writer = CheckpointWriter(
@@ -187,7 +196,17 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             keeps_old=overwrite is not None,
             overwrite=bool(overwrite),
         )
-        return ShardedSave(comm, sharded_state_dict, writer, self.cache, self.allowed(), **more)
+        allowed = self.allowed()
+        if overwrite is None:
+            sharded_state_dict, found = split_common_object(sharded_state_dict)
+            if found is not None:
+                content = None
+                if comm.rank == 0:
+                    content = dump_loadable(found.data, name=found.key, allow=allowed)
+                common = CommonState(None, "", content, None)
+        return ShardedSave(
+            comm, sharded_state_dict, writer, self.cache, allowed, common=common, **more
+        )
 
 
 class Format2SaveShardedStrategy(ZarrSaveShardedStrategy):

@@ -1,4 +1,4 @@
-"""Without a registry in Megatron-Core, this package's own save and load take over."""
+"""Later releases of Megatron-Core: its save and load with this package's strategies, and ours."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ SCRIPT = Path(__file__).with_name("later_megatron.py")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what_is_gone", ["names", "module"])
-def test_save_and_load_take_over_where_megatron_has_no_registry(
-    what_is_gone: str, plain_python: Python, tmp_path: Path
+@pytest.mark.parametrize("release", ["0.17", "0.19"])
+def test_every_way_works_beside_a_later_release(
+    release: str, plain_python: Python, tmp_path: Path
 ) -> None:
     script = Path(shutil.copy(SCRIPT, tmp_path / "script.py"))
 
-    done = plain_python.run(script, str(tmp_path), what_is_gone)
+    done = plain_python.run(script, str(tmp_path), release)
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"zarr {n}: {[True] * 10}" for n in (1, 2)]
-    assert not list(tmp_path.rglob("*.distcp"))
+    warning, *ways = [line for line in done.stdout.splitlines() if ": False" not in line]
+    assert warning.startswith("this release of Megatron-Core has no registry")
+    assert len(ways) == 15, done.stdout

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
@@ -78,6 +79,18 @@ def ask_for_what_is_not_there(rank: int, scratch: Path) -> dict[str, Any]:
     finished = partial(dist_ckpt_strategies.load, state_of(rank, cuts(), no_data))
     requests["an unknown loader"] = partial(finished, scratch / "finished", ("mine", 7))
     requests["another loader"] = partial(finished, scratch / "finished", ("zarr", 2))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    newest = partial(dist_ckpt_strategies.save, state(), scratch / "newest")
+    requests |= {
+        "no digests": partial(newest, ("zarr", 1), verify_integrity=True),
+        "another queue": partial(newest, async_strategy="mine"),
+        "other ranks": partial(finished, scratch / "finished", process_group=pairs[rank // 2]),
+        "no digests to compare": partial(finished, scratch / "finished", verify_integrity=True),
+        "newer save": partial(newest, verify_integrity=True, async_strategy="nvrx"),
+        "newer load": partial(
+            finished, scratch / "newest", verify_integrity=True, process_group=dist.group.WORLD
+        ),
+    }
     return {name: outcome(call) for name, call in (places | requests).items()}
 
 
@@ -92,6 +105,10 @@ def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
             "a loader": ("StrategyError", "expected a SaveShardedStrategy or a tuple"),
             "a list": ("PlanError", "expected a dict"),
             "too long": ("StorageError", "name is too long"),
+            "no digests": ("StrategyError", "verify_integrity: only format ('zarr', 2)"),
+            "another queue": ("StrategyError", "async_strategy: expected one of"),
+            "other ranks": ("StrategyError", "its 2 ranks are not the 4"),
+            "no digests to compare": ("StrategyError", "digests are kept by format ('zarr', 2)"),
             "no path": ("StrategyError", "checkpoint_dir: expected a str or a Path"),
             "bytes": ("StrategyError", "checkpoint_dir: expected a str or a Path"),
         }
@@ -102,6 +119,7 @@ def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
         for name, (kind, words) in kinds.items():
             assert kind in result[name].kinds, result[name]
             assert words in result[name].text, result[name]
+        assert isinstance(result["newer load"], dict), result["newer save"]
         assert StorageError.__name__ in result["below a file"].kinds
         assert str(tmp_path / "file") in result["below a file"].text
 
