@@ -118,11 +118,18 @@ class Both(dict):
 sharded_state_dict = Both()()
 """
 
+_MEGATRON_LM_BEFORE = f"""
+{_ADOPT_BEFORE}
+import sys, types
+training = sys.modules["megatron.training"] = types.ModuleType("training")
+checkpointing = sys.modules["megatron.training.checkpointing"] = types.ModuleType("checkpointing")
+checkpointing.dist_checkpointing = dist_checkpointing
+"""
+
 _ADOPT_BETWEEN = """
 for directory in ("old", "new"):
     Path(directory).mkdir()
-dist_checkpointing.save(sharded_state_dict(), "old", checkpointing_context["save_strategy"])
-assert torch.equal(dist_checkpointing.load(sharded_state_dict(), "old", load_strategy)["w"], weight)
+checkpointing.dist_checkpointing.save(sharded_state_dict(), "old")
 """
 
 _MIGRATE_BEFORE = f"""
@@ -182,7 +189,7 @@ SCRIPTS = {
     "docs/operations.md": ("", ""),
     "docs/cli.md": (_CLI_BEFORE, "assert report.removed == ()"),
     "docs/adopt.md": (
-        _ADOPT_BEFORE,
+        _MEGATRON_LM_BEFORE,
         "assert dist_checkpointing.load(Both()(), 'new').keys() == {'w'}",
     ),
 }

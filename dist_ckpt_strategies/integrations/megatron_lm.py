@@ -1,0 +1,231 @@
+"""Megatron-LM's training scripts with this package's checkpoints: one call before ``pretrain``.
+
+Importing this imports nothing of Megatron-LM. What it expects there is the same in core_v0.16.1
+and on the main branch.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from dist_ckpt_strategies.comm.collective import run_and_gather
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
+from dist_ckpt_strategies.formats.locations import located, read_marker
+from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.local import (
+    CliqueReplicationStrategy,
+    LocalCheckpointManager,
+    MCoreTensorAwareStateDict,
+)
+from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.megatron.types import has_registry, raises_megatron_errors
+from dist_ckpt_strategies.strategies.entry import load, save
+from dist_ckpt_strategies.strategies.registry import register
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import (
+    EitherFormatLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+)
+
+__all__ = ["install", "use_local_manager"]
+
+_TORCH_DIST = "torch_dist"
+_STATE_DICT_MODULE = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
+_NVRX = "nvidia_resiliency_ext.checkpointing.local"
+
+
+@raises_megatron_errors
+def install(
+    *,
+    sharded_strategy: tuple[str, int] = ("zarr", 2),
+    allow: Allowed = (),
+    options: Options | None = None,
+) -> None:
+    """Have Megatron-LM save and load by this package. Rank-local; call it alike on every rank.
+
+    Holds for the process, for ``pretrain`` and for a loop of your own that calls
+    ``save_checkpoint`` and ``load_checkpoint``. A later call replaces what an earlier one said.
+    The script's flags stay what they are; see docs/adopt.md.
+
+    Args:
+        sharded_strategy: the format of global checkpoints: ("zarr", 2), ("zarr", 1), or
+            ("torch_dist", 1), which Megatron-Core writes itself. Whatever it is, checkpoints of
+            all three are loaded.
+        allow: further classes that objects of a checkpoint may be of.
+        options: timeouts and memory bounds; by default from the environment.
+
+    Raises:
+        MissingDependencyError: Megatron-LM's sources are not on the path.
+        StrategyError: they are of a release that cannot be served, or there is no such format.
+    """
+    try:
+        checkpointing: Any = import_module("megatron.training.checkpointing")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            "megatron.training.checkpointing: expected Megatron-LM's sources on PYTHONPATH; the "
+            f"package megatron-core holds megatron.core alone ({error})"
+        ) from error
+    found = getattr(checkpointing, "dist_checkpointing", None)
+    if found is None:
+        raise StrategyError(
+            f"{checkpointing.__file__}: expected the name dist_checkpointing, by which it saves "
+            "and loads in core_v0.16.1 and on main; with this release call "
+            "dist_ckpt_strategies.register and follow docs/adopt.md"
+        )
+    theirs = found.theirs if isinstance(found, _Checkpointing) else found
+    chosen = options or options_from_environment()
+    ours = _Checkpointing(theirs, sharded_strategy, tuple(allow), chosen)
+    if has_registry():  # there Megatron-Core looks up who reads the common state
+        register(replace_common=True, replace=True, allow=allow, options=chosen)
+    use_local_manager(partial(LocalCheckpointManager, allow=allow, timeout_s=chosen.timeout_s))
+    checkpointing.dist_checkpointing = ours
+
+
+def use_local_manager(manager: Any) -> None:
+    """Have ``--non-persistent-ckpt-type local`` save and load through a manager. Rank-local.
+
+    Megatron-LM takes its local checkpoints from nvidia-resiliency-ext, by imports within
+    ``pretrain``. They find this package's classes then, whether that one is installed or not.
+
+    Args:
+        manager: a LocalCheckpointManager, such as a TieredCheckpointManager's, or what has its
+            ``save``, ``load``, ``find_latest`` and ``local_ckpt_dir``; or a callable that
+            Megatron-LM calls with ``--non-persistent-local-ckpt-dir`` and the ``repl_strategy``
+            that follows from ``--replication``.
+    """
+    is_made = hasattr(manager, "find_latest") and not isinstance(manager, type)
+    make = (lambda *_, **__: manager) if is_made else manager
+    _provide("ckpt_managers.local_manager", LocalCheckpointManager=make)
+    _provide("replication.strategies", CliqueReplicationStrategy=CliqueReplicationStrategy)
+    _provide("replication.group_utils")
+    megatrons: Any = import_module(_STATE_DICT_MODULE).MCoreTensorAwareStateDict
+    megatrons.from_state_dict = MCoreTensorAwareStateDict.from_state_dict
+
+
+def _provide(name: str, **values: Any) -> None:
+    """Give names of a module of nvidia-resiliency-ext other values; make it where it is missing."""
+    path = f"{_NVRX}.{name}"
+    try:
+        module = import_module(path)
+    except ImportError:
+        # Found by its whole name; the package above it stays missing for those who look for it.
+        module = sys.modules[path] = _Missing(path)
+    for key, value in values.items():
+        setattr(module, key, value)
+
+
+class _Missing(ModuleType):
+    """A module of which Megatron-LM imports more names than it uses."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Checkpointing:
+    """``megatron.core.dist_checkpointing``, as Megatron-LM's checkpointing.py sees it.
+
+    Megatron-LM calls with the strategies of its flags. The groups in which work is shared are
+    taken from these, and what is to be cached; who writes and reads is decided here.
+
+    Attributes:
+        theirs: the module; all but ``save`` and ``load`` is its own.
+    """
+
+    def __init__(
+        self, theirs: Any, sharded_strategy: tuple[str, int], allow: Allowed, options: Options
+    ) -> None:
+        self.theirs = theirs
+        self._saver: ZarrSaveShardedStrategy | None = None  # one for all saves: it keeps the plan
+        if sharded_strategy[0] != _TORCH_DIST:
+            self._saver = ZarrSaveShardedStrategy(*sharded_strategy, options=options, allow=allow)
+        self._allow = allow
+        self._options = options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.theirs, name)
+
+    def save(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str,
+        sharded_strategy: Any = None,
+        **arguments: Any,
+    ) -> Any:
+        """Megatron-Core's ``save``; a finished checkpoint at the same place is replaced as there.
+
+        Collective. ``--ckpt-fully-parallel-save`` comes as a wrapper: it keeps its group and, for
+        ``--ckpt-assume-constant-structure``, who writes what, and writes by this package.
+
+        Raises:
+            StrategyError: ``--verify-integrity``, and the format keeps no digests.
+            CheckpointError: as ``dist_ckpt_strategies.save``.
+        """
+        saver: Any = self._saver
+        if saver is None:
+            return self.theirs.save(
+                sharded_state_dict, checkpoint_dir, sharded_strategy, **arguments
+            )
+        queue = arguments.pop("async_strategy", None)
+        if arguments.pop("verify_integrity", False) and saver.version == 1:
+            raise StrategyError(
+                f"{checkpoint_dir}: --verify-integrity needs the digests of ('zarr', 2), found "
+                "the format ('zarr', 1)"
+            )
+        if hasattr(sharded_strategy, "base_strategy"):
+            wrapper = sharded_strategy
+            wrapper.base_strategy = saver
+            wrapper.backend, wrapper.version = saver.backend, saver.version
+            saver = wrapper
+        request = save(
+            sharded_state_dict,
+            checkpoint_dir,
+            saver,
+            overwrite=True,
+            allow=self._allow,
+            **arguments,
+        )
+        return request.for_nvrx() if request is not None and queue == "nvrx" else request
+
+    def load(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str,
+        sharded_strategy: Any = None,
+        **arguments: Any,
+    ) -> Any:
+        """Megatron-Core's ``load``, by the format that the checkpoint is in.
+
+        Collective. ``--ckpt-fully-parallel-load`` comes as a wrapper: in its group every byte is
+        read once, in two stages. ``--verify-integrity`` compares the digests of all chunks first.
+
+        Raises:
+            CheckpointError: as ``dist_ckpt_strategies.load``.
+        """
+        comm = open_communicator(
+            None,
+            timeout_s=self._options.timeout_s,
+            purpose="load",
+            detail=f"from {checkpoint_dir}",
+        )
+        place = located(checkpoint_dir, self._options)
+        backends = run_and_gather(comm, lambda: read_marker(place).sharded_backend)
+        if backends[0] == _TORCH_DIST:
+            return self.theirs.load(
+                sharded_state_dict, checkpoint_dir, sharded_strategy, **arguments
+            )
+        verify = "full" if arguments.pop("verify_integrity", False) else None
+        loader: Any = EitherFormatLoadShardedStrategy(
+            verify=verify, options=self._options, allow=self._allow
+        )
+        if hasattr(sharded_strategy, "base_strategy"):
+            loader = TwoStageDataParallelLoadShardedStrategy(
+                sharded_strategy.parallelization_group, base_strategy=loader
+            )
+        return load(sharded_state_dict, checkpoint_dir, loader, allow=self._allow, **arguments)

@@ -1,0 +1,253 @@
+"""Megatron-LM's way into a checkpoint, over Megatron-Core's own functions.
+
+``megatron.training`` is in no package. What stands for its checkpointing.py makes the calls that
+core_v0.16.1's makes, with the same arguments, and with those that the main branch adds.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompatibleVersionError,
+    MissingDependencyError,
+    StrategyError,
+)
+from dist_ckpt_strategies.integrations import megatron_lm
+from dist_ckpt_strategies.local import LocalCheckpointManager, MCoreTensorAwareStateDict
+from tests.support.ranks import allow_torch_dist, run_processes
+
+NAME = "megatron.training.checkpointing"
+NUM_RANKS = 2
+ZARR_2 = {"sharded_backend": "zarr", "sharded_backend_version": 2}
+
+
+class Unknown:
+    """A class that a load refuses unless it is allowed."""
+
+
+def checkpointing() -> Any:
+    """What is imported as Megatron-LM's checkpointing.py."""
+    module: Any = ModuleType(NAME)
+    module.dist_checkpointing = dist_checkpointing
+    sys.modules["megatron.training"] = ModuleType("megatron.training")
+    sys.modules[NAME] = module
+    return module
+
+
+def state(value: float, *, is_wanted: bool = False) -> dict[str, Any]:
+    """A weight that both ranks hold, one of each rank, an object, and the common state."""
+    rank = dist.get_rank()
+    found: dict[str, Any] = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.full((8, 4), value), replica_id=rank),
+        "own": ShardedTensor.from_rank_offsets("own", torch.full((2,), value + rank), (0, rank, 2)),
+        "rng": ShardedObject("rng", None if is_wanted else Unknown(), (1,), (0,), replica_id=rank),
+    }
+    return found if is_wanted else found | {"iteration": int(value)}
+
+
+def save_checkpoint(
+    module: Any, value: float, root: Path, context: dict[str, Any], **later: Any
+) -> Any:
+    """As ``save_checkpoint`` calls with ``--ckpt-assume-constant-structure``."""
+    is_first = "save_strategy" not in context
+    if is_first:
+        strategy = get_default_save_sharded_strategy("torch_dist")
+        strategy.use_cached_ckpt_structure = True
+        context["save_strategy"] = FullyParallelSaveStrategyWrapper(
+            strategy, dist.group.WORLD, do_cache_distribution=True
+        )
+    if dist.get_rank() == 0:
+        root.mkdir(exist_ok=True)
+    return module.dist_checkpointing.save(
+        state(value),
+        str(root),
+        context["save_strategy"],
+        **{"async_sharded_save": False} | later,
+        validate_access_integrity=is_first,
+        preprocess_common_before_consistancy_check=None,
+        content_metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+    )
+
+
+def load_checkpoint(module: Any, root: Path, *, is_shared: bool = True, **later: Any) -> float:
+    """As ``load_checkpoint`` calls: the common state, then all; the value that was saved."""
+    core = module.dist_checkpointing
+    assert core.check_is_distributed_checkpoint(str(root))
+    common = core.load_common_state_dict(str(root))
+    metadata = core.load_content_metadata(preloaded_state_dict=common)
+    assert metadata == {"distrib_optim_sharding_type": "fully_reshardable"}
+    loader = get_default_load_sharded_strategy(str(root))
+    if is_shared:
+        loader = FullyParallelLoadStrategyWrapper(loader, dist.group.WORLD)
+    wanted = state(0.0, is_wanted=True)
+    found = core.load(wanted, str(root), loader, strict="assume_ok_unexpected", **later)
+    value = float(found["iteration"])
+    assert torch.equal(found["w"], torch.full((8, 4), value))
+    assert torch.equal(found["own"], torch.full((2,), value + dist.get_rank()))
+    assert isinstance(found["rng"], Unknown)
+    return value
+
+
+def use_global_checkpoints(rank: int, scratch: Path) -> dict[str, Any]:
+    allow_torch_dist()
+    module, context, found = checkpointing(), {}, {}
+    for _ in range(2):  # a later call replaces what the first one said
+        megatron_lm.install(allow=[Unknown])
+    root = scratch / "iter_0000001"
+    save_checkpoint(module, 1.0, root, context)
+    found["first"] = load_checkpoint(module, root)
+    save_checkpoint(module, 2.0, root, context)  # the iteration once more, after a rollback
+    found["replaced"] = load_checkpoint(module, root, is_shared=False)
+
+    later = scratch / "iter_0000003"
+    request = save_checkpoint(
+        module, 3.0, later, context, async_sharded_save=True, async_strategy="mcore"
+    )
+    tracked: list[bool] = []
+    request.add_finalize_fn(lambda: tracked.append((later / "metadata.json").exists()))
+    request.wait()
+    found["async"] = tracked, load_checkpoint(module, later, verify_integrity=True)
+
+    megatron_lm.install(sharded_strategy=("torch_dist", 1), allow=[Unknown])
+    theirs = scratch / "iter_0000004"
+    with cpu_stand_ins():
+        save_checkpoint(module, 4.0, theirs, {})
+        found["torch_dist"] = load_checkpoint(module, theirs, is_shared=False)
+    found["zarr still"] = load_checkpoint(module, later)
+
+    found["digests"] = digests_are_compared(rank, module, later)
+    return found
+
+
+def digests_are_compared(rank: int, module: Any, root: Path) -> list[bool]:
+    """What ``--verify-integrity`` says of a format without digests, and of a damaged chunk."""
+    megatron_lm.install(sharded_strategy=("zarr", 1), allow=[Unknown])
+    with pytest.raises(StrategyError, match="--verify-integrity") as refused:
+        save_checkpoint(module, 5.0, root.with_name("iter_0000005"), {}, verify_integrity=True)
+    dist.barrier()
+    if rank == 0:
+        chunk = next(path for path in sorted(root.glob("w/**/c/**/*")) if path.is_file())
+        chunk.write_bytes(bytes(byte ^ 1 for byte in chunk.read_bytes()))
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError) as damaged:
+        load_checkpoint(module, root, verify_integrity=True)
+    return ["w" in str(damaged.value), "zarr" in str(refused.value)]
+
+
+@pytest.mark.multiprocess
+def test_the_calls_of_megatron_lm_save_and_load_by_this_package(tmp_path: Path) -> None:
+    for found in run_processes(NUM_RANKS, use_global_checkpoints, tmp_path):
+        assert found == {
+            "first": 1.0,
+            "replaced": 2.0,
+            "async": ([True], 3.0),
+            "torch_dist": 4.0,
+            "zarr still": 3.0,
+            "digests": [True, True],
+        }
+    text = (tmp_path / "iter_0000001" / "metadata.json").read_text()
+    assert all(f'"{key}": {value!r}'.replace("'", '"') in text for key, value in ZARR_2.items())
+
+
+def use_local_checkpoints(rank: int, scratch: Path, own: bool) -> list[Any]:
+    """As ``pretrain``, ``save_checkpoint`` and ``load_checkpoint`` go, without NVRx."""
+    checkpointing()
+    sys.modules["nvidia_resiliency_ext"] = None  # type: ignore[assignment]
+    megatron_lm.install(allow=[Unknown])
+    kept = LocalCheckpointManager(scratch / "kept", keep=2, allow=[Unknown])
+    if own:
+        megatron_lm.use_local_manager(kept)
+
+    # The names are there for the ways in which Megatron-LM imports them.
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (  # noqa: PLC0415
+        LocalCheckpointManager as Manager,
+    )
+    from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import (  # noqa: F401, PLC0415
+        GroupWrapper,
+        parse_group_sequence,
+    )
+    from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (  # noqa: PLC0415
+        CliqueReplicationStrategy,
+    )
+
+    strategy = CliqueReplicationStrategy.from_replication_params(1, 2)
+    manager = Manager(str(scratch / "local"), repl_strategy=strategy)
+    assert (manager is kept) == own
+    assert manager.find_latest() == -1
+
+    from megatron.core.dist_checkpointing.tensor_aware_state_dict import (  # noqa: PLC0415
+        MCoreTensorAwareStateDict as Megatrons,
+    )
+
+    cached = None
+    for iteration in (2, 4):
+        split, cached = Megatrons.from_state_dict(
+            state(float(iteration)),
+            algo="fully_parallel",
+            cached_metadata=cached,
+            parallelization_group=dist.group.WORLD,
+        )
+        assert isinstance(split, MCoreTensorAwareStateDict)
+        request = manager.save(split, iteration, is_async=True)
+        request.wait()
+    assert str(manager.local_ckpt_dir).endswith(str(rank))
+    newest = manager.find_latest()
+    loaded, _ = manager.load()
+    common = loaded.to_state_dict(None, algo="fully_parallel", parallelization_group=None)
+    found = loaded.to_state_dict(
+        state(0.0, is_wanted=True), algo="fully_parallel", parallelization_group=dist.group.WORLD
+    )
+    return [newest, common["iteration"], found["w"][0, 0].item(), found["own"].tolist()]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("own", [False, True])
+def test_local_checkpoints_go_through_this_package_without_nvrx(tmp_path: Path, own: bool) -> None:
+    found = run_processes(NUM_RANKS, use_local_checkpoints, tmp_path, own)
+
+    assert found == [[4, 4, 4.0, [4.0, 4.0]], [4, 4, 4.0, [5.0, 5.0]]]
+    assert (tmp_path / "local").exists() != own
+
+
+def test_without_megatron_lm_the_sources_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.training", None)
+
+    with pytest.raises(MissingDependencyError, match="PYTHONPATH"):
+        megatron_lm.install()
+
+
+def test_a_release_or_a_format_that_is_unknown_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module: Any = ModuleType(NAME)
+    module.__file__ = "checkpointing.py"
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
+    monkeypatch.setitem(sys.modules, NAME, module)
+
+    with pytest.raises(StrategyError, match="dist_checkpointing"):
+        megatron_lm.install()
+    module.dist_checkpointing = dist_checkpointing
+    with pytest.raises(IncompatibleVersionError, match=r"zarr.*3"):
+        megatron_lm.install(sharded_strategy=("zarr", 3))
+
+    assert module.dist_checkpointing is dist_checkpointing
