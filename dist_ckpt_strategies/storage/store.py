@@ -207,12 +207,16 @@ class Directory:
     @limited
     def create(self, name: str, content: bytes) -> bool:
         """Make a file unless there is one; whether it was made. At first it may be seen empty."""
-        with file_errors(None, self.path(name)):
+        path = self.path(name)
+        with file_errors(None, path):
             try:
-                with new_file(self.path(name)) as handle:
+                with new_file(path) as handle:
                     os.write(handle, content)
             except FileExistsError:
                 return False
+            except OSError:
+                Path(path).unlink(missing_ok=True)  # a full disk has room for its name
+                raise
         return True
 
     @limited
