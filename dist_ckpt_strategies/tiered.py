@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 _MIN_UNFINISHED_S = 3600.0
 """What an unfinished save has to be unchanged for before it is removed."""
 
+_LEASE_S = 60.0
 _NONE = -1
 
 
@@ -133,7 +134,8 @@ class ManagerOptions:
         preemption_signals: at the next poll after one of them, on any rank, the state is saved,
             and every rank raises SystemExit. Handled in the main thread.
         exit_code: of that.
-        lease_s: a job that gave no sign of life for so many seconds loses the root to the next.
+        lease_s: a job that gave no sign of life for so many seconds loses the root to the next; by
+            default 60, or a quarter of ``timeout_s`` if that is less.
         metrics: called with the SaveMetrics of each save, on rank 0; or a file that gets them, one
             line of JSON each. If it fails, that is logged.
     """
@@ -146,7 +148,7 @@ class ManagerOptions:
     poll_every_steps: int = 1
     preemption_signals: tuple[int, ...] = (signal.SIGTERM,)
     exit_code: int = 128 + signal.SIGTERM
-    lease_s: float = 60.0
+    lease_s: float | None = None
     metrics: Callable[[SaveMetrics], None] | str | Path | None = None
 
 
@@ -211,15 +213,16 @@ class TieredCheckpointManager:
         self._timeout_s = (
             options_from_environment().with_changes(timeout_s=options.timeout_s).timeout_s
         )
-        if not (options.poll_every_steps >= 1 and 0 < options.lease_s < WORK * self._timeout_s):
+        lease_s = options.lease_s or min(_LEASE_S, self._timeout_s / 4)
+        if not (options.poll_every_steps >= 1 and 0 < lease_s < WORK * self._timeout_s):
             raise PlanError(
                 f"options: expected poll_every_steps >= 1 and 0 < lease_s < {WORK:g} * timeout_s, "
-                f"found {options.poll_every_steps}, {options.lease_s} and {self._timeout_s}"
+                f"found {options.poll_every_steps}, {lease_s:g} and {self._timeout_s:g}"
             )
         place = located(root, options_from_environment())
         self.root, self.policy, self.options = str(place), policy, options
         self.local, self.recovery = local, recovery
-        self._lease = Lease(Directory(place) if isinstance(place, Path) else place, options.lease_s)
+        self._lease = Lease(Directory(place) if isinstance(place, Path) else place, lease_s)
         self._is_open = self._is_preempted = False
         self._handlers: dict[int, Any] = {}
         self._running: _Running | None = None
@@ -359,6 +362,8 @@ class TieredCheckpointManager:
         """
         try:
             self.wait()
+            if self._pruning is not None and self._pruning.ends_within(WORK * self._timeout_s):
+                self._report_pruning()
         finally:
             self._release()
 
@@ -562,6 +567,4 @@ class TieredCheckpointManager:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
-        if self._pruning is not None and self._pruning.ends_within(WORK * self._timeout_s):
-            self._report_pruning()
         self._lease.release()

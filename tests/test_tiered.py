@@ -284,8 +284,10 @@ def asks_memory_first(rank: int, root: str) -> list[Any]:
     recovery = CheckpointManager(timeout_s=30)
     with TieredCheckpointManager(root, recovery=recovery, options=OPTIONS) as manager:
         manager.save(3, Training().state_dict(), force=True)
-        if rank == 0:
-            recovery.track(MemoryProvider({"m": {"w": torch.full((4,), 7.0)}}, step=5))
+        recovery.track(MemoryProvider({"m": {"w": torch.full((4,), 7.0)}}, step=5))
+        recovery.begin_step()
+        if rank == 1:
+            recovery.delete_checkpoint()
         for _ in range(2):
             new = MemoryProvider({"m": {"w": torch.zeros(4)}})
             loaded = manager.load_latest(Training().state_dict(), new)
