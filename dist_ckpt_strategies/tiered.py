@@ -8,10 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from dist_ckpt_strategies.comm.base import Communicator
@@ -41,13 +40,13 @@ from dist_ckpt_strategies.recovery.latest import (
     load_latest,
 )
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
-from dist_ckpt_strategies.sharded.async_request import BackgroundWork, LocalSaveRequest
+from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.storage.io_pool import WORK, time_limit
 from dist_ckpt_strategies.storage.lease import Lease
 from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.strategies.entry import load, save_async
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
-from dist_ckpt_strategies.tools.prune import PruneReport, prune
+from dist_ckpt_strategies.tools.prune import prune
 
 logger = logging.getLogger(__name__)
 
@@ -101,22 +100,26 @@ class SaveMetrics:
     Attributes:
         step: of the training.
         tier: ``"local"`` or ``"global"``.
-        unix_s: when it was complete.
-        nbytes: written by all ranks together; of a local save without the copies.
         waited_s: that training waited for the save before; of all times the slowest rank's.
         blocking_s: that training waited for this one to begin.
         background_s: that it was written in the background.
-        gb_per_s: 1e9 bytes for each second of the last two.
+        nbytes: written by all ranks together; of a local save without the copies.
+        gb_per_s: 1e9 bytes for each second of the last two times.
+        unix_s: when it was complete.
     """
 
     step: int
     tier: Tier
-    unix_s: float
-    nbytes: int
     waited_s: float
     blocking_s: float
-    background_s: float
-    gb_per_s: float
+    background_s: float = 0.0
+    nbytes: int = 0
+    gb_per_s: float = 0.0
+    unix_s: float = 0.0
+
+    def __str__(self) -> str:
+        """What was saved."""
+        return f"the {self.tier} save of step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +153,6 @@ class ManagerOptions:
     exit_code: int = 128 + signal.SIGTERM
     lease_s: float | None = None
     metrics: Callable[[SaveMetrics], None] | str | Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A save in the background."""
-
-    tier: Tier
-    step: int
-    request: LocalSaveRequest
-    waited_s: float
-    blocking_s: float
-
-    def __str__(self) -> str:
-        return f"the {self.tier} save of step {self.step}"
 
 
 class TieredCheckpointManager:
@@ -210,25 +199,24 @@ class TieredCheckpointManager:
                 "local and policy.local_every_steps: expected both or none, found "
                 f"{local!r} and {policy.local_every_steps!r}"
             )
-        self._timeout_s = (
-            options_from_environment().with_changes(timeout_s=options.timeout_s).timeout_s
-        )
+        defaults = options_from_environment()
+        self._timeout_s = options.timeout_s or defaults.timeout_s
         lease_s = options.lease_s or min(_LEASE_S, self._timeout_s / 4)
         if not (options.poll_every_steps >= 1 and 0 < lease_s < WORK * self._timeout_s):
             raise PlanError(
                 f"options: expected poll_every_steps >= 1 and 0 < lease_s < {WORK:g} * timeout_s, "
                 f"found {options.poll_every_steps}, {lease_s:g} and {self._timeout_s:g}"
             )
-        place = located(root, options_from_environment())
+        place = located(root, defaults)
         self.root, self.policy, self.options = str(place), policy, options
         self.local, self.recovery = local, recovery
         self._lease = Lease(Directory(place) if isinstance(place, Path) else place, lease_s)
         self._is_open = self._is_preempted = False
         self._handlers: dict[int, Any] = {}
-        self._running: _Running | None = None
+        self._running: tuple[SaveMetrics, LocalSaveRequest] | None = None
         self._newest = {Tier.LOCAL: _NONE, Tier.GLOBAL: _NONE}
         self._distribution: ShardDistribution | None = None
-        self._pruning: BackgroundWork[PruneReport] | None = None
+        self._pruning: threading.Thread | None = None
         self._last_s = time.monotonic()
 
     def directory(self, step: int) -> str:
@@ -275,27 +263,25 @@ class TieredCheckpointManager:
                 return Loaded(Tier.MEMORY, report["global_step"], "memory", None, ())
             why = str(self.recovery.last_failure)
             refused = (Attempt(Tier.MEMORY, _NONE, "memory", why),)
-        options = self.options
+        load_global = partial(
+            load,
+            state_dict,
+            sharded_strategy=self.options.load_strategy,
+            allow=self.options.allow,
+            timeout_s=self.options.timeout_s,
+        )
         try:
             found = load_latest(
                 self.local,
                 [self.root],
-                lambda path: load(
-                    state_dict,
-                    path,
-                    options.load_strategy,
-                    allow=options.allow,
-                    timeout_s=options.timeout_s,
-                ),
+                load_global,
                 load_local=lambda state: state.load_into(state_dict),
             )
         except CheckpointNotFoundError as error:
             logger.info("nothing to load: %s", error)
             return None
         self._newest[found.tier] = found.iteration
-        return Loaded(
-            found.tier, found.iteration, found.name, found.state, refused + found.attempts
-        )
+        return replace(found, attempts=refused + found.attempts)
 
     @raises_megatron_errors
     def save(
@@ -327,16 +313,13 @@ class TieredCheckpointManager:
             CheckpointError: as in ``save_async``.
         """
         comm = self._open()
-        due = Tier.GLOBAL if force else self.policy.due(step)
-        if self._polls(step, due):
-            is_preempted, is_late = self._poll(comm, step)
-            if is_preempted:
-                self._leave(comm, step, state_dict)
-            due = Tier.GLOBAL if is_late else due
+        is_preempted, due = self._poll(comm, step, Tier.GLOBAL if force else self.policy.due(step))
+        if is_preempted:
+            self._leave(comm, step, state_dict)
         if due is None or self._newest[due] == step or self._newest[Tier.GLOBAL] == step:
             return False
         if self._running is not None and due is Tier.LOCAL:
-            logger.warning("local save of step %d left out: %s is not done", step, self._running)
+            logger.warning("local save of step %d left out: %s goes on", step, self._running[0])
             return False
         self._begin(comm, due, step, state_dict)
         if not self.options.is_async:
@@ -362,8 +345,8 @@ class TieredCheckpointManager:
         """
         try:
             self.wait()
-            if self._pruning is not None and self._pruning.ends_within(WORK * self._timeout_s):
-                self._report_pruning()
+            if self._pruning is not None:
+                self._pruning.join(WORK * self._timeout_s)
         finally:
             self._release()
 
@@ -372,12 +355,7 @@ class TieredCheckpointManager:
         self._open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close; after an error give up the lock alone: other ranks may be elsewhere."""
         if kind is None:
             self.close()
@@ -403,21 +381,20 @@ class TieredCheckpointManager:
             logger.warning("preemption_signals: only the main thread can handle signals")
         return comm
 
-    def _polls(self, step: int, due: Tier | None) -> bool:
-        """Whether ranks look together at a step. Equal on all ranks."""
-        options, running = self.options, self._running
-        if running is not None and due is Tier.LOCAL:
-            return True
-        can_change = running or options.preemption_signals or self.policy.every_minutes
-        return bool(can_change) and step % options.poll_every_steps == 0
+    def _poll(self, comm: Communicator, step: int, due: Tier | None) -> tuple[bool, Tier | None]:
+        """Whether any rank is preempted, and what is due; ends a save that is done.
 
-    def _poll(self, comm: Communicator, step: int) -> tuple[bool, bool]:
-        """Whether any rank is preempted, and time is up; ends a save that is done. Collective."""
-        running, minutes = self._running, self.policy.every_minutes
+        Collective, unless at this step nothing can have happened: that is known on all ranks alike.
+        """
+        options, running, minutes = self.options, self._running, self.policy.every_minutes
+        can_happen = running or options.preemption_signals or minutes
+        needs_to_know = running and due is Tier.LOCAL
+        if not (needs_to_know or (can_happen and step % options.poll_every_steps == 0)):
+            return False, due
 
         def look() -> list[bool]:
             is_late = bool(minutes) and time.monotonic() - self._last_s >= 60 * (minutes or 0)
-            return [self._is_preempted, is_late, running is None or running.request.done()]
+            return [self._is_preempted, is_late, running is None or running[1].done()]
 
         facts = run_and_gather(comm, look)
         preempted = [comm.global_rank(rank) for rank, fact in enumerate(facts) if fact[0]]
@@ -425,7 +402,7 @@ class TieredCheckpointManager:
             logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
         elif running is not None and all(is_done for *_, is_done in facts):
             self._finish(comm)
-        return bool(preempted), facts[0][1]
+        return bool(preempted), Tier.GLOBAL if facts[0][1] else due
 
     def _begin(
         self,
@@ -437,18 +414,16 @@ class TieredCheckpointManager:
         """Begin a save, after the one before has ended. Collective."""
         began = time.monotonic()
         if self._running is not None:
-            before = self._running
+            before, _ = self._running
             self._finish(comm)
-            logger.warning(
-                "step %d: training waited %.1f s for %s", step, time.monotonic() - began, before
-            )
+            waited_s = time.monotonic() - began
+            logger.warning("step %d: training waited %.1f s for %s", step, waited_s, before)
         ready, options = time.monotonic(), self.options
         state = state_dict() if callable(state_dict) else state_dict
         if tier is Tier.LOCAL and self.local is not None:
-            made = MCoreTensorAwareStateDict.from_state_dict(
+            shards, self._distribution = MCoreTensorAwareStateDict.from_state_dict(
                 state, cached_metadata=self._distribution
             )
-            shards, self._distribution = made
             request = self.local.save(shards, step, is_async=True)
             assert request is not None  # noqa: S101 - an asynchronous save returns one
         else:
@@ -462,88 +437,69 @@ class TieredCheckpointManager:
             )
             self._last_s = time.monotonic()
         self._newest[tier] = step
-        self._running = _Running(tier, step, request, ready - began, time.monotonic() - ready)
+        seconds = (ready - began, time.monotonic() - ready)
+        self._running = SaveMetrics(step, tier, *seconds), request
 
     def _finish(self, comm: Communicator) -> None:
         """Make the save under way visible, report it, and remove old checkpoints. Collective."""
-        running = self._running
-        assert running is not None  # noqa: S101 - callers have looked
+        assert self._running is not None  # noqa: S101 - callers have looked
+        begun, request = self._running
         try:
             with time_limit(self._timeout_s):
                 run_on_first_rank(comm, self._lease.require)
-            running.request.wait()
+            request.wait()
         except SaveTimeoutError:
             raise  # it goes on, and may still end well
         except BaseException:
-            self._running, self._newest[running.tier] = None, _NONE
+            self._running, self._newest[begun.tier] = None, _NONE
             raise
         self._running = None
-        work = running.request.work
-        facts = run_and_gather(
-            comm, lambda: [work.nbytes, running.waited_s, running.blocking_s, work.seconds]
-        )
+        mine = [request.work.nbytes, begun.waited_s, begun.blocking_s, request.work.seconds]
+        sizes, *seconds = zip(*run_and_gather(comm, lambda: mine), strict=True)
         if comm.rank == 0:
-            self._report(running, facts)
-            if running.tier is Tier.GLOBAL:
-                self._prune()
+            try:
+                self._report(begun, sum(sizes), *map(max, seconds))
+                if begun.tier is Tier.GLOBAL:
+                    self._begin_removal()
+            except Exception:  # one rank must not leave the others
+                logger.exception("after %s", begun)
 
-    def _report(self, running: _Running, facts: list[Any]) -> None:
-        sizes, *seconds = zip(*facts, strict=True)
-        nbytes, (waited_s, blocking_s, background_s) = sum(sizes), map(max, seconds)
-        rate = nbytes / max(1e-9, blocking_s + background_s) / 1e9
-        metrics = SaveMetrics(
-            running.step,
-            running.tier,
-            time.time(),
-            nbytes,
-            waited_s,
-            blocking_s,
-            background_s,
-            rate,
-        )
-        logger.info("%s", metrics)
-        sink = self.options.metrics
-        try:
-            if callable(sink):
-                sink(metrics)
-            elif sink is not None:
-                with Path(sink).open("a") as file:
-                    file.write(json.dumps(asdict(metrics)) + "\n")
-        except Exception:  # one rank must not leave the others; it is reported
-            logger.exception("metrics of %s are not written", running)
+    def _report(
+        self, begun: SaveMetrics, nbytes: int, waited_s: float, blocking_s: float, work_s: float
+    ) -> None:
+        """Give the caller its metrics; on rank 0."""
+        rate = nbytes / max(1e-9, blocking_s + work_s) / 1e9
+        known = (begun.step, begun.tier, waited_s, blocking_s, work_s)
+        metrics, sink = SaveMetrics(*known, nbytes, rate, time.time()), self.options.metrics
+        logger.info("%s: %s", begun, asdict(metrics))
+        if callable(sink):
+            sink(metrics)
+        elif sink is not None:
+            with Path(sink).open("a") as file:
+                file.write(json.dumps(asdict(metrics)) + "\n")
 
-    def _prune(self) -> None:
+    def _begin_removal(self) -> None:
         """Remove what is not to be kept, in the background; on rank 0."""
-        policy = self.policy
-        if policy.keep_last is None and policy.keep_every is None:
-            return
-        if self._pruning is not None and not self._pruning.ends_within(0):
-            return  # what this would remove, the next one will
-        self._report_pruning()
-        work = partial(
-            prune,
-            self.root,
-            keep_last=policy.keep_last,
-            keep_every=policy.keep_every,
-            unfinished=True,
-            older_than_s=max(_MIN_UNFINISHED_S, 2 * self._timeout_s),
-        )
-        try:
-            self._pruning = BackgroundWork(work, "dist-ckpt-prune")
-            self._pruning.begin()
-        except (StorageError, RuntimeError) as error:
-            logger.warning("%s: old checkpoints stay for now: %s", self.root, error)
+        is_wanted = self.policy.keep_last or self.policy.keep_every
+        if is_wanted and not (self._pruning and self._pruning.is_alive()):  # else the next time
+            self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
+            self._pruning.daemon = True
+            self._pruning.start()
 
-    def _report_pruning(self) -> None:
-        """Log how the last removal of old checkpoints has ended."""
-        pruning, self._pruning = self._pruning, None
-        if pruning is None:
-            return
+    def _remove(self) -> None:
         try:
-            removed = [one.name for one in pruning.result().removed]
-            logger.info("%s: removed %s", self.root, ", ".join(removed) or "nothing")
-        except Exception as error:  # noqa: BLE001 - of a thread; training goes on without it
+            report = prune(
+                self.root,
+                keep_last=self.policy.keep_last,
+                keep_every=self.policy.keep_every,
+                unfinished=True,
+                older_than_s=max(_MIN_UNFINISHED_S, 2 * self._timeout_s),
+            )
+        except StorageError as error:
             logger.warning("%s: old checkpoints stay for now: %s", self.root, error)
+        else:
+            names = ", ".join(one.name for one in report.removed)
+            logger.info("%s: removed %s", self.root, names or "nothing")
 
     def _leave(
         self, comm: Communicator, step: int, state_dict: StateDict | Callable[[], StateDict]

@@ -312,7 +312,7 @@ def _in_store(place: Bucket) -> dict[str, bool]:
         return {url: True}
     tops = {top for top, slash, _ in (name.partition("/") for name in names) if slash}
     numbered = sorted(top for top in tops if _NUMBER.search(top))
-    if not numbered and names and _NUMBER.search(url):
+    if not numbered and names and _NUMBER.search(url.rpartition("/")[2]):
         return {url: False}
     return {f"{url}/{top}": f"{top}/{MARKER_NAME}" in names for top in numbered}
 

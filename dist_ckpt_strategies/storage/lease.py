@@ -55,6 +55,7 @@ class Lease:
         self._number = 0
         self._num_beats = 0
         self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def acquire(self, timeout_s: float) -> None:
         """Take the lock; wait while it is not known whether its holder lives.
@@ -99,9 +100,11 @@ class Lease:
 
     def release(self) -> None:
         """Give the lock back, if this has it; an error is logged: the lock runs out by itself."""
-        if not self._number:
+        if self._thread is None:
             return
         self._is_over.set()
+        self._thread.join(self._lease_s)  # or it might make the file anew
+        self._thread = None
         try:
             self.require()
             self._place.delete([self._file(self._number)])
@@ -120,7 +123,9 @@ class Lease:
             return False
         names = self._place.names(_PREFIX)
         self._place.delete(name for name in names if _number_of(name) < number)
-        threading.Thread(target=self._beat, name="dist-ckpt-lease", daemon=True).start()
+        self._is_over.clear()
+        self._thread = threading.Thread(target=self._beat, name="dist-ckpt-lease", daemon=True)
+        self._thread.start()
         return True
 
     def _beat(self) -> None:

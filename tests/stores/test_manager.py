@@ -76,7 +76,7 @@ def _require_one_of_four(variables: Mapping[str, str], root: str, meeting: Path)
 
     assert found.count("") == 1, found
     assert len(refused) == 3
-    assert all("is alive" in text and text.startswith(f"{root}: another job") for text in refused)
+    assert all(f"{root}: another job saves here: process " in text for text in refused), refused
 
 
 @IN_A_BUCKET
