@@ -217,6 +217,7 @@ class TieredCheckpointManager:
         self._newest = {Tier.LOCAL: _NONE, Tier.GLOBAL: _NONE}
         self._distribution: ShardDistribution | None = None
         self._pruning: threading.Thread | None = None
+        self._is_removal_due = threading.Event()
         self._last_s = time.monotonic()
 
     def directory(self, step: int) -> str:
@@ -392,15 +393,17 @@ class TieredCheckpointManager:
         if not (needs_to_know or (can_happen and step % options.poll_every_steps == 0)):
             return False, due
 
-        def look() -> list[bool]:
+        def look() -> list[bool] | None:
             is_late = bool(minutes) and time.monotonic() - self._last_s >= 60 * (minutes or 0)
-            return [self._is_preempted, is_late, running is None or running[1].done()]
+            found = [self._is_preempted, is_late, running is not None and running[1].done()]
+            return found if any(found) else None  # nothing travels faster
 
-        facts = run_and_gather(comm, look)
+        answers = run_and_gather(comm, look, is_sparse=True)
+        facts = [found or [False, False, False] for found in answers]
         preempted = [comm.global_rank(rank) for rank, fact in enumerate(facts) if fact[0]]
         if preempted:
             logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
-        elif running is not None and all(is_done for *_, is_done in facts):
+        elif all(is_done for *_, is_done in facts):
             self._finish(comm)
         return bool(preempted), Tier.GLOBAL if facts[0][1] else due
 
@@ -480,26 +483,29 @@ class TieredCheckpointManager:
 
     def _begin_removal(self) -> None:
         """Remove what is not to be kept, in the background; on rank 0."""
-        is_wanted = self.policy.keep_last or self.policy.keep_every
-        if is_wanted and not (self._pruning and self._pruning.is_alive()):  # else the next time
-            self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
-            self._pruning.daemon = True
-            self._pruning.start()
+        if self.policy.keep_last or self.policy.keep_every:
+            self._is_removal_due.set()
+            if self._pruning is None or not self._pruning.is_alive():  # else it goes on with this
+                self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
+                self._pruning.daemon = True
+                self._pruning.start()
 
     def _remove(self) -> None:
-        try:
-            report = prune(
-                self.root,
-                keep_last=self.policy.keep_last,
-                keep_every=self.policy.keep_every,
-                unfinished=True,
-                older_than_s=max(_MIN_UNFINISHED_S, 2 * self._timeout_s),
-            )
-        except StorageError as error:
-            logger.warning("%s: old checkpoints stay for now: %s", self.root, error)
-        else:
-            names = ", ".join(one.name for one in report.removed)
-            logger.info("%s: removed %s", self.root, names or "nothing")
+        while self._is_removal_due.is_set():
+            self._is_removal_due.clear()
+            try:
+                report = prune(
+                    self.root,
+                    keep_last=self.policy.keep_last,
+                    keep_every=self.policy.keep_every,
+                    unfinished=True,
+                    older_than_s=max(_MIN_UNFINISHED_S, 2 * self._timeout_s),
+                )
+            except StorageError as error:
+                logger.warning("%s: old checkpoints stay for now: %s", self.root, error)
+            else:
+                names = ", ".join(one.name for one in report.removed)
+                logger.info("%s: removed %s", self.root, names or "nothing")
 
     def _leave(
         self, comm: Communicator, step: int, state_dict: StateDict | Callable[[], StateDict]

@@ -295,7 +295,7 @@ def asks_memory_first(rank: int, root: str) -> list[Any]:
             found.append((loaded.tier, loaded.iteration, new.parts()["m"]["w"].tolist()))
             assert bool(loaded.attempts) is not is_kept
             recovery.delete_checkpoint()
-        found += map(str, loaded.attempts)
+            found += map(str, loaded.attempts)
     return found
 
 
