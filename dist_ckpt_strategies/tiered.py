@@ -527,6 +527,6 @@ class TieredCheckpointManager:
             return
         self._is_open = False
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
         self._handlers.clear()
         self._lease.release()

@@ -204,10 +204,10 @@ class Bucket:
 
         A server that ignores ``If-None-Match`` may make two, the second in place of the first.
         """
-        spec = _spec(self.url, self.options) | {"use_conditional_write": True}
-        if self.url.scheme == "gs":  # whose puts are conditional anyway
-            del spec["use_conditional_write"]
-        store, path = _kv_store().open(spec).result(), self.path(name)
+        spec, path = _spec(self.url, self.options), self.path(name)
+        if "use_conditional_write" in spec:  # puts to Google's are conditional anyway
+            spec["use_conditional_write"] = True
+        store = _kv_store().open(spec).result()
         missing = self._result(store.read(name, byte_range=slice(0, 0)), Operation.READ, path)
         if missing.state != "missing":
             return False

@@ -181,7 +181,9 @@ def _parsed(content: bytes) -> dict[str, object]:
 
 
 def _name(holder: dict[str, object]) -> str:
-    return f"process {holder.get('pid')} of host {holder.get('host')}"
+    if "pid" not in holder:
+        return "an unknown process"
+    return f"process {holder['pid']} of host {holder.get('host')}"
 
 
 def _is_own(holder: dict[str, object]) -> bool:
