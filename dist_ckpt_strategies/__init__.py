@@ -22,6 +22,12 @@ if TYPE_CHECKING:
         register_default_tensorstore_strategies,
         register_default_zarr_strategies,
     )
+    from dist_ckpt_strategies.tiered import (
+        ManagerOptions,
+        SaveMetrics,
+        SavePolicy,
+        TieredCheckpointManager,
+    )
     from dist_ckpt_strategies.tools.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.tools.diff import diff
     from dist_ckpt_strategies.tools.prune import PruneReport, prune
@@ -40,6 +46,7 @@ _NAMES = {
         "register_default_tensorstore_strategies",
         "register_default_zarr_strategies",
     ),
+    "tiered": ("ManagerOptions", "SaveMetrics", "SavePolicy", "TieredCheckpointManager"),
     "tools.convert": ("ConvertOptions", "convert", "upgrade"),
     "tools.diff": ("diff",),
     "tools.prune": ("PruneReport", "prune"),
@@ -49,11 +56,15 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = [
     "ConvertOptions",
     "LocalOptions",
+    "ManagerOptions",
     "Options",
     "PruneReport",
     "SaveHandle",
+    "SaveMetrics",
+    "SavePolicy",
     "StoreOptions",
     "StrategyAction",
+    "TieredCheckpointManager",
     "convert",
     "diff",
     "get_default_strategy",

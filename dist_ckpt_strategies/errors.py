@@ -120,6 +120,10 @@ class CheckpointExistsError(StorageError, FileExistsError):
     """The directory already holds a finished checkpoint."""
 
 
+class CheckpointLockedError(StorageError):
+    """Another job saves below that place."""
+
+
 class IncompleteCheckpointError(StorageError):
     """The checkpoint was never finished, or a part of it is gone."""
 

@@ -25,9 +25,11 @@ weight = torch.arange(6.0)
 sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets("w", weight), "iteration": 7}}
 checkpoint_dir = "ckpt"
 Path(checkpoint_dir).mkdir()
+num_steps, train_step = 2000, lambda: None
 """
 
 _README_AFTER = """
+assert manager.all_steps() == [1000, 2000]
 assert state_dict.keys() == {"w", "iteration"}, state_dict
 assert torch.equal(state_dict["w"], torch.arange(6.0)), state_dict
 """

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,6 +47,7 @@ from dist_ckpt_strategies.errors import (
     as_checkpoint_error,
     error_from_peer,
 )
+from dist_ckpt_strategies.storage.processes import has_ended, process_name
 
 _DEVICE_PAUSE_S = 0.0002
 
@@ -68,12 +68,6 @@ _LOOKUP_S = 5.0
 """Longest wait for the job's key-value store, once a collective has failed."""
 
 _LOOKUP_PAUSE_S = 0.05
-
-_STATE, _FLAGS, _STARTED = 0, 6, 19
-"""Where these stand in ``/proc/PID/stat``, counted behind the name; see proc(5)."""
-
-_PF_EXITING = 0x4
-"""In the flags of ``/proc/PID/stat``: the process ends, its connections are about to break off."""
 
 _COUNTS: WeakKeyDictionary[Any, tuple[int, float, str]] = WeakKeyDictionary()
 """Collectives of each group so far, when the last one was reached, and a name of this process'
@@ -228,7 +222,7 @@ class TorchCommunicator(Communicator):
         self._total = total + 1
         _COUNTS[self._group] = self._total, now, self._name
         deadline = now + self._timeout_s
-        reached = f"{self._total} {self._name} {_process_name(os.getpid())}"
+        reached = f"{self._total} {self._name} {process_name(os.getpid())}"
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._message_device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self._peer_errors(deadline):
@@ -422,41 +416,5 @@ def _ended_and_late(store: Any, keys: Mapping[int, str], total: int) -> tuple[li
     written = {rank: key for rank, key in keys.items() if store.check([key])}
     texts = store.multi_get(list(written.values())) if written else []
     found = {rank: text.decode().split(" ", 2) for rank, text in zip(written, texts, strict=True)}
-    ended = [rank for rank, (_, _, process) in found.items() if _has_ended(process)]
+    ended = [rank for rank, (_, _, process) in found.items() if has_ended(process)]
     return ended, [rank for rank in keys if rank not in found or int(found[rank][0]) < total]
-
-
-@lru_cache(maxsize=1)
-def _host_name() -> str:
-    """Identifies this host and its process namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
-
-
-@lru_cache(maxsize=1)
-def _process_name(pid: int) -> str:
-    """Identifies a process of this host among all, of other hosts and times; empty if unknown."""
-    try:
-        return f"{_host_name()} {pid} {_stat(pid)[_STARTED]}"
-    except OSError:
-        return ""
-
-
-def _has_ended(name: str) -> bool:
-    """Whether a process with this ``_process_name`` is known to have ended, or to be ending."""
-    host, _, rest = name.partition(" ")
-    pid, _, started = rest.partition(" ")
-    try:
-        if not started or host != _host_name():
-            return False
-        stat = _stat(int(pid))
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False
-    is_ending = stat[_STATE] in {"Z", "X"} or bool(int(stat[_FLAGS]) & _PF_EXITING)
-    return is_ending or stat[_STARTED] != started
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

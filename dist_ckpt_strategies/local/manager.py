@@ -203,7 +203,7 @@ class LocalCheckpointManager:
                 time.sleep(_HEAD_START_S)
                 return store(copied)
 
-            return BackgroundWork(write, "local-save")
+            return BackgroundWork(write, "local-save", encoded.shard.nbytes)
 
         work = self._running = start_on_all(comm, prepare)
         if strategy is not None:

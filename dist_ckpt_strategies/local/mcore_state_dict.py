@@ -47,6 +47,7 @@ from dist_ckpt_strategies.megatron.types import (
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.sharded.checks import check_load, check_save
+from dist_ckpt_strategies.sharded.load import destination
 
 _ALGORITHMS = ("atomic", "fully_parallel")
 
@@ -209,6 +210,30 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             ArrayNotFoundError: no rank holds an object that is wanted.
         """
         del exchange_algo, parallelization_group
+        found = self._in_layout_of(
+            sharded_state_dict,
+            strict,
+            algo=algo,
+            validates=validate_access_integrity,
+            deliver=lambda _, tensor: tensor,
+        )
+        return found if return_mismatch_keys else found[0]
+
+    @raises_megatron_errors
+    def load_into(self, sharded_state_dict: StateDict) -> StateDict:
+        """Like ``to_state_dict``; tensors of ``sharded_state_dict`` that have data are filled."""
+        return self._in_layout_of(sharded_state_dict, deliver=_filled)[0]
+
+    def _in_layout_of(
+        self,
+        sharded_state_dict: StateDict | None,
+        strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+        *,
+        deliver: Callable[[Any, torch.Tensor], torch.Tensor],
+        algo: str = "atomic",
+        validates: bool = True,
+    ) -> tuple[StateDict, set[str], set[str]]:
+        """See ``to_state_dict`` and ``loaded``; with missing and unexpected keys. Collective."""
         comm = _communicator(None, "making of a state dict")
         begun: list[tuple[StateDict, LoadParts]] = []
 
@@ -224,20 +249,16 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         is_any_wanted = any(run_and_gather(comm, begin))
         ((state, parts),) = begun
         if not is_any_wanted:
-            return state
+            return state, set(), set()
         strictness = run_collectively(comm, lambda: parsed_strict(strict))
         stored = stored_keys(comm, self._hollow) if needs_stored_keys(strictness) else {}
-        outcome = check_load(
-            comm, parts.sharded, strictness, lambda: stored, validate_access_integrity
-        )
-        loaded = self.loaded(comm, outcome.sharded)
+        outcome = check_load(comm, parts.sharded, strictness, lambda: stored, validates)
+        loaded = self.loaded(comm, outcome.sharded, deliver)
         run_collectively(
             comm,
             lambda: merge_factories(merged(state, parts.nonpersistent, loaded), parts.factories),
         )
-        if return_mismatch_keys:
-            return state, outcome.missing, outcome.unexpected
-        return state
+        return state, outcome.missing, outcome.unexpected
 
     @property
     def sharded_state_dict(self) -> StateDict:
@@ -310,6 +331,12 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             return deliver(value, loaded.reshape(tuple(value.local_shape)))
 
         return run_collectively(comm, lambda: mapped_values(give, wanted))
+
+
+def _filled(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+    target = destination(tensor)
+    target.detach().copy_(loaded)
+    return target
 
 
 def _id_of(value: Any) -> ObjectId | ShardId:

@@ -45,8 +45,9 @@ _NO_ANSWER = (PeerTimeoutError, PeerLostError, StorageTimeoutError)
 
 
 class Tier(StrEnum):
-    """Where a checkpoint is."""
+    """Where a checkpoint is: in memory of ranks, on disks of nodes, on storage that all see."""
 
+    MEMORY = "memory"
     LOCAL = "local"
     GLOBAL = "global"
 
@@ -83,7 +84,8 @@ class Loaded:
         tier: where it was.
         iteration: of the training.
         name: the id of this rank's shard, or the directory.
-        state: what the local manager's ``load`` gave, or ``load_global``; None without that.
+        state: what the local manager's ``load`` gave, or ``load_local`` or ``load_global``; None
+            without that, and where memory has filled the state.
         attempts: newer checkpoints that could not be used, in the order in which they were tried.
     """
 
@@ -102,6 +104,8 @@ def load_latest(
     local_manager: LocalCheckpointManager | None,
     global_dirs: Sequence[str | Path],
     load_global: Callable[[Any], Any] | None = None,
+    *,
+    load_local: Callable[[Any], Any] | None = None,
 ) -> Loaded:
     """Load the newest checkpoint that is whole, and fall back one by one where one is not.
 
@@ -120,6 +124,8 @@ def load_latest(
             ``lambda path: dist_ckpt_strategies.load(sharded_state_dict, path)``. It is called with
             a Path, and for an object store with the URL. Without it, a global checkpoint of which
             every file is there, of the size that it should have, is named and not loaded.
+        load_local: turns what the local manager's ``load`` gave into the state that is wanted, on
+            every rank: ``lambda found: found.load_into(sharded_state_dict)``.
 
     Raises:
         CheckpointNotFoundError: there is none; at most saves that never came to an end.
@@ -141,7 +147,8 @@ def load_latest(
     with time_limit(timeout_s):
         found = _find_global(comm, global_dirs)
     for candidate in [*found, None]:  # at last, local ones of any iteration
-        loaded = _from_local(local_manager, candidate[0] if candidate else 0, attempts)
+        at_least = candidate[0] if candidate else 0
+        loaded = _from_local(local_manager, at_least, load_local, attempts)
         if loaded is None and candidate is not None:
             loaded = _from_global(comm, timeout_s, candidate, load_global, attempts)
         if loaded is not None:
@@ -155,7 +162,10 @@ def load_latest(
 
 
 def _from_local(
-    manager: LocalCheckpointManager | None, at_least: int, attempts: list[Attempt]
+    manager: LocalCheckpointManager | None,
+    at_least: int,
+    load_local: Callable[[Any], Any] | None,
+    attempts: list[Attempt],
 ) -> Loaded | None:
     """The newest local checkpoint, unless it is older than ``at_least``. Collective."""
     if manager is None:
@@ -166,6 +176,8 @@ def _from_local(
     root = str(manager.root_local_ckpt_dir)
     try:
         state, shard_id = manager.load(at_least=at_least)
+        if load_local is not None:
+            state = load_local(state)
     except _NO_ANSWER:
         raise
     except CheckpointNotFoundError:
@@ -247,17 +259,23 @@ def _note(attempts: list[Attempt], attempt: Attempt) -> None:
 def _find_global(comm: Communicator, global_dirs: Sequence[str | Path]) -> list[_Found]:
     """All global checkpoints as the first rank sees them, the newest first. Collective."""
 
-    def find() -> list[_Found]:
-        found: dict[str, bool] = {}
-        for address in global_dirs:
-            place = located(address, options_from_environment())
-            found |= _in_directory(place) if isinstance(place, Path) else _in_store(place)
-        return [(_iteration_of(name), name, has_marker) for name, has_marker in found.items()]
-
     def look() -> list[_Found]:
-        return [] if comm.rank else run_with_limit(find, ", ".join(map(str, global_dirs)))
+        if comm.rank:
+            return []
+        find = partial(global_checkpoints, global_dirs)
+        return run_with_limit(find, ", ".join(map(str, global_dirs)))
 
-    return sorted(map(tuple, run_and_gather(comm, look)[0]), reverse=True)
+    return [tuple(found) for found in run_and_gather(comm, look)[0]]
+
+
+def global_checkpoints(global_dirs: Sequence[str | Path]) -> list[_Found]:
+    """The checkpoints at or below places, the newest first. Rank-local."""
+    found: dict[str, bool] = {}
+    for address in global_dirs:
+        place = located(address, options_from_environment())
+        found |= _in_directory(place) if isinstance(place, Path) else _in_store(place)
+    named = [(_iteration_of(name), name, has_marker) for name, has_marker in found.items()]
+    return sorted(named, reverse=True)
 
 
 def _in_directory(directory: Path) -> dict[str, bool]:
@@ -294,7 +312,7 @@ def _in_store(place: Bucket) -> dict[str, bool]:
         return {url: True}
     tops = {top for top, slash, _ in (name.partition("/") for name in names) if slash}
     numbered = sorted(top for top in tops if _NUMBER.search(top))
-    if not numbered and names and _NUMBER.search(url):
+    if not numbered and names and _NUMBER.search(url.rpartition("/")[2]):
         return {url: False}
     return {f"{url}/{top}": f"{top}/{MARKER_NAME}" in names for top in numbered}
 

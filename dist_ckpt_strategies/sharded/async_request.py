@@ -39,13 +39,15 @@ class BackgroundWork(Generic[T]):
 
     Attributes:
         mark: a file that is there until the work has ended.
+        seconds: how long it took, once it has ended.
+        nbytes: that it writes, of this rank's own.
 
     Raises:
         StorageError: the temporary directory is full.
         RuntimeError: the system starts no more threads.
     """
 
-    def __init__(self, work: Callable[[], T], name: str) -> None:
+    def __init__(self, work: Callable[[], T], name: str, nbytes: int = 0) -> None:
         self._work = work
         self._tasks: SimpleQueue[Callable[[], T]] = SimpleQueue()
         # The thread itself does not tell: Python <= 3.12 takes one for ended whose join() was
@@ -55,6 +57,7 @@ class BackgroundWork(Generic[T]):
             handle, mark = tempfile.mkstemp(prefix="dist_ckpt-")
         os.close(handle)
         self.mark = Path(mark)
+        self.seconds, self.nbytes = 0.0, nbytes
         weakref.finalize(self, _remove_own, self.mark, os.getpid())
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -87,10 +90,12 @@ class BackgroundWork(Generic[T]):
     def _run(self) -> None:
         finish: Callable[[], None]
         work = self._tasks.get()
+        started = time.monotonic()
         try:
             finish = partial(self._future.set_result, work())
         except BaseException as error:  # noqa: BLE001 - raised again by ``result``
             finish = partial(self._future.set_exception, error)
+        self.seconds = time.monotonic() - started
         _remove_own(self.mark, os.getpid())
         finish()
 
@@ -292,9 +297,15 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
         """What a checkpoint queue takes: this."""
         return self
 
+    @property
+    def work(self) -> BackgroundWork[Any]:
+        """This rank's share of the save."""
+        found: BackgroundWork[Any] = self.finalize_fns[0].work
+        return found
+
     def done(self) -> bool:
         """Whether this rank's share of the save has ended, well or not. Rank-local."""
-        return bool(self.finalize_fns[0].work.ends_within(0))
+        return self.work.ends_within(0)
 
     @raises_megatron_errors
     def wait(self, timeout_s: float | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -134,10 +133,9 @@ class SaveCache:
         return self._process
 
 
-_Written = tuple[Digests | bytes, float]
-"""What the thread of a save has done: the digests, or the writer process's answer; in how many
-seconds. Python that takes long runs before the thread or after it: a busy thread keeps training
-waiting."""
+_Written = Digests | bytes
+"""What the thread of a save gives: the digests, or the writer process's answer. Python that takes
+long runs before the thread or after it: a busy thread keeps training waiting."""
 
 
 def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
@@ -160,13 +158,11 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
 
         def write() -> _Written:
             yield_to_training()
-            started = time.monotonic()
             with time_limit(timeout_s, WORK):
                 save.write_small_files()
-                outcome = write_arrays()
-            return outcome, time.monotonic() - started
+                return write_arrays()
 
-        work = BackgroundWork(write, "dist-ckpt-save")
+        work = BackgroundWork(write, "dist-ckpt-save", save.planned.report.nbytes)
         RUNNING_SAVES.add(writer.root, work)
         return work
 
@@ -182,14 +178,12 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
     Where another save has begun in its place, maybe ended too, nothing there is touched.
     """
     comm, writer, timeout_s = save.comm, save.writer, save.writer.options.timeout_s
-    seconds = 0.0
 
     def written() -> Message:
-        nonlocal seconds
         work.wait((WORK + 1 / 8) * timeout_s)  # longer than the work's own limit, which says more
         restart_limit()
         try:
-            outcome, seconds = work.result()
+            outcome = work.result()
             digests = digests_from(outcome) if isinstance(outcome, bytes) else outcome
         except StorageError:
             writer.place.require()  # another save may have removed what this one wrote
@@ -203,12 +197,10 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
         described = run_and_gather(comm, written)
         restart_limit()
         save.complete(described)
-    save.log_report(seconds)
+    save.log_report(work.seconds)
 
 
-def _array_write(
-    save: ShardedSave, staged: tuple[StagedWrite, ...]
-) -> Callable[[], Digests | bytes]:
+def _array_write(save: ShardedSave, staged: tuple[StagedWrite, ...]) -> Callable[[], _Written]:
     """What writes the arrays, for a thread to call: by the writer process if there is one."""
     cache, writer, options = save.cache, save.writer, save.writer.options
     creations = tuple(creation.array for creation in save.planned.plan.creations)

@@ -222,7 +222,8 @@ def _waited(process: subprocess.Popen[bytes]) -> int | None:
 def main() -> None:
     """In the process: do jobs, one after the other, until the connection is closed."""
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job; the parent may save yet
+        signal.signal(number, signal.SIG_IGN)
     os.setpriority(os.PRIO_PROCESS, 0, _LOW_PRIORITY)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     memories: dict[int, memoryview] = {}

@@ -199,6 +199,21 @@ class Bucket:
             )
         self._result(self._store.write(name, content), Operation.PUT, self.path(name))
 
+    def create(self, name: str, content: bytes) -> bool:
+        """Make an object unless there is one; whether it was made, by a conditional put.
+
+        A server that ignores ``If-None-Match`` may make two, the second in place of the first.
+        """
+        spec, path = _spec(self.url, self.options), self.path(name)
+        if "use_conditional_write" in spec:  # puts to Google's are conditional anyway
+            spec["use_conditional_write"] = True
+        store = _kv_store().open(spec).result()
+        missing = self._result(store.read(name, byte_range=slice(0, 0)), Operation.READ, path)
+        if missing.state != "missing":
+            return False
+        request = store.write(name, content, if_equal=missing.stamp.generation)
+        return bool(self._result(request, Operation.PUT, path).generation)
+
     def has(self, name: str) -> bool:
         """Whether there is an object of that name."""
         request = self._store.read(name, byte_range=slice(0, 0))

@@ -6,7 +6,8 @@ Arrays are read and written by region; small files have names below the checkpoi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from dist_ckpt_strategies.storage.file_systems import pread_into
 from dist_ckpt_strategies.storage.files import (
     file_errors,
     nbytes_text,
+    new_file,
     open_at_once,
     read_file,
     sync_path,
@@ -201,3 +203,32 @@ class Directory:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 sync_path(path.parent.parent)
             write_file(path, content)
+
+    @limited
+    def create(self, name: str, content: bytes) -> bool:
+        """Make a file unless there is one; whether it was made. At first it may be seen empty."""
+        path = self.path(name)
+        with file_errors(None, path):
+            try:
+                with new_file(path) as handle:
+                    os.write(handle, content)
+            except FileExistsError:
+                return False
+            except OSError:
+                Path(path).unlink(missing_ok=True)  # a full disk has room for its name
+                raise
+        return True
+
+    @limited
+    def names(self, start: str = "") -> Sequence[str]:
+        """What is right below the directory and has a name that starts with ``start``."""
+        with file_errors(None, self.root), suppress(FileNotFoundError):
+            return [name for name in os.listdir(self.root) if name.startswith(start)]  # noqa: PTH208
+        return []
+
+    @limited
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files; those that are not there are passed over."""
+        for name in names:
+            with file_errors(None, self.path(name)):
+                Path(self.path(name)).unlink(missing_ok=True)

@@ -1,0 +1,191 @@
+"""One job at a time at a place that holds checkpoints: a lock that runs out with its holder.
+
+A lock is a small file, ``.dist-ckpt-lock-N``; of several the one with the largest N counts. Its
+holder rewrites it four times per lease. Who wants the place watches that file: where it changes its
+holder lives, and where it does not change for a whole lease, by the clock of the one who watches,
+or where the holder's process has ended on the same host, the watcher makes the file with the next
+number. To make a file that is not there yet is one atomic step: ``O_EXCL`` in a directory, a
+conditional put in an object store.
+
+What this protects: two jobs that both use it never both go on; the one that lost its lock learns
+it at the next look. What it does not: between that look and the end of what follows, a holder that
+was stopped for longer than its lease may overlap with the next one; its files are staged under a
+name of their own, so that one of two whole checkpoints is the result. Nor does it stop programs
+that save without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+
+from dist_ckpt_strategies.errors import (
+    CheckpointLockedError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.processes import has_ended, process_name
+from dist_ckpt_strategies.storage.store import Directory
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = ".dist-ckpt-lock-"
+_BEATS = 4
+"""Of a holder within its lease."""
+
+
+class Lease:
+    """The lock of a place, for this process. Rank-local: one rank of a job holds it for all.
+
+    Args:
+        place: holds the checkpoints; a directory is made where it is missing.
+        lease_s: without a sign of life for so many seconds, another job may take over.
+    """
+
+    def __init__(self, place: Directory | Bucket, lease_s: float) -> None:
+        self._place, self._lease_s = place, lease_s
+        self._id = uuid.uuid4().hex
+        self._number = 0
+        self._num_beats = 0
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self, timeout_s: float) -> None:
+        """Take the lock; wait while it is not known whether its holder lives.
+
+        Raises:
+            CheckpointLockedError: it does, or was not silent for its lease within ``timeout_s``.
+            StorageError: the place cannot be read or written.
+        """
+        began = since = time.monotonic()
+        seen = (0, b"")
+        while True:
+            found = number, content = self._current()
+            holder, now = _parsed(content), time.monotonic()
+            if found != seen:
+                if number and number == seen[0]:
+                    raise self._locked(holder, "is alive")
+                seen, since = found, now
+            lease_s = float(str(holder.get("lease_s", self._lease_s)))
+            has_run_out = now - since > lease_s or has_ended(str(holder.get("process")))
+            if not number or has_run_out or _is_own(holder):
+                if self._take(number + 1):
+                    if number:
+                        logger.warning("%s: took over from %s", self._place, _name(holder))
+                    return
+            elif now - began > timeout_s:
+                raise self._locked(holder, f"may be alive after {timeout_s:g} s of waiting")
+            else:
+                time.sleep(min(0.5, self._lease_s / 20))
+
+    def require(self) -> None:
+        """Raise unless this process still holds the lock, and no other has taken it over.
+
+        Raises:
+            CheckpointLockedError: another has.
+        """
+        number, content = self._current()
+        holder = _parsed(content)
+        if (number, holder.get("id")) != (self._number, self._id):
+            raise self._locked(
+                holder, f"has taken over, as this process was silent for {self._lease_s:g} s"
+            )
+
+    def release(self) -> None:
+        """Give the lock back, if this has it; an error is logged: the lock runs out by itself."""
+        if self._thread is None:
+            return
+        self._is_over.set()
+        self._thread.join(self._lease_s)  # or it might make the file anew
+        self._thread = None
+        try:
+            self.require()
+            self._place.delete([self._file(self._number)])
+        except StorageError as error:
+            logger.warning("%s: the lock stays until it runs out: %s", self._place, error)
+
+    def _take(self, number: int) -> bool:
+        """Make the lock of that number; whether this process has it then."""
+        self._number = number
+        if not self._place.create(self._file(number), self._content()):
+            return False
+        newest, content = self._current()
+        if newest != number or _parsed(content).get("id") != self._id:
+            if newest != number:
+                self._place.delete([self._file(number)])
+            return False
+        names = self._place.names(_PREFIX)
+        self._place.delete(name for name in names if _number_of(name) < number)
+        self._is_over.clear()
+        self._thread = threading.Thread(target=self._beat, name="dist-ckpt-lease", daemon=True)
+        self._thread.start()
+        return True
+
+    def _beat(self) -> None:
+        """Show that the holder lives, until it gives the lock back or has lost it."""
+        while not self._is_over.wait(self._lease_s / _BEATS):
+            try:
+                self.require()
+                self._num_beats += 1
+                self._place.write(self._file(self._number), self._content())
+            except CheckpointLockedError as error:
+                logger.error("%s", error)  # noqa: TRY400 - no traceback is needed
+                return
+            except StorageError as error:
+                logger.warning("the lock is not renewed, once: %s", error)
+
+    def _current(self) -> tuple[int, bytes]:
+        """Number and content of the lock that counts; 0 and nothing where there is none."""
+        while number := max(map(_number_of, self._place.names(_PREFIX)), default=0):
+            with suppress(IncompleteCheckpointError):  # given back meanwhile
+                return number, self._place.read(self._file(number))
+        return 0, b""
+
+    def _content(self) -> bytes:
+        process = process_name(os.getpid())
+        holder = {"id": self._id, "process": process, "pid": os.getpid()}
+        host = {"host": socket.gethostname(), "lease_s": self._lease_s}
+        return json.dumps({**holder, **host, "beat": self._num_beats}).encode()
+
+    def _file(self, number: int) -> str:
+        return f"{_PREFIX}{number:08d}"
+
+    def _locked(self, holder: dict[str, object], what: str) -> CheckpointLockedError:
+        return CheckpointLockedError(
+            f"{self._place}: another job saves here: {_name(holder)} {what}; wait for its end, or "
+            f"save elsewhere. After {holder.get('lease_s', self._lease_s)} s without a sign of "
+            "life the place is free",
+            path=str(self._place),
+        )
+
+
+def _number_of(name: str) -> int:
+    number = name.removeprefix(_PREFIX)
+    return int(number) if number.isdecimal() else 0
+
+
+def _parsed(content: bytes) -> dict[str, object]:
+    """The holder that a lock names; empty where it names none."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _name(holder: dict[str, object]) -> str:
+    if "pid" not in holder:
+        return "an unknown process"
+    return f"process {holder['pid']} of host {holder.get('host')}"
+
+
+def _is_own(holder: dict[str, object]) -> bool:
+    """Whether this very process holds it, for an earlier attempt of its job."""
+    return bool(holder.get("process")) and holder["process"] == process_name(os.getpid())

@@ -1,0 +1,532 @@
+"""One manager for a training's checkpoints: in memory, on the nodes' disks, on shared storage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_on_first_rank
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.errors import (
+    CheckpointNotFoundError,
+    PlanError,
+    SaveTimeoutError,
+    StorageError,
+)
+from dist_ckpt_strategies.formats.locations import located
+from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.local.manager import LocalCheckpointManager
+from dist_ckpt_strategies.local.mcore_state_dict import (
+    MCoreTensorAwareStateDict,
+    ShardDistribution,
+)
+from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.megatron.types import raises_megatron_errors
+from dist_ckpt_strategies.recovery.latest import (
+    Attempt,
+    Loaded,
+    Tier,
+    global_checkpoints,
+    load_latest,
+)
+from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
+from dist_ckpt_strategies.storage.io_pool import WORK, time_limit
+from dist_ckpt_strategies.storage.lease import Lease
+from dist_ckpt_strategies.storage.store import Directory
+from dist_ckpt_strategies.strategies.entry import load, save_async
+from dist_ckpt_strategies.strategies.registry import StrategyChoice
+from dist_ckpt_strategies.tools.prune import prune
+
+logger = logging.getLogger(__name__)
+
+_MIN_UNFINISHED_S = 3600.0
+"""What an unfinished save has to be unchanged for before it is removed."""
+
+_LEASE_S = 60.0
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """When a step is saved, and which global checkpoints stay.
+
+    Where both tiers are due the global one is saved.
+
+    Attributes:
+        every_steps: steps whose number is a multiple of it are saved globally.
+        every_minutes: a step is saved globally once so many minutes have passed since the last
+            one, by the clock of rank 0.
+        local_every_steps: steps whose number is a multiple of it are saved locally.
+        keep_last: that many global checkpoints stay, the newest; None to let all stay.
+        keep_every: those whose step is a multiple of it stay.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    local_every_steps: int | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what could only fail at a later step."""
+        for name, value in asdict(self).items():
+            if value is not None and not value > 0:
+                raise PlanError(f"{name}: expected a number above 0, found {value!r}")
+
+    def due(self, step: int) -> Tier | None:
+        """What is due at a step whatever the time is."""
+        if self.every_steps and step % self.every_steps == 0:
+            return Tier.GLOBAL
+        if self.local_every_steps and step % self.local_every_steps == 0:
+            return Tier.LOCAL
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveMetrics:
+    """One save of all ranks, in numbers.
+
+    Attributes:
+        step: of the training.
+        tier: ``"local"`` or ``"global"``.
+        waited_s: that training waited for the save before; of all times the slowest rank's.
+        blocking_s: that training waited for this one to begin.
+        background_s: that it was written in the background.
+        nbytes: written by all ranks together; of a local save without the copies.
+        gb_per_s: 1e9 bytes for each second of the last two times.
+        unix_s: when it was complete.
+    """
+
+    step: int
+    tier: Tier
+    waited_s: float
+    blocking_s: float
+    background_s: float = 0.0
+    nbytes: int = 0
+    gb_per_s: float = 0.0
+    unix_s: float = 0.0
+
+    def __str__(self) -> str:
+        """What was saved."""
+        return f"the {self.tier} save of step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerOptions:
+    """How a manager works. Equal on all ranks.
+
+    Attributes:
+        strategy: of global saves: ("zarr", 2) by default, or ("zarr", 1), or an instance.
+        load_strategy: of global loads; by default what a checkpoint names.
+        allow: further classes that objects of the state may be of.
+        is_async: whether ``save`` returns while the state is being written; if not, it waits.
+        timeout_s: longest wait for a peer; by default what the environment says.
+        poll_every_steps: at the multiples of it ranks look together, by one small gather, whether
+            a signal has come, time is up or a save has ended; only where one of these can be.
+        preemption_signals: at the next poll after one of them, on any rank, the state is saved,
+            and every rank raises SystemExit. Handled in the main thread.
+        exit_code: of that.
+        lease_s: a job that gave no sign of life for so many seconds loses the root to the next; by
+            default 60, or a quarter of ``timeout_s`` if that is less.
+        metrics: called with the SaveMetrics of each save, on rank 0; or a file that gets them, one
+            line of JSON each. If it fails, that is logged.
+    """
+
+    strategy: StrategyChoice = None
+    load_strategy: StrategyChoice = None
+    allow: Allowed = ()
+    is_async: bool = True
+    timeout_s: float | None = None
+    poll_every_steps: int = 1
+    preemption_signals: tuple[int, ...] = (signal.SIGTERM,)
+    exit_code: int = 128 + signal.SIGTERM
+    lease_s: float | None = None
+    metrics: Callable[[SaveMetrics], None] | str | Path | None = None
+
+
+class TieredCheckpointManager:
+    """Saves a training's state by a policy, loads the newest that is whole, removes old ones.
+
+    In a training loop::
+
+        with TieredCheckpointManager(root, policy=SavePolicy(every_steps=1000)) as manager:
+            loaded = manager.load_latest(state_dict())
+            for step in range(loaded.iteration if loaded else 0, num_steps):
+                train_step()
+                manager.save(step + 1, state_dict)
+
+    All ranks make one alike, and call its methods together, unless they are said to be rank-local.
+    A step's number is that of the steps that are done. One save is under way at most: a global one
+    waits for the one before, a local one is left out then; the log says both.
+
+    The first call takes the lock of ``root``: see ``storage.lease`` for what it protects.
+
+    Args:
+        root: holds the global checkpoints, ``iter_0000100`` and so on; a directory that all ranks
+            see, or ``s3://bucket/path`` or ``gs://bucket/path``.
+        local: where the nodes' own disks are used, too.
+        recovery: where states are recovered from memory, too.
+        policy: when to save, and what to keep; by default ``force=True`` saves alone.
+        options: everything else.
+
+    Raises:
+        PlanError: the policy has local saves and there is no local manager, or the other way
+            round; or an option is out of range.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        local: LocalCheckpointManager | None = None,
+        recovery: CheckpointManager | None = None,
+        policy: SavePolicy = SavePolicy(),
+        options: ManagerOptions = ManagerOptions(),
+    ) -> None:
+        if (local is None) is not (policy.local_every_steps is None):
+            raise PlanError(
+                "local and policy.local_every_steps: expected both or none, found "
+                f"{local!r} and {policy.local_every_steps!r}"
+            )
+        defaults = options_from_environment()
+        self._timeout_s = options.timeout_s or defaults.timeout_s
+        lease_s = options.lease_s or min(_LEASE_S, self._timeout_s / 4)
+        if not (options.poll_every_steps >= 1 and 0 < lease_s < WORK * self._timeout_s):
+            raise PlanError(
+                f"options: expected poll_every_steps >= 1 and 0 < lease_s < {WORK:g} * timeout_s, "
+                f"found {options.poll_every_steps}, {lease_s:g} and {self._timeout_s:g}"
+            )
+        place = located(root, defaults)
+        self.root, self.policy, self.options = str(place), policy, options
+        self.local, self.recovery = local, recovery
+        self._lease = Lease(Directory(place) if isinstance(place, Path) else place, lease_s)
+        self._is_open = self._is_preempted = False
+        self._handlers: dict[int, Any] = {}
+        self._running: tuple[SaveMetrics, LocalSaveRequest] | None = None
+        self._newest = {Tier.LOCAL: _NONE, Tier.GLOBAL: _NONE}
+        self._distribution: ShardDistribution | None = None
+        self._pruning: threading.Thread | None = None
+        self._is_removal_due = threading.Event()
+        self._last_s = time.monotonic()
+
+    def directory(self, step: int) -> str:
+        """Where the global checkpoint of a step is. Rank-local."""
+        return f"{self.root}/iter_{step:07d}"
+
+    def all_steps(self) -> list[int]:
+        """Steps of the finished global checkpoints, in order. Rank-local: looks at the storage."""
+        return sorted(step for step, _, is_done in global_checkpoints([self.root]) if is_done)
+
+    def latest_step(self) -> int | None:
+        """The last of them; None where there is none. Rank-local."""
+        return max(self.all_steps(), default=None)
+
+    def preempt(self) -> None:
+        """Have the next poll save the state and end all ranks, as after a signal. Rank-local."""
+        self._is_preempted = True
+
+    @raises_megatron_errors
+    def load_latest(self, state_dict: StateDict, provider: Any = None) -> Loaded | None:
+        """Load the newest state that is whole: from memory, else from disks, the newest first.
+
+        Collective. Of a local and a global checkpoint of one step the local one is taken.
+
+        Args:
+            state_dict: what to load; tensors of ShardedTensors are filled in place.
+            provider: the StateProvider, or what has one, that memory fills.
+
+        Returns:
+            What was loaded, ``iteration`` the step that training goes on at, and ``attempts`` what
+            was refused before, with the reasons; None where there is nothing to load.
+
+        Raises:
+            NoUsableCheckpointError: there are checkpoints, and none can be used; says why of each.
+            CheckpointLockedError: another job saves at ``root``.
+            StorageError, PeerError: as in ``recovery.load_latest``.
+        """
+        self._open()
+        self.wait()
+        refused: tuple[Attempt, ...] = ()
+        if self.recovery is not None and provider is not None:
+            report = self.recovery.try_checkpointless_load(provider)
+            if report is not None:
+                return Loaded(Tier.MEMORY, report["global_step"], "memory", None, ())
+            why = str(self.recovery.last_failure)
+            refused = (Attempt(Tier.MEMORY, _NONE, "memory", why),)
+        load_global = partial(
+            load,
+            state_dict,
+            sharded_strategy=self.options.load_strategy,
+            allow=self.options.allow,
+            timeout_s=self.options.timeout_s,
+        )
+        try:
+            found = load_latest(
+                self.local,
+                [self.root],
+                load_global,
+                load_local=lambda state: state.load_into(state_dict),
+            )
+        except CheckpointNotFoundError as error:
+            logger.info("nothing to load: %s", error)
+            return None
+        self._newest[found.tier] = found.iteration
+        return replace(found, attempts=refused + found.attempts)
+
+    @raises_megatron_errors
+    def save(
+        self,
+        step: int,
+        state_dict: StateDict | Callable[[], StateDict],
+        *,
+        force: bool = False,
+    ) -> bool:
+        """Save a step if the policy says so. Collective; call it after every step.
+
+        Where neither a signal, nor time, nor a save under way is to be looked at, and nothing is
+        due, it returns without a collective.
+
+        Args:
+            step: how many steps are done; equal on all ranks.
+            state_dict: the sharded state dict, or what makes it, called if the step is saved. Its
+                tensors may be overwritten when this returns.
+            force: save globally whatever the policy says.
+
+        Returns:
+            Whether a save of the step has begun; not where there is one already.
+
+        Raises:
+            SystemExit: a preemption signal has come; the state is saved, the manager closed.
+            CheckpointLockedError: another job has taken the root over, or has it.
+            StorageError: this save, or the one before, could not be written. Training may go on:
+                earlier checkpoints are whole, and later steps are saved.
+            CheckpointError: as in ``save_async``.
+        """
+        comm = self._open()
+        is_preempted, due = self._poll(comm, step, Tier.GLOBAL if force else self.policy.due(step))
+        if is_preempted:
+            self._leave(comm, step, state_dict)
+        if due is None or self._newest[due] == step or self._newest[Tier.GLOBAL] == step:
+            return False
+        if self._running is not None and due is Tier.LOCAL:
+            logger.warning("local save of step %d left out: %s goes on", step, self._running[0])
+            return False
+        self._begin(comm, due, step, state_dict)
+        if not self.options.is_async:
+            self._finish(comm)
+        return True
+
+    @raises_megatron_errors
+    def wait(self) -> None:
+        """Return when no save is under way any more: the last one is visible. Collective.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        if self._running is not None:
+            self._finish(self._communicator())
+
+    @raises_megatron_errors
+    def close(self) -> None:
+        """Wait for the last save, and give up the lock and the signals. Collective; again nothing.
+
+        Raises:
+            StorageError: the save could not be written.
+        """
+        try:
+            self.wait()
+            if self._pruning is not None:
+                self._pruning.join(WORK * self._timeout_s)
+        finally:
+            self._release()
+
+    def __enter__(self) -> Self:
+        """Take the lock. Collective."""
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; after an error give up the lock alone: other ranks may be elsewhere."""
+        if kind is None:
+            self.close()
+        else:
+            self._release()
+
+    def _communicator(self) -> Communicator:
+        return open_communicator(None, timeout_s=self._timeout_s, purpose="checkpoint manager")
+
+    def _open(self) -> Communicator:
+        """All ranks; the first time rank 0 takes the lock. Collective then."""
+        comm = self._communicator()
+        if self._is_open:
+            return comm
+        with time_limit(self._timeout_s):
+            run_on_first_rank(comm, lambda: self._lease.acquire(WORK * self._timeout_s))
+        self._is_open = True
+        self._last_s = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            for number in self.options.preemption_signals:
+                self._handlers[number] = signal.signal(number, lambda *_: self.preempt())
+        elif self.options.preemption_signals:
+            logger.warning("preemption_signals: only the main thread can handle signals")
+        return comm
+
+    def _poll(self, comm: Communicator, step: int, due: Tier | None) -> tuple[bool, Tier | None]:
+        """Whether any rank is preempted, and what is due; ends a save that is done.
+
+        Collective, unless at this step nothing can have happened: that is known on all ranks alike.
+        """
+        options, running, minutes = self.options, self._running, self.policy.every_minutes
+        can_happen = running or options.preemption_signals or minutes
+        needs_to_know = running and due is Tier.LOCAL
+        if not (needs_to_know or (can_happen and step % options.poll_every_steps == 0)):
+            return False, due
+
+        def look() -> list[bool] | None:
+            is_late = bool(minutes) and time.monotonic() - self._last_s >= 60 * (minutes or 0)
+            found = [self._is_preempted, is_late, running is not None and running[1].done()]
+            return found if any(found) else None  # nothing travels faster
+
+        answers = run_and_gather(comm, look, is_sparse=True)
+        facts = [found or [False, False, False] for found in answers]
+        preempted = [comm.global_rank(rank) for rank, fact in enumerate(facts) if fact[0]]
+        if preempted:
+            logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
+        elif all(is_done for *_, is_done in facts):
+            self._finish(comm)
+        return bool(preempted), Tier.GLOBAL if facts[0][1] else due
+
+    def _begin(
+        self,
+        comm: Communicator,
+        tier: Tier,
+        step: int,
+        state_dict: StateDict | Callable[[], StateDict],
+    ) -> None:
+        """Begin a save, after the one before has ended. Collective."""
+        began = time.monotonic()
+        if self._running is not None:
+            before, _ = self._running
+            self._finish(comm)
+            waited_s = time.monotonic() - began
+            logger.warning("step %d: training waited %.1f s for %s", step, waited_s, before)
+        ready, options = time.monotonic(), self.options
+        state = state_dict() if callable(state_dict) else state_dict
+        if tier is Tier.LOCAL and self.local is not None:
+            shards, self._distribution = MCoreTensorAwareStateDict.from_state_dict(
+                state, cached_metadata=self._distribution
+            )
+            request = self.local.save(shards, step, is_async=True)
+            assert request is not None  # noqa: S101 - an asynchronous save returns one
+        else:
+            request = save_async(
+                state,
+                self.directory(step),
+                options.strategy,
+                overwrite=True,
+                allow=options.allow,
+                timeout_s=options.timeout_s,
+            )
+            self._last_s = time.monotonic()
+        self._newest[tier] = step
+        seconds = (ready - began, time.monotonic() - ready)
+        self._running = SaveMetrics(step, tier, *seconds), request
+
+    def _finish(self, comm: Communicator) -> None:
+        """Make the save under way visible, report it, and remove old checkpoints. Collective."""
+        assert self._running is not None  # noqa: S101 - callers have looked
+        begun, request = self._running
+        try:
+            with time_limit(self._timeout_s):
+                run_on_first_rank(comm, self._lease.require)
+            request.wait()
+        except SaveTimeoutError:
+            raise  # it goes on, and may still end well
+        except BaseException:
+            self._running, self._newest[begun.tier] = None, _NONE
+            raise
+        self._running = None
+        mine = [request.work.nbytes, begun.waited_s, begun.blocking_s, request.work.seconds]
+        sizes, *seconds = zip(*run_and_gather(comm, lambda: mine), strict=True)
+        if comm.rank == 0:
+            try:
+                self._report(begun, sum(sizes), *map(max, seconds))
+                if begun.tier is Tier.GLOBAL:
+                    self._begin_removal()
+            except Exception:  # one rank must not leave the others
+                logger.exception("after %s", begun)
+
+    def _report(
+        self, begun: SaveMetrics, nbytes: int, waited_s: float, blocking_s: float, work_s: float
+    ) -> None:
+        """Give the caller its metrics; on rank 0."""
+        rate = nbytes / max(1e-9, blocking_s + work_s) / 1e9
+        known = (begun.step, begun.tier, waited_s, blocking_s, work_s)
+        metrics, sink = SaveMetrics(*known, nbytes, rate, time.time()), self.options.metrics
+        logger.info("%s: %s", begun, asdict(metrics))
+        if callable(sink):
+            sink(metrics)
+        elif sink is not None:
+            with Path(sink).open("a") as file:
+                file.write(json.dumps(asdict(metrics)) + "\n")
+
+    def _begin_removal(self) -> None:
+        """Remove what is not to be kept, in the background; on rank 0."""
+        if self.policy.keep_last or self.policy.keep_every:
+            self._is_removal_due.set()
+            if self._pruning is None or not self._pruning.is_alive():  # else it goes on with this
+                self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
+                self._pruning.daemon = True
+                self._pruning.start()
+
+    def _remove(self) -> None:
+        while self._is_removal_due.is_set():
+            self._is_removal_due.clear()
+            try:
+                report = prune(
+                    self.root,
+                    keep_last=self.policy.keep_last,
+                    keep_every=self.policy.keep_every,
+                    unfinished=True,
+                    older_than_s=max(_MIN_UNFINISHED_S, 2 * self._timeout_s),
+                )
+            except StorageError as error:
+                logger.warning("%s: old checkpoints stay for now: %s", self.root, error)
+            else:
+                names = ", ".join(one.name for one in report.removed)
+                logger.info("%s: removed %s", self.root, names or "nothing")
+
+    def _leave(
+        self, comm: Communicator, step: int, state_dict: StateDict | Callable[[], StateDict]
+    ) -> None:
+        """Save the step, close, and end the process. Collective."""
+        if self._running is not None:
+            try:
+                self._finish(comm)
+            except StorageError as error:
+                logger.warning("the save before the last one has failed: %s", error)
+        if self._newest[Tier.GLOBAL] != step:
+            self._begin(comm, Tier.GLOBAL, step, state_dict)
+        self.close()
+        raise SystemExit(self.options.exit_code)
+
+    def _release(self) -> None:
+        """Give up the lock and the signals. Rank-local."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        self._handlers.clear()
+        self._lease.release()

@@ -1,0 +1,106 @@
+"""Jobs with a manager of all tiers, in buckets and in a directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager
+from dist_ckpt_strategies.errors import CheckpointLockedError
+from tests.support.object_stores import ObjectStore
+from tests.support.processes import until
+from tests.support.ranks import run_processes
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+POLICY = SavePolicy(every_steps=2, keep_last=2)
+OPTIONS = ManagerOptions(timeout_s=60.0, lease_s=8.0)
+IN_A_BUCKET = pytest.mark.parametrize("store", ["moto", "radosgw"], indirect=True)
+
+
+def trains(rank: int, variables: Mapping[str, str], root: str, num_steps: int) -> tuple[int, float]:
+    """Body of a rank: go on from the newest checkpoint; where from, and the value at the end."""
+    os.environ.update(variables)
+    data = torch.zeros(4, 4)
+    state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, dist.get_world_size()))}
+    with TieredCheckpointManager(root, policy=POLICY, options=OPTIONS) as manager:
+        loaded = manager.load_latest(state)
+        first = loaded.iteration if loaded else 0
+        for step in range(first, num_steps):
+            data += 1
+            manager.save(step + 1, state)
+    return first, float(data.sum())
+
+
+@IN_A_BUCKET
+def test_a_job_goes_on_from_a_bucket_and_old_checkpoints_go(
+    environment: ObjectStore, bucket: str
+) -> None:
+    root = f"s3://{bucket}/run"
+    first = run_processes(2, trains, environment.variables, root, 7)
+    second = run_processes(2, trains, environment.variables, root, 10)
+
+    assert first == [(0, 7 * 16.0)] * 2
+    assert second == [(6, 10 * 16.0)] * 2
+    assert TieredCheckpointManager(root).all_steps() == [8, 10]
+    assert not [name for name in environment.names(bucket) if "lock" in name]
+
+
+def begins(rank: int, variables: Mapping[str, str], root: str, meeting: str) -> str:
+    """Body of a process: a job of its own, which begins in the moment in which others do."""
+    os.environ.update(variables)
+    manager = TieredCheckpointManager(root, options=OPTIONS)
+    Path(meeting, f"ready{rank}").touch()
+    until(lambda: len(list(Path(meeting).glob("ready*"))) == 4)
+    try:
+        with manager:
+            until(lambda: len(list(Path(meeting).glob("refused*"))) == 3, 60.0)
+    except CheckpointLockedError as error:
+        Path(meeting, f"refused{rank}").touch()
+        return str(error)
+    return ""
+
+
+def _require_one_of_four(variables: Mapping[str, str], root: str, meeting: Path) -> None:
+    meeting.mkdir()
+    found = run_processes(4, begins, variables, root, str(meeting), makes_group=False)
+    refused = list(filter(None, found))
+
+    assert found.count("") == 1, found
+    assert len(refused) == 3
+    assert all(f"{root}: another job saves here: process " in text for text in refused), refused
+
+
+@IN_A_BUCKET
+def test_of_four_jobs_that_begin_at_once_in_a_bucket_one_goes_on(
+    environment: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    _require_one_of_four(environment.variables, f"s3://{bucket}/run", tmp_path / "meeting")
+
+
+def test_of_four_jobs_that_begin_at_once_in_a_directory_one_goes_on(tmp_path: Path) -> None:
+    _require_one_of_four({}, str(tmp_path / "run"), tmp_path / "meeting")
+
+
+@IN_A_BUCKET
+def test_a_lock_that_nobody_renews_runs_out_by_the_clock_of_the_next_job(
+    environment: ObjectStore, bucket: str
+) -> None:
+    root, name = f"s3://{bucket}/run", "run/.dist-ckpt-lock-00000007"
+    holder = '{"id": "a", "process": "", "pid": 5, "host": "node9", "lease_s": 1.5, "beat": 4}'
+    environment.put(bucket, name, holder.encode())
+    began = time.monotonic()
+    with TieredCheckpointManager(root, options=replace(OPTIONS, lease_s=20.0)):
+        waited_s = time.monotonic() - began
+        names = environment.names(bucket)
+
+    assert waited_s >= 1.5
+    assert names == ["run/.dist-ckpt-lock-00000008"]

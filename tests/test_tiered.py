@@ -1,0 +1,323 @@
+"""The manager of all tiers, in training loops that are killed, preempted, and doubled."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from dist_ckpt_strategies import ManagerOptions, SaveMetrics, SavePolicy, TieredCheckpointManager
+from dist_ckpt_strategies.errors import CheckpointLockedError, PlanError, StorageError
+from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
+from dist_ckpt_strategies.recovery import CheckpointManager, Loaded, Tier
+from tests.support.disks import fill_disk, tiny_tmpfs
+from tests.support.memory_provider import MemoryProvider
+from tests.support.processes import until
+from tests.support.ranks import RankDiedError, forkserver, run_processes
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+NUM_STEPS = 120
+OPTIONS = ManagerOptions(timeout_s=40.0, lease_s=8.0)
+
+
+class Training:
+    """Two ranks, each with its rows of a matrix; a step mixes in noise and what the other has."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        if dist.is_initialized():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rows = torch.zeros(8, 16)
+        self.num_done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = ShardedTensor.from_rank_offsets("rows", self.rows, (0, self.rank, self.size))
+        return {"rows": rows, "num_done": self.num_done}
+
+    def resume(self, manager: TieredCheckpointManager) -> Loaded | None:
+        loaded = manager.load_latest(self.state_dict())
+        if loaded is not None:
+            assert loaded.state["rows"].data_ptr() == self.rows.data_ptr()
+            self.num_done = loaded.state["num_done"]
+            assert self.num_done == loaded.iteration
+        return loaded
+
+    def step(self) -> None:
+        noise = torch.Generator().manual_seed(100 * self.num_done + self.rank)
+        mean = self.rows.mean()
+        if self.size > 1:
+            dist.all_reduce(mean)
+        self.rows.mul_(0.99).add_(torch.randn(8, 16, generator=noise)).add_(mean)
+        self.num_done += 1
+
+
+def in_threads() -> None:
+    """Writer processes take seconds to start, in each attempt again."""
+    os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
+    os.environ["DIST_CKPT_TIMEOUT_S"] = "40"
+
+
+def trains(rank: int, root: str, kill: tuple[int, float] | None) -> Any:
+    """Body of a rank: go on from what there is; where it is the rank to kill, until then."""
+    in_threads()
+    training = Training()
+    node = LocalCheckpointManager(
+        Path(root) / f"node{rank}", repl_strategy=LazyCliqueReplicationStrategy(1, 2)
+    )
+    policy = SavePolicy(every_steps=20, local_every_steps=6, keep_last=2)
+    with TieredCheckpointManager(
+        Path(root) / "global", local=node, policy=policy, options=OPTIONS
+    ) as manager:
+        if kill is not None and kill[0] == rank:
+            threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        loaded = training.resume(manager)
+        while training.num_done < NUM_STEPS:
+            training.step()
+            time.sleep(0.004)
+            manager.save(training.num_done, training.state_dict)
+    return training.rows, loaded and (loaded.tier, loaded.iteration)
+
+
+def test_a_training_killed_at_random_times_ends_with_the_same_bits(tmp_path: Path) -> None:
+    rng = random.Random(23)
+    kills = [(rng.randrange(2), rng.uniform(0.05, 1.2)) for _ in range(5)]
+    resumed: list[Any] = []
+    for victim, seconds in kills:
+        results = run_processes(2, trains, str(tmp_path), (victim, seconds))
+        if isinstance(results[0], tuple):  # it was faster than its killer
+            resumed.append(results[0][1])
+        if rng.random() < 0.5:  # the node is lost, too
+            shutil.rmtree(tmp_path / f"node{victim}", ignore_errors=True)
+    results = run_processes(2, trains, str(tmp_path), None)
+    whole = run_processes(2, trains, str(tmp_path / "undisturbed"), None)
+
+    assert [where for _, where in whole] == [None, None]
+    for (rows, where), (expected, _) in zip(results, whole, strict=True):
+        assert torch.equal(rows, expected)
+        assert where is not None
+    steps = TieredCheckpointManager(tmp_path / "global").all_steps()
+    assert steps == [NUM_STEPS - 20, NUM_STEPS]
+    assert not list((tmp_path / "global").glob(".dist-ckpt-lock-*"))
+
+
+def is_refused(rank: int, root: str) -> str:
+    """Body of a rank: of a second job."""
+    with pytest.raises(CheckpointLockedError) as caught:
+        TieredCheckpointManager(root, options=OPTIONS).load_latest(Training().state_dict())
+    return str(caught.value)
+
+
+def test_a_second_job_at_one_root_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
+    with TieredCheckpointManager(tmp_path / "run", options=OPTIONS) as first:
+        found = run_processes(2, is_refused, str(tmp_path / "run"))
+        assert first.save(1, Training().state_dict(), force=True)
+    with TieredCheckpointManager(tmp_path / "run", options=OPTIONS) as next_one:
+        loaded = next_one.load_latest(Training().state_dict())
+
+    assert all(f"process {os.getpid()} of host " in text for text in found), found
+    assert loaded is not None
+    assert loaded.iteration == 1
+
+
+def is_stopped(root: str, answer: str) -> None:
+    """A process that holds the lock and is stopped for longer than its lease."""
+    in_threads()
+    options = ManagerOptions(lease_s=1.0)
+    manager = TieredCheckpointManager(root, options=options)
+    manager.save(1, Training().state_dict(), force=True)
+    manager.wait()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    manager.save(2, Training().state_dict(), force=True)
+    try:
+        manager.wait()
+    except CheckpointLockedError as error:
+        Path(answer).write_text(str(error))
+
+
+def test_a_job_that_was_silent_for_its_lease_loses_the_root_and_its_save(tmp_path: Path) -> None:
+    root, answer = tmp_path / "run", tmp_path / "answer"
+    process = forkserver().Process(target=is_stopped, args=(str(root), str(answer)))
+    process.start()
+    try:
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        with TieredCheckpointManager(root, options=OPTIONS) as manager:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGCONT)
+            process.join(60)
+            assert manager.all_steps() == [1]
+            manager.save(3, Training().state_dict(), force=True)
+        assert manager.all_steps() == [1, 3]
+    finally:
+        process.kill()
+        process.join()
+
+    assert f"process {os.getpid()} of host" in answer.read_text()
+    assert "silent for 1 s" in answer.read_text()
+
+
+def is_preempted(rank: int, root: str) -> None:
+    """Body of a rank: one of them gets a signal, and so does its writer process."""
+    training = Training()
+    with TieredCheckpointManager(
+        root, policy=SavePolicy(every_steps=4), options=OPTIONS
+    ) as manager:
+        while True:
+            training.step()
+            if rank == 1 and training.num_done == 9:
+                for child in psutil.Process().children():
+                    child.terminate()
+                os.kill(os.getpid(), signal.SIGTERM)
+            manager.save(training.num_done, training.state_dict)
+
+
+def test_after_a_signal_to_one_rank_all_save_and_end_with_the_stated_code(tmp_path: Path) -> None:
+    found = run_processes(2, is_preempted, str(tmp_path))
+
+    assert [isinstance(one, RankDiedError) and one.exit_code for one in found] == [143, 143]
+    assert TieredCheckpointManager(tmp_path).all_steps() == [4, 8, 9]
+
+
+def outlasts_a_full_disk(rank: int, root: str) -> list[str]:
+    """Body of a rank: nothing of a step can be saved, and of the next one it can."""
+    in_threads()
+    training, errors = Training(), []
+    options = ManagerOptions(timeout_s=40.0, is_async=False)
+    with TieredCheckpointManager(
+        f"{root}/run", policy=SavePolicy(every_steps=1), options=options
+    ) as manager:
+        for number in range(1, 4):
+            dist.barrier()
+            if rank == 0 and number == 2:
+                fill_disk(Path(root))
+            if rank == 0 and number == 3:
+                (Path(root) / ".ballast").unlink()
+            dist.barrier()
+            training.step()
+            try:
+                manager.save(number, training.state_dict)
+            except StorageError as error:
+                errors.append(str(error))
+        steps = manager.all_steps()
+        loaded = training.resume(manager)
+    assert loaded is not None
+    return [*errors, f"{steps} {loaded.iteration}"]
+
+
+def test_a_full_disk_costs_the_step_and_no_earlier_or_later_one(tmp_path: Path) -> None:
+    with tiny_tmpfs(tmp_path / "disk") as disk:
+        for error, rest in run_processes(2, outlasts_a_full_disk, str(disk)):
+            assert "no space left" in error
+            assert rest == "[1, 3] 3"
+
+
+def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
+    """Body of a rank: steps, minutes, retention, what is left out, and what is written of it."""
+    in_threads()
+    training = Training()
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dist_ckpt_strategies.tiered").addHandler(handler)
+    quiet = ManagerOptions(timeout_s=40.0, preemption_signals=(), metrics=f"{root}/metrics.jsonl")
+    policy = SavePolicy(every_steps=10, keep_last=1, keep_every=20)
+    with TieredCheckpointManager(f"{root}/steps", policy=policy, options=quiet) as manager:
+        for step in range(1, 10 if rank == 0 else 1):  # alone: nothing can be due
+            assert not manager.save(step, training.state_dict)
+        begun = [step for step in range(10, 51) if manager.save(step, training.state_dict)]
+        assert not manager.save(50, training.state_dict, force=True)
+    rates: list[SaveMetrics] = []
+    timed = ManagerOptions(timeout_s=40.0, poll_every_steps=5, metrics=rates.append)
+    policy = SavePolicy(every_minutes=1e-4)
+    with TieredCheckpointManager(f"{root}/minutes", policy=policy, options=timed) as manager:
+        for step in range(1, 13):
+            manager.save(step, training.state_dict)
+            time.sleep(0.01)
+    node = LocalCheckpointManager(f"{root}/node{rank}")
+    policy = SavePolicy(every_steps=4, local_every_steps=1)
+    options = ManagerOptions(timeout_s=40.0, poll_every_steps=100)
+    with TieredCheckpointManager(
+        f"{root}/both", local=node, policy=policy, options=options
+    ) as manager:
+        both = [manager.save(step, training.state_dict) for step in (3, 4)]
+    return {
+        "begun": begun,
+        "minutes": [one.step for one in rates],
+        "nbytes": {one.nbytes for one in rates},
+        "both": both,
+        "waited": [text for text in texts if "training waited" in text and "local" in text],
+    }
+
+
+def test_steps_minutes_and_retention_are_as_the_policy_says(tmp_path: Path) -> None:
+    first, second = run_processes(2, follows_its_policy, str(tmp_path))
+    lines = [json.loads(one) for one in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    assert first["begun"] == second["begun"] == [10, 20, 30, 40, 50]
+    assert [line["step"] for line in lines] == first["begun"]
+    assert all(line["nbytes"] == 2 * 8 * 16 * 4 and line["gb_per_s"] > 0 for line in lines)
+    assert TieredCheckpointManager(tmp_path / "steps").latest_step() == 50
+    assert (first["minutes"], first["nbytes"]) == ([5, 10], {2 * 8 * 16 * 4})
+    assert second["minutes"] == []  # rank 0 alone is told
+    assert first["both"] == [True, True]
+    assert first["waited"][0].startswith("step 4: training waited")
+
+
+def asks_memory_first(rank: int, root: str) -> list[Any]:
+    """Body of a rank: memory has the newest state, then none has it, then the disk is asked."""
+    in_threads()
+    found: list[Any] = []
+    recovery = CheckpointManager(timeout_s=30)
+    with TieredCheckpointManager(root, recovery=recovery, options=OPTIONS) as manager:
+        manager.save(3, Training().state_dict(), force=True)
+        recovery.track(MemoryProvider({"m": {"w": torch.full((4,), 7.0)}}, step=5))
+        recovery.begin_step()
+        if rank == 1:
+            recovery.delete_checkpoint()
+        for is_kept in (True, False):
+            new = MemoryProvider({"m": {"w": torch.zeros(4)}})
+            loaded = manager.load_latest(Training().state_dict(), new)
+            assert loaded is not None
+            found.append((loaded.tier, loaded.iteration, new.parts()["m"]["w"].tolist()))
+            assert bool(loaded.attempts) is not is_kept
+            recovery.delete_checkpoint()
+            found += map(str, loaded.attempts)
+    return found
+
+
+def test_memory_is_asked_before_the_disks_and_its_refusal_is_told(tmp_path: Path) -> None:
+    for memory, disk, attempt in run_processes(2, asks_memory_first, str(tmp_path)):
+        assert memory == (Tier.MEMORY, 5, [7.0] * 4)
+        assert disk == (Tier.GLOBAL, 3, [0.0] * 4)
+        assert "delete_checkpoint was called" in attempt
+
+
+def wrong_policies() -> Sequence[Callable[[], Any]]:
+    """What is refused where it is written."""
+    return [
+        lambda: SavePolicy(every_steps=0),
+        lambda: SavePolicy(every_minutes=float("nan")),
+        lambda: TieredCheckpointManager("x", policy=SavePolicy(local_every_steps=5)),
+        lambda: TieredCheckpointManager("x", options=ManagerOptions(poll_every_steps=0)),
+        lambda: TieredCheckpointManager("x", options=ManagerOptions(lease_s=60, timeout_s=60)),
+    ]
+
+
+@pytest.mark.parametrize("wrong", wrong_policies())
+def test_what_makes_no_sense_is_refused_at_once(wrong: Callable[[], Any]) -> None:
+    with pytest.raises(PlanError, match="expected"):
+        wrong()
