@@ -222,7 +222,7 @@ def group_saves(found: Iterable[tuple[LocalShardId, int, str]]) -> tuple[Complet
 
 def assign_shards(
     save: SaveId, old_size: int, available: Mapping[int, Collection[str]]
-) -> dict[int, tuple[str, ...]]:
+) -> dict[int, list[str]]:
     """Assign the shards of a world of another size to ranks: few each, readable if possible.
 
     Every rank gets one at least; where there are more ranks than shards, some shards go to several.
@@ -241,7 +241,7 @@ def assign_shards(
     for place, rank in enumerate(assigned):
         if not assigned[rank]:
             assigned[rank].append(str(LocalShardId(save, place % old_size)))
-    return {rank: tuple(ids) for rank, ids in assigned.items()}
+    return assigned
 
 
 def build_distribution(

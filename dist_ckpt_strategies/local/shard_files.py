@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,14 +85,14 @@ class ShardDirectory:
         return str(self.root)
 
     @limited
-    def find(self) -> list[FoundShard]:
-        """Files named like shards, of all holders, sorted by path.
+    def find(self, holders: Iterable[int] | None = None) -> list[FoundShard]:
+        """Files named like shards, sorted by holder and path; by default those of all holders.
 
         Raises:
             StorageError: the directory cannot be listed.
         """
         found = []
-        for holder in self.holders():
+        for holder in self.holders() if holders is None else holders:
             directory = self.holder_directory(holder)
             with file_errors(None, directory):
                 for path in _entries(directory):
@@ -112,6 +112,10 @@ class ShardDirectory:
         """Where a rank keeps its shards."""
         return self.root / str(global_rank)
 
+    def path_of(self, holder: int, shard_id: LocalShardId) -> Path:
+        """The file of a shard that a rank keeps."""
+        return self.holder_directory(holder) / f"{shard_id}{SUFFIX}"
+
     @limited
     def create(self, shard: LocalShard, holder: int) -> ShardWriter:
         """Begin to write a shard; it appears when the writer is done.
@@ -119,7 +123,7 @@ class ShardDirectory:
         Raises:
             StorageError: the file cannot be made.
         """
-        return ShardWriter(self.holder_directory(holder) / f"{shard.shard_id}{SUFFIX}", shard)
+        return ShardWriter(self.path_of(holder, shard.shard_id), shard)
 
     @limited
     def remove(self, found: FoundShard) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -169,7 +169,8 @@ class Retrieval(NamedTuple):
 
 def run_retrieve(
     comm: Communicator,
-    decide: Callable[[], tuple[ExchangePlan, Mapping[str, Path]]],
+    plan: ExchangePlan,
+    paths: Mapping[str, Path],
     *,
     max_inflight_nbytes: int,
 ) -> Retrieval:
@@ -180,16 +181,16 @@ def run_retrieve(
 
     Args:
         comm: the ranks that the plan was made for.
-        decide: says who reads what for whom, and where this rank's copies are, by id; what it
-            raises, every rank raises.
+        plan: who reads what for whom; equal on all ranks.
+        paths: where this rank's copies are, by id.
         max_inflight_nbytes: bound on what travels at once in each direction.
 
     Raises:
         PeerError: a rank does not take part any more.
     """
     with ExitStack() as stack:
-        files = _Files(comm.rank, stack)
-        sizes = run_and_gather(comm, lambda: files.open(*decide()))
+        files = _Files(comm.rank, plan.entries, stack)
+        sizes = run_and_gather(comm, lambda: files.open(plan.required_ids(comm.rank), paths))
         found = exchange(
             comm,
             lambda: files.prepare(sizes),
@@ -210,19 +211,18 @@ class _Files:
         arrivals: what it gets.
     """
 
-    def __init__(self, rank: int, stack: ExitStack) -> None:
+    def __init__(self, rank: int, transfers: Sequence[Transfer], stack: ExitStack) -> None:
         self._rank = rank
+        self._transfers = transfers
         self._stack = stack
-        self._transfers: tuple[Transfer, ...] = ()
         self._sources: dict[str, _Source] = {}
         self._own_reads: list[tuple[_Source, Future[None]]] = []
         self.arrivals: dict[Transfer, _Arrival] = {}
 
-    def open(self, plan: ExchangePlan, paths: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
-        """Open the files of a plan; the sizes of footer and buffers of the good ones, by id."""
-        self._transfers = plan.entries
+    def open(self, ids: Iterable[str], paths: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
+        """Open files; the sizes of footer and buffers of the good ones, by id."""
         sizes = {}
-        for shard_id in sorted(plan.required_ids(self._rank)):
+        for shard_id in sorted(ids):
             source = self._sources[shard_id] = _Source(paths[shard_id])
             if source.reader is not None:
                 reader = self._stack.enter_context(source.reader)
