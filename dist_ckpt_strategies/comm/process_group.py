@@ -108,19 +108,21 @@ def uses_nccl(group: ProcessGroup) -> bool:
 
 
 def abort_nccl(groups: Iterable[ProcessGroup]) -> None:
-    """Abort the NCCL communicators of groups, all at once: one by one they wait for each other."""
+    """Abort the NCCL communicators of groups, all at once: one by one they wait for each other.
+
+    Source: torch's own abort of the world, which also forgets the groups of other backends.
+    """
     backends: list[Any] = [
         group._get_backend(torch.device("cuda"))  # noqa: SLF001 - no public way
         for group in groups
         if uses_nccl(group)
     ]
-    together = [backend for backend in backends if hasattr(backend, "_group_start")][:1]
-    for backend in together:
-        backend._group_start()  # noqa: SLF001 - as torch's own abort of all groups does
+    for first in backends[:1]:
+        first._group_start()  # noqa: SLF001 - no public way
     for backend in backends:
         backend.abort()
-    for backend in together:
-        backend._group_end()  # noqa: SLF001 - see above
+    for first in backends[:1]:
+        first._group_end()  # noqa: SLF001 - no public way
 
 
 def is_of_communication(error: BaseException | None) -> bool:
