@@ -23,7 +23,7 @@ from dist_ckpt_strategies.local.reshard import (
     stored_keys,
     tensor_specs,
 )
-from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict, TensorPlace
+from dist_ckpt_strategies.local.state_dicts import ListedTensors, TensorPlace
 from dist_ckpt_strategies.megatron.shards import (
     LoadParts,
     SaveParts,
@@ -62,7 +62,7 @@ class ShardDistribution:
     main_rank_for_shard: Mapping[ShardId, int]
 
 
-class MCoreTensorAwareStateDict(TensorAwareStateDict):
+class MCoreTensorAwareStateDict(ListedTensors):
     """A sharded state dict: ShardedTensors and ShardedObjects, and the common state beside them.
 
     Made by ``from_state_dict``; what was loaded becomes a state dict again by ``to_state_dict``,

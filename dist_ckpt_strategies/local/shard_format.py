@@ -19,8 +19,8 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 if TYPE_CHECKING:  # torch takes a while to import
     import torch
 
-BASIC, MCORE, MEGATRON = "basic", "mcore", "megatron"
-"""Kinds of states in shard files."""
+BASIC, MCORE, MEGATRON, OWN = "basic", "mcore", "megatron", "own"
+"""Kinds of states in shard files; the last is any other TensorAwareStateDict."""
 
 RESHARDED_KINDS = frozenset({MCORE, MEGATRON})
 """Those whose shards another number of ranks can use."""

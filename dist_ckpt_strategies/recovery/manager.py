@@ -81,7 +81,7 @@ class CheckpointManager:
         enable_checksum: compare the copies of every shard before any is used, and the state in
             memory with its digests of the step's beginning. Looks at every byte in every step.
         enable_offload: let ``maybe_offload_checkpoint`` move the copy to the host.
-        timeout_s: longest wait for a peer in each collective.
+        timeout_s: longest wait for a peer in each collective, and for the GPU before a commit.
 
     Attributes:
         checksum_manager: the digests, where ``enable_checksum`` is.

@@ -242,6 +242,17 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
         """Into a list."""
         return self._collective("all_gather", inputs, outputs[0])
 
+    @_over_gloo_too
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        """In place."""
+        root, (memory,) = options.rootRank, map(memory_of, tensors)
+        return self._collective(
+            f"broadcast from {root}",
+            tensors,
+            tensors,
+            lambda found: memory.copy_(_typed(found[root], memory)),
+        )
+
     def barrier(self, *_args: Any, **_options: Any) -> Any:
         """The host waits."""
         work = self.allreduce([torch.zeros(1, device="cuda")])
