@@ -56,17 +56,11 @@ class Communicator:
     """A fixed set of ranks that call the same methods in the same order; here, one process alone.
 
     Every method waits at most the timeout given when the communicator was made, and raises
-    PeerTimeoutError after that, PeerLostError where contact with a peer broke off. After either
-    the group is out of step: nothing more may be asked of it.
+    PeerTimeoutError after that, PeerLostError where contact with a peer broke off. After either the
+    group is out of step: nothing more may be asked of it.
 
-    Args:
-        global_ranks: of the ranks of the group.
-        rank: this process, counted within the group.
-
-    Attributes:
-        rank: see above.
-        size: ranks in the group.
-        device: where tensors are that travel without a copy to the host or from it.
+    ``rank`` is this process, counted within the group. Tensors on ``device`` travel without a copy
+    to the host or from it.
     """
 
     device = torch.device("cpu")
@@ -109,10 +103,7 @@ def report_level(comm: Communicator) -> int:
 def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[str]) -> str:
     """Which ranks are alike, in words: ``ranks [0, 1, 3] in a save; ranks [2] in a load``.
 
-    Args:
-        comm: the ranks.
-        kinds: by rank; equal where they are alike.
-        texts: by rank; of those that are alike the first one's is shown.
+    Ranks of equal ``kinds`` are alike; the first one's text is shown.
     """
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for rank, kind in enumerate(kinds):

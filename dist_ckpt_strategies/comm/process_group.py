@@ -71,10 +71,9 @@ def is_alive(group: Any) -> bool:
 
 
 def require_member(group: object) -> None:
-    """Raise unless this rank is in the group; torch gives ranks outside a number in its place.
+    """Raise a StrategyError unless this rank is in the group, and the group is there.
 
-    Raises:
-        StrategyError: it is not, or the group is gone.
+    Torch gives ranks outside a number in its place.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if group == outside:
@@ -140,10 +139,8 @@ def new_gloo_groups(
 ) -> tuple[ProcessGroup, ...]:
     """Gloo groups of the same ranks as ``group``, for as many streams side by side.
 
-    Collective over the world: every rank calls this, with the group that it is in.
-
-    Raises:
-        StrategyError: some rank is not in the group that it has given.
+    Collective over the world: every rank calls this, with the group that it is in; else all raise a
+    StrategyError.
     """
 
     def describe() -> list[int] | int:

@@ -36,13 +36,8 @@ class StepCommit:
     Plain collectives of torch.distributed: an error ends them as it ends those of the training.
     Without torch.distributed this process is alone.
 
-    Args:
-        group: ranks that commit; None for the world.
-        replica_group: ranks that keep each other's bytes; None for those of ``group``.
-        timeout_s: longest wait in each collective.
-
-    Attributes:
-        is_new: whether nothing has been replicated yet.
+    The ranks of ``group``, by default the world, commit; those of ``replica_group``, by default the
+    same, keep each other's bytes. ``is_new`` says that nothing has been replicated yet.
     """
 
     def __init__(

@@ -401,10 +401,9 @@ def _as_tensor(data: Buffer) -> torch.Tensor:
 
 
 def _wait(work: Any, deadline: float, device: torch.device) -> None:
-    """Return when the work is done. On a device its own ``wait`` holds up a stream alone.
+    """Return when the work is done; a RuntimeError after the deadline, or if contact broke off.
 
-    Raises:
-        RuntimeError: the deadline has passed, or contact broke off.
+    On a device the work's own ``wait`` holds up a stream alone.
     """
     while device.type != "cpu" and not work.is_completed():
         if time.monotonic() >= deadline:

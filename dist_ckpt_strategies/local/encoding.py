@@ -150,11 +150,8 @@ def decode_shards(
 ) -> Any:
     """The state of one shard file, or of several of one save.
 
-    Args:
-        retrieved: the files, with their tensors on the host.
-        allowed: classes that the state may hold objects of.
-        on_host: leave the tensors there, as where there is no GPU; else each is moved to the
-            device that it was on.
+    With ``on_host``, or without a GPU, its tensors stay there; else each is moved to the device
+    that it was on.
 
     Raises:
         UnsafeObjectError: it needs a class that is not allowed.
@@ -220,11 +217,7 @@ def _decoded(filled: FilledShard, allowed: Allowed, *, on_host: bool) -> Any:
 
 @limited
 def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
-    """The common state of the newest save here, of any good shard; None if there is none.
-
-    Raises:
-        UnsafeObjectError: the shard needs a class that is not allowed.
-    """
+    """The common state of the newest save here, of any good shard; None if there is none."""
     for one in sorted(directory.find(), key=lambda one: one.shard_id, reverse=True):
         with suppress(CheckpointError), ShardReader(one.path) as reader:
             content = np.empty(reader.shard.buffers[-1].nbytes, np.uint8)

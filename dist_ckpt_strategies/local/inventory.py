@@ -46,11 +46,7 @@ _MAX_SHOWN = 8
 class Copy(NamedTuple):
     """A file whose description is good, in the directory of its holder.
 
-    Attributes:
-        holder: the global rank that keeps it, or kept it.
-        shard_id: what it holds.
-        world_size: ranks that took part in the save, as the file states.
-        kind: how the state is encoded.
+    ``world_size`` and ``kind``, how the state is encoded, are as the file states them.
     """
 
     holder: int
@@ -63,9 +59,8 @@ class Copy(NamedTuple):
 class Inventory:
     """What all ranks together have.
 
-    Attributes:
-        nodes: for each rank the first one that sees the same directory.
-        copies: what there is in each of these directories, by that first rank.
+    For each rank, ``nodes`` has the first one that sees the same directory; ``copies`` has what
+    there is in each of these directories, by that first rank.
     """
 
     nodes: Sequence[int]
@@ -100,13 +95,8 @@ def gather_inventory(
 ) -> Inventory:
     """What the ranks have of a session, by what the files state; damaged ones are left out.
 
-    Collective: two gathers, of a few bytes for each save and shard that a rank keeps.
-
-    Args:
-        comm: all ranks.
-        directory: this rank's node.
-        session_id: files of other sessions are left out.
-        at_least: so are those of earlier iterations.
+    Collective: two gathers, of a few bytes for each save and shard that a rank keeps. Files of
+    other sessions, and of iterations before ``at_least``, are left out too.
     """
     first: dict[str, int] = {}
     names = run_and_gather(comm, directory.name)
@@ -165,14 +155,8 @@ def load_newest(
     """This rank's shard of the newest save whose shards can all be read undamaged.
 
     Collective. Copies that turn out to be damaged are left out, and others are used. Where another
-    number of ranks saved it, each rank gets some of the shards.
-
-    Args:
-        comm: all ranks.
-        directory: this rank's node.
-        session_id: files of other sessions are left out.
-        max_inflight_nbytes: bound on what travels at once.
-        at_least: saves of iterations before this one are left alone.
+    number of ranks saved it, each rank gets some of the shards. Saves of iterations before
+    ``at_least`` are left alone.
 
     Raises:
         CheckpointNotFoundError: there is no local checkpoint at all.
@@ -263,14 +247,6 @@ def require_possible(intents: Sequence[Intent], directory: ShardDirectory) -> No
 
     Equal intents give equal answers, so no rank raises alone. A rank may have looked before or
     after another removed its stale files: these count as room either way.
-
-    Args:
-        intents: by rank.
-        directory: for messages.
-
-    Raises:
-        PlanError: they save different iterations, or some in the background and others not.
-        StorageError: a file system lacks room; says how much.
     """
     first = intents[0]
     for rank, intent in enumerate(intents):
@@ -309,17 +285,8 @@ def complete_save(
     """Raise unless all shards of a save are there, then remove the saves that are not kept.
 
     Collective. The ranks of a node also remove shards of ranks that are on other nodes now, or
-    gone, and what killed saves have left there.
-
-    Args:
-        comm: all ranks.
-        directory: this rank's node.
-        session_id: of the save.
-        newest: the save that has just been made.
-        num_kept: saves to keep.
-
-    Raises:
-        StorageError: shards that were written are gone, or cannot be read; says whose.
+    gone, and what killed saves have left there. Shards that were written and are gone, or cannot be
+    read, are a StorageError.
     """
     found = gather_inventory(comm, directory, session_id)
 

@@ -265,10 +265,6 @@ class LocalCheckpointManager:
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
         """All ranks of the manager, each by its global rank, for one thing that they do together.
 
-        Args:
-            purpose: what they do; equal on all ranks.
-            detail: of what, for messages.
-
         Raises:
             PlanError: the group lacks one of the world's first ranks, by whose numbers shards go.
         """

@@ -53,11 +53,7 @@ _ALGORITHMS = ("atomic", "fully_parallel")
 
 @dataclass(frozen=True, slots=True)
 class ShardDistribution:
-    """The main rank of each shard in a group; valid as long as the sharding is the same.
-
-    Attributes:
-        main_rank_for_shard: rank within the group, by shard.
-    """
+    """The main rank of each shard, within a group; valid as long as the sharding is the same."""
 
     main_rank_for_shard: Mapping[ShardId, int]
 
@@ -142,11 +138,8 @@ class MCoreTensorAwareStateDict(ListedTensors):
     ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution]:
         """A state that has each shard on one of the ranks that hold it. Collective.
 
-        Args:
-            comm: the ranks that distribute the shards.
-            common: what every rank holds alike.
-            sharded: this rank's ShardedTensors and ShardedObjects; left as they are.
-            distribution: the main rank of each shard, if that is known.
+        ``common`` is what every rank holds alike. Without ``distribution`` the main rank of each
+        shard is chosen.
         """
         values = sharded_values(sharded)
         everyone = (
@@ -276,15 +269,9 @@ class MCoreTensorAwareStateDict(ListedTensors):
     ) -> StateDict:
         """The wanted ShardedTensors and ShardedObjects replaced by tensors and objects.
 
-        Collective. What this rank does not hold comes from the ranks that do.
-
-        Args:
-            comm: all ranks.
-            wanted: nested dict of ShardedTensors and ShardedObjects; left as it is.
-            deliver: turns a ShardedTensor and what was loaded for it into the result.
-
-        Raises:
-            CoverageError, ShapeMismatchError, ArrayNotFoundError: as in ``to_state_dict``.
+        Collective. What this rank does not hold comes from the ranks that do; errors are those of
+        ``to_state_dict``. ``deliver`` turns a ShardedTensor and what was loaded for it into the
+        result.
         """
         held: dict[Any, Any] = {}
         own: list[Any] = []

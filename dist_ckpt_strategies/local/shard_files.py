@@ -54,12 +54,7 @@ RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
-    """A file that looks like a shard.
-
-    Attributes:
-        shard_id: what its name says.
-        path: the file.
-    """
+    """A file whose name says that it is this shard."""
 
     shard_id: LocalShardId
     path: Path
@@ -73,8 +68,8 @@ class FoundShard:
 class ShardDirectory:
     """All shards below one directory of a node, whichever rank put them there.
 
-    Args:
-        root: the directory; made when something is written.
+    The directory is made when something is written. What cannot be listed, made, written or removed
+    is a StorageError.
     """
 
     def __init__(self, root: Path) -> None:
@@ -86,11 +81,7 @@ class ShardDirectory:
 
     @limited
     def find(self, holders: Iterable[int] | None = None) -> list[FoundShard]:
-        """Files named like shards, sorted by holder and path; by default those of all holders.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
+        """Files named like shards, sorted by holder and path; by default those of all holders."""
         found = []
         for holder in self.holders() if holders is None else holders:
             directory = self.holder_directory(holder)
@@ -118,20 +109,12 @@ class ShardDirectory:
 
     @limited
     def create(self, shard: LocalShard, holder: int) -> ShardWriter:
-        """Begin to write a shard; it appears when the writer is done.
-
-        Raises:
-            StorageError: the file cannot be made.
-        """
+        """Begin to write a shard; it appears when the writer is done."""
         return ShardWriter(self.path_of(holder, shard.shard_id), shard)
 
     @limited
     def remove(self, found: FoundShard) -> None:
-        """Remove a shard; that it is gone already is no error.
-
-        Raises:
-            StorageError: it cannot be removed.
-        """
+        """Remove a shard; that it is gone already is no error."""
         with file_errors(None, found.path):
             found.path.unlink(missing_ok=True)
 
@@ -140,9 +123,6 @@ class ShardDirectory:
         """Remove stale files of killed saves of this rank; returns the bytes that are free again.
 
         What is being written, here or in another process, stays.
-
-        Raises:
-            StorageError: something cannot be removed.
         """
         directory = self.holder_directory(holder)
         removed = 0
@@ -154,11 +134,7 @@ class ShardDirectory:
 
     @limited
     def room(self) -> tuple[str, int]:
-        """What tells the file system from others, on any machine, and the bytes left on it.
-
-        Raises:
-            StorageError: the directory cannot be made.
-        """
+        """What tells the file system from others, on any machine, and the bytes left on it."""
         with file_errors(None, self.root):
             make_directories(self.root)
             return f"{_boot_id()}:{self.root.stat().st_dev}", shutil.disk_usage(self.root).free
@@ -195,13 +171,8 @@ class _Handle:
 class ShardWriter:
     """A shard being written beside its place, in a file that is locked until it appears.
 
-    Attributes:
-        path: where it appears.
-        shard: what it holds.
-        digests: of the bytes that have been written.
-
-    Raises:
-        StorageError: the file cannot be made.
+    ``digests`` are those of the bytes that have been written. What cannot be made, written or
+    removed is a StorageError.
     """
 
     def __init__(self, path: Path, shard: LocalShard) -> None:
@@ -220,11 +191,7 @@ class ShardWriter:
         return str(self.path)
 
     def write(self, byte_offset: int, content: Bytes) -> None:
-        """Write the next bytes of the buffers, and have the disk begin with them.
-
-        Raises:
-            StorageError: they cannot be written.
-        """
+        """Write the next bytes of the buffers, and have the disk begin with them."""
         handle = _require_open(self.path, self._handle)
         self.digests.take(byte_offset, content)
         done = 0
@@ -237,11 +204,7 @@ class ShardWriter:
 
     @limited
     def finish(self, digests: Sequence[Digest]) -> None:
-        """Write the footer, and let the shard appear; it is durable then.
-
-        Raises:
-            StorageError: something cannot be written.
-        """
+        """Write the footer, and let the shard appear; it is durable then."""
         handle = _require_open(self.path, self._handle)
         footer = np.frombuffer(encode_footer(self.shard, digests), np.uint8)
         self.write(self.shard.nbytes, footer)
@@ -259,11 +222,7 @@ class ShardWriter:
 
     @limited
     def abandon(self) -> None:
-        """Remove what was written, the shard too if it has appeared.
-
-        Raises:
-            StorageError: it cannot be removed.
-        """
+        """Remove what was written, the shard too if it has appeared."""
         self._handle = None
         written = self.path if self._has_appeared else self._partial
         with file_errors(None, written):
@@ -273,10 +232,7 @@ class ShardWriter:
 class ShardReader:
     """An open shard whose footer has been checked; a context manager that closes it.
 
-    Attributes:
-        shard: what the file holds.
-        digests: of each buffer.
-        footer: the bytes that say so.
+    ``footer`` are the bytes that say what the file holds.
 
     Raises:
         IncompleteCheckpointError: there is no such file.
@@ -303,12 +259,7 @@ class ShardReader:
         self._handle = None
 
     def read(self, byte_offset: int, target: Bytes) -> None:
-        """Fill ``target`` from a position of the file.
-
-        Raises:
-            CorruptCheckpointError: the file ends before.
-            StorageError: it cannot be read, or is closed.
-        """
+        """Fill ``target`` from a position; a CorruptCheckpointError if the file ends before."""
         handle = _require_open(self.path, self._handle)
         with file_errors(None, self.path):
             done = pread_into(handle.number, byte_offset, target)
@@ -383,8 +334,7 @@ def _remove_unlocked(path: Path) -> int:
 def lock_unless_written(path: Path) -> Iterator[bool]:
     """Lock a file for the block; False where a process that is alive has it locked.
 
-    Raises:
-        OSError: it cannot be opened, such as because it is gone.
+    An OSError if it cannot be opened, such as because it is gone.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

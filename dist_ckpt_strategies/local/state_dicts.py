@@ -45,16 +45,14 @@ class TensorAwareStateDict(ABC):
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
         """Replace every tensor by a copy on the CPU, and remember the device of each.
 
-        Args:
-            non_blocking: return before copies from a device are done.
+        With ``non_blocking``, copies from a device may go on.
         """
 
     @abstractmethod
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
         """Move every tensor back to the device that it was on.
 
-        Args:
-            non_blocking: return before copies to a device are done.
+        With ``non_blocking``, copies to a device may go on.
         """
 
     def values(self) -> ValuesView[Any]:
@@ -152,16 +150,11 @@ class TensorPlace(int):
 class BasicTensorAwareStateDict(ListedTensors):
     """Any nested dicts, lists and tuples; their tensors may be on the CPU and on devices.
 
-    The caller's containers are left as they are: what is taken out and put in concerns this
-    object alone. The tensors themselves are shared until ``copy_tensors_to_cpu``.
+    The caller's containers are left as they are: what is taken out and put in concerns this object
+    alone. The tensors themselves are shared until ``copy_tensors_to_cpu``.
 
-    Args:
-        state_dict: the state.
-        devices: the kind of device that each tensor belongs to, in order; by default the one
-            that it is on.
-
-    Attributes:
-        hollow: the state with a TensorPlace for each tensor.
+    ``devices`` are the kinds of device that the tensors belong to, in order; by default those that
+    they are on. ``hollow`` is the state with a TensorPlace for each tensor.
     """
 
     def __init__(self, state_dict: Any, *, devices: Sequence[str] | None = None) -> None:
@@ -186,13 +179,7 @@ class BasicTensorAwareStateDict(ListedTensors):
 
 
 def take_tensors(value: Any, found: dict[str, torch.Tensor], where: str = "") -> Any:
-    """The same containers, with a TensorPlace for each tensor.
-
-    Args:
-        value: nested dicts, lists and tuples; left as it is.
-        found: where the tensors go, by their places.
-        where: the place of ``value``.
-    """
+    """The same containers, with a TensorPlace for each tensor, which goes to ``found``."""
 
     def take(held: Any, place: str) -> Any:
         if not isinstance(held, torch.Tensor):

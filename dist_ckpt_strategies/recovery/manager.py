@@ -235,11 +235,7 @@ class CheckpointManager:
         self._random[global_rank(), self.global_step or 0] = content
 
     def load_rng_states(self) -> None:
-        """Go back to the random states of the step's beginning.
-
-        Raises:
-            RestartError: they are not known.
-        """
+        """Go back to the random states of the step's beginning, or raise a RestartError without any."""
         states = self.rng_states
         if states is None:
             raise RestartError(f"no random states are known for step {self.global_step}")

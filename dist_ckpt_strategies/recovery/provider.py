@@ -107,11 +107,7 @@ class ReplicatedState:
 
 
 def provider_of(trainer: StateProvider | HasStateProvider) -> StateProvider:
-    """The StateProvider that a trainer has as ``state_provider``, or is.
-
-    Raises:
-        StrategyError: it is none, and has none.
-    """
+    """The StateProvider that a trainer has as ``state_provider``, or is; else a StrategyError."""
     found: Any = getattr(trainer, "state_provider", trainer)
     if not callable(getattr(found, "parts", None)):
         raise StrategyError(
@@ -123,11 +119,7 @@ def provider_of(trainer: StateProvider | HasStateProvider) -> StateProvider:
 
 
 class MemoryChecksumManager:
-    """The digests (xxh3) of every tensor of a state, of any dtype, at one step.
-
-    Attributes:
-        step: that the digests are of; None where there are none.
-    """
+    """The digests (xxh3) of every tensor of a state, of any dtype, at one step or at None."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -168,13 +160,7 @@ def _digests_of(shards: Shards) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class InMemoryCheckpoint:
-    """A state, and how far it is. Replaced as a whole, so that an interruption finds one or other.
-
-    Attributes:
-        provider: whose tensors are live.
-        step: that it is in.
-        phase: how far it is within it.
-    """
+    """A state, and how far it is; replaced as a whole, so that an interruption finds one."""
 
     provider: StateProvider
     step: int
@@ -188,14 +174,7 @@ class InMemoryCheckpoint:
 
 
 class HeldTensors(ReplicatedState):
-    """A StateProvider of tensors and objects at hand, which trains nothing.
-
-    Args:
-        tensors: gives the tensors, by shard id and name.
-        step: that they are in.
-        gathered: ids of the shards that are gathered from others.
-        objects: the state that is no tensor.
-    """
+    """A StateProvider of tensors and objects at hand, which trains nothing."""
 
     def __init__(
         self,

@@ -80,8 +80,8 @@ class Recovery:
     Args:
         comm: the ranks that recover together.
         new: the state to be filled; it may have the tensors of the kept one, or be the same object.
-        kept: what this rank has in memory; None if nothing.
-        why: why nothing, in words.
+        kept: what this rank has in memory; None if nothing, and ``why`` in words.
+        why: see above.
         random_states: that this rank knows; None if the state has none.
         checksums: digests of the kept state, which is refused where it differs, and of which all
             copies of a shard have to be equal; None: neither is compared.
@@ -132,10 +132,7 @@ class Recovery:
     def compare(self, plan: RecoveryPlan) -> None:
         """Raise on all ranks alike where copies differ of what is at the target as it is.
 
-        Collective: one gather.
-
-        Raises:
-            CorruptCheckpointError: they do.
+        Collective: one gather. Differing copies are a CorruptCheckpointError.
         """
         is_there = plan.roles[self._comm.rank] is Role.KEEP
         found = run_and_gather(self._comm, lambda: self._digests(plan) if is_there else {})
