@@ -259,7 +259,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     @raises_megatron_errors
     def retrieve_execute(
         self, plan: ExchangePlan, my_data: Mapping[str, TensorAwareStateDict]
-    ) -> dict[str, TensorAwareStateDict]:
+    ) -> dict[str, Any]:
         """Send and receive the states of a plan; returns what this rank wanted, by id.
 
         Collective over the clique. ``my_data`` has the states that the plan has this rank send, by

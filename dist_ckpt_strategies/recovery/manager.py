@@ -235,7 +235,7 @@ class CheckpointManager:
         self._random[global_rank(), self.global_step or 0] = content
 
     def load_rng_states(self) -> None:
-        """Go back to the random states of the step's beginning, or raise a RestartError without any."""
+        """Go back to the random states of the step's beginning, if they are known."""
         states = self.rng_states
         if states is None:
             raise RestartError(f"no random states are known for step {self.global_step}")

@@ -245,13 +245,12 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
     @_over_gloo_too
     def broadcast(self, tensors: Any, options: Any) -> Any:
         """In place."""
-        root, (memory,) = options.rootRank, map(memory_of, tensors)
-        return self._collective(
-            f"broadcast from {root}",
-            tensors,
-            tensors,
-            lambda found: memory.copy_(_typed(found[root], memory)),
-        )
+        root, memory = options.rootRank, list(map(memory_of, tensors))
+
+        def take(found: list[bytes]) -> None:
+            _fill(memory, found[root : root + 1])
+
+        return self._collective(f"broadcast from {root}", tensors, tensors, take)
 
     def barrier(self, *_args: Any, **_options: Any) -> Any:
         """The host waits."""
