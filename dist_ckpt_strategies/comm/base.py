@@ -41,17 +41,6 @@ class Receive:
     into: Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Bytes that are travelling; their memory belongs to the exchange until ``wait`` returns.
-
-    Attributes:
-        wait: returns once this rank's bytes are sent, and those for it have arrived.
-    """
-
-    wait: Callable[[], None]
-
-
 class Communicator:
     """A fixed set of ranks that call the same methods in the same order; here, one process alone.
 
@@ -83,13 +72,19 @@ class Communicator:
 
         Between any two ranks, the n-th send matches the n-th receive, and their sizes are equal.
         """
-        self.begin_exchange(sends, receives).wait()
+        self.begin_exchange(sends, receives)()
 
-    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
-        """Like ``exchange``, but return at once. Collective; one at a time may be under way."""
+    def begin_exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive]
+    ) -> Callable[[], None]:
+        """Like ``exchange``, but return at once. Collective; one at a time may be under way.
+
+        What is returned waits until this rank's bytes are sent, and those for it have arrived.
+        Their memory belongs to the exchange until then.
+        """
         for send, receive in zip(sends, receives, strict=True):
             np.asarray(receive.into)[...] = np.asarray(send.data)
-        return Exchange(lambda: None)
+        return lambda: None
 
 
 def report_level(comm: Communicator) -> int:

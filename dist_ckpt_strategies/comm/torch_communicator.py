@@ -8,7 +8,7 @@ import struct
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -25,7 +25,6 @@ from dist_ckpt_strategies.comm.abortable_waits import run_abandonable
 from dist_ckpt_strategies.comm.base import (
     Buffer,
     Communicator,
-    Exchange,
     Message,
     Receive,
     Send,
@@ -244,7 +243,9 @@ class TorchCommunicator(Communicator):
                 self._require_awaited()
         return [tensor.cpu().numpy().tobytes() for tensor in found]
 
-    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+    def begin_exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive]
+    ) -> Callable[[], None]:
         """See Communicator. Not counted as a collective: ranks may take part in different ones.
 
         The channels take turns, separately for each peer: the same on both sides. NCCL takes the
@@ -269,7 +270,7 @@ class TorchCommunicator(Communicator):
                 batches = [[o for o in operations if o.group is c] for c in self._channels]
                 started = [dist.batch_isend_irecv(batch) for batch in batches if batch]
                 works = [(None, work) for some in started for work in some]
-        return Exchange(partial(self._finish, works, received))
+        return partial(self._finish, works, received)
 
     def _finish(
         self,

@@ -227,8 +227,7 @@ class Intent:
         nbytes: size of its shard.
         members: global ranks of its clique.
         device: tells the file system that it writes to from every other.
-        freed_nbytes: of stale files that it has removed there.
-        free_nbytes: room there after that.
+        free_nbytes: room there, once it had removed its stale files.
         is_async: whether it does so in the background.
     """
 
@@ -237,7 +236,6 @@ class Intent:
     nbytes: int
     members: Sequence[int]
     device: str
-    freed_nbytes: int
     free_nbytes: int
     is_async: bool
 
@@ -245,8 +243,8 @@ class Intent:
 def require_possible(intents: Sequence[Intent], directory: ShardDirectory) -> None:
     """Raise unless the ranks save the same iteration, and each file system has room.
 
-    Equal intents give equal answers, so no rank raises alone. A rank may have looked before or
-    after another removed its stale files: these count as room either way.
+    Equal intents give equal answers, so no rank raises alone. The last one to look at a file system
+    has seen it without the stale files of all.
     """
     first = intents[0]
     for rank, intent in enumerate(intents):
@@ -261,14 +259,10 @@ def require_possible(intents: Sequence[Intent], directory: ShardDirectory) -> No
                 f"is_async={first.is_async}; give the same on all ranks"
             )
     needed: Counter[str] = Counter()
-    freed: Counter[str] = Counter()
+    free: Counter[str] = Counter()
     for intent in intents:
         needed[intent.device] += sum(intents[member].nbytes for member in intent.members)
-        freed[intent.device] += intent.freed_nbytes
-    free: dict[str, int] = {}
-    for intent in intents:
-        found = intent.free_nbytes + freed[intent.device] - intent.freed_nbytes
-        free[intent.device] = min(found, free.get(intent.device, found))
+        free[intent.device] = max(free[intent.device], intent.free_nbytes)
     for rank, intent in enumerate(intents):
         if needed[intent.device] > free[intent.device]:
             raise StorageError(

@@ -310,12 +310,11 @@ class LocalCheckpointManager:
         def describe() -> list[Any]:
             _require_usable(strategy, is_async=is_async)
             with time_limit(self.timeout_s, OPENING):
-                freed = self._directory.remove_stale_files(me)
+                self._directory.remove_stale_files(me)
                 device, free = self._directory.room()
                 if strategy is not None:
                     with uncounted():
                         strategy.let_finish(WORK * self.timeout_s)
-            logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             try:
                 number = operator.index(iteration)
             except TypeError:
@@ -326,7 +325,7 @@ class LocalCheckpointManager:
             members = strategy.global_ranks if strategy else (me,)
             stamp = f"{time.time_ns():016x}{os.urandom(2).hex()}"
             nbytes = held[0].shard.nbytes
-            return [number, stamp, nbytes, members, device, freed, free, bool(is_async)]
+            return [number, stamp, nbytes, members, device, free, bool(is_async)]
 
         intents = [Intent(*answer) for answer in run_and_gather(comm, describe)]
         require_possible(intents, self._directory)

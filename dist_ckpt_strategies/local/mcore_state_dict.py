@@ -189,10 +189,11 @@ class MCoreTensorAwareStateDict(ListedTensors):
         Args:
             sharded_state_dict: what is wanted; left as it is. Empty or None on every rank gives
                 the common state.
-            algo: accepted for Megatron's sake; what is missing is looked for in any case.
-            exchange_algo: accepted for Megatron's sake; only what is wanted is sent.
+            algo: accepted for Megatron's sake: what is missing is looked for on all ranks in any
+                case. So are ``exchange_algo`` and ``parallelization_group``.
+            exchange_algo: see ``algo``.
             validate_access_integrity: also run Megatron-Core's checks of what is wanted.
-            parallelization_group: accepted for Megatron's sake; all ranks may have what is wanted.
+            parallelization_group: see ``algo``.
             strict: what to do about keys that only one side has.
             return_mismatch_keys: return missing and unexpected keys, too.
 

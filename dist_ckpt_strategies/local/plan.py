@@ -25,21 +25,18 @@ def build_cliques(
 ) -> tuple[Clique, ...]:
     """The cliques of all ranks, in the order of their first ranks.
 
-    With J ranks between a copy and the next, and F copies, a clique is ``n, n+J, ..., n+(F-1)J``
-    for ``n = aJF + b``, ``0 <= b < J``. J is the number of ranks that fail together: those of a
-    node, or of a rack.
+    With J (``replication_jump``) ranks between a copy and the next, and F (``replication_factor``)
+    copies of each shard, its owner's among them, a clique is ``n, n+J, ..., n+(F-1)J`` for ``n =
+    aJF + b``, ``0 <= b < J``. J is the number of ranks that fail together: those of a node, or of a
+    rack.
 
-    Args:
-        world_size: W, all ranks.
-        replication_jump: J.
-        replication_factor: F, copies of each shard, its owner's among them.
-        allow_uneven: where W is not divisible by JF, make some cliques larger; none is smaller
-            than F. The ranks left over join, in order, the last cliques, so that two of one node
-            are never in one clique if there is a full block of JF ranks.
+    Where the world size is not divisible by JF, ``allow_uneven`` makes some cliques larger; none is
+    smaller than F. The ranks left over join, in order, the last cliques, so that two of one node
+    are never in one clique if there is a full block of JF ranks.
 
     Raises:
-        PlanError: a number is less than 1; W is not divisible by JF and ``allow_uneven`` is not
-            set; or there are fewer than F nodes of J ranks.
+        PlanError: a number is less than 1; the world is not divisible by JF and ``allow_uneven`` is
+            not set; or there are fewer than F nodes of J ranks.
 
     Source: the replication groups of NVIDIA's resiliency extension.
     """

@@ -135,8 +135,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             replication_factor: copies of each shard, its owner's among them.
             allow_uneven: make some cliques larger where the numbers do not fit.
             target_device: ``cpu`` makes gloo groups, ``cuda`` NCCL ones.
-            max_bucket_bytes: as for the class.
-            timeout_s: as for the class.
+            max_bucket_bytes: as for the class, and so is the next.
+            timeout_s: see above.
 
         Raises:
             PlanError: the numbers do not fit the world.
@@ -386,10 +386,7 @@ class LazyReplicationStrategyBuilder(ReplicationStrategy, ABC, Generic[EagerT]):
 class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplicationStrategy]):
     """Cliques whose process groups are made when they are first needed.
 
-    Args:
-        replication_jump: as in ``CliqueReplicationStrategy.from_replication_params``.
-        replication_factor: copies of each shard.
-        options: further arguments of ``from_replication_params``.
+    All arguments are those of ``CliqueReplicationStrategy.from_replication_params``.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -119,18 +119,16 @@ class ShardDirectory:
             found.path.unlink(missing_ok=True)
 
     @limited
-    def remove_stale_files(self, holder: int) -> int:
-        """Remove stale files of killed saves of this rank; returns the bytes that are free again.
+    def remove_stale_files(self, holder: int) -> None:
+        """Remove stale files of killed saves of this rank.
 
         What is being written, here or in another process, stays.
         """
         directory = self.holder_directory(holder)
-        removed = 0
         with file_errors(None, directory):
             for path in _entries(directory):
                 if path.name.startswith(PARTIAL_PREFIX):
-                    removed += _remove_unlocked(path)
-        return removed
+                    _remove_unlocked(path)
 
     @limited
     def room(self) -> tuple[str, int]:
@@ -315,19 +313,15 @@ def _begin_file(directory: Path) -> tuple[Path, int]:
         os.close(handle)  # taken for a stale file before it was locked
 
 
-def _remove_unlocked(path: Path) -> int:
-    """Remove a file unless it is being written; returns the bytes that are free again."""
-    try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file unless it is being written."""
+    with suppress(FileNotFoundError):  # another manager was first
+        if not stat.S_ISREG(path.lstat().st_mode):
             path.unlink()
-            return 0
+            return
         with lock_unless_written(path) as is_ours:  # until it is removed
             if is_ours:
                 path.unlink()
-            return found.st_size if is_ours else 0
-    except FileNotFoundError:
-        return 0  # another manager was first
 
 
 @contextmanager

@@ -298,15 +298,8 @@ class CheckpointManager:
     ) -> bool:
         """Whether all ranks can get to one step from memory; the reason stays if not.
 
-        Collective; changes nothing.
-
-        Args:
-            trainer: the state to be filled.
-            include_checksum_verification: compare the copies, where checksums are enabled.
-            group: ranks that take part; None for the world.
-
-        Raises:
-            PeerTimeoutError, PeerLostError: a rank does not take part any more.
+        Collective; changes nothing. Copies are compared where checksums are enabled, unless
+        ``include_checksum_verification`` is not set.
         """
         recovery = self._recovery(self._communicator(group), provider_of(trainer))
 

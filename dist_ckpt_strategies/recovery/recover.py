@@ -148,9 +148,9 @@ class Recovery:
     ) -> RecoveryReport:
         """Carry out a plan: afterwards the new state is that of the target on every rank.
 
-        Collective: either every rank returns, or every rank raises, and then the new state is
-        good for nothing on ranks that were to receive. The kept state is only changed by finishing
-        its step. Four gathers beside the transfer, two more where weights are gathered.
+        Collective: either every rank returns, or every rank raises, and then the new state is good
+        for nothing on ranks that were to receive. The kept state is only changed by finishing its
+        step. Four gathers beside the transfer, two more where weights are gathered.
 
         Args:
             plan: equal on all ranks.
@@ -160,8 +160,7 @@ class Recovery:
             on_filling: called when the new state is about to be changed; on all ranks, or on none.
 
         Raises:
-            UnfinishedStepError: a rank could not finish its step; another plan may do without it.
-            BrokenGatherError: ranks lost each other while they gathered the weights.
+            UnfinishedStepError, BrokenGatherError: see there.
             CorruptCheckpointError: bytes arrived damaged, or copies of a shard differ.
         """
         comm, started = self._comm, time.monotonic()
