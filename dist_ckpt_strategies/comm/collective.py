@@ -8,14 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from dist_ckpt_strategies.comm.base import (
-    Bytes,
-    Communicator,
-    Message,
-    Receive,
-    Send,
-    out_of_step,
-)
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Message, Receive, Send, out_of_step
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,

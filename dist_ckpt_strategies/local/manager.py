@@ -26,11 +26,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.local.encoding import (
-    decode_shards,
-    default_local_allowed,
-    encode_state,
-)
+from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.inventory import (
     Intent,
     complete_save,

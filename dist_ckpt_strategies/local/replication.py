@@ -30,11 +30,7 @@ from dist_ckpt_strategies.config import (
 )
 from dist_ckpt_strategies.device import TensorBytes, torch_dtype
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.local.encoding import (
-    decode_shards,
-    default_local_allowed,
-    encode_state,
-)
+from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.plan import (
     Clique,
     ExchangePlan,
@@ -42,12 +38,7 @@ from dist_ckpt_strategies.local.plan import (
     build_cliques,
     build_exchange_plan,
 )
-from dist_ckpt_strategies.local.shard_format import (
-    FilledShard,
-    LocalShard,
-    LocalShardId,
-    SaveId,
-)
+from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShard, LocalShardId, SaveId
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork

@@ -41,11 +41,7 @@ from dist_ckpt_strategies.recovery.random_states import (
     capture_random_states,
     restore_random_states,
 )
-from dist_ckpt_strategies.recovery.recover import (
-    BrokenGatherError,
-    Recovery,
-    UnfinishedStepError,
-)
+from dist_ckpt_strategies.recovery.recover import BrokenGatherError, Recovery, UnfinishedStepError
 from dist_ckpt_strategies.recovery.shards import Shards, dump_objects, flat_shards
 from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 

@@ -19,12 +19,7 @@ from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, excha
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.device import TensorBytes
-from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    RestartError,
-    ShapeMismatchError,
-    text_of,
-)
+from dist_ckpt_strategies.errors import CheckpointError, RestartError, ShapeMismatchError, text_of
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,
     RankFacts,
