@@ -48,10 +48,9 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def require_plain(tensor: torch.Tensor, *, key: str) -> None:
-    """Raise unless the tensor's elements lie in memory of its own.
+    """Raise a PlanError unless the tensor's elements lie in memory of its own.
 
-    Raises:
-        PlanError: it is sparse, nested, quantized, or on the meta device.
+    That is, where it is sparse, nested, quantized, or on the meta device.
     """
     is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
     if is_odd or tensor.device.type == "meta":
@@ -293,10 +292,8 @@ def host_memory(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
 class HostSnapshot:
     """Memory for one copy of the tensors, which grows to their size and is kept with the object.
 
-    Memory that was touched before is written several times as fast as new memory.
-
-    Args:
-        allocate: gives bytes on the host, pinned or not.
+    Memory that was touched before is written several times as fast as new memory. ``allocate``
+    gives bytes on the host, pinned or not.
     """
 
     def __init__(self, allocate: Callable[..., torch.Tensor] = host_memory) -> None:
@@ -325,9 +322,7 @@ class HostSnapshot:
     ) -> list[Slot]:
         """A place for each tensor of these shapes and dtypes; those of the call before are gone.
 
-        Args:
-            layouts: shape and dtype of each.
-            is_pinned: whether the memory is filled from CUDA.
+        Memory that is filled from CUDA is pinned.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
         aligned = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
@@ -346,11 +341,8 @@ class HostSnapshot:
 def pin_while_alive(owner: object, memory: torch.Tensor) -> None:
     """Have CUDA lock the pages of host memory, so that copies to it need no detour.
 
-    Where CUDA refuses, copies take longer, and that is logged.
-
-    Args:
-        owner: when it is gone the pages are let go of; the memory must live as long.
-        memory: on the host, not pinned yet.
+    Where CUDA refuses, copies take longer, and that is logged. When ``owner`` is gone the pages are
+    let go of; the memory must live as long.
 
     Source: cudaHostRegister, as torch's own checkpoints use it for memory that processes share.
     """

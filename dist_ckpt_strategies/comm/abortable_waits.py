@@ -14,11 +14,7 @@ from dist_ckpt_strategies.errors import WaitReleasedError
 
 
 class AbortableWaits:
-    """Calls that ``abort`` ends; each blocking one has a thread, which is abandoned then.
-
-    Args:
-        name: of the threads.
-    """
+    """Calls that ``abort`` ends; each blocking one has a thread, which is abandoned then."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -45,16 +41,10 @@ class AbortableWaits:
         meanwhile: Callable[[], object] | None = None,
         every_s: float | None = None,
     ) -> Any:
-        """What ``wait`` returns or raises, on another thread.
+        """What ``wait`` returns or raises, on another thread; WaitReleasedError if it is aborted.
 
-        Args:
-            wait: what blocks.
-            meanwhile: called after each ``every_s`` seconds without a result. What it raises is
-                raised here; the thread may go on waiting.
-            every_s: see ``meanwhile``.
-
-        Raises:
-            WaitReleasedError: ``abort`` came first; the thread may go on waiting.
+        ``meanwhile`` is called after each ``every_s`` seconds without a result. What it raises is
+        raised here. The thread may go on waiting in either case.
         """
         self.require_waiting()
         call = self.begin()
@@ -76,11 +66,7 @@ class AbortableWaits:
 
 
 def run_abandonable(call: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """What ``call`` returns or raises on a thread, which is abandoned after the time.
-
-    Raises:
-        TimeoutError: it has not returned by then; ``what`` did not answer.
-    """
+    """What ``call`` returns or raises on a thread, or a TimeoutError: ``what`` did not answer."""
 
     def give_up() -> None:
         raise TimeoutError(f"{what} did not answer within {timeout_s:g} s")

@@ -41,32 +41,15 @@ class Receive:
     into: Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Bytes that are travelling; their memory belongs to the exchange until ``wait`` returns.
-
-    Attributes:
-        wait: returns once this rank's bytes are sent, and those for it have arrived.
-    """
-
-    wait: Callable[[], None]
-
-
 class Communicator:
     """A fixed set of ranks that call the same methods in the same order; here, one process alone.
 
     Every method waits at most the timeout given when the communicator was made, and raises
-    PeerTimeoutError after that, PeerLostError where contact with a peer broke off. After either
-    the group is out of step: nothing more may be asked of it.
+    PeerTimeoutError after that, PeerLostError where contact with a peer broke off. After either the
+    group is out of step: nothing more may be asked of it.
 
-    Args:
-        global_ranks: of the ranks of the group.
-        rank: this process, counted within the group.
-
-    Attributes:
-        rank: see above.
-        size: ranks in the group.
-        device: where tensors are that travel without a copy to the host or from it.
+    ``rank`` is this process, counted within the group. Tensors on ``device`` travel without a copy
+    to the host or from it.
     """
 
     device = torch.device("cpu")
@@ -89,13 +72,19 @@ class Communicator:
 
         Between any two ranks, the n-th send matches the n-th receive, and their sizes are equal.
         """
-        self.begin_exchange(sends, receives).wait()
+        self.begin_exchange(sends, receives)()
 
-    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
-        """Like ``exchange``, but return at once. Collective; one at a time may be under way."""
+    def begin_exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive]
+    ) -> Callable[[], None]:
+        """Like ``exchange``, but return at once. Collective; one at a time may be under way.
+
+        What is returned waits until this rank's bytes are sent, and those for it have arrived.
+        Their memory belongs to the exchange until then.
+        """
         for send, receive in zip(sends, receives, strict=True):
             np.asarray(receive.into)[...] = np.asarray(send.data)
-        return Exchange(lambda: None)
+        return lambda: None
 
 
 def report_level(comm: Communicator) -> int:
@@ -109,10 +98,7 @@ def report_level(comm: Communicator) -> int:
 def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[str]) -> str:
     """Which ranks are alike, in words: ``ranks [0, 1, 3] in a save; ranks [2] in a load``.
 
-    Args:
-        comm: the ranks.
-        kinds: by rank; equal where they are alike.
-        texts: by rank; of those that are alike the first one's is shown.
+    Ranks of equal ``kinds`` are alike; the first one's text is shown.
     """
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for rank, kind in enumerate(kinds):

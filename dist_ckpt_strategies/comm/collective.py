@@ -8,14 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from dist_ckpt_strategies.comm.base import (
-    Bytes,
-    Communicator,
-    Message,
-    Receive,
-    Send,
-    out_of_step,
-)
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Message, Receive, Send, out_of_step
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -58,13 +51,9 @@ def run_and_gather(
 ) -> list[Message]:
     """Like ``run_collectively``, and return what the step returned on every rank, by rank.
 
-    Collective. One gather serves for both.
-
-    Args:
-        comm: the ranks.
-        step: what to run.
-        is_sparse: None, the usual result, is sent as nothing, which takes one collective of torch's
-            in place of two; a rank in another step is detected only where a step has a result.
+    Collective. One gather serves for both. With ``is_sparse``, None, the usual result, is sent as
+    nothing, which takes one collective of torch's in place of two; a rank in another step is
+    detected only where a step has a result.
     """
     result: Message = None
     own: CheckpointError | None = None

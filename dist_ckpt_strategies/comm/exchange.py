@@ -40,12 +40,8 @@ _RECEIVE_SLOTS = 2
 class Outgoing:
     """A block of bytes for another rank, or for this one.
 
-    Attributes:
-        name: what it is, for messages.
-        to_rank: the receiver.
-        nbytes: its size.
-        read: called on a thread with the first byte of a message, and memory for it; returns the
-            message's bytes, in that memory or in other memory that stays as it is.
+    ``read`` is called on a thread with the first byte of a message, and memory for it. It returns
+    the message's bytes, in that memory or in other memory that stays as it is.
     """
 
     name: str
@@ -58,14 +54,9 @@ class Outgoing:
 class Incoming:
     """A block of bytes from another rank, or from this one.
 
-    Attributes:
-        name: what it is, for messages.
-        from_rank: the sender.
-        nbytes: its size.
-        take: called on a thread, in order, with the first byte of a message and its bytes.
-        landing: called with the first byte of a message and its size; where the message is to
-            arrive, on the host or on the communicator's device. None: anywhere.
-        key: of the array, for errors.
+    ``take`` is called on a thread, in order, with the first byte of a message and its bytes.
+    ``landing`` is called with the first byte of a message and its size, and says where it is to
+    arrive, on the host or on the communicator's device; None: anywhere. ``key`` is for errors.
     """
 
     name: str
@@ -90,23 +81,19 @@ def exchange(
 ) -> list[Message]:
     """Carry the blocks of all ranks; returns what ``finish`` returned on every rank, by rank.
 
-    Collective: either every rank returns, or every rank raises. Between two ranks the n-th
-    outgoing block meets the n-th incoming one, of the same size. What fails while messages travel
-    is raised at the end: until then peers get other bytes, so that no rank waits for this one.
+    Collective: either every rank returns, or every rank raises. Between two ranks the n-th outgoing
+    block meets the n-th incoming one, of the same size. What fails while messages travel is raised
+    at the end: until then peers get other bytes, so that no rank waits for this one.
 
     Args:
         comm: the ranks.
-        prepare: makes this rank's blocks; what it raises, every rank raises.
+        prepare: makes this rank's blocks; what it raises, every rank raises, as of the next two.
         finish: called when all has been taken.
-        complete: called where digests are compared, once all are equal on this rank; what it
-            raises, every rank raises.
+        complete: called where digests are compared, once all are equal on this rank.
         max_inflight_nbytes: bound on what travels at once in each direction; where ranks give
             different ones, the least counts. Takes up to five times as much memory.
-        compares_digests: compare each block's digest at the receiver with the sender's. Without,
-            the caller does that.
-
-    Raises:
-        CorruptCheckpointError: a block arrived damaged.
+        compares_digests: raise a CorruptCheckpointError where a block is not as it was sent.
+            Without, the caller compares.
     """
     with ExitStack() as stack:
         made: list[_Rounds] = []

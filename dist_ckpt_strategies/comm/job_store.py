@@ -34,15 +34,7 @@ class JobStore:
     waits for ever for a host that is stopped or has lost its network, so each request runs on a
     thread, which is abandoned then.
 
-    Args:
-        host: of the store.
-        port: of the store.
-        prefix: of all keys, before a slash.
-        timeout_s: after which a silent host is lost, in seconds. A request, and the connection,
-            may take half of it.
-
-    Raises:
-        PeerLostError: there is no store, or it does not answer.
+    After ``timeout_s`` a silent host is lost. A request, and the connection, may take half of it.
     """
 
     def __init__(
@@ -187,12 +179,8 @@ def _bound_silence(port: int, limit_s: float) -> None:
 def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
     """A TCPStore's server in this process, which ends with the last reference to it.
 
-    Args:
-        host: the address that others reach it at.
-        port: of it; 0: one that is free.
-
-    Raises:
-        PeerError: the port is taken.
+    ``host`` is the address that others reach it at; port 0 is one that is free. A PeerError if the
+    port is taken.
     """
     try:
         return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=port != 0)

@@ -71,10 +71,9 @@ def is_alive(group: Any) -> bool:
 
 
 def require_member(group: object) -> None:
-    """Raise unless this rank is in the group; torch gives ranks outside a number in its place.
+    """Raise a StrategyError unless this rank is in the group, and the group is there.
 
-    Raises:
-        StrategyError: it is not, or the group is gone.
+    Torch gives ranks outside a number in its place.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if group == outside:
@@ -108,19 +107,21 @@ def uses_nccl(group: ProcessGroup) -> bool:
 
 
 def abort_nccl(groups: Iterable[ProcessGroup]) -> None:
-    """Abort the NCCL communicators of groups, all at once: one by one they wait for each other."""
+    """Abort the NCCL communicators of groups, all at once: one by one they wait for each other.
+
+    Source: torch's own abort of the world, which also forgets the groups of other backends.
+    """
     backends: list[Any] = [
         group._get_backend(torch.device("cuda"))  # noqa: SLF001 - no public way
         for group in groups
         if uses_nccl(group)
     ]
-    together = [backend for backend in backends if hasattr(backend, "_group_start")][:1]
-    for backend in together:
-        backend._group_start()  # noqa: SLF001 - as torch's own abort of all groups does
+    for first in backends[:1]:
+        first._group_start()  # noqa: SLF001 - no public way
     for backend in backends:
         backend.abort()
-    for backend in together:
-        backend._group_end()  # noqa: SLF001 - see above
+    for first in backends[:1]:
+        first._group_end()  # noqa: SLF001 - no public way
 
 
 def is_of_communication(error: BaseException | None) -> bool:
@@ -138,10 +139,8 @@ def new_gloo_groups(
 ) -> tuple[ProcessGroup, ...]:
     """Gloo groups of the same ranks as ``group``, for as many streams side by side.
 
-    Collective over the world: every rank calls this, with the group that it is in.
-
-    Raises:
-        StrategyError: some rank is not in the group that it has given.
+    Collective over the world: every rank calls this, with the group that it is in; else all raise a
+    StrategyError.
     """
 
     def describe() -> list[int] | int:

@@ -40,10 +40,7 @@ class Ranks:
     """The ranks that share the work of a tool: those of a communicator, or this process alone.
 
     Every method is collective where there are several ranks. The failure of a step on one of them
-    is raised on all, with rank, key and file.
-
-    Attributes:
-        first: what messages call the first rank.
+    is raised on all, with rank, key and file. ``first`` is what messages call the first rank.
     """
 
     def __init__(self, comm: Communicator | None) -> None:
@@ -71,11 +68,7 @@ class Ranks:
         return self.gather(lambda: step() if self.rank == 0 else None)[0]
 
     def require_alike(self, sizes: Sequence[int]) -> None:
-        """Raise unless all ranks have listed tasks of the same sizes.
-
-        Raises:
-            PlanError: they see different checkpoints.
-        """
+        """Raise a PlanError unless all ranks have listed tasks of the same sizes."""
         if len({*self.gather(lambda: _digest_of(sizes))}) > 1:
             raise PlanError(
                 "the ranks see different checkpoints; every rank needs the same file system and "
@@ -93,7 +86,8 @@ class Ranks:
     ) -> dict[int, T]:
         """Work off tasks that all ranks have listed alike, each on one rank.
 
-        A failure ends the work of all threads and ranks, at their next count.
+        A failure ends the work of all threads and ranks, at their next count. Ranks that have
+        listed different tasks raise a PlanError.
 
         Args:
             tasks: equal on all ranks; distributed so that all have about as many bytes.
@@ -104,9 +98,6 @@ class Ranks:
 
         Returns:
             The results of this rank, by number of the task.
-
-        Raises:
-            PlanError: the ranks have listed different tasks.
         """
         sizes = [nbytes_of(task) for task in tasks]
         self.require_alike(sizes)
@@ -149,15 +140,8 @@ def open_world(
 ) -> Iterator[Communicator]:
     """The ranks of a tool, as the world of a gloo process group. Collective.
 
-    Args:
-        rank: of this process.
-        size: of the world.
-        store: key-value store of all ranks; None: the one that torchrun's environment names.
-        start_s: longest time until all ranks have joined, in seconds.
-        timeout_s: longest wait for a peer after that.
-
-    Raises:
-        PeerTimeoutError: some ranks did not join.
+    All have to join within ``start_s``, or it is a PeerTimeoutError; after that ``timeout_s`` is
+    the longest wait for a peer. Without a store, it is the one that torchrun's environment names.
     """
     import torch.distributed as dist  # noqa: PLC0415
 

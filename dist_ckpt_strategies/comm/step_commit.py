@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from dist_ckpt_strategies.comm.process_group import (
     raise_if_aborted,
 )
 from dist_ckpt_strategies.device import uses_cuda
-from dist_ckpt_strategies.errors import RestartError
+from dist_ckpt_strategies.errors import PeerTimeoutError, RestartError
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ _HEADER = struct.Struct("<qQ")
 """Of replicated bytes: their length, and their digest (xxh3)."""
 
 _TOO_LONG = -1
+_PAUSE_S = 0.0002
 
 
 class StepCommit:
@@ -34,13 +36,8 @@ class StepCommit:
     Plain collectives of torch.distributed: an error ends them as it ends those of the training.
     Without torch.distributed this process is alone.
 
-    Args:
-        group: ranks that commit; None for the world.
-        replica_group: ranks that keep each other's bytes; None for those of ``group``.
-        timeout_s: longest wait in each collective.
-
-    Attributes:
-        is_new: whether nothing has been replicated yet.
+    The ranks of ``group``, by default the world, commit; those of ``replica_group``, by default the
+    same, keep each other's bytes. ``is_new`` says that nothing has been replicated yet.
     """
 
     def __init__(
@@ -97,12 +94,13 @@ class StepCommit:
         A rank takes part once the gradients that its GPU reduces are there, over whatever group.
 
         Raises:
+            PeerTimeoutError: the GPU is not done with its gradients in time.
             WaitReleasedError: communication was ended before: gradients may be garbage then.
         """
         if not is_distributed():
             return True
         if uses_cuda():
-            torch.cuda.current_stream().synchronize()
+            self._await_gradients(step)
         raise_if_aborted()
         device = message_device(self._group)
         value = torch.tensor([step, -step], dtype=torch.int64, device=device)
@@ -111,6 +109,22 @@ class StepCommit:
         found = value.tolist()
         raise_if_aborted()
         return bool(found == [step, -step])
+
+    def _await_gradients(self, step: int) -> None:
+        """Return when the GPU has done what was queued on this thread's stream."""
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        deadline = time.monotonic() + self._limit.total_seconds()
+        while not done.query():
+            raise_if_aborted()
+            if time.monotonic() >= deadline:
+                raise PeerTimeoutError(
+                    None,
+                    f"commit of step {step}: the GPU was not done with its gradients within "
+                    f"{self._limit.total_seconds():g} s; a rank does not reduce them, or a GPU "
+                    "hangs",
+                )
+            time.sleep(_PAUSE_S)
 
     def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
         """The tensors of all replicas, in rows, on the host."""

@@ -258,9 +258,8 @@ def rendezvous_by_attempt(
     names each time (torch 2.13; older ones looked at TORCHELASTIC_RESTART_COUNT). It has no public
     way to replace a handler; the one that was there comes back.
 
-    Args:
-        attempt: its number, the same on all ranks.
-        note_store: is given each store that ranks find each other in.
+    ``attempt`` gives its number, the same on all ranks; ``note_store`` is given each store that
+    ranks find each other in.
     """
     module = import_module("torch.distributed.rendezvous")  # a function has its name in torch
     handlers = module._rendezvous_handlers  # noqa: SLF001 - see above

@@ -8,7 +8,7 @@ import struct
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,6 @@ from dist_ckpt_strategies.comm.abortable_waits import run_abandonable
 from dist_ckpt_strategies.comm.base import (
     Buffer,
     Communicator,
-    Exchange,
     Message,
     Receive,
     Send,
@@ -238,7 +237,9 @@ class TorchCommunicator(Communicator):
                 self._require_awaited()
         return [tensor.cpu().numpy().tobytes() for tensor in found]
 
-    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+    def begin_exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive]
+    ) -> Callable[[], None]:
         """See Communicator. Not counted as a collective: ranks may take part in different ones.
 
         The channels take turns, separately for each peer: the same on both sides. NCCL takes the
@@ -263,7 +264,7 @@ class TorchCommunicator(Communicator):
                 batches = [[o for o in operations if o.group is c] for c in self._channels]
                 started = [dist.batch_isend_irecv(batch) for batch in batches if batch]
                 works = [(None, work) for some in started for work in some]
-        return Exchange(partial(self._finish, works, received))
+        return partial(self._finish, works, received)
 
     def _finish(
         self,
@@ -395,10 +396,9 @@ def _as_tensor(data: Buffer) -> torch.Tensor:
 
 
 def _wait(work: Any, deadline: float, device: torch.device) -> None:
-    """Return when the work is done. On a device its own ``wait`` holds up a stream alone.
+    """Return when the work is done; a RuntimeError after the deadline, or if contact broke off.
 
-    Raises:
-        RuntimeError: the deadline has passed, or contact broke off.
+    On a device the work's own ``wait`` holds up a stream alone.
     """
     while device.type != "cpu" and not work.is_completed():
         if time.monotonic() >= deadline:

@@ -27,6 +27,7 @@ from dist_ckpt_strategies.local.shard_format import (
     BASIC,
     MCORE,
     MEGATRON,
+    OWN,
     RESHARDED_KINDS,
     BufferSpec,
     FilledShard,
@@ -80,35 +81,16 @@ def encode_state(
     """Split a state into tensors and the rest. It is left as it is.
 
     Raises:
-        StrategyError: it is of another class than those of this package and Megatron-Core's.
+        StrategyError: it is no TensorAwareStateDict.
         UnsafeObjectError: it holds an object of a class that is not allowed.
         PlanError: it is hollow, or a tensor cannot be stored.
     """
-    tensors: dict[str, torch.Tensor] = {}
-
-    def place(value: Any) -> Any:
-        number = None
-        if isinstance(value, ShardedObject):
-            return (_OBJECT, message_of(value), value.data)
-        if value.data is not None:
-            number = len(tensors)
-            tensors[f"{value.key} ({number})"] = value.data
-        return (_TENSOR, message_of(value), number)
-
-    if isinstance(state, BasicTensorAwareStateDict):
-        kind, tensors = BASIC, state.named_tensors()
-        hollow = {"devices": state.devices, "state": state.hollow}
-    else:
-        kind = MCORE
-        if not isinstance(state, MCoreTensorAwareStateDict):
-            kind, state = MEGATRON, _from_megatrons(state)
-        state.require_tensors()
-        hollow = {
-            "devices": state.devices,
-            "sharded": mapped_values(place, state.sharded_state_dict),
-            "common": take_tensors(state.common_state_dict, tensors, "common"),
-        }
-    content = bytearray(dump_loadable(hollow, name=_NAME, allow=allowed))
+    kind, tensors, hollow = _split(state)
+    try:
+        content = bytearray(dump_loadable(hollow, name=_NAME, allow=allowed))
+    finally:
+        if kind == OWN:
+            state.insert_tensors(list(tensors.values()))
     buffers = []
     for name, tensor in tensors.items():
         require_plain(tensor, key=name)
@@ -123,28 +105,79 @@ def encode_state(
     )
 
 
-def decode_shards(retrieved: Sequence[FilledShard], allowed: Allowed) -> Any:
-    """The state of one shard file, or of several of one save; its tensors are on the host.
+def _split(state: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
+    """The kind of a state, its tensors by name, and the rest; one of a user's class is hollow."""
+    if isinstance(state, BasicTensorAwareStateDict):
+        hollow = {"devices": state.devices, "state": state.hollow}
+        return BASIC, state.named_tensors(), hollow
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(state).__mro__}
+    kind = MEGATRON if TENSOR_AWARE_CLASS in names else MCORE
+    if not (kind == MEGATRON or isinstance(state, MCoreTensorAwareStateDict)):
+        if not (hasattr(state, "pop_tensors") and hasattr(state, "insert_tensors")):
+            raise StrategyError(
+                f"a {type(state).__qualname__} cannot be saved: expected a TensorAwareStateDict; "
+                "wrap the state in BasicTensorAwareStateDict"
+            )
+        _require_filled(state)
+        taken = dict(enumerate(state.pop_tensors()))
+        hollow = {"devices": [tensor.device.type for tensor in taken.values()], "state": state}
+        return OWN, {f"tensor {number}": tensor for number, tensor in taken.items()}, hollow
+    _require_filled(state)
+    ours = _from_megatrons(state) if kind == MEGATRON else state
+    tensors: dict[str, torch.Tensor] = {}
+
+    def place(value: Any) -> Any:
+        number = None
+        if isinstance(value, ShardedObject):
+            return (_OBJECT, message_of(value), value.data)
+        if value.data is not None:
+            number = len(tensors)
+            tensors[f"{value.key} ({number})"] = value.data
+        return (_TENSOR, message_of(value), number)
+
+    sharded = mapped_values(place, ours.sharded_state_dict)
+    common = take_tensors(ours.common_state_dict, tensors, "common")
+    return kind, tensors, {"devices": ours.devices, "sharded": sharded, "common": common}
+
+
+def _require_filled(state: Any) -> None:
+    if state.is_hollow:
+        raise PlanError("the state is hollow: call insert_tensors or init_tensors first")
+
+
+def decode_shards(
+    retrieved: Sequence[FilledShard], allowed: Allowed, *, on_host: bool = True
+) -> Any:
+    """The state of one shard file, or of several of one save.
+
+    With ``on_host``, or without a GPU, its tensors stay there; else each is moved to the device
+    that it was on.
 
     Raises:
         UnsafeObjectError: it needs a class that is not allowed.
         CorruptCheckpointError: its description makes no sense.
     """
-    states = [_decoded(one, allowed) for one in retrieved]
-    if len(states) == 1:
-        return _as_megatrons(states[0]) if retrieved[0].shard.kind == MEGATRON else states[0]
-    return MCoreTensorAwareStateDict(  # Megatron-Core's fits one layout only
-        states[0].common_state_dict,
-        {str(number): state.sharded_state_dict for number, state in enumerate(states)},
-        devices=[device for state in states for device in state.devices],
-    )
+    on_host = on_host or not torch.cuda.is_available()
+    states = [_decoded(one, allowed, on_host=on_host) for one in retrieved]
+    (state, *others), kind = states, retrieved[0].shard.kind
+    if others:
+        state = MCoreTensorAwareStateDict(  # Megatron-Core's fits one layout only
+            state.common_state_dict,
+            {str(number): state.sharded_state_dict for number, state in enumerate(states)},
+            devices=[device for state in states for device in state.devices],
+        )
+    elif kind == MEGATRON:
+        state = _as_megatrons(state)
+    if not (on_host or kind == OWN):
+        state.restore_tensor_device(non_blocking=False)
+    return state
 
 
-def _decoded(filled: FilledShard, allowed: Allowed) -> Any:
-    """A state of this package's classes."""
+def _decoded(filled: FilledShard, allowed: Allowed, *, on_host: bool) -> Any:
+    """A state of this package's classes, or of a user's."""
     shard = filled.shard
-    if shard.kind not in {BASIC, *RESHARDED_KINDS}:
-        kinds = [BASIC, *sorted(RESHARDED_KINDS)]
+    kinds = [BASIC, OWN, *sorted(RESHARDED_KINDS)]
+    if shard.kind not in kinds:
         raise StrategyError(
             f"{shard.shard_id}: a state of kind {shard.kind!r}: expected one of {kinds}"
         )
@@ -161,6 +194,11 @@ def _decoded(filled: FilledShard, allowed: Allowed) -> Any:
         devices = found["devices"]
         if shard.kind == BASIC:
             return BasicTensorAwareStateDict(put_tensors(found["state"], tensors), devices=devices)
+        if shard.kind == OWN:
+            pairs = zip(tensors, devices, strict=True)
+            state = found["state"]
+            state.insert_tensors([t if on_host else t.to(device) for t, device in pairs])
+            return state
         common = put_tensors(found["common"], tensors)
         sharded = mapped_values(fill, found["sharded"])
         return MCoreTensorAwareStateDict(common, sharded, devices=devices)
@@ -179,11 +217,7 @@ def _decoded(filled: FilledShard, allowed: Allowed) -> Any:
 
 @limited
 def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
-    """The common state of the newest save here, of any good shard; None if there is none.
-
-    Raises:
-        UnsafeObjectError: the shard needs a class that is not allowed.
-    """
+    """The common state of the newest save here, of any good shard; None if there is none."""
     for one in sorted(directory.find(), key=lambda one: one.shard_id, reverse=True):
         with suppress(CheckpointError), ShardReader(one.path) as reader:
             content = np.empty(reader.shard.buffers[-1].nbytes, np.uint8)
@@ -197,15 +231,6 @@ def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
 
 def _from_megatrons(state: Any) -> MCoreTensorAwareStateDict:
     """Megatron-Core's state as one of ours."""
-    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(state).__mro__}
-    if TENSOR_AWARE_CLASS not in names:
-        raise StrategyError(
-            f"a {type(state).__qualname__} cannot be saved: expected BasicTensorAwareStateDict, "
-            "MCoreTensorAwareStateDict or Megatron-Core's class of that name; wrap the state in "
-            "BasicTensorAwareStateDict"
-        )
-    if state.is_hollow:
-        raise PlanError("the state is hollow: call insert_tensors or init_tensors first")
     for value in sharded_values(state.sharded_state_dict):
         message_of(value)  # refuses what a copy without data would lose
     devices = [

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather_bytes, run_collectively
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -46,16 +44,12 @@ _MAX_SHOWN = 8
 
 
 class Copy(NamedTuple):
-    """A file whose description is good.
+    """A file whose description is good, in the directory of its holder.
 
-    Attributes:
-        path: the file, below its node's directory.
-        shard_id: what it holds.
-        world_size: ranks that took part in the save, as the file states.
-        kind: how the state is encoded.
+    ``world_size`` and ``kind``, how the state is encoded, are as the file states them.
     """
 
-    path: str
+    holder: int
     shard_id: LocalShardId
     world_size: int
     kind: str
@@ -65,13 +59,12 @@ class Copy(NamedTuple):
 class Inventory:
     """What all ranks together have.
 
-    Attributes:
-        nodes: for each rank what tells its node's directory from every other.
-        copies: for each node its files.
+    For each rank, ``nodes`` has the first one that sees the same directory; ``copies`` has what
+    there is in each of these directories, by that first rank.
     """
 
-    nodes: tuple[str, ...]
-    copies: Mapping[str, Sequence[Copy]]
+    nodes: Sequence[int]
+    copies: Mapping[int, list[Copy]]
 
     def saves(self) -> tuple[Completeness, ...]:
         """What there is of each save, the newest first."""
@@ -92,33 +85,28 @@ class Inventory:
         }
         return {rank: by_node[node] for rank, node in enumerate(self.nodes)}
 
-    def without(self, excluded: Collection[tuple[str, str]], at_least: int) -> Inventory:
-        """The same without some files, by node and path, and without earlier iterations."""
-        kept = {
-            node: [
-                copy
-                for copy in copies
-                if copy.shard_id.save.iteration >= at_least and (node, copy.path) not in excluded
-            ]
-            for node, copies in self.copies.items()
-        }
-        return Inventory(self.nodes, kept)
-
     def newest(self) -> Completeness | None:
         """The newest save of which every shard is somewhere, by the descriptions."""
         return next((one for one in self.saves() if not one.missing), None)
 
 
-def gather_inventory(comm: Communicator, directory: ShardDirectory, session_id: str) -> Inventory:
-    """What each rank has of a session, by what its files state; damaged ones are left out.
+def gather_inventory(
+    comm: Communicator, directory: ShardDirectory, session_id: str, at_least: int = 0
+) -> Inventory:
+    """What the ranks have of a session, by what the files state; damaged ones are left out.
 
-    Collective. Ranks that see one directory send one list.
+    Collective: two gathers, of a few bytes for each save and shard that a rank keeps. Files of
+    other sessions, and of iterations before ``at_least``, are left out too.
     """
+    first: dict[str, int] = {}
+    names = run_and_gather(comm, directory.name)
+    nodes = [first.setdefault(name, rank) for rank, name in enumerate(names)]
+    restart_limit()  # peers that came late are not storage that is slow
 
-    def listing() -> bytes:
-        rows = []
+    def listing() -> list[list[Any]]:
+        kept: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         try:
-            found = directory.find()
+            found = directory.find(_holders_of(comm.rank, nodes, directory))
         except StorageError as error:  # others have the copies
             logger.warning("no local checkpoints from %s: %s", directory, error)
             found = []
@@ -129,24 +117,31 @@ def gather_inventory(comm: Communicator, directory: ShardDirectory, session_id: 
             except CheckpointError as error:
                 logger.warning("a local checkpoint is not used: %s", error)
                 continue
-            if shard.session_id == session_id:
-                path = str(one.path.relative_to(directory.root))
-                rows.append([path, str(one.shard_id), shard.world_size, shard.kind])
-        return json.dumps([directory.name(), rows]).encode()
+            save = one.shard_id.save
+            if shard.session_id == session_id and save.iteration >= at_least:
+                key = (one.holder, save.iteration, save.stamp, shard.world_size, shard.kind)
+                kept[key].append(one.shard_id.global_rank)
+        return [[*key, ranks] for key, ranks in kept.items()]
 
-    listings = run_and_gather_bytes(comm, partial(run_with_limit, listing, directory))
-    restart_limit()  # peers that came late are not storage that is slow
-    nodes: list[str] = []
-    copies: dict[str, list[Copy]] = {}
-    parsed = {text: json.loads(text) for text in set(listings)}
-    for text in listings:
-        node, rows = parsed[text]
-        nodes.append(node)
-        if node not in copies:
-            copies[node] = [
-                Copy(path, LocalShardId.require(id_), *rest) for path, id_, *rest in rows
-            ]
-    return Inventory(tuple(nodes), copies)
+    copies: dict[int, list[Copy]] = {node: [] for node in nodes}
+    everyone = run_and_gather(comm, partial(run_with_limit, listing, directory))
+    restart_limit()
+    for node, rows in zip(nodes, everyone, strict=True):
+        for holder, iteration, stamp, world_size, kind, ranks in rows:
+            save = SaveId(iteration, stamp)
+            shards = (LocalShardId(save, rank) for rank in ranks)
+            copies[node] += [Copy(holder, shard, world_size, kind) for shard in shards]
+    return Inventory(nodes, copies)
+
+
+def _holders_of(rank: int, nodes: Sequence[int], directory: ShardDirectory) -> list[int]:
+    """The ranks whose shards a rank looks after on its node.
+
+    That is, itself, and a share of those that are on other nodes now, or gone.
+    """
+    here = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    others = sorted(set(directory.holders()).difference(here))
+    return [rank, *others[here.index(rank) :: len(here)]]
 
 
 def load_newest(
@@ -160,63 +155,59 @@ def load_newest(
     """This rank's shard of the newest save whose shards can all be read undamaged.
 
     Collective. Copies that turn out to be damaged are left out, and others are used. Where another
-    number of ranks saved it, each rank gets some of the shards.
-
-    Args:
-        comm: all ranks.
-        directory: this rank's node.
-        session_id: files of other sessions are left out.
-        max_inflight_nbytes: bound on what travels at once.
-        at_least: saves of iterations before this one are left alone.
+    number of ranks saved it, each rank gets some of the shards. Saves of iterations before
+    ``at_least`` are left alone.
 
     Raises:
         CheckpointNotFoundError: there is no local checkpoint at all.
         NoReplicasAvailableError: of each save some shard is lost; says which.
         PlanError: it was saved by another number of ranks.
     """
-    everything = gather_inventory(comm, directory, session_id)
-    damaged: dict[tuple[str, str], str] = {}
-    while True:
-        inventory = everything.without(damaged, at_least)
-        readable: dict[int, dict[str, Copy]] = {}
-        decide = partial(_decide, comm, directory, inventory, list(damaged.values()), readable)
-        found = run_retrieve(comm, decide, max_inflight_nbytes=max_inflight_nbytes)
+    inventory = gather_inventory(comm, directory, session_id, at_least)
+    reasons: list[str] = []
+    while True:  # what all ranks know decides: none raises alone
+        target = inventory.newest()
+        if target is None:
+            raise _none_complete(inventory.saves(), reasons, directory)
+        readable = inventory.of_save(target)
+        plan = _plan(target, readable)
+        own = {id_: directory.path_of(*copy[:2]) for id_, copy in readable[comm.rank].items()}
+        found = run_retrieve(comm, plan, own, max_inflight_nbytes=max_inflight_nbytes)
         if not found.bad:
             return tuple(found.shards.values())
-        for (rank, id_), reason in found.bad.items():
-            damaged[inventory.nodes[rank], readable[rank][id_].path] = reason
+        reasons += found.bad.values()
+        for rank, id_ in found.bad:
+            copies = inventory.copies[inventory.nodes[rank]]
+            if readable[rank][id_] in copies:  # two ranks of a node may have read the same one
+                copies.remove(readable[rank][id_])
         restart_limit()
 
 
-def _decide(
-    comm: Communicator,
-    directory: ShardDirectory,
-    inventory: Inventory,
-    reasons: Sequence[str],
-    readable: dict[int, dict[str, Copy]],
-) -> tuple[ExchangePlan, dict[str, Path]]:
-    """Who reads what of the newest save for whom, and this rank's copies; fills ``readable``."""
-    target = inventory.newest()
-    if target is None:
-        saves = inventory.saves()
-        if not saves and not reasons:
-            raise CheckpointNotFoundError(
-                f"no local checkpoint below {directory} on any node", path=str(directory)
-            )
-        why = "; ".join([*map(_why_not, saves), *reasons])
-        raise NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
-    if target.world_size != comm.size and not target.kinds.issubset(RESHARDED_KINDS):
+def _plan(target: Completeness, readable: Mapping[int, Mapping[str, Copy]]) -> ExchangePlan:
+    """Who reads which shards of a save for whom."""
+    size = len(readable)
+    if target.world_size == size:
+        wanted = {rank: [str(LocalShardId(target.save, rank))] for rank in range(size)}
+    elif target.kinds.issubset(RESHARDED_KINDS):
+        wanted = assign_shards(target.save, target.world_size, readable)
+    else:
         raise PlanError(
             f"iteration {target.save.iteration} was saved by {target.world_size} ranks, and "
-            f"{comm.size} load it; shards of kind {', '.join(sorted(target.kinds))} fit "
+            f"{size} load it; shards of kind {', '.join(sorted(target.kinds))} fit "
             "the number of ranks that saved them; MCoreTensorAwareStateDict fits any"
         )
-    readable.update(inventory.of_save(target))
-    wanted = assign_shards(target.save, target.world_size, readable)
-    if target.world_size == comm.size:
-        wanted = {rank: (str(LocalShardId(target.save, rank)),) for rank in range(comm.size)}
-    own = {id_: directory.root / copy.path for id_, copy in readable[comm.rank].items()}
-    return build_exchange_plan(readable, wanted), own
+    return build_exchange_plan(readable, wanted)
+
+
+def _none_complete(
+    saves: Sequence[Completeness], reasons: Sequence[str], directory: ShardDirectory
+) -> CheckpointError:
+    if not saves and not reasons:
+        return CheckpointNotFoundError(
+            f"no local checkpoint below {directory} on any node", path=str(directory)
+        )
+    why = "; ".join([*map(_why_not, saves), *reasons])
+    return NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
 
 
 def _why_not(one: Completeness) -> str:
@@ -236,8 +227,7 @@ class Intent:
         nbytes: size of its shard.
         members: global ranks of its clique.
         device: tells the file system that it writes to from every other.
-        freed_nbytes: of stale files that it has removed there.
-        free_nbytes: room there after that.
+        free_nbytes: room there, once it had removed its stale files.
         is_async: whether it does so in the background.
     """
 
@@ -246,7 +236,6 @@ class Intent:
     nbytes: int
     members: Sequence[int]
     device: str
-    freed_nbytes: int
     free_nbytes: int
     is_async: bool
 
@@ -254,16 +243,8 @@ class Intent:
 def require_possible(intents: Sequence[Intent], directory: ShardDirectory) -> None:
     """Raise unless the ranks save the same iteration, and each file system has room.
 
-    Equal intents give equal answers, so no rank raises alone. A rank may have looked before or
-    after another removed its stale files: these count as room either way.
-
-    Args:
-        intents: by rank.
-        directory: for messages.
-
-    Raises:
-        PlanError: they save different iterations, or some in the background and others not.
-        StorageError: a file system lacks room; says how much.
+    Equal intents give equal answers, so no rank raises alone. The last one to look at a file system
+    has seen it without the stale files of all.
     """
     first = intents[0]
     for rank, intent in enumerate(intents):
@@ -278,14 +259,10 @@ def require_possible(intents: Sequence[Intent], directory: ShardDirectory) -> No
                 f"is_async={first.is_async}; give the same on all ranks"
             )
     needed: Counter[str] = Counter()
-    freed: Counter[str] = Counter()
+    free: Counter[str] = Counter()
     for intent in intents:
         needed[intent.device] += sum(intents[member].nbytes for member in intent.members)
-        freed[intent.device] += intent.freed_nbytes
-    free: dict[str, int] = {}
-    for intent in intents:
-        found = intent.free_nbytes + freed[intent.device] - intent.freed_nbytes
-        free[intent.device] = min(found, free.get(intent.device, found))
+        free[intent.device] = max(free[intent.device], intent.free_nbytes)
     for rank, intent in enumerate(intents):
         if needed[intent.device] > free[intent.device]:
             raise StorageError(
@@ -301,18 +278,9 @@ def complete_save(
 ) -> None:
     """Raise unless all shards of a save are there, then remove the saves that are not kept.
 
-    Collective. On each node the first rank also removes shards that were kept for ranks that are
-    on other nodes now, or gone, and what killed saves have left there.
-
-    Args:
-        comm: all ranks.
-        directory: this rank's node.
-        session_id: of the save.
-        newest: the save that has just been made.
-        num_kept: saves to keep.
-
-    Raises:
-        StorageError: shards that were written are gone, or cannot be read; says whose.
+    Collective. The ranks of a node also remove shards of ranks that are on other nodes now, or
+    gone, and what killed saves have left there. Shards that were written and are gone, or cannot be
+    read, are a StorageError.
     """
     found = gather_inventory(comm, directory, session_id)
 
@@ -326,12 +294,9 @@ def complete_save(
                 f"what was written of ranks {whose}"
             )
         kept = build_retention([one.save for one in saves if not one.missing], newest, num_kept)
-        me = comm.rank
-        here = [rank for rank, node in enumerate(found.nodes) if node == found.nodes[me]]
-        holders = {me}
+        holders = [comm.rank]
         with _failures_logged():
-            if me == here[0]:
-                holders.update(set(directory.holders()).difference(here))
+            holders = _holders_of(comm.rank, found.nodes, directory)
             for holder in holders:
                 directory.remove_stale_files(holder)
         remove_shards(directory, holders, lambda save: save not in kept)
@@ -344,8 +309,8 @@ def remove_shards(
 ) -> None:
     """Remove what ranks keep of outdated saves, or of one that failed. A failure is logged."""
     with _failures_logged():
-        for found in directory.find():
-            if found.holder in holders and is_outdated(found.shard_id.save):
+        for found in directory.find(holders):
+            if is_outdated(found.shard_id.save):
                 with _failures_logged():
                     directory.remove(found)
 

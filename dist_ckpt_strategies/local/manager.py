@@ -26,11 +26,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.local.encoding import (
-    decode_shards,
-    default_local_allowed,
-    encode_state,
-)
+from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.inventory import (
     Intent,
     complete_save,
@@ -164,7 +160,7 @@ class LocalCheckpointManager:
                 called another method; or a tensor cannot be stored.
             UnsafeObjectError: the state holds an object of a class that is not allowed.
             StorageError: there is no room for it, or a shard cannot be written.
-            StrategyError: the state is of a class that cannot be stored; or, with ``is_async``,
+            StrategyError: the state is no TensorAwareStateDict; or, with ``is_async``,
                 the strategy's group is the one that training uses, or sends over NCCL.
             PeerError: the same on another rank.
         """
@@ -226,7 +222,7 @@ class LocalCheckpointManager:
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors
-    def load(self, *, at_least: int = 0) -> tuple[Any, str]:
+    def load(self, *, at_least: int = 0, on_host: bool = False) -> tuple[Any, str]:
         """The newest state that can be assembled, and the id of this rank's shard.
 
         Collective. Every tensor's digest is compared. Where a copy is damaged another one is
@@ -234,10 +230,11 @@ class LocalCheckpointManager:
 
         Args:
             at_least: saves of iterations before this one are left alone.
+            on_host: leave all tensors on the CPU, as where the host has no GPU. By default each is
+                moved back to the device that it was on.
 
         Returns:
-            The state, with its tensors on the CPU (``restore_tensor_device`` moves them), and an
-            id such as ``iter_0000100_3_local_18f2…``.
+            The state, and an id such as ``iter_0000100_3_local_18f2…``.
 
         Raises:
             CheckpointNotFoundError: there are no local checkpoints at all.
@@ -254,17 +251,15 @@ class LocalCheckpointManager:
                 max_inflight_nbytes=self.max_bucket_bytes,
                 at_least=at_least,
             )
-        state = run_collectively(comm, lambda: decode_shards(shards, self._allowed))
+        state = run_collectively(
+            comm, lambda: decode_shards(shards, self._allowed, on_host=on_host)
+        )
         own = LocalShardId(shards[0].shard.shard_id.save, comm.rank)
         logger.log(report_level(comm), "rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
 
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
         """All ranks of the manager, each by its global rank, for one thing that they do together.
-
-        Args:
-            purpose: what they do; equal on all ranks.
-            detail: of what, for messages.
 
         Raises:
             PlanError: the group lacks one of the world's first ranks, by whose numbers shards go.
@@ -311,12 +306,11 @@ class LocalCheckpointManager:
         def describe() -> list[Any]:
             _require_usable(strategy, is_async=is_async)
             with time_limit(self.timeout_s, OPENING):
-                freed = self._directory.remove_stale_files(me)
+                self._directory.remove_stale_files(me)
                 device, free = self._directory.room()
                 if strategy is not None:
                     with uncounted():
                         strategy.let_finish(WORK * self.timeout_s)
-            logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             try:
                 number = operator.index(iteration)
             except TypeError:
@@ -327,7 +321,7 @@ class LocalCheckpointManager:
             members = strategy.global_ranks if strategy else (me,)
             stamp = f"{time.time_ns():016x}{os.urandom(2).hex()}"
             nbytes = held[0].shard.nbytes
-            return [number, stamp, nbytes, members, device, freed, free, bool(is_async)]
+            return [number, stamp, nbytes, members, device, free, bool(is_async)]
 
         intents = [Intent(*answer) for answer in run_and_gather(comm, describe)]
         require_possible(intents, self._directory)

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.local.reshard import (
     stored_keys,
     tensor_specs,
 )
-from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict, TensorPlace
+from dist_ckpt_strategies.local.state_dicts import ListedTensors, TensorPlace
 from dist_ckpt_strategies.megatron.shards import (
     LoadParts,
     SaveParts,
@@ -54,16 +54,12 @@ _ALGORITHMS = ("atomic", "fully_parallel")
 
 @dataclass(frozen=True, slots=True)
 class ShardDistribution:
-    """The main rank of each shard in a group; valid as long as the sharding is the same.
-
-    Attributes:
-        main_rank_for_shard: rank within the group, by shard.
-    """
+    """The main rank of each shard, within a group; valid as long as the sharding is the same."""
 
     main_rank_for_shard: Mapping[ShardId, int]
 
 
-class MCoreTensorAwareStateDict(TensorAwareStateDict):
+class MCoreTensorAwareStateDict(ListedTensors):
     """A sharded state dict: ShardedTensors and ShardedObjects, and the common state beside them.
 
     Made by ``from_state_dict``; what was loaded becomes a state dict again by ``to_state_dict``,
@@ -143,11 +139,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution]:
         """A state that has each shard on one of the ranks that hold it. Collective.
 
-        Args:
-            comm: the ranks that distribute the shards.
-            common: what every rank holds alike.
-            sharded: this rank's ShardedTensors and ShardedObjects; left as they are.
-            distribution: the main rank of each shard, if that is known.
+        ``common`` is what every rank holds alike. Without ``distribution`` the main rank of each
+        shard is chosen.
         """
         values = sharded_values(sharded)
         everyone = (
@@ -197,10 +190,11 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         Args:
             sharded_state_dict: what is wanted; left as it is. Empty or None on every rank gives
                 the common state.
-            algo: accepted for Megatron's sake; what is missing is looked for in any case.
-            exchange_algo: accepted for Megatron's sake; only what is wanted is sent.
+            algo: accepted for Megatron's sake: what is missing is looked for on all ranks in any
+                case. So are ``exchange_algo`` and ``parallelization_group``.
+            exchange_algo: see ``algo``.
             validate_access_integrity: also run Megatron-Core's checks of what is wanted.
-            parallelization_group: accepted for Megatron's sake; all ranks may have what is wanted.
+            parallelization_group: see ``algo``.
             strict: what to do about keys that only one side has.
             return_mismatch_keys: return missing and unexpected keys, too.
 
@@ -297,15 +291,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     ) -> StateDict:
         """The wanted ShardedTensors and ShardedObjects replaced by tensors and objects.
 
-        Collective. What this rank does not hold comes from the ranks that do.
-
-        Args:
-            comm: all ranks.
-            wanted: nested dict of ShardedTensors and ShardedObjects; left as it is.
-            deliver: turns a ShardedTensor and what was loaded for it into the result.
-
-        Raises:
-            CoverageError, ShapeMismatchError, ArrayNotFoundError: as in ``to_state_dict``.
+        Collective. What this rank does not hold comes from the ranks that do; errors are those of
+        ``to_state_dict``. ``deliver`` turns a ShardedTensor and what was loaded for it into the
+        result.
         """
         held: dict[Any, Any] = {}
         own: list[Any] = []

@@ -25,21 +25,18 @@ def build_cliques(
 ) -> tuple[Clique, ...]:
     """The cliques of all ranks, in the order of their first ranks.
 
-    With J ranks between a copy and the next, and F copies, a clique is ``n, n+J, ..., n+(F-1)J``
-    for ``n = aJF + b``, ``0 <= b < J``. J is the number of ranks that fail together: those of a
-    node, or of a rack.
+    With J (``replication_jump``) ranks between a copy and the next, and F (``replication_factor``)
+    copies of each shard, its owner's among them, a clique is ``n, n+J, ..., n+(F-1)J`` for ``n =
+    aJF + b``, ``0 <= b < J``. J is the number of ranks that fail together: those of a node, or of a
+    rack.
 
-    Args:
-        world_size: W, all ranks.
-        replication_jump: J.
-        replication_factor: F, copies of each shard, its owner's among them.
-        allow_uneven: where W is not divisible by JF, make some cliques larger; none is smaller
-            than F. The ranks left over join, in order, the last cliques, so that two of one node
-            are never in one clique if there is a full block of JF ranks.
+    Where the world size is not divisible by JF, ``allow_uneven`` makes some cliques larger; none is
+    smaller than F. The ranks left over join, in order, the last cliques, so that two of one node
+    are never in one clique if there is a full block of JF ranks.
 
     Raises:
-        PlanError: a number is less than 1; W is not divisible by JF and ``allow_uneven`` is not
-            set; or there are fewer than F nodes of J ranks.
+        PlanError: a number is less than 1; the world is not divisible by JF and ``allow_uneven`` is
+            not set; or there are fewer than F nodes of J ranks.
 
     Source: the replication groups of NVIDIA's resiliency extension.
     """
@@ -85,12 +82,7 @@ def build_retention(
     """The saves to keep: the newest, and before it as many as there is to be.
 
     A save of a later iteration belongs to a run that went back since; it is not kept, lest it be
-    taken for the newest.
-
-    Args:
-        complete: the saves whose shards are all there.
-        newest: the save that has just been made.
-        num_kept: how many to keep, 1 or more.
+    taken for the newest. ``complete`` are the saves whose shards are all there.
     """
     earlier = sorted(
         (save for save in complete if save < newest and save.iteration < newest.iteration),
@@ -113,22 +105,16 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """Who reads which shard for whom.
+    """Who reads which shard for whom; equal on all ranks, but for ``own_rank``, who holds it.
 
-    Attributes:
-        entries: all transfers, sorted by receiver, then by id.
-        own_rank: who holds this plan, where that is known; the plan is equal on all ranks.
+    Entries are sorted by receiver, then by id.
     """
 
     entries: tuple[Transfer, ...]
     own_rank: int | None = field(default=None, compare=False)
 
     def required_ids(self, rank: int | None = None) -> set[str]:
-        """Ids of the shards that a rank has to have, for itself or for others.
-
-        Args:
-            rank: by default the one that holds this plan.
-        """
+        """Ids of the shards that a rank, by default this one, needs for itself or for others."""
         sender = self.own_rank if rank is None else rank
         return {t.id_ for t in self.entries if t.sender == sender}
 
@@ -140,13 +126,8 @@ def build_exchange_plan(
 ) -> ExchangePlan:
     """Let every rank read what it can, and spread the rest over those who can.
 
-    Args:
-        available: for each rank the ids of the shards that it can read.
-        wanted: for each rank the ids that it wants.
-        own_rank: who makes the plan.
-
-    Raises:
-        NoReplicasAvailableError: no rank can read one of them; names it and who wants it.
+    For each rank there are the ids of the shards that it can read, and that it wants. Where no rank
+    can read one of them, a NoReplicasAvailableError names it and who wants it.
     """
     holders = _readers(available)
     transfers: list[Transfer] = []
@@ -182,14 +163,7 @@ def _least_loaded(able: Collection[int], load: Mapping[int, int], receiver: int)
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """What there is of one save.
-
-    Attributes:
-        save: the save.
-        world_size: ranks that took part in it.
-        missing: ranks whose shards no rank can read.
-        kinds: how the states are encoded.
-    """
+    """What there is of one save; ``missing`` are the ranks whose shards no rank can read."""
 
     save: SaveId
     world_size: int
@@ -198,12 +172,9 @@ class Completeness:
 
 
 def group_saves(found: Iterable[tuple[LocalShardId, int, str]]) -> tuple[Completeness, ...]:
-    """What there is of each save, the newest first.
+    """What there is of each save, the newest first, given id, world size and kind of each shard.
 
     Shards that state different world sizes are of different saves, the largest world first.
-
-    Args:
-        found: every shard that some rank can read, the world size that it states, and its kind.
     """
     kinds: defaultdict[tuple[SaveId, int], dict[int, str]] = defaultdict(dict)
     for shard_id, world_size, kind in found:
@@ -222,15 +193,11 @@ def group_saves(found: Iterable[tuple[LocalShardId, int, str]]) -> tuple[Complet
 
 def assign_shards(
     save: SaveId, old_size: int, available: Mapping[int, Collection[str]]
-) -> dict[int, tuple[str, ...]]:
+) -> dict[int, list[str]]:
     """Assign the shards of a world of another size to ranks: few each, readable if possible.
 
     Every rank gets one at least; where there are more ranks than shards, some shards go to several.
-
-    Args:
-        save: whose shards.
-        old_size: ranks that took part in the save.
-        available: for each rank of today the ids of the shards that it can read.
+    ``available`` has for each rank of today the ids of the shards that it can read.
     """
     assigned: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
     readers = _readers(available)
@@ -241,7 +208,7 @@ def assign_shards(
     for place, rank in enumerate(assigned):
         if not assigned[rank]:
             assigned[rank].append(str(LocalShardId(save, place % old_size)))
-    return {rank: tuple(ids) for rank, ids in assigned.items()}
+    return assigned
 
 
 def build_distribution(
@@ -251,13 +218,6 @@ def build_distribution(
 
     Shards with few holders come first, since they leave the least choice, then the largest; each
     goes to the holder that has the least so far.
-
-    Args:
-        holders: for each shard the ranks that hold it.
-        nbytes: size of each shard, in bytes.
-
-    Raises:
-        PlanError: no rank holds a shard.
     """
     load: Counter[int] = Counter()
     main_ranks: dict[ShardId, int] = {}
@@ -273,13 +233,8 @@ def build_distribution(
 class ShardSlice:
     """A part of a shard, from a rank that holds it to one that wants something around it.
 
-    Attributes:
-        source: the shard that is held.
-        target: the shard that is wanted.
-        region: what they share.
-        dtype: of the elements.
-        sender: who holds it, within the group.
-        receiver: who wants it; may be the same.
+    ``region`` is what the held shard, ``source``, and the wanted one, ``target``, share. Sender and
+    receiver, within the group, may be the same.
     """
 
     source: ShardId
@@ -300,9 +255,8 @@ def build_reshard_plan(
 ) -> tuple[ShardSlice, ...]:
     """Cover every wanted shard by parts of held ones, from the rank itself if possible.
 
-    Args:
-        held: for each rank of the group what it holds; replicas are welcome.
-        wanted: for each rank what it wants and does not hold as it is.
+    For each rank there is what it holds, replicas are welcome, and what it wants and does not hold
+    as it is.
 
     Raises:
         CoverageError: no rank holds a part of something that is wanted; names rank and key.

@@ -30,11 +30,7 @@ from dist_ckpt_strategies.config import (
 )
 from dist_ckpt_strategies.device import TensorBytes, torch_dtype
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.local.encoding import (
-    decode_shards,
-    default_local_allowed,
-    encode_state,
-)
+from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.plan import (
     Clique,
     ExchangePlan,
@@ -42,12 +38,7 @@ from dist_ckpt_strategies.local.plan import (
     build_cliques,
     build_exchange_plan,
 )
-from dist_ckpt_strategies.local.shard_format import (
-    FilledShard,
-    LocalShard,
-    LocalShardId,
-    SaveId,
-)
+from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShard, LocalShardId, SaveId
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
@@ -70,12 +61,7 @@ class ReplicationStrategy(ABC):
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: str
     ) -> tuple[list[TensorAwareStateDict], list[str]]:
-        """The states of all ranks that keep copies for each other, and their ids.
-
-        Args:
-            local_ckpt: this rank's state; it is left as it is.
-            id_: its id.
-        """
+        """The states of all ranks that keep copies for each other, and their ids."""
 
     @abstractmethod
     def retrieve_plan(
@@ -83,12 +69,8 @@ class ReplicationStrategy(ABC):
     ) -> ExchangePlan:
         """Plan how every rank gets the states that it wants.
 
-        Args:
-            globally_available_ids: for each global rank the ids of the states that it has.
-            wanted: what this rank wants.
-
-        Raises:
-            NoReplicasAvailableError: no rank has one of them.
+        There are the ids of the states that each global rank has, and of those that this one wants.
+        Where no rank has one of them it is a NoReplicasAvailableError.
         """
 
     @abstractmethod
@@ -144,8 +126,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             replication_factor: copies of each shard, its owner's among them.
             allow_uneven: make some cliques larger where the numbers do not fit.
             target_device: ``cpu`` makes gloo groups, ``cuda`` NCCL ones.
-            max_bucket_bytes: as for the class.
-            timeout_s: as for the class.
+            max_bucket_bytes: as for the class, and so is the next.
+            timeout_s: see above.
 
         Raises:
             PlanError: the numbers do not fit the world.
@@ -194,12 +176,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return group_ranks(self._group)
 
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
-        """The clique, for one save or load.
-
-        Args:
-            purpose: what its ranks do together; equal on all of them.
-            detail: of what, for messages.
-        """
+        """The clique, for one save or load; the purpose is equal on all ranks."""
         device = payload_device(self._group) if self.target_device.startswith("cuda") else None
         return open_communicator(
             self._group,
@@ -216,10 +193,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def let_finish(self, timeout_s: float) -> None:
         """Return when no save in the background uses this strategy any more. Rank-local.
 
-        Several managers may share a strategy: the messages of two saves must not mix.
-
-        Raises:
-            SaveTimeoutError: one goes on for longer.
+        Several managers may share a strategy: the messages of two saves must not mix. After
+        ``timeout_s`` it is a SaveTimeoutError.
         """
         work = None if self._work is None else self._work()
         if work is not None:
@@ -275,17 +250,11 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     @raises_megatron_errors
     def retrieve_execute(
         self, plan: ExchangePlan, my_data: Mapping[str, TensorAwareStateDict]
-    ) -> dict[str, TensorAwareStateDict]:
-        """Send and receive the states of a plan.
+    ) -> dict[str, Any]:
+        """Send and receive the states of a plan; returns what this rank wanted, by id.
 
-        Collective over the clique.
-
-        Args:
-            plan: what ``retrieve_plan`` made.
-            my_data: the states that the plan has this rank send, by id.
-
-        Returns:
-            What this rank wanted, by id.
+        Collective over the clique. ``my_data`` has the states that the plan has this rank send, by
+        id.
 
         Raises:
             PlanError: ``my_data`` lacks one of them.
@@ -321,10 +290,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     ) -> tuple[list[list[str]], dict[Transfer, TensorAwareStateDict]]:
         """The ids of the states that each member sends, and what came from others. Collective.
 
-        Args:
-            comm: the clique.
-            states: what this rank sends, by id; what it raises, every rank raises.
-            transfers: who sends what to whom, in ranks of ``comm``, given each member's ids.
+        ``states`` gives what this rank sends, by id; ``transfers`` says who sends what to whom, in
+        ranks of ``comm``, given each member's ids.
         """
         encoded: dict[str, FilledShard] = {}
         received: dict[Transfer, FilledShard] = {}
@@ -410,10 +377,7 @@ class LazyReplicationStrategyBuilder(ReplicationStrategy, ABC, Generic[EagerT]):
 class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplicationStrategy]):
     """Cliques whose process groups are made when they are first needed.
 
-    Args:
-        replication_jump: as in ``CliqueReplicationStrategy.from_replication_params``.
-        replication_factor: copies of each shard.
-        options: further arguments of ``from_replication_params``.
+    All arguments are those of ``CliqueReplicationStrategy.from_replication_params``.
     """
 
     def __init__(

@@ -53,13 +53,8 @@ def retrieved_objects(
 ) -> dict[ObjectId, Any]:
     """Objects that some rank wants and does not hold, from the first rank that does. Collective.
 
-    Args:
-        comm: all ranks.
-        held: what this rank has.
-        missing: what each rank lacks, as ``message_of`` describes it.
-
-    Raises:
-        ArrayNotFoundError: no rank holds one of them.
+    ``held`` is what this rank has; ``missing``, what each rank lacks, as ``message_of`` describes
+    it. Where no rank holds one of them it is an ArrayNotFoundError.
     """
     wanted = {
         object_from_message(message): rank
@@ -99,11 +94,8 @@ def retrieved_shards(
 ) -> dict[ShardId, torch.Tensor]:
     """What this rank lacks, from the ranks that hold it. Collective.
 
-    Args:
-        comm: all ranks.
-        held: the tensors that this rank has, and others.
-        own: those tensors, as ``message_of`` describes them.
-        missing: what each rank lacks, likewise.
+    Of ``held``, what this rank has, ``own`` are the tensors. They, and what each rank lacks, are as
+    ``message_of`` describes them.
     """
     wanted = list(map(tensor_specs, missing))
     if not any(wanted):

@@ -66,13 +66,8 @@ _BLOCK_NBYTES = 4 << 20
 class StoredCopy:
     """A file that is named like a local shard file.
 
-    Attributes:
-        shard_id: what its name says.
-        path: relative to the directory that was scanned, ``/`` between its names.
-        holder: the global rank that keeps it.
-        nbytes: its size.
-        shard: what it states; None where that is damaged.
-        damage: what is wrong with that.
+    ``path`` is relative to the directory that was scanned; ``holder`` is the global rank that keeps
+    it. ``shard`` is what it states, or None, and then ``damage`` says why.
     """
 
     shard_id: LocalShardId
@@ -87,11 +82,8 @@ class StoredCopy:
 class LocalScan:
     """What there is of local checkpoints.
 
-    Attributes:
-        root: the directory, absolute.
-        copies: the newest save first; within it sorted by rank and path.
-        stale_files: files that a save did not finish, sorted by path.
-        issues: what names, sizes and descriptions show to be wrong, sorted by path.
+    The copies of the newest save come first, within it sorted by rank and path. Stale files, which
+    a save did not finish, and issues, which names, sizes and descriptions show, are sorted by path.
     """
 
     root: Path
@@ -108,12 +100,8 @@ class LocalScan:
 def scan_local(root: Path) -> LocalScan | None:
     """What there is of local checkpoints; None where there is nothing, not even a stale file.
 
-    Args:
-        root: what a manager was given, one session's directory in it, one rank's in that, or the
-            directory of one checkpoint of the backend.
-
-    Raises:
-        CheckpointNotFoundError: the directory does not exist.
+    ``root`` is what a manager was given, one session's directory in it, one rank's in that, or the
+    directory of one checkpoint of the backend. If it does not exist: CheckpointNotFoundError.
     """
     root = root.absolute()
     require_directory(root)
@@ -150,12 +138,8 @@ def verify_local(
 ) -> tuple[Issue, ...]:
     """The issues of a scan, and those of comparing every tensor with its digest; sorted by path.
 
-    Collective if ``comm`` has several ranks, all of one node; see ``formats.scan.verify``.
-
-    Args:
-        scan: what there is.
-        watch: called with bytes.
-        comm: ranks that share the work; None: this process does it alone.
+    Collective if ``comm`` has several ranks, all of one node, which share the work; see
+    ``formats.scan.verify``. ``watch`` is called with bytes.
     """
     checks = (
         FileCheck(None, copy.path, copy.nbytes, partial(check_shard, scan.root, copy.path))
@@ -166,12 +150,7 @@ def verify_local(
 
 
 def check_shard(root: Path, path: str) -> Iterator[Issue]:
-    """What is wrong with a local shard file: its description, or tensors that are not as stored.
-
-    Args:
-        root: the directory that was scanned.
-        path: the file, relative to it.
-    """
+    """What is wrong with a local shard file: its description, or tensors that are not as stored."""
     memory = np.empty(_BLOCK_NBYTES, np.uint8)
     try:
         with ShardReader(root / path) as reader:

@@ -10,8 +10,8 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -54,12 +54,7 @@ RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
-    """A file that looks like a shard.
-
-    Attributes:
-        shard_id: what its name says.
-        path: the file.
-    """
+    """A file whose name says that it is this shard."""
 
     shard_id: LocalShardId
     path: Path
@@ -73,8 +68,8 @@ class FoundShard:
 class ShardDirectory:
     """All shards below one directory of a node, whichever rank put them there.
 
-    Args:
-        root: the directory; made when something is written.
+    The directory is made when something is written. What cannot be listed, made, written or removed
+    is a StorageError.
     """
 
     def __init__(self, root: Path) -> None:
@@ -85,14 +80,10 @@ class ShardDirectory:
         return str(self.root)
 
     @limited
-    def find(self) -> list[FoundShard]:
-        """Files named like shards, of all holders, sorted by path.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
+    def find(self, holders: Iterable[int] | None = None) -> list[FoundShard]:
+        """Files named like shards, sorted by holder and path; by default those of all holders."""
         found = []
-        for holder in self.holders():
+        for holder in self.holders() if holders is None else holders:
             directory = self.holder_directory(holder)
             with file_errors(None, directory):
                 for path in _entries(directory):
@@ -112,49 +103,36 @@ class ShardDirectory:
         """Where a rank keeps its shards."""
         return self.root / str(global_rank)
 
+    def path_of(self, holder: int, shard_id: LocalShardId) -> Path:
+        """The file of a shard that a rank keeps."""
+        return self.holder_directory(holder) / f"{shard_id}{SUFFIX}"
+
     @limited
     def create(self, shard: LocalShard, holder: int) -> ShardWriter:
-        """Begin to write a shard; it appears when the writer is done.
-
-        Raises:
-            StorageError: the file cannot be made.
-        """
-        return ShardWriter(self.holder_directory(holder) / f"{shard.shard_id}{SUFFIX}", shard)
+        """Begin to write a shard; it appears when the writer is done."""
+        return ShardWriter(self.path_of(holder, shard.shard_id), shard)
 
     @limited
     def remove(self, found: FoundShard) -> None:
-        """Remove a shard; that it is gone already is no error.
-
-        Raises:
-            StorageError: it cannot be removed.
-        """
+        """Remove a shard; that it is gone already is no error."""
         with file_errors(None, found.path):
             found.path.unlink(missing_ok=True)
 
     @limited
-    def remove_stale_files(self, holder: int) -> int:
-        """Remove stale files of killed saves of this rank; returns the bytes that are free again.
+    def remove_stale_files(self, holder: int) -> None:
+        """Remove stale files of killed saves of this rank.
 
         What is being written, here or in another process, stays.
-
-        Raises:
-            StorageError: something cannot be removed.
         """
         directory = self.holder_directory(holder)
-        removed = 0
         with file_errors(None, directory):
             for path in _entries(directory):
                 if path.name.startswith(PARTIAL_PREFIX):
-                    removed += _remove_unlocked(path)
-        return removed
+                    _remove_unlocked(path)
 
     @limited
     def room(self) -> tuple[str, int]:
-        """What tells the file system from others, on any machine, and the bytes left on it.
-
-        Raises:
-            StorageError: the directory cannot be made.
-        """
+        """What tells the file system from others, on any machine, and the bytes left on it."""
         with file_errors(None, self.root):
             make_directories(self.root)
             return f"{_boot_id()}:{self.root.stat().st_dev}", shutil.disk_usage(self.root).free
@@ -191,13 +169,8 @@ class _Handle:
 class ShardWriter:
     """A shard being written beside its place, in a file that is locked until it appears.
 
-    Attributes:
-        path: where it appears.
-        shard: what it holds.
-        digests: of the bytes that have been written.
-
-    Raises:
-        StorageError: the file cannot be made.
+    ``digests`` are those of the bytes that have been written. What cannot be made, written or
+    removed is a StorageError.
     """
 
     def __init__(self, path: Path, shard: LocalShard) -> None:
@@ -216,11 +189,7 @@ class ShardWriter:
         return str(self.path)
 
     def write(self, byte_offset: int, content: Bytes) -> None:
-        """Write the next bytes of the buffers, and have the disk begin with them.
-
-        Raises:
-            StorageError: they cannot be written.
-        """
+        """Write the next bytes of the buffers, and have the disk begin with them."""
         handle = _require_open(self.path, self._handle)
         self.digests.take(byte_offset, content)
         done = 0
@@ -233,11 +202,7 @@ class ShardWriter:
 
     @limited
     def finish(self, digests: Sequence[Digest]) -> None:
-        """Write the footer, and let the shard appear; it is durable then.
-
-        Raises:
-            StorageError: something cannot be written.
-        """
+        """Write the footer, and let the shard appear; it is durable then."""
         handle = _require_open(self.path, self._handle)
         footer = np.frombuffer(encode_footer(self.shard, digests), np.uint8)
         self.write(self.shard.nbytes, footer)
@@ -255,11 +220,7 @@ class ShardWriter:
 
     @limited
     def abandon(self) -> None:
-        """Remove what was written, the shard too if it has appeared.
-
-        Raises:
-            StorageError: it cannot be removed.
-        """
+        """Remove what was written, the shard too if it has appeared."""
         self._handle = None
         written = self.path if self._has_appeared else self._partial
         with file_errors(None, written):
@@ -269,10 +230,7 @@ class ShardWriter:
 class ShardReader:
     """An open shard whose footer has been checked; a context manager that closes it.
 
-    Attributes:
-        shard: what the file holds.
-        digests: of each buffer.
-        footer: the bytes that say so.
+    ``footer`` are the bytes that say what the file holds.
 
     Raises:
         IncompleteCheckpointError: there is no such file.
@@ -299,12 +257,7 @@ class ShardReader:
         self._handle = None
 
     def read(self, byte_offset: int, target: Bytes) -> None:
-        """Fill ``target`` from a position of the file.
-
-        Raises:
-            CorruptCheckpointError: the file ends before.
-            StorageError: it cannot be read, or is closed.
-        """
+        """Fill ``target`` from a position; a CorruptCheckpointError if the file ends before."""
         handle = _require_open(self.path, self._handle)
         with file_errors(None, self.path):
             done = pread_into(handle.number, byte_offset, target)
@@ -360,27 +313,22 @@ def _begin_file(directory: Path) -> tuple[Path, int]:
         os.close(handle)  # taken for a stale file before it was locked
 
 
-def _remove_unlocked(path: Path) -> int:
-    """Remove a file unless it is being written; returns the bytes that are free again."""
-    try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file unless it is being written."""
+    with suppress(FileNotFoundError):  # another manager was first
+        if not stat.S_ISREG(path.lstat().st_mode):
             path.unlink()
-            return 0
+            return
         with lock_unless_written(path) as is_ours:  # until it is removed
             if is_ours:
                 path.unlink()
-            return found.st_size if is_ours else 0
-    except FileNotFoundError:
-        return 0  # another manager was first
 
 
 @contextmanager
 def lock_unless_written(path: Path) -> Iterator[bool]:
     """Lock a file for the block; False where a process that is alive has it locked.
 
-    Raises:
-        OSError: it cannot be opened, such as because it is gone.
+    An OSError if it cannot be opened, such as because it is gone.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

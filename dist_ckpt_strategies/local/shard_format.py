@@ -19,8 +19,8 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 if TYPE_CHECKING:  # torch takes a while to import
     import torch
 
-BASIC, MCORE, MEGATRON = "basic", "mcore", "megatron"
-"""Kinds of states in shard files."""
+BASIC, MCORE, MEGATRON, OWN = "basic", "mcore", "megatron", "own"
+"""Kinds of states in shard files; the last is any other TensorAwareStateDict."""
 
 RESHARDED_KINDS = frozenset({MCORE, MEGATRON})
 """Those whose shards another number of ranks can use."""
@@ -47,12 +47,8 @@ Digest = int
 class SaveId:
     """One save of all ranks together; shards of two saves never mix.
 
-    Sorted, the newest save comes last.
-
-    Attributes:
-        iteration: the training iteration that was saved.
-        stamp: lower-case hexadecimal digits, led by the time of the save: a run that went back
-            saves an iteration again, and its state may differ.
+    Sorted, the newest save comes last. The stamp is of lower-case hexadecimal digits, led by the
+    time of the save: a run that went back saves an iteration again, and its state may differ.
     """
 
     iteration: int
@@ -61,12 +57,7 @@ class SaveId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LocalShardId:
-    """What one rank saved in one save.
-
-    Attributes:
-        save: the save it belongs to.
-        global_rank: the rank whose state it is; any rank may hold a copy.
-    """
+    """What one rank saved in one save; any rank may hold a copy."""
 
     save: SaveId
     global_rank: int
@@ -86,11 +77,7 @@ class LocalShardId:
 
     @classmethod
     def require(cls, text: str) -> Self:
-        """The id that has this text.
-
-        Raises:
-            PlanError: it is none.
-        """
+        """The id that has this text; a PlanError if it is none."""
         found = cls.parse(text)
         if found is None:
             raise PlanError(
@@ -101,13 +88,7 @@ class LocalShardId:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """The elements of one tensor of a shard.
-
-    Attributes:
-        name: where it stands in the state, for messages.
-        dtype: type of its elements.
-        shape: in elements.
-    """
+    """The elements of one tensor of a shard; the name is its place in the state, for messages."""
 
     name: str
     dtype: DType
@@ -123,13 +104,9 @@ class BufferSpec:
 class LocalShard:
     """A shard without its bytes.
 
-    Attributes:
-        shard_id: the save and the rank.
-        world_size: ranks that took part in the save.
-        session_id: the training session, as given to the manager.
-        kind: of the state's class.
-        buffers: the state's tensors in order, then those of its common state, then the state
-            without its tensors, pickled.
+    ``session_id`` is that of the manager, ``kind`` that of the state's class. The buffers are the
+    state's tensors in order, then those of its common state, then the state without its tensors,
+    pickled.
     """
 
     shard_id: LocalShardId
@@ -164,11 +141,7 @@ class LocalShard:
 
     @classmethod
     def from_message(cls, message: Any) -> LocalShard:
-        """The shard that ``to_message`` described.
-
-        Raises:
-            ValueError: a number makes no sense.
-        """
+        """The shard that ``to_message`` described; a ValueError if a number makes no sense."""
         (world_size,) = _checked_counts([message["world_size"]], _MAX_WORLD_SIZE)
         return cls(
             LocalShardId.require(message["id"]),
@@ -184,12 +157,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class FilledShard:
-    """A rank's shard of a save with its bytes.
-
-    Attributes:
-        shard: its description.
-        payloads: the elements of its buffers, which may be the state's own memory.
-    """
+    """A rank's shard of a save with its bytes, which may be the state's own memory."""
 
     shard: LocalShard
     payloads: tuple[torch.Tensor, ...]
@@ -214,14 +182,9 @@ def encode_footer(shard: LocalShard, digests: Sequence[Digest]) -> bytes:
 
 
 def footer_nbytes(end: bytes, start: bytes = b"") -> int:
-    """Size of the footer.
+    """Size of the footer, given a file's last 32 bytes; a CorruptCheckpointError if it has none.
 
-    Args:
-        end: the last 32 bytes of a file.
-        start: its first 8 bytes, by which a file of an earlier release is recognised.
-
-    Raises:
-        CorruptCheckpointError: they are not those of a shard.
+    By its first 8 bytes, ``start``, a file of an earlier release is recognised.
     """
     if len(end) < END_NBYTES or not end.endswith(MAGIC):
         why = (
@@ -236,8 +199,7 @@ def footer_nbytes(end: bytes, start: bytes = b"") -> int:
 def decode_footer(content: bytes) -> tuple[LocalShard, tuple[Digest, ...]]:
     """The shard that a footer describes, and the digest of each buffer.
 
-    Raises:
-        CorruptCheckpointError: the footer's own digest is another, or it makes no sense.
+    A CorruptCheckpointError if the footer's own digest is another, or it makes no sense.
     """
     description, digest = content[:-END_NBYTES], content[-END_NBYTES:-16]
     found = xxhash.xxh3_128_digest(description + content[-16:-8])

@@ -13,25 +13,58 @@ from dist_ckpt_strategies.errors import PlanError
 
 
 class TensorAwareStateDict(ABC):
-    """A state dict that holds its tensors in order or, once taken out, their shapes and dtypes.
+    """A state dict that holds its tensors in order or, once taken out, what they were like.
 
-    The names are those of NVIDIA's resiliency extension. The manager stores the classes of this
-    package and Megatron-Core's.
+    The names are those of NVIDIA's resiliency extension. A class of one's own implements all of
+    them. It is pickled without its tensors, so that a manager needs it in ``allow``.
     """
+
+    @abstractmethod
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """Take the tensors out, in their order; the state is hollow then."""
 
     @property
     @abstractmethod
-    def state_dict(self) -> Any:
-        """What a training script loads: the state with its tensors in their places.
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """The tensors, always in the same order."""
 
-        Raises:
-            PlanError: the state is hollow.
+    @property
+    @abstractmethod
+    def is_hollow(self) -> bool:
+        """Whether the tensors have been taken out, and none put in their place."""
+
+    @abstractmethod
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """Put tensors into a hollow state, in the order of ``pop_tensors``."""
+
+    @abstractmethod
+    def init_tensors(self) -> None:
+        """Fill a hollow state with uninitialised tensors, of the shapes and devices it had."""
+
+    @abstractmethod
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Replace every tensor by a copy on the CPU, and remember the device of each.
+
+        With ``non_blocking``, copies from a device may go on.
+        """
+
+    @abstractmethod
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Move every tensor back to the device that it was on.
+
+        With ``non_blocking``, copies to a device may go on.
         """
 
     def values(self) -> ValuesView[Any]:
         """The values of the state dict's first level."""
-        found: ValuesView[Any] = self.state_dict.values()
-        return found
+        return vars(self).values()
+
+
+class ListedTensors(TensorAwareStateDict):
+    """What this package's classes have in common: their tensors are a list.
+
+    Methods raise a PlanError where the state is hollow and should not be, or the other way round.
+    """
 
     def _hold(self, tensors: Iterable[torch.Tensor], devices: Sequence[str] | None = None) -> None:
         """Begin with these tensors; by default each belongs to the device that it is on."""
@@ -59,35 +92,23 @@ class TensorAwareStateDict(ABC):
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, always in the same order.
-
-        Raises:
-            PlanError: the state is hollow.
-        """
+        """See TensorAwareStateDict."""
         return iter(self.require_tensors())
 
     @property
     def is_hollow(self) -> bool:
-        """Whether the tensors have been taken out, and none put in their place."""
+        """See TensorAwareStateDict."""
         return self._tensors is None
 
     def pop_tensors(self) -> Sequence[torch.Tensor]:
-        """Take the tensors out, in their order; the state is hollow then.
-
-        Raises:
-            PlanError: it is hollow already.
-        """
+        """See TensorAwareStateDict."""
         tensors = self.require_tensors()
         self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._tensors = None
         return tensors
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors into a hollow state, in the order of ``pop_tensors``.
-
-        Raises:
-            PlanError: the state is not hollow, or it is another number of tensors.
-        """
+        """See TensorAwareStateDict; PlanError if it is another number of tensors."""
         self._require_hollow()
         found = list(tensor_data)
         if len(found) != len(self._devices):
@@ -95,11 +116,7 @@ class TensorAwareStateDict(ABC):
         self._tensors = found
 
     def init_tensors(self) -> None:
-        """Fill a hollow state with uninitialised tensors of the shapes, dtypes and devices it had.
-
-        Raises:
-            PlanError: the state is not hollow.
-        """
+        """See TensorAwareStateDict."""
         self._require_hollow()
         self._tensors = [
             torch.empty(shape, dtype=dtype, device=device)
@@ -107,11 +124,7 @@ class TensorAwareStateDict(ABC):
         ]
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Replace every tensor by a copy on the CPU, and remember the device of each.
-
-        Args:
-            non_blocking: return before copies from a device are done.
-        """
+        """See TensorAwareStateDict."""
         cpu = torch.device("cpu")
         self._tensors = [
             tensor.detach().to(cpu, non_blocking=non_blocking, copy=True)
@@ -119,11 +132,7 @@ class TensorAwareStateDict(ABC):
         ]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Move every tensor back to the device that it was on.
-
-        Args:
-            non_blocking: return before copies to a device are done.
-        """
+        """See TensorAwareStateDict."""
         self._tensors = [
             tensor
             if tensor.device.type == device.type
@@ -138,19 +147,14 @@ class TensorPlace(int):
     __slots__ = ()
 
 
-class BasicTensorAwareStateDict(TensorAwareStateDict):
+class BasicTensorAwareStateDict(ListedTensors):
     """Any nested dicts, lists and tuples; their tensors may be on the CPU and on devices.
 
-    The caller's containers are left as they are: what is taken out and put in concerns this
-    object alone. The tensors themselves are shared until ``copy_tensors_to_cpu``.
+    The caller's containers are left as they are: what is taken out and put in concerns this object
+    alone. The tensors themselves are shared until ``copy_tensors_to_cpu``.
 
-    Args:
-        state_dict: the state.
-        devices: the kind of device that each tensor belongs to, in order; by default the one
-            that it is on.
-
-    Attributes:
-        hollow: the state with a TensorPlace for each tensor.
+    ``devices`` are the kinds of device that the tensors belong to, in order; by default those that
+    they are on. ``hollow`` is the state with a TensorPlace for each tensor.
     """
 
     def __init__(self, state_dict: Any, *, devices: Sequence[str] | None = None) -> None:
@@ -164,19 +168,18 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         """The state with its tensors in their places; new containers each time."""
         return put_tensors(self.hollow, self.require_tensors())
 
+    def values(self) -> ValuesView[Any]:
+        """The values of the state dict's first level."""
+        found: ValuesView[Any] = self.state_dict.values()
+        return found
+
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by their places in the state, in order."""
         return dict(zip(self._names, self.require_tensors(), strict=True))
 
 
 def take_tensors(value: Any, found: dict[str, torch.Tensor], where: str = "") -> Any:
-    """The same containers, with a TensorPlace for each tensor.
-
-    Args:
-        value: nested dicts, lists and tuples; left as it is.
-        found: where the tensors go, by their places.
-        where: the place of ``value``.
-    """
+    """The same containers, with a TensorPlace for each tensor, which goes to ``found``."""
 
     def take(held: Any, place: str) -> Any:
         if not isinstance(held, torch.Tensor):

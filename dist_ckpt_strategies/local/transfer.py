@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -58,14 +58,10 @@ def run_replicate(
 ) -> ReplicationReport:
     """Store the files of all members of a clique at each of them.
 
-    Collective over the clique: either every member returns, or every member raises and none of
-    the files has appeared anywhere.
-
-    Args:
-        comm: the clique; a group of one stores its own file alone.
-        filled: what this rank saves; its bytes must not change before this returns.
-        open_writer: called for every file of the clique, this rank's own too.
-        max_bucket_nbytes: bound on what travels at once in each direction.
+    Collective over the clique: either every member returns, or every member raises and none of the
+    files has appeared anywhere. The bytes of ``filled`` must not change before this returns.
+    ``open_writer`` is called for every file of the clique, this rank's own too.
+    ``max_bucket_nbytes`` bounds what travels at once in each direction.
 
     Raises:
         StorageError: a file cannot be written, such as for want of room.
@@ -154,13 +150,10 @@ def _finish(
 
 
 class Retrieval(NamedTuple):
-    """What arrived.
+    """What arrived: what this rank wanted and got, by id, and why copies cannot be used.
 
-    Attributes:
-        shards: what this rank wanted and got, by id.
-        bad: why copies cannot be used, with the file, by the rank that reads them, within the
-            group, and by id; the same on every rank. What was to come from them is missing in
-            ``shards``.
+    ``bad`` is the same on every rank: the reason, with the file, by the rank that reads the copy,
+    within the group, and by id. What was to come from them is missing in ``shards``.
     """
 
     shards: Mapping[str, FilledShard]
@@ -169,27 +162,19 @@ class Retrieval(NamedTuple):
 
 def run_retrieve(
     comm: Communicator,
-    decide: Callable[[], tuple[ExchangePlan, Mapping[str, Path]]],
+    plan: ExchangePlan,
+    paths: Mapping[str, Path],
     *,
     max_inflight_nbytes: int,
 ) -> Retrieval:
     """Carry out a plan: read, send, receive, and compare every digest.
 
-    Collective: every rank of ``comm`` calls this for an equal plan. A copy that is damaged or
-    cannot be read is no error: it is listed on every rank.
-
-    Args:
-        comm: the ranks that the plan was made for.
-        decide: says who reads what for whom, and where this rank's copies are, by id; what it
-            raises, every rank raises.
-        max_inflight_nbytes: bound on what travels at once in each direction.
-
-    Raises:
-        PeerError: a rank does not take part any more.
+    Collective: every rank of ``comm`` calls this for an equal plan, with the paths of its own
+    copies, by id. A copy that is damaged or cannot be read is no error: it is listed on every rank.
     """
     with ExitStack() as stack:
-        files = _Files(comm.rank, stack)
-        sizes = run_and_gather(comm, lambda: files.open(*decide()))
+        files = _Files(comm.rank, plan.entries, stack)
+        sizes = run_and_gather(comm, lambda: files.open(plan.required_ids(comm.rank), paths))
         found = exchange(
             comm,
             lambda: files.prepare(sizes),
@@ -204,25 +189,20 @@ def run_retrieve(
 
 
 class _Files:
-    """The files that this rank reads for itself and for others, and those that it gets.
+    """The files that this rank reads, for itself and for others, and ``arrivals`` from them."""
 
-    Attributes:
-        arrivals: what it gets.
-    """
-
-    def __init__(self, rank: int, stack: ExitStack) -> None:
+    def __init__(self, rank: int, transfers: Sequence[Transfer], stack: ExitStack) -> None:
         self._rank = rank
+        self._transfers = transfers
         self._stack = stack
-        self._transfers: tuple[Transfer, ...] = ()
         self._sources: dict[str, _Source] = {}
         self._own_reads: list[tuple[_Source, Future[None]]] = []
         self.arrivals: dict[Transfer, _Arrival] = {}
 
-    def open(self, plan: ExchangePlan, paths: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
-        """Open the files of a plan; the sizes of footer and buffers of the good ones, by id."""
-        self._transfers = plan.entries
+    def open(self, ids: Iterable[str], paths: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
+        """Open files; the sizes of footer and buffers of the good ones, by id."""
         sizes = {}
-        for shard_id in sorted(plan.required_ids(self._rank)):
+        for shard_id in sorted(ids):
             source = self._sources[shard_id] = _Source(paths[shard_id])
             if source.reader is not None:
                 reader = self._stack.enter_context(source.reader)
@@ -232,8 +212,7 @@ class _Files:
     def prepare(self, sizes: Sequence[Mapping[str, tuple[int, int]]]) -> Blocks:
         """Begin to read this node's own files; what goes to other ranks, and comes from them.
 
-        Args:
-            sizes: for each rank what ``open`` returned.
+        ``sizes`` are those that ``open`` returned on each rank.
         """
         threads = self._stack.enter_context(OrderedQueues(_NUM_READERS))
         outgoing: list[Outgoing] = []
@@ -275,10 +254,8 @@ class _Files:
 class _Source:
     """A file on this node that ranks get. Threads may share it.
 
-    Attributes:
-        path: the file.
-        reader: the open file; None if it cannot be used.
-        failure: what is wrong with it, once that is known.
+    ``reader`` is the open file, None if it cannot be used; ``failure`` is what is wrong with it,
+    once that is known.
     """
 
     def __init__(self, path: Path) -> None:

@@ -236,11 +236,7 @@ def _from_global(
 
 
 def _require_whole(place: Location) -> None:
-    """Raise unless all files are there, as far as names and sizes tell. Rank-local.
-
-    Raises:
-        IncompleteCheckpointError: something is missing, or has another size.
-    """
+    """Raise unless all files are there, as far as names and sizes tell. Rank-local."""
     found = scan(place)
     if found.is_foreign:
         return  # another backend's: that it has a marker is all there is to tell

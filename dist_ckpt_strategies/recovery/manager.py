@@ -41,11 +41,7 @@ from dist_ckpt_strategies.recovery.random_states import (
     capture_random_states,
     restore_random_states,
 )
-from dist_ckpt_strategies.recovery.recover import (
-    BrokenGatherError,
-    Recovery,
-    UnfinishedStepError,
-)
+from dist_ckpt_strategies.recovery.recover import BrokenGatherError, Recovery, UnfinishedStepError
 from dist_ckpt_strategies.recovery.shards import Shards, dump_objects, flat_shards
 from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 
@@ -81,7 +77,7 @@ class CheckpointManager:
         enable_checksum: compare the copies of every shard before any is used, and the state in
             memory with its digests of the step's beginning. Looks at every byte in every step.
         enable_offload: let ``maybe_offload_checkpoint`` move the copy to the host.
-        timeout_s: longest wait for a peer in each collective.
+        timeout_s: longest wait for a peer in each collective, and for the GPU before a commit.
 
     Attributes:
         checksum_manager: the digests, where ``enable_checksum`` is.
@@ -235,11 +231,7 @@ class CheckpointManager:
         self._random[global_rank(), self.global_step or 0] = content
 
     def load_rng_states(self) -> None:
-        """Go back to the random states of the step's beginning.
-
-        Raises:
-            RestartError: they are not known.
-        """
+        """Go back to the random states of the step's beginning, if they are known."""
         states = self.rng_states
         if states is None:
             raise RestartError(f"no random states are known for step {self.global_step}")
@@ -302,15 +294,8 @@ class CheckpointManager:
     ) -> bool:
         """Whether all ranks can get to one step from memory; the reason stays if not.
 
-        Collective; changes nothing.
-
-        Args:
-            trainer: the state to be filled.
-            include_checksum_verification: compare the copies, where checksums are enabled.
-            group: ranks that take part; None for the world.
-
-        Raises:
-            PeerTimeoutError, PeerLostError: a rank does not take part any more.
+        Collective; changes nothing. Copies are compared where checksums are enabled, unless
+        ``include_checksum_verification`` is not set.
         """
         recovery = self._recovery(self._communicator(group), provider_of(trainer))
 

@@ -36,15 +36,8 @@ class MegatronStateProvider(ReplicatedState):
             provider.apply_update()       # local
         provider.gather_weights()         # collective within the instance
 
-    Args:
-        chunks: the model's chunks, in Megatron's DistributedDataParallel.
-        optimizer: what ``get_megatron_optimizer`` gave.
-        scheduler: Megatron's OptimizerParamScheduler, or None.
-        increment: samples by which each update moves the scheduler on.
-        step: steps that the state has seen.
-
-    Raises:
-        StrategyError: the optimizer is of a kind whose state cannot be moved from here.
+    The optimizer is what ``get_megatron_optimizer`` gave; one of a kind whose state cannot be moved
+    from here is a StrategyError. Each update moves the scheduler on by ``increment`` samples.
     """
 
     def __init__(

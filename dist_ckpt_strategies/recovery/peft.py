@@ -94,22 +94,10 @@ class PEFTCheckpointManager(CheckpointManager):
     def try_base_model_checkpointless_load(
         self, trainer: StateProvider | HasStateProvider, *, group: ProcessGroup | None = None
     ) -> dict[str, Any] | None:
-        """Fill the base model from memory, this rank's own or that of others.
+        """Fill the base model from memory, as ``try_checkpointless_load`` the rest. Collective.
 
-        Collective. What is noted of the base model stays, whether it succeeded or not; but what
-        was damaged in memory is replaced.
-
-        Args:
-            trainer: whose base model is to be filled.
-            group: ranks that take part; None for the world.
-
-        Returns:
-            What was done; None, on all ranks alike, where it cannot be done.
-
-        Raises:
-            PeerTimeoutError, PeerLostError: a rank does not take part any more.
-            RestartError: it broke off when the base model had been filled in part; see
-                ``try_checkpointless_load``.
+        What is noted of the base model stays, whether it succeeded or not; but what was damaged in
+        memory is replaced.
         """
         provider = provider_of(trainer)
         weights, self._is_filling = self.base_model_weights, False

@@ -54,10 +54,8 @@ class Role(StrEnum):
 class ShardFacts:
     """A replicated shard of a rank's state.
 
-    Attributes:
-        shard_id: ranks that name a shard alike hold equal copies of it.
-        nbytes: bytes of its tensors, one right after the other.
-        layout: digest of the names, dtypes and shapes of its tensors.
+    Ranks that name a shard alike hold equal copies of it. Its tensors lie one right after the
+    other; ``layout`` is a digest of their names, dtypes and shapes.
     """
 
     shard_id: str
@@ -67,13 +65,7 @@ class ShardFacts:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """State that a rank has kept through the fault.
-
-    Attributes:
-        step: that it was in.
-        phase: how far it was within it.
-        shards: sorted by id.
-    """
+    """State that a rank has kept through the fault; shards are sorted by id."""
 
     step: int
     phase: Phase
@@ -160,10 +152,7 @@ def evenly_spaced(ranks: Iterable[int]) -> tuple[range, ...]:
 
 
 def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
-    """Decide from what every rank has how all get to the same step.
-
-    Args:
-        facts: of every rank, by rank; those of a shard have equal layouts.
+    """Decide from what every rank has how all get to the same step; layouts of a shard are equal.
 
     Raises:
         NoReplicasAvailableError: no rank has state, or none holds a shard, the objects, or some
@@ -217,13 +206,9 @@ def find_layout_conflict(facts: Sequence[RankFacts]) -> tuple[str, int, int] | N
 
 
 def require_equal_copies(digests: Sequence[Mapping[str, str]]) -> None:
-    """Raise unless all copies of each shard are equal.
+    """Raise unless all copies of each shard are equal, given the digests of every rank by shard.
 
-    Args:
-        digests: of every rank, by shard id.
-
-    Raises:
-        CorruptCheckpointError: some differ; names the ranks by what they have.
+    The CorruptCheckpointError names the ranks by what they have.
     """
     by_shard: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, found in enumerate(digests):

@@ -31,11 +31,9 @@ class StateProvider(Protocol):
     @property
     def step(self) -> int:
         """Steps that the state has seen; ``set_step`` changes it."""
-        ...
 
     def set_step(self, step: int) -> None:
         """Take the state for that of ``step``."""
-        ...
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """The live tensors, by shard id and name: recovery reads them, and writes into them.
@@ -43,22 +41,18 @@ class StateProvider(Protocol):
         All of them are there from the beginning, an optimizer's moments too: a fresh rank can only
         receive what it has a place for.
         """
-        ...
 
     def gathered_parts(self) -> frozenset[str]:
         """Ids of the shards of which ``gather_weights`` makes every tensor anew."""
-        ...
 
     def objects(self) -> Mapping[str, Any]:
         """State that is no tensor: schedulers, counters, data position. A copy, to be pickled.
 
         Equal on all ranks that share a shard. It changes together with the tensors: in the update.
         """
-        ...
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """Take over what ``objects`` gave on another rank, or here before."""
-        ...
 
     def apply_update(self) -> None:
         """Update this rank's shard, and its objects, from its final gradients.
@@ -67,14 +61,12 @@ class StateProvider(Protocol):
         for a rank whose step counts and that was interrupted before its update. What needs the
         other ranks, the norm of the gradients for one, is done before the step is committed.
         """
-        ...
 
     def gather_weights(self) -> None:
         """Make the weights anew from the shards. Collective over the ranks that share them.
 
         May be called again: equal shards give equal weights.
         """
-        ...
 
 
 class HasStateProvider(Protocol):
@@ -107,11 +99,7 @@ class ReplicatedState:
 
 
 def provider_of(trainer: StateProvider | HasStateProvider) -> StateProvider:
-    """The StateProvider that a trainer has as ``state_provider``, or is.
-
-    Raises:
-        StrategyError: it is none, and has none.
-    """
+    """The StateProvider that a trainer has as ``state_provider``, or is; else a StrategyError."""
     found: Any = getattr(trainer, "state_provider", trainer)
     if not callable(getattr(found, "parts", None)):
         raise StrategyError(
@@ -123,11 +111,7 @@ def provider_of(trainer: StateProvider | HasStateProvider) -> StateProvider:
 
 
 class MemoryChecksumManager:
-    """The digests (xxh3) of every tensor of a state, of any dtype, at one step.
-
-    Attributes:
-        step: that the digests are of; None where there are none.
-    """
+    """The digests (xxh3) of every tensor of a state, of any dtype, at one step or at None."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -168,13 +152,7 @@ def _digests_of(shards: Shards) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class InMemoryCheckpoint:
-    """A state, and how far it is. Replaced as a whole, so that an interruption finds one or other.
-
-    Attributes:
-        provider: whose tensors are live.
-        step: that it is in.
-        phase: how far it is within it.
-    """
+    """A state, and how far it is; replaced as a whole, so that an interruption finds one."""
 
     provider: StateProvider
     step: int
@@ -188,14 +166,7 @@ class InMemoryCheckpoint:
 
 
 class HeldTensors(ReplicatedState):
-    """A StateProvider of tensors and objects at hand, which trains nothing.
-
-    Args:
-        tensors: gives the tensors, by shard id and name.
-        step: that they are in.
-        gathered: ids of the shards that are gathered from others.
-        objects: the state that is no tensor.
-    """
+    """A StateProvider of tensors and objects at hand, which trains nothing."""
 
     def __init__(
         self,

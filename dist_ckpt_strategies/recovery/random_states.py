@@ -42,8 +42,7 @@ def capture_random_states() -> tuple[RandomState, ...]:
 def restore_random_states(states: Sequence[RandomState]) -> None:
     """Put the generators of this process where ``capture_random_states`` found them.
 
-    Raises:
-        CorruptCheckpointError: a state makes no sense; those before it have been restored.
+    One that makes no sense is a CorruptCheckpointError; those before it have been restored.
     """
     setters: dict[str, Callable[[Any], object]] = {
         "python": random.setstate,

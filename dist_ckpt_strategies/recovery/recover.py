@@ -19,12 +19,7 @@ from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, excha
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.device import TensorBytes
-from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    RestartError,
-    ShapeMismatchError,
-    text_of,
-)
+from dist_ckpt_strategies.errors import CheckpointError, RestartError, ShapeMismatchError, text_of
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,
     RankFacts,
@@ -80,8 +75,8 @@ class Recovery:
     Args:
         comm: the ranks that recover together.
         new: the state to be filled; it may have the tensors of the kept one, or be the same object.
-        kept: what this rank has in memory; None if nothing.
-        why: why nothing, in words.
+        kept: what this rank has in memory; None if nothing, and ``why`` in words.
+        why: see above.
         random_states: that this rank knows; None if the state has none.
         checksums: digests of the kept state, which is refused where it differs, and of which all
             copies of a shard have to be equal; None: neither is compared.
@@ -132,10 +127,7 @@ class Recovery:
     def compare(self, plan: RecoveryPlan) -> None:
         """Raise on all ranks alike where copies differ of what is at the target as it is.
 
-        Collective: one gather.
-
-        Raises:
-            CorruptCheckpointError: they do.
+        Collective: one gather. Differing copies are a CorruptCheckpointError.
         """
         is_there = plan.roles[self._comm.rank] is Role.KEEP
         found = run_and_gather(self._comm, lambda: self._digests(plan) if is_there else {})
@@ -151,9 +143,9 @@ class Recovery:
     ) -> RecoveryReport:
         """Carry out a plan: afterwards the new state is that of the target on every rank.
 
-        Collective: either every rank returns, or every rank raises, and then the new state is
-        good for nothing on ranks that were to receive. The kept state is only changed by finishing
-        its step. Four gathers beside the transfer, two more where weights are gathered.
+        Collective: either every rank returns, or every rank raises, and then the new state is good
+        for nothing on ranks that were to receive. The kept state is only changed by finishing its
+        step. Four gathers beside the transfer, two more where weights are gathered.
 
         Args:
             plan: equal on all ranks.
@@ -163,8 +155,7 @@ class Recovery:
             on_filling: called when the new state is about to be changed; on all ranks, or on none.
 
         Raises:
-            UnfinishedStepError: a rank could not finish its step; another plan may do without it.
-            BrokenGatherError: ranks lost each other while they gathered the weights.
+            UnfinishedStepError, BrokenGatherError: see there.
             CorruptCheckpointError: bytes arrived damaged, or copies of a shard differ.
         """
         comm, started = self._comm, time.monotonic()

@@ -24,12 +24,7 @@ Shards = Mapping[str, Mapping[str, torch.Tensor]]
 class FlatShard(TensorBytes):
     """The bytes of a shard's tensors, sorted by name, one right after the other.
 
-    Args:
-        shard_id: for messages.
-        tensors: by name.
-
-    Raises:
-        PlanError: a tensor has no memory of its own.
+    A tensor without memory of its own is a PlanError.
     """
 
     def __init__(self, shard_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -85,11 +80,7 @@ class FlatShard(TensorBytes):
         )
 
     def require_fillable(self) -> None:
-        """Raise unless bytes can be written into every tensor.
-
-        Raises:
-            PlanError: elements of one share their memory.
-        """
+        """Raise a PlanError unless bytes can be written into every tensor."""
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if may_overlap(tensor):
                 raise PlanError(
@@ -123,11 +114,7 @@ def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def dump_objects(value: Any) -> bytes:
-    """A value for another rank of this job.
-
-    Raises:
-        PlanError: it cannot be pickled.
-    """
+    """A value for another rank of this job; a PlanError if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

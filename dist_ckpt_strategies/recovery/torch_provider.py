@@ -20,25 +20,17 @@ _ZERO_AT_FIRST = frozenset({"Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adad
 class TorchStateProvider(ReplicatedState):
     """A StateProvider where every rank holds everything, as with DistributedDataParallel.
 
-    There is one part, of the parameters and buffers of the module and all tensors of the
-    optimizer. Most optimizers make their state in the first step; here it is made at once, as
-    zeros, which is what it is then, so that a fresh rank has a place for what it receives.
+    There is one part, of the parameters and buffers of the module and all tensors of the optimizer.
+    Most optimizers make their state in the first step; here it is made at once, as zeros, which is
+    what it is then, so that a fresh rank has a place for what it receives. Where what the optimizer
+    begins with is not known here it is a StrategyError: make its state first.
 
     Gradients are reduced before the step commit, by DistributedDataParallel or otherwise; the
-    update is ``apply_update()``, which asks no peer.
+    update is ``apply_update()``, which asks no peer. It also steps the scheduler, which is anything
+    with ``step``, ``state_dict`` and ``load_state_dict``.
 
     Buffers that forward changes, such as the running statistics of BatchNorm, are those of the
     step's beginning until the update: a copy is taken when a forward in training mode begins.
-
-    Args:
-        module: its parameters' names are those of the tensors.
-        optimizer: one of torch's, or one that has its state already.
-        scheduler: stepped with every update; anything with ``step``, ``state_dict`` and
-            ``load_state_dict``.
-        step: steps that the state has seen.
-
-    Raises:
-        StrategyError: what the optimizer begins with is not known here.
     """
 
     def __init__(

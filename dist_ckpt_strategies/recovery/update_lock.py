@@ -23,11 +23,7 @@ class ParameterUpdateLock:
         self._slot: dict[str, int] = {}
 
     def acquire(self) -> None:
-        """Take the lock, however long that takes.
-
-        Raises:
-            RestartError: this thread has it already.
-        """
+        """Take the lock, however long that takes; a RestartError if this thread has it already."""
         own = threading.get_ident()
         if self.held_by(own):
             raise RestartError("the parameter update lock is held by this thread already")
@@ -35,11 +31,7 @@ class ParameterUpdateLock:
             time.sleep(_PAUSE_S)
 
     def release(self) -> None:
-        """Give the lock back; only the thread that holds it can.
-
-        Raises:
-            RestartError: another thread holds it, or none.
-        """
+        """Give the lock back; a RestartError unless this thread holds it."""
         owner = self._slot.get("owner")
         if owner != threading.get_ident():
             who = "by no thread" if owner is None else f"by thread {owner}"

@@ -309,7 +309,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             _require_common_of(sessions, common_path, found[comm.rank][0], digest)
             return self._manager(root, digest)
 
-        state, _ = run_collectively(comm, require_common).load()
+        state, _ = run_collectively(comm, require_common).load(on_host=True)
         own: dict[int, torch.Tensor] = {}
 
         def check() -> Conversions:

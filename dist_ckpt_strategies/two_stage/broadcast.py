@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Exchange, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region
@@ -98,7 +98,7 @@ def run_group_plan(
         try:
             for _ in plan.rounds:
                 current = clock.run_collectively(comm, rounds.advance)
-                current.exchange = comm.begin_exchange(current.sends, current.receives)
+                current.await_bytes = comm.begin_exchange(current.sends, current.receives)
             clock.run_collectively(comm, rounds.finish)
         finally:
             rounds.abandon()
@@ -163,7 +163,7 @@ class _Round:
     sends: list[Send] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-    exchange: Exchange | None = None
+    await_bytes: Callable[[], None] | None = None
 
 
 class _Rounds:
@@ -252,8 +252,8 @@ class _Rounds:
         """Wait for what is under way, and copy it to the tensors that it is not read into."""
         try:
             with self._clock.on("sending"):
-                if round_.exchange is not None:
-                    round_.exchange.wait()
+                if round_.await_bytes is not None:
+                    round_.await_bytes()
         finally:
             with self._clock.on("reading"):
                 self._wait_for_reads(round_)

@@ -121,41 +121,6 @@ def test_a_communicator_of_a_subgroup_names_global_ranks() -> None:
     assert results[2]["2"] == [0, 1, [2], "fine"]
 
 
-def sends_within_a_subgroup(rank: int) -> list[int]:
-    group = dist.new_group([1, 3])
-    if rank not in {1, 3}:
-        return []
-    comm = open_communicator(group, timeout_s=60.0, purpose="a test")
-    into = np.zeros(2, np.uint8)
-    peer = 1 - comm.rank
-    comm.exchange([Send(peer, np.full(2, rank, np.uint8))], [Receive(peer, into)])
-    return [int(v) for v in into]
-
-
-def test_bytes_within_a_subgroup_go_to_its_ranks() -> None:
-    assert run_processes(4, sends_within_a_subgroup) == [[], [3, 3], [], [1, 1]]
-
-
-def threads_before_and_after(rank: int) -> tuple[int, int]:
-    for _ in range(3):
-        open_communicator(None, timeout_s=60.0, purpose="a test").all_gather(rank)
-    before = threading.active_count(), num_os_threads()
-    for _ in range(50):
-        open_communicator(None, timeout_s=60.0, purpose="a test").all_gather(rank)
-    after = threading.active_count(), num_os_threads()
-    return after[0] - before[0], after[1] - before[1]
-
-
-def num_os_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def test_opening_communicators_leaves_no_thread_behind() -> None:
-    for threads, os_threads in run_processes(2, threads_before_and_after):
-        assert threads <= 0  # less: one of before was about to end
-        assert os_threads <= 0
-
-
 # Silent
 
 
@@ -204,28 +169,6 @@ def test_a_silent_rank_is_named_within_the_timeout(
         assert f"ranks [{silent}] did not arrive within 3 s" in str(error)
         assert "save of /ckpt/iter_1" in str(error)
         assert 2.5 < seconds < 45.0
-
-
-def does_not_come_again(rank: int) -> Any:
-    """Two equal operations, of one meeting each; in the second, a rank is silent."""
-    meet()
-    for attempt in range(2):
-        comm = open_communicator(None, timeout_s=3.0, purpose="load from /ckpt/iter_1")
-        if attempt == 1 and rank == 1:
-            return None
-        try:
-            run_collectively(comm, lambda: None)
-        except PeerTimeoutError as error:
-            return error
-    return None
-
-
-def test_a_rank_that_is_silent_only_the_second_time_is_named_too() -> None:
-    results = run_processes(4, does_not_come_again)
-
-    for rank in (0, 2, 3):
-        assert isinstance(results[rank], PeerTimeoutError)
-        assert results[rank].rank == 1
 
 
 def one_receiver_waits_in_vain(rank: int) -> Any:

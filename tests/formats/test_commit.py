@@ -12,6 +12,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import DType, ObjectId
@@ -162,6 +163,18 @@ def test_an_array_that_is_a_link_is_replaced_by_one_that_is_none(tmp_path: Path)
 
     assert not (root / "w").is_symlink()
     assert (tmp_path / "elsewhere" / "below" / ".zarray").exists()
+
+
+def test_a_commit_puts_nothing_where_a_link_in_place_of_a_directory_leads(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    tensor = ShardedTensor.from_rank_offsets("model/w", torch.ones(4))
+    request = dist_ckpt_strategies.save_async({"w": tensor}, root, sharded_strategy=("zarr", 1))
+    (root / "model").symlink_to(elsewhere)  # since the save has begun
+
+    with pytest.raises(CheckpointExistsError, match="model is in the way of a file or directory"):
+        request.wait(60)
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_checkpoints_and_files_that_are_no_part_of_it_are_left_alone(tmp_path: Path) -> None:

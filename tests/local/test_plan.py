@@ -186,7 +186,7 @@ def test_parts_of_a_larger_world_are_taken_by_ranks_that_have_them() -> None:
     ids = [str(LocalShardId(save, rank)) for rank in range(4)]
     taken = assign_shards(save, 4, {0: ids[:2], 1: ids[2:]})
 
-    assert taken == {0: tuple(ids[:2]), 1: tuple(ids[2:])}
+    assert taken == {0: ids[:2], 1: ids[2:]}
 
 
 def spec(start: int, stop: int, key: str = "w", rows: int = ROWS) -> ShardSpec:

@@ -51,7 +51,7 @@ def strategy_of(kind: str) -> ReplicationStrategy:
 
 def exchange(rank: int, kind: str) -> list[Any]:
     """Copy the clique's states; then give one away, and get it back."""
-    strategy = strategy_of(kind)
+    strategy: Any = strategy_of(kind)
     before = values_of(rank, 1)
     copies, ids = strategy.replicate(BasicTensorAwareStateDict(before), f"state {rank}")
     clique = [rank % 2, rank % 2 + 2]

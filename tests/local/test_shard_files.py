@@ -18,7 +18,6 @@ from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
-    IncompleteCheckpointError,
     StorageError,
 )
 from dist_ckpt_strategies.local.shard_files import (
@@ -75,37 +74,6 @@ def test_a_part_appears_when_it_is_finished_and_not_before(tmp_path: Path) -> No
     assert files_below(tmp_path) == [f"root/1/{PART.shard_id}.part"]
 
 
-def test_a_finished_part_is_read_back(tmp_path: Path) -> None:
-    path = written(ShardDirectory(tmp_path))
-    found = np.zeros(5000, np.uint8)
-    with ShardReader(path) as reader:
-        reader.read(0, found)
-        with pytest.raises(CorruptCheckpointError, match=f"ends at byte {SIZE}"):
-            reader.read(1, np.zeros(SIZE, np.uint8))
-
-    assert reader.shard == PART
-    assert found.tobytes() == CONTENT.tobytes()
-
-
-def test_an_abandoned_part_leaves_nothing(tmp_path: Path) -> None:
-    writer = begun(ShardDirectory(tmp_path))
-    writer.abandon()
-    writer.abandon()
-
-    assert files_below(tmp_path) == []
-    with pytest.raises(StorageError, match="closed"):
-        writer.write(0, CONTENT)
-
-
-def test_a_part_that_has_appeared_is_gone_again_when_it_is_abandoned(tmp_path: Path) -> None:
-    directory = ShardDirectory(tmp_path)
-    writer = begun(directory)
-    writer.finish([5])
-    writer.abandon()
-
-    assert files_below(tmp_path) == []
-
-
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_a_part_that_cannot_be_finished_does_not_appear(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,19 +93,6 @@ def test_a_part_that_cannot_be_finished_does_not_appear(
     assert files_below(tmp_path) == []
 
 
-def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
-    path = written(ShardDirectory(tmp_path))
-    whole = path.read_bytes()
-    for nbytes in (0, 1, 31, 32, 100, 4999, 5000, SIZE - 1):
-        path.write_bytes(whole[:nbytes])
-        with pytest.raises(CorruptCheckpointError, match=str(path)):
-            ShardReader(path)
-    for content in (whole + b"\0", b"\0" + whole, whole[1:]):
-        path.write_bytes(content)
-        with pytest.raises(CorruptCheckpointError, match=str(path)):
-            ShardReader(path)
-
-
 def test_a_file_of_an_earlier_release_is_refused_by_name(tmp_path: Path) -> None:
     path = written(ShardDirectory(tmp_path))
     path.write_bytes(b"DCKPART1" + bytes(5000))
@@ -155,11 +110,6 @@ def test_a_renamed_file_is_refused(tmp_path: Path) -> None:
         path = path.rename(path.with_name(f"{other}.part"))
         with pytest.raises(CorruptCheckpointError, match=f"holds {PART.shard_id}"):
             ShardReader(path)
-
-
-def test_a_missing_file_is_refused_as_missing(tmp_path: Path) -> None:
-    with pytest.raises(IncompleteCheckpointError):
-        ShardReader(tmp_path / f"{PART.shard_id}.part")
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "device", "loop", "dangling"])
@@ -209,14 +159,13 @@ def test_what_a_killed_writer_leaves_is_never_listed_and_is_removed(tmp_path: Pa
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        assert directory.remove_stale_files(1) == 0
+        directory.remove_stale_files(1)
         process.send_signal(signal.SIGKILL)
     left = [path for path in files_below(tmp_path) if PARTIAL_PREFIX in path]
 
     assert len(left) == 1
     assert [found.path for found in directory.find()] == [kept]
-    assert directory.remove_stale_files(2) == 0
-    assert directory.remove_stale_files(1) == 5000
+    directory.remove_stale_files(1)
     assert files_below(tmp_path) == [str(kept.relative_to(tmp_path))]
 
 
@@ -224,7 +173,7 @@ def test_what_another_manager_is_writing_is_not_removed(tmp_path: Path) -> None:
     writer = begun(ShardDirectory(tmp_path))
     other = ShardDirectory(tmp_path)
 
-    assert other.remove_stale_files(1) == 0
+    other.remove_stale_files(1)
     writer.finish([5])
     assert [found.path for found in other.find()] == [writer.path]
 
@@ -257,10 +206,11 @@ def test_a_file_system_without_locks_will_do(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     directory = ShardDirectory(tmp_path)
-    written(directory)
+    path = written(directory)
     begun(directory)
+    directory.remove_stale_files(1)
 
-    assert directory.remove_stale_files(1) == 5000
+    assert files_below(tmp_path) == [str(path.relative_to(tmp_path))]
 
 
 def test_odd_leftovers_are_a_storage_error_or_gone(tmp_path: Path) -> None:
@@ -298,16 +248,6 @@ def test_the_name_of_every_new_directory_is_flushed(
     assert {one.stat().st_ino for one in changed} <= flushed
 
 
-def test_a_removed_part_may_be_removed_again(tmp_path: Path) -> None:
-    directory = ShardDirectory(tmp_path)
-    written(directory)
-    (found,) = directory.find()
-    directory.remove(found)
-    directory.remove(found)
-
-    assert directory.find() == []
-
-
 def test_a_directory_has_one_name_however_it_is_reached(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
@@ -316,20 +256,3 @@ def test_a_directory_has_one_name_however_it_is_reached(tmp_path: Path) -> None:
 
     assert ShardDirectory(tmp_path / "link").name() == ShardDirectory(one).name()
     assert ShardDirectory(one).name() != ShardDirectory(other).name()
-
-
-def test_a_directory_that_cannot_be_looked_at_has_a_name_of_its_own(tmp_path: Path) -> None:
-    one, other = (ShardDirectory(tmp_path / (letter * 300)) for letter in "ab")
-
-    assert one.name() != other.name()
-    with pytest.raises(StorageError):
-        one.find()
-
-
-def test_a_full_disk_or_a_file_in_the_way_is_a_storage_error(tmp_path: Path) -> None:
-    (tmp_path / "1").write_text("in the way")
-    directory = ShardDirectory(tmp_path)
-    with pytest.raises(StorageError):
-        begun(directory)
-    with pytest.raises(StorageError):
-        directory.remove_stale_files(1)

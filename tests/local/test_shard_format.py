@@ -66,10 +66,6 @@ def test_other_text_is_no_id(text: str) -> None:
         LocalShardId.require(text)
 
 
-def test_the_newest_save_sorts_last() -> None:
-    assert SaveId(5, "b") < SaveId(9, "a") < SaveId(9, "b")
-
-
 @given(SHARDS)
 def test_a_footer_is_read_back_as_it_was_written(shard: LocalShard) -> None:
     footer = encode_footer(shard, digests_of(shard))

@@ -115,6 +115,43 @@ def test_groups_that_are_made_during_the_abort_are_aborted_too() -> None:
         assert all("was aborted" in failure.text for failure in found), found
 
 
+def abort_groups_behind_each_other(rank: int) -> Any:
+    """Rank 1 never reduces; the first group's work is behind that of the second."""
+    NcclRules.stuck_s = 5.0
+    join_nccl()
+    groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
+    for group in groups:
+        dist.barrier(group=group)
+    if rank == 0:
+        for group in reversed(groups):
+            dist.all_reduce(torch.ones(4, device="cuda"), group=group, async_op=True)
+    return outcome(Communication().end)
+
+
+def test_groups_whose_works_wait_for_each_other_are_aborted_together() -> None:
+    assert run(2, abort_groups_behind_each_other) == [None, None]
+
+
+def commit_without_a_peer(rank: int) -> Any:
+    """Rank 1 never reduces its gradients."""
+    join_nccl()
+    gradients = dist.new_group([0, 1], backend="nccl")
+    commit = StepCommit(timeout_s=2)
+    dist.barrier(group=gradients)
+    if rank:
+        return None
+    dist.all_reduce(torch.ones(4, device="cuda"), group=gradients, async_op=True).wait()
+    return outcome(lambda: commit.should_commit(6))
+
+
+def test_a_commit_waits_for_gradients_no_longer_than_its_limit() -> None:
+    found, _ = run(2, commit_without_a_peer)
+
+    assert "PeerTimeoutError" in found.kinds, found
+    assert "step 6" in found.text
+    assert found.seconds < 10
+
+
 def save_in_the_background(rank: int, root: str, target_device: str) -> Any:
     """Beside the all_reduces of a training, all in one queue."""
     join_nccl(MIXED)

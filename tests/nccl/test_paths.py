@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
@@ -16,6 +20,7 @@ from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict
 from dist_ckpt_strategies.recovery import CheckpointManager
+from dist_ckpt_strategies.strategies.registry import StrategyAction, get_default_strategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.local.clique_worlds import (
     cliques,
@@ -110,6 +115,30 @@ def test_a_two_stage_load(tmp_path: Path, backend: str, version: int, transfer: 
     found = run(load_in_two_stages, tmp_path / "c", backend, version, transfer)
 
     assert found == [[]] * SIZE
+
+
+def save_and_load_fully_parallel(rank: int, root: Path, version: int) -> Any:
+    """Ranks of two groups share the writing and the reading of what they hold alike."""
+    join_nccl()
+    prepare(30)
+    held = cuts()[1:]  # Megatron-Core's own checks refuse what is on no grid
+    groups = [dist.new_group(ranks, backend="nccl") for ranks in ([0, 1], [2, 3])]
+    saver = FullyParallelSaveStrategyWrapper(
+        get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", version), groups[rank // 2]
+    )
+    state = sharded_state_of(rank, held, on_gpu)
+    entries.save(Entry.OURS, state, root, sharded_strategy=saver)
+    loader = FullyParallelLoadStrategyWrapper(
+        get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", version), groups[rank // 2]
+    )
+    wanted = sharded_state_of(rank, held, zeros_on_gpu)
+    loaded = entries.load(Entry.OURS, wanted, root, sharded_strategy=loader)
+    return differences(rank, held, {name: tensor.cpu() for name, tensor in loaded.items()})
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_megatrons_fully_parallel_wrappers(tmp_path: Path, version: int) -> None:
+    assert run(save_and_load_fully_parallel, tmp_path / "c", version) == [[]] * SIZE
 
 
 def replicate_and_retrieve(rank: int, backend: str) -> Any:

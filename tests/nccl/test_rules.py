@@ -127,6 +127,17 @@ def crossed_queues(rank: int) -> None:
     synchronize(*works)
 
 
+def aborts_one_by_one(rank: int) -> None:
+    """Each rank's works wait for the other; the first to be aborted is behind another."""
+    groups: list[Any] = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
+    for group in groups:
+        dist.barrier(group=group)
+    works = [dist.all_reduce(tensor(), group=g, async_op=True) for g in groups[:: 1 - 2 * rank]]
+    for group in groups[:: 2 * rank - 1]:
+        group._get_backend(torch.device("cuda")).abort()
+    synchronize(*works)
+
+
 @pytest.mark.parametrize(
     ("rule", "program", "size"),
     [
@@ -139,13 +150,14 @@ def crossed_queues(rank: int) -> None:
         ("a queue is done in order", both_send_first, 2),
         ("communicators are made by all members at first use", first_use_by_a_subset, 3),
         ("a queue is done in order", crossed_queues, 2),
+        ("communicators are aborted together", aborts_one_by_one, 2),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_breaks_a_rule_is_told_which(
     rule: str, program: Callable[[int], None], size: int
 ) -> None:
-    waits = program in {both_send_first, first_use_by_a_subset, crossed_queues}
+    waits = program in {both_send_first, first_use_by_a_subset, crossed_queues, aborts_one_by_one}
     stuck_s = 2.5 if waits else NcclRules.stuck_s
     for found in run(program, size=size, stuck_s=stuck_s)[:2]:
         assert isinstance(found, Failure), found

@@ -164,6 +164,9 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
     broken: ClassVar[RuleBrokenError | None] = None
     """Where a queue has been found to be stuck, it stays so."""
 
+    _together: ClassVar[list[NcclRules] | None] = None
+    """Aborted since ``_group_start``."""
+
     _queues: ClassVar[dict[Any, SimpleQueue[NcclWork]]] = {}
 
     def __init__(self, options: Any, gloo: Any) -> None:
@@ -190,11 +193,34 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
         return self if device.type == "cuda" else self.gloo
 
     def abort(self) -> None:
-        """End pending works, with garbage; later ones raise."""
+        """End pending works, with garbage; later ones raise.
+
+        Returns when the device has none of them any more, or within a group of aborts at its end.
+        """
         time.sleep(self.abort_delay_s.get(self._name, 0.0))
         self.is_aborted = True
+        if self._together is None:
+            self._await_works()
+        else:
+            self._together.append(self)
 
     shutdown = abort
+
+    def _group_start(self) -> None:
+        NcclRules._together = []
+
+    def _group_end(self) -> None:
+        together, NcclRules._together = self._together or [], None
+        for group in together:
+            group._await_works()
+
+    def _await_works(self) -> None:
+        for work in [work for work in PENDING if work.group is self]:
+            if not work.done.wait(self.stuck_s):
+                raise RuleBrokenError(
+                    f"communicators are aborted together: on rank {self.rank()} the abort of "
+                    f"{self._name} waits for {work.name}, which is behind another's works"
+                )
 
     # Collectives.
 
@@ -215,6 +241,16 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, _options: Any = None) -> Any:
         """Into a list."""
         return self._collective("all_gather", inputs, outputs[0])
+
+    @_over_gloo_too
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        """In place."""
+        root, memory = options.rootRank, list(map(memory_of, tensors))
+
+        def take(found: list[bytes]) -> None:
+            _fill(memory, found[root : root + 1])
+
+        return self._collective(f"broadcast from {root}", tensors, tensors, take)
 
     def barrier(self, *_args: Any, **_options: Any) -> Any:
         """The host waits."""

@@ -52,6 +52,22 @@ class Stream:
             target.copy_(source)
 
 
+class Event:
+    """A place in a stream; what comes before it is seen to be done when ``query`` says so."""
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        self._stream = current_stream()
+
+    def record(self) -> None:
+        self._stream = current_stream()
+
+    def query(self) -> bool:
+        if all(work.done.is_set() for work in self._stream.works):
+            self._stream.synchronize()
+            return True
+        return False
+
+
 PENDING: list[Any] = []
 """Communication that the host has not seen to be done; guarded by the interpreter's lock."""
 
@@ -245,6 +261,7 @@ def play_cuda() -> None:
         "set_device": lambda *_: None,
         "set_rng_state": lambda state, *_: generator.set_state(state),
         "stream": _stream,
+        "Event": Event,
         "Stream": Stream,
         "synchronize": lambda *_: _DEFAULT.synchronize(),
     }

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Exchange, Message, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator, Message, Receive, Send
 from dist_ckpt_strategies.errors import PeerTimeoutError
 
 T = TypeVar("T")
@@ -56,11 +56,13 @@ class ThreadCommunicator(Communicator):
         self._meet()
         return items
 
-    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+    def begin_exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive]
+    ) -> Callable[[], None]:
         """See Communicator."""
         for send in sends:
             self._world.pipes[self.rank, send.to_rank].put(torch.as_tensor(send.data).clone())
-        return Exchange(partial(self._finish, tuple(receives)))
+        return partial(self._finish, tuple(receives))
 
     def _finish(self, receives: Sequence[Receive]) -> None:
         for receive in receives:
