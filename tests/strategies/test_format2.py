@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
+from tests.support.formats import load_format2, save_format2
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.comm.base import Communicator
@@ -29,7 +30,6 @@ from dist_ckpt_strategies.sharded.async_save import SaveCache
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
-from tests.support.formats import load_format2, save_format2
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
     differences,

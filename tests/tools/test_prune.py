@@ -17,8 +17,12 @@ import pytest
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.tools.prune import Status, prune
-from tests.support.checkpoints import copied, write_checkpoint, write_foreign_checkpoint
-from tests.support.format2_checkpoints import write_format2
+from tests.support.checkpoints import (
+    copied,
+    write_checkpoint,
+    write_foreign_checkpoint,
+    write_format2,
+)
 
 OLD_S = 7200
 WITHDRAWN_NAME = ".removed-metadata.json"

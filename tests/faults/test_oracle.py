@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from tests.chaos.bookkeeping import observed_copies, observed_global
-from tests.chaos.oracle import (
+from tests.faults.judge import observed_copies, observed_global
+from tests.faults.oracle import (
     CopyKey,
     Found,
     Ledger,
@@ -16,7 +16,7 @@ from tests.chaos.oracle import (
     Standing,
     Tier,
 )
-from tests.chaos.orders import SaveOrder, SaveResult
+from tests.faults.rank import SaveOrder, SaveResult
 from tests.support.entries import Failure
 
 EMPTY = Ledger(num_ranks=4, num_kept=2)
