@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.recovery.latest import load_latest
 from tests.support.entries import Failure, outcome, prepare
 from tests.support.ranks import RankDiedError, run_processes
+from tests.support.system_calls import before_calls, dying_at_change
 
 pytestmark = pytest.mark.multiprocess
 
@@ -69,34 +70,16 @@ def one_late_call(call: str, until: Path, *, name: str = "0.0") -> Iterator[None
 
     What it was asked to do is done then, as on a network file system that had stalled.
     """
-    real_open, real_write = os.open, os.write
-    taken: list[int] = []
-    watched: set[int] = set()
+    taken: list[str] = []
 
-    def stall() -> None:
-        taken.append(1)
-        while not until.exists():
-            time.sleep(0.01)
+    def stall(_: str, path: str) -> None:
+        if path.endswith(name) and "/w/" in path and not taken:
+            taken.append(path)
+            while not until.exists():
+                time.sleep(0.01)
 
-    def late_open(path: Any, flags: int, *args: Any, **options: Any) -> int:
-        is_chunk = flags & os.O_CREAT and str(path).endswith(name) and "/w/" in str(path)
-        if is_chunk and call == "open" and not taken:
-            stall()
-        handle = real_open(path, flags, *args, **options)
-        if is_chunk and call == "write":
-            watched.add(handle)
-        return handle
-
-    def late_write(handle: int, content: Any) -> int:
-        if handle in watched and not taken:
-            stall()
-        return real_write(handle, content)
-
-    os.open, os.write = late_open, late_write
-    try:
+    with before_calls(stall, [call]):
         yield
-    finally:
-        os.open, os.write = real_open, real_write
 
 
 def save_again_after_a_late_call(
@@ -213,20 +196,9 @@ def killed_at_rename(rank: int, root: Path, backends: Any, at: int) -> Any:
     for backend in earlier:
         dist_ckpt_strategies.save(state_of(rank, 2, 1.0, "old"), root, backend)
     dist.barrier()
-    if rank == 0:
-        left = [at]
-        for name in ("rename", "replace", "unlink", "rmdir"):
-            real = getattr(os, name)
-
-            def counted(*args: Any, real: Any = real, **options: Any) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
-                    os._exit(9)
-                return real(*args, **options)
-
-            setattr(os, name, counted)
     save = partial(dist_ckpt_strategies.save, overwrite=bool(earlier), timeout_s=8.0)
-    return outcome(partial(save, state_of(rank, 2, 2.0, "new"), root, last))
+    with dying_at_change(at) if rank == 0 else nullcontext():
+        return outcome(partial(save, state_of(rank, 2, 2.0, "new"), root, last))
 
 
 def look_after_kill(rank: int, root: Path) -> Any:

@@ -6,7 +6,7 @@ import builtins
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,18 @@ def before_calls(act: Callable[[str, str], None], names: Iterable[str] = CALLS) 
                 changes.setattr(io, "open", opened)
                 changes.setattr(builtins, "open", opened)
         yield
+
+
+def dying_at_change(number: int) -> AbstractContextManager[None]:
+    """Within the block this process dies at its n-th change of a directory, counted from 1."""
+    left = [number]
+
+    def count(_name: str, _path: str) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os._exit(9)
+
+    return before_calls(count, CHANGES)
 
 
 def _preceded(
