@@ -150,7 +150,7 @@ def test_a_kill_anywhere_in_an_overwrite_leaves_the_old_or_the_new_checkpoint(
     victim: int, tmp_path: Path
 ) -> None:
     values: list[float] = []
-    for at in range(1, 40):
+    for at in range(1 + victim, 60, 3):  # every third, of which none is the other victim's
         root = str(tmp_path / str(at))
         ended = run_processes(2, killed_while_overwriting, root, victim, at)
         first, second = run_processes(2, value_after_a_kill, root)

@@ -157,8 +157,9 @@ def the_default_device_makes_no_difference(rank: int, entry: Entry, root: Path) 
     if entry is Entry.MEGATRON:
         return  # it makes tensors on that device itself
     cuts = [at_random("moving", (12, 10), 9), on_grid("w", (8, 4), (4, 2))]
+    state = state_of(rank, cuts)
     with torch.device("meta"):
-        save(entry, state_of(rank, cuts), root)
+        save(entry, state, root)
         loaded = load(entry, state_of(rank, cuts, no_data), root)
     yield from differences(rank, cuts, loaded)
 
