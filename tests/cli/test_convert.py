@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,19 +33,6 @@ from tests.support.samples import random_values
 
 def run(*args: str | Path) -> Result:
     return CliRunner().invoke(app, [*map(str, args)])
-
-
-def test_the_command_says_nothing_of_libraries_that_it_does_without(written: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "dist_ckpt_strategies.cli",
-        "diff",
-        *map(str, (written, written)),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> None:

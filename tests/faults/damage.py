@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -198,7 +198,7 @@ class Outside:
         """Within the block, what the ranks do not do to themselves."""
         strike = event.strike if event else None
         share = event.share if event else 0.0
-        context = nullcontext()
+        context: AbstractContextManager[None] = nullcontext()
         if strike is Strike.FULL and self.can_fill:
             # Half of the times nothing is left.
             context = self._full(max(0, int((share - 0.5) * 2 * _MAX_LEFT_NBYTES)))

@@ -95,7 +95,7 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return bool(torch.equal(one, other)) and one.dtype == other.dtype
     if isinstance(one, np.ndarray):
-        return one.tobytes() == other.tobytes()
+        return bool(one.tobytes() == other.tobytes())
     if isinstance(one, dict):
         return set(one) == set(other) and all(equal(one[k], other[k]) for k in one)
     if isinstance(one, SimpleNamespace):

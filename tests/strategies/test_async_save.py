@@ -399,16 +399,3 @@ def save_by_request(rank: int, root: Path) -> list[Any]:
 
 def test_save_returns_a_request_where_one_is_asked_for(tmp_path: Path) -> None:
     assert run_processes(2, save_by_request, tmp_path / "c") == [[False, True]] * 2
-
-
-def libraries_of_the_writer(rank: int, root: Path, version: int) -> Any:
-    """Whether the process that writes for this one has loaded torch: it would start for seconds."""
-    prepare(60)
-    dist_ckpt_strategies.save_async(weight(rank), root, ("zarr", version)).wait()
-    (writer,) = psutil.Process().children()
-    return "libtorch" in Path(f"/proc/{writer.pid}/maps").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_process_that_writes_loads_no_torch(version: int, tmp_path: Path) -> None:
-    assert run_processes(2, libraries_of_the_writer, tmp_path / "c", version) == [False] * 2

@@ -297,10 +297,14 @@ def shards_that_may_mismatch_are_saved(rank: int, entry: Entry, root: Path) -> I
 
 
 BAD_KEYS = (
-    *("x" * 256, "ü" * 128, "a/" + "x" * 300),
+    *("x" * 256, "ü" * 128, "a/" + "x" * 300, "a/" + "x" * 300 + "/b", "\ud800"),
     *("", "/", "a//b", "/absolute", "trailing/", ".", "..", "../outside", "a/../b", "a/./b"),
-    *("nul\0", "common.pt", "metadata.json", "locked.__lock"),
+    *("nul\0", "a\\b", "common.pt", "metadata.json", "metadata.json/w", "a/metadata.json/w"),
+    *("optimizer/common.pt", ".zarray", "a/.zarray", "rng/shard_0_1.pt", "locked.__lock"),
+    *("w.__lock/x", ".removed-w", "a/.removed-w", ".partial-w"),
 )
+BELOW_ANOTHER = ("0", "1.2", ".zarray", ".zattrs", ".zgroup", "0/deeper")
+"""Files of an array, in which there can be no other."""
 
 
 def keys_that_no_file_system_takes_are_refused_by_name(
@@ -314,6 +318,10 @@ def keys_that_no_file_system_takes_are_refused_by_name(
             f"key {key!r} cannot be stored",
             key=key,
         )
+    for below in BELOW_ANOTHER:
+        cuts = [on_grid(key, (8,), (4,)) for key in ("a/b", f"a/b/{below}")]
+        found = outcome(partial(save, entry, state_of(rank, cuts), root / "below"))
+        yield from problems(found, PlanError, "cannot be stored")
     if (root.parent / "outside").exists() or list(root.rglob("metadata.json")):
         yield "something was written"
 
