@@ -14,7 +14,7 @@ Then all ranks load: bit for bit the newest save, the one before, or, where no c
 error on every rank. ``dist-ckpt verify`` has to notice all changes but those in padding.
 
 Ends with status 1 at the first violation, with the case and the seed. Ranks that are killed in
-saves and loads are the events of ``python -m tests.chaos``.
+saves and loads are the events of ``python -m tests.faults``.
 """
 
 from __future__ import annotations
@@ -59,9 +59,16 @@ with quiet_imports():
     )
     from dist_ckpt_strategies.local.scan import check_shard
     from dist_ckpt_strategies.local.shard_format import LocalShardId
-    from tests.chaos.format2_files import HARMLESS, Fault, Files, Kind, kind_of_file
-    from tests.chaos.local_files import file_map, local_copies
-    from tests.chaos.oracle import CopyKey, Ledger, Place
+    from tests.faults.files import (
+        HARMLESS,
+        Fault,
+        Files,
+        Kind,
+        file_map,
+        kind_of_file,
+        local_copies,
+    )
+    from tests.faults.oracle import CopyKey, Ledger, Place
     from tests.local.clique_worlds import bits, described, values_of
     from tests.support.ranks import run_processes
     from tests.support.sharding import (

@@ -63,30 +63,6 @@ def test_a_variable_that_makes_no_sense_is_refused_naming_the_option(
     assert "expected" in str(caught.value) or "engine" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"timeout_s": 0},
-        {"timeout_s": -1.0},
-        {"timeout_s": float("nan")},
-        {"timeout_s": float("inf")},
-        {"timeout_s": 1e12},
-        {"timeout_s": "5"},
-        {"max_inflight_bytes": "5"},
-        {"io_threads": 2.5},
-        {"max_inflight_bytes": 0},
-        {"io_threads": -4},
-        {"engine": "hdf5"},
-    ],
-    ids=str,
-)
-def test_an_option_out_of_range_is_refused_however_it_is_made(changes: dict[str, object]) -> None:
-    with pytest.raises(StrategyError, match=next(iter(changes))):
-        Options(**changes)  # type: ignore[arg-type]
-    with pytest.raises(StrategyError, match=next(iter(changes))):
-        Options().with_changes(**changes)
-
-
 def test_each_option_of_object_stores_has_its_variable(environ: dict[str, str]) -> None:
     environ.update(
         {

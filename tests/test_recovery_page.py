@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import runpy
@@ -11,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,6 @@ import pytest
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.comm.job_store import host_store
-from dist_ckpt_strategies.inprocess import HPWrapper
-from dist_ckpt_strategies.inprocess.supervisor import Job
-from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
 from tests.support.host_streams import host_streams
 from tests.support.ranks import run_processes
@@ -200,37 +195,3 @@ def test_the_script_for_megatron_goes_on_after_a_torn_update_and_from_the_disk(
         # A rank of the other instance may have ended the step and said so, before it heard.
         assert steps_of(torn[rank]) in (expected[rank], expected[rank][:4] + expected[rank][5:])
         assert steps_of(later[rank])[0].startswith("step 4: ")
-
-
-def defaults_on_the_page(heading: str) -> dict[str, str]:
-    section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^\| `([^`]+)`[^|]*\| `?([^|`]*)`? \|", section, re.MULTILINE))
-
-
-def shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-@pytest.mark.parametrize("kind", [HPWrapper, CheckpointManager])
-def test_the_page_has_every_option_with_its_default(kind: type) -> None:
-    parameters = inspect.signature(kind).parameters.values()
-    expected = {one.name: shown(one.default) for one in parameters if one.name != "abort"}
-
-    found = {
-        name: text.strip()
-        for name, text in defaults_on_the_page(f"Options of {kind.__name__}").items()
-    }
-
-    assert found.pop("abort", "Compose(HPAbortTorchDistributed())") == (
-        "Compose(HPAbortTorchDistributed())"
-    )
-    assert found == expected
-
-
-def test_the_page_has_the_launchers_defaults() -> None:
-    found = defaults_on_the_page("Starting it")
-    defaults = {field.name: field.default for field in fields(Job)}
-
-    assert found["--spares S"].strip() == shown(defaults["num_spares"])
-    assert found["--max-restarts R"].strip() == shown(defaults["max_restarts"])
-    assert found["--heartbeat-timeout SECONDS"].strip() == shown(defaults["heartbeat_timeout_s"])

@@ -184,12 +184,15 @@ def run_retrieve(
         )
     reports = sorted(report for of_rank in found for report in of_rank)
     bad = {(rank, shard_id): reason for rank, shard_id, reason in reports}
-    arrived = files.arrivals.items()
-    return Retrieval({t.id_: a.shard() for t, a in arrived if (t.sender, t.id_) not in bad}, bad)
+    shards = files.shards.items()
+    return Retrieval({t.id_: one for t, one in shards if (t.sender, t.id_) not in bad}, bad)
 
 
 class _Files:
-    """The files that this rank reads, for itself and for others, and ``arrivals`` from them."""
+    """The files that this rank reads, for itself and for others, and ``arrivals`` from them.
+
+    ``shards`` are those of these that are whole, once ``find_bad`` has looked.
+    """
 
     def __init__(self, rank: int, transfers: Sequence[Transfer], stack: ExitStack) -> None:
         self._rank = rank
@@ -198,6 +201,7 @@ class _Files:
         self._sources: dict[str, _Source] = {}
         self._own_reads: list[tuple[_Source, Future[None]]] = []
         self.arrivals: dict[Transfer, _Arrival] = {}
+        self.shards: dict[Transfer, FilledShard] = {}
 
     def open(self, ids: Iterable[str], paths: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
         """Open files; the sizes of footer and buffers of the good ones, by id."""
@@ -239,16 +243,18 @@ class _Files:
         """Every copy that this rank found to be damaged: who read it, its id, and the reason."""
         for source, reading in self._own_reads:
             settled(reading, source.path)
-        failed = [
+        failed: list[list[object]] = [
             [self._rank, shard_id, str(source.failure)]
             for shard_id, source in self._sources.items()
             if source.failure is not None
         ]
-        return failed + [
-            [t.sender, t.id_, damage]
-            for t, arrival in self.arrivals.items()
-            if (damage := arrival.damage()) is not None
-        ]
+        for t, arrival in self.arrivals.items():
+            damage = arrival.damage()
+            if damage is None:
+                self.shards[t] = arrival.shard()
+            else:
+                failed.append([t.sender, t.id_, damage])
+        return failed
 
 
 class _Source:

@@ -21,11 +21,10 @@ from benchmarks.damage import (
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import CorruptCheckpointError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
-from tests.chaos.format2_files import Fault, Files, Kind
-from tests.chaos.local_files import file_map
-from tests.chaos.oracle import Place
+from tests.faults.files import Fault, Files, Kind, file_map
+from tests.faults.oracle import Place
 from tests.local.test_shard_files import PART, written
-from tests.support.format2_checkpoints import LARGE, write_format2
+from tests.support.checkpoints import LARGE, write_format2
 from tests.support.scripts import results_of
 
 CHUNK = f"arrays/{LARGE}/c.0.0"

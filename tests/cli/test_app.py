@@ -19,8 +19,12 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.cli.status import reported_failures
 from dist_ckpt_strategies.errors import CorruptCheckpointError
-from tests.support.checkpoints import WEIGHT, write_checkpoint, write_foreign_checkpoint
-from tests.support.format2_checkpoints import write_format2
+from tests.support.checkpoints import (
+    WEIGHT,
+    write_checkpoint,
+    write_foreign_checkpoint,
+    write_format2,
+)
 
 COMMANDS = (*("inspect", "verify", "convert", "diff", "upgrade", "prune", "bench", "run", "demo"),)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -13,8 +12,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.render import bytes_text, printable
-from dist_ckpt_strategies.formats.issues import Issue, Problem, StaleFile, StaleKind
 from tests.support.checkpoints import (
     ARRAYS,
     OBJECTS,
@@ -22,7 +19,6 @@ from tests.support.checkpoints import (
     WEIGHT,
     flip_bit,
     write_foreign_checkpoint,
-    write_metadata,
 )
 
 LAST_FILE = "expected the last file that a save writes"
@@ -219,33 +215,3 @@ def test_a_directory_that_may_not_be_listed_is_not_called_damaged(
 
     assert result.exit_code == 3
     assert "cannot be listed: Permission denied" in result.output.replace("\n", "")
-
-
-def test_a_long_list_is_cut_short_for_people_only(checkpoint: Path) -> None:
-    write_metadata(checkpoint / "long", shape=[50], chunks=[1])
-
-    text = run("verify", checkpoint).stdout
-    assert text.count("missing file") == 20
-    assert "... and 30 more; --json lists them" in text
-    assert len(json_of("verify", checkpoint)["findings"]) == 50
-
-
-def test_sizes_have_three_digits_and_texts_no_control_characters() -> None:
-    texts = ["0 B", "999 B", "1.00 kB", "10.0 kB", "100 kB", "1.00 MB", "38.1 MB", "10000 PB"]
-    sizes = [0, 999, 1000, 9_996, 99_960, 999_500, 38_123_456, 10**19]
-
-    assert [bytes_text(nbytes) for nbytes in sizes] == texts
-    assert printable("décoder/层 [x] \\n") == "décoder/层 [x] \\n"
-    assert printable("\t\udcff") == "\\t\\udcff"
-
-
-def test_every_field_and_value_of_the_json_is_documented(written: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    found = json_of("inspect", written)
-    fields = {*found, *found["arrays"][0], *found["objects"][0], *found["common"]}
-    fields |= {*json_of("verify", written)}
-    fields |= {field.name for field in dataclasses.fields(Issue)}
-    fields |= {field.name for field in dataclasses.fields(StaleFile)}
-
-    names = (*fields, *Problem, *StaleKind)
-    assert [name for name in names if f"`{name}`" not in page] == []

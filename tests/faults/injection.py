@@ -1,4 +1,4 @@
-"""Failures put into a rank: at the n-th call of a function that gets memory, files or threads."""
+"""What a rank does to itself: it fails, stops or dies at its n-th call, or after some time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import builtins
 import errno
 import mmap
 import os
+import resource
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -20,33 +24,154 @@ import pytest
 import torch
 
 import dist_ckpt_strategies
+from tests.support.system_calls import CHANGES, before_calls
 
 PACKAGE = str(Path(dist_ckpt_strategies.__file__).parent)
 
-TEXT = "injected"
+INJECTED = "injected"
+"""What the error of a failing call says."""
 
-_OF_MEETINGS = (
+_STORAGE_CALLS = (
+    *("open", "write", "pwrite", "preadv", "fsync", "mkdir", "listdir", "scandir"),
+    *CHANGES,
+)
+_OF_COLLECTIVES = (
     "comm/collective.py",
     "comm/base.py",
     "comm/process_group.py",
     "comm/torch_communicator.py",
 )
-"""Where ranks meet: who fails in there cannot tell the others any more."""
+"""A rank that fails in there cannot tell the others any more."""
+
+
+class Act(StrEnum):
+    """What happens to the rank."""
+
+    KILL = "SIGKILL"
+    STOP = "SIGSTOP"
+    FAIL = "an error"
+    LIMIT = "a limit on the size of files"
+
+
+@dataclass(frozen=True, slots=True)
+class Trap:
+    """What is to happen to a rank, and when.
+
+    Attributes:
+        act: what.
+        call: calls before it: of ``target``, or of storage below the root.
+        delay_s: in place of ``call``: seconds from the begin of the order.
+        is_certain: whether it happens at the end, if it has not until then.
+        limit_nbytes: of LIMIT; it holds from the begin.
+        target: a name in TARGETS, of which the package's own calls fail; empty: storage calls.
+        for_ever: whether all later calls of ``target`` fail too.
+    """
+
+    act: Act
+    call: int
+    delay_s: float | None = None
+    is_certain: bool = False
+    limit_nbytes: int = 0
+    target: str = ""
+    for_ever: bool = False
+
+
+@dataclass
+class Calls:
+    """Calls so far, and how many of them have failed (or struck in another way)."""
+
+    number: int
+    fails_for_ever: bool = False
+    seen: int = 0
+    failed: int = 0
+    lock: Any = field(default_factory=threading.Lock)
+
+    def is_to_fail(self) -> bool:
+        """Whether this call is to fail."""
+        with self.lock:
+            self.seen += 1
+            is_it = self.seen == self.number or (self.fails_for_ever and self.seen > self.number)
+            self.failed += is_it
+            return is_it
+
+
+@contextmanager
+def armed(trap: Trap | None, root: Path) -> Iterator[Calls]:
+    """Within the block the trap is set; storage calls are those to files below ``root``."""
+    if trap is None:
+        yield Calls(0)
+        return
+    if trap.target:
+        target = TARGETS[trap.target]
+        with failing_call(target, trap.call + 1, for_ever=trap.for_ever) as calls:
+            yield calls
+        return
+    calls = Calls(trap.call + 1)
+    strike = partial(_strike, trap.act, calls)
+    if trap.act is Act.LIMIT:
+        context = limited_file_size(trap.limit_nbytes)
+    elif trap.delay_s is None:
+        context = _at_a_storage_call(root, calls, strike)
+    else:
+        context = _after(trap.delay_s, strike)
+    with context:
+        yield calls
+    if trap.is_certain and not calls.failed:
+        strike()
+
+
+def _strike(act: Act, calls: Calls, path: str = "") -> None:
+    calls.failed = 1
+    if act is Act.FAIL:
+        raise OSError(errno.EIO, INJECTED, path)
+    os.kill(os.getpid(), getattr(signal, act.value))
+
+
+@contextmanager
+def _at_a_storage_call(root: Path, calls: Calls, strike: Callable[[str], None]) -> Iterator[None]:
+    def count(_: str, path: str) -> None:
+        if path.startswith(str(root)) and calls.is_to_fail():
+            strike(path)
+
+    with before_calls(count, _STORAGE_CALLS):
+        yield
+
+
+@contextmanager
+def _after(delay_s: float, strike: Callable[[], None]) -> Iterator[None]:
+    timer = threading.Timer(delay_s, strike)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def limited_file_size(nbytes: int) -> Iterator[None]:
+    """In this process no file grows beyond that: the nearest to a full disk without one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def no_memory() -> Exception:
     """What Python raises where there is none."""
-    return MemoryError(TEXT)
+    return MemoryError(INJECTED)
 
 
 def no_file() -> Exception:
     """What the system says of a disk that is broken."""
-    return OSError(errno.EIO, TEXT)
+    return OSError(errno.EIO, INJECTED)
 
 
 def no_thread() -> Exception:
     """What Python raises where the system starts no more of them."""
-    return RuntimeError(f"can't start new thread: {TEXT}")
+    return RuntimeError(f"can't start new thread: {INJECTED}")
 
 
 @dataclass(frozen=True)
@@ -66,37 +191,15 @@ TARGETS = {
     "torch.from_numpy": Target(torch, "from_numpy", no_memory),
     "mmap": Target(mmap, "mmap", no_memory),
     "open": Target(builtins, "open", no_file),
-    "os.open": Target(os, "open", no_file),
-    "os.preadv": Target(os, "preadv", no_file),
-    "os.pread": Target(os, "pread", no_file),
-    "os.pwrite": Target(os, "pwrite", no_file),
-    "os.write": Target(os, "write", no_file),
-    "os.fsync": Target(os, "fsync", no_file),
-    "os.stat": Target(os, "stat", no_file),
-    "os.makedirs": Target(os, "makedirs", no_file),
-    "os.replace": Target(os, "replace", no_file),
-    "os.unlink": Target(os, "unlink", no_file),
+    **{
+        f"os.{name}": Target(os, name, no_file)
+        for name in (
+            *("open", "preadv", "pread", "pwrite", "write", "fsync"),
+            *("stat", "makedirs", "replace", "unlink"),
+        )
+    },
     "Thread.start": Target(threading.Thread, "start", no_thread),
 }
-
-
-@dataclass
-class Calls:
-    """How often a function has been called for the package, and how often it has failed."""
-
-    number: int
-    fails_for_ever: bool = False
-    seen: int = 0
-    failed: int = 0
-    lock: Any = field(default_factory=threading.Lock)
-
-    def is_to_fail(self) -> bool:
-        """Whether this call is to fail."""
-        with self.lock:
-            self.seen += 1
-            is_it = self.seen == self.number or (self.fails_for_ever and self.seen > self.number)
-            self.failed += is_it
-            return is_it
 
 
 @contextmanager
@@ -104,7 +207,7 @@ def failing_call(target: Target, number: int, *, for_ever: bool = False) -> Iter
     """Within the block the n-th call that the package makes fails; with ``for_ever`` all later too.
 
     Calls within the communication between ranks are passed over: those of torch's, and those in
-    which the ranks meet.
+    which collectives run.
     """
     calls = Calls(number, for_ever)
     real = getattr(target.owner, target.name)
@@ -120,12 +223,12 @@ def failing_call(target: Target, number: int, *, for_ever: bool = False) -> Iter
 
 
 def _is_of_package(frame: FrameType | None) -> bool:
-    """Whether the nearest file that is not Python's own is the package's, and of no meeting."""
+    """Whether the nearest file that is not Python's own is the package's, and of no collective."""
     depth = 0
     while frame is not None and depth < 12:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE):
-            return _may_fail(frame.f_code) or not name.endswith(_OF_MEETINGS)
+            return _may_fail(frame.f_code) or not name.endswith(_OF_COLLECTIVES)
         if "/torch/" in name or "/tests/" in name:
             return False
         frame, depth = frame.f_back, depth + 1

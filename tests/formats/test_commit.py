@@ -7,38 +7,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.config import Engine, Options
-from dist_ckpt_strategies.core.array import DType, ObjectId
-from dist_ckpt_strategies.errors import (
-    CheckpointExistsError,
-    IncompleteCheckpointError,
-)
-from dist_ckpt_strategies.formats.locations import CheckpointMarker, read_marker
-from dist_ckpt_strategies.sharded.async_save import SaveCache
-from tests.support.checkpoints import write_marker
-from tests.support.formats import save_format1
-from tests.support.objects import write_object
-from tests.support.samples import random_values
-from tests.support.stores import write_array
+from dist_ckpt_strategies.errors import CheckpointExistsError, IncompleteCheckpointError
+from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
+from tests.support.checkpoints import write_array, write_marker, write_object
 
-VALUES = random_values((4, 4), DType.FLOAT32)
+VALUES = np.arange(16, dtype=np.float32).reshape(4, 4)
 
 
 def make_checkpoint(root: Path) -> None:
     """Arrays, nested ones among them, objects, common state, and the marker."""
     root.mkdir(parents=True, exist_ok=True)
     for key in ("w", "optimizer/exp_avg.w", "w/below"):
-        write_array(root, Engine.TENSORSTORE, VALUES, key=key)
-    write_object(root, ObjectId("rng_state", (0, 0), (1, 2)), {"seed": 1})
-    write_object(root, ObjectId("a/b/state", (0,), (1,)), None)
-    torch.save({"iteration": 7}, root / "common.pt")
+        write_array(root, VALUES, key=key)
+    write_object(root / "rng_state" / "shard_0.0_1.2.pt", {"seed": 1})
+    write_object(root / "a" / "b" / "state" / "shard_0_1.pt", None)
+    write_object(root / "common.pt", {"iteration": 7})
     write_marker(root, "zarr")
 
 
@@ -58,7 +48,7 @@ def save_over(root: Path, *keys: str) -> None:
         else ShardedTensor.from_rank_offsets(key, torch.zeros(4))
         for key in keys
     }
-    save_format1(state, root, Communicator(), Options(timeout_s=60.0), SaveCache())
+    ZarrSaveShardedStrategy().save(state, root)
 
 
 def files_of(*keys: str) -> set[str]:
@@ -76,17 +66,18 @@ def test_a_directory_without_marker_is_incomplete_and_the_error_says_what_is_the
     (tmp_path / "metadata.json").unlink()
 
     with pytest.raises(IncompleteCheckpointError) as caught:
-        read_marker(tmp_path)
+        dist_ckpt_strategies.load({}, tmp_path)
     message = str(caught.value)
     assert f"{tmp_path} is not a distributed checkpoint, or is incomplete" in message
     assert "metadata.json, the last file of a save, is missing; common.pt is there" in message
     (tmp_path / ".partial-0123").mkdir()
     with pytest.raises(IncompleteCheckpointError, match="a save began and has not come to its end"):
-        read_marker(tmp_path)
+        dist_ckpt_strategies.load({}, tmp_path)
 
 
-def test_the_marker_has_the_fields_of_megatron() -> None:
-    content = CheckpointMarker("zarr").to_json()
+def test_the_marker_has_the_fields_of_megatron(tmp_path: Path) -> None:
+    dist_ckpt_strategies.save({}, tmp_path, ("zarr", 1))
+    content = (tmp_path / "metadata.json").read_bytes()
 
     assert CheckpointingConfig(**json.loads(content)) == CheckpointingConfig("zarr")
     assert json.loads(content) == asdict(CheckpointingConfig("zarr"))
@@ -113,7 +104,7 @@ def test_a_marker_that_does_not_parse_means_incomplete(content: bytes, tmp_path:
     (tmp_path / "metadata.json").write_bytes(content)
 
     with pytest.raises(IncompleteCheckpointError, match=r"metadata.json is not whole") as caught:
-        read_marker(tmp_path)
+        dist_ckpt_strategies.load({}, tmp_path)
     assert caught.value.path == str(tmp_path / "metadata.json")
 
 

@@ -1,4 +1,4 @@
-"""Objects are read with an allow-list only, are what was written, and land on the CPU."""
+"""Common state and objects: in Megatron-Core's files, read with an allow-list only."""
 
 from __future__ import annotations
 
@@ -8,38 +8,40 @@ import os
 import pickle
 import threading
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
+from signal import Signals
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
 
-from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompatibleVersionError,
+    IncompleteCheckpointError,
     StorageError,
     StrategyError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.objects import (
-    allowing,
-    dump_object,
-    load_pickle,
-    object_ids,
-    object_path,
-    read_object,
-    remove_object,
+from dist_ckpt_strategies.recovery import load_latest
+from dist_ckpt_strategies.strategies.common import (
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
 )
-from tests.support.objects import write_object
 
-NAME = ObjectId("rng_state", (0, 1), (2, 2))
 PLAIN: dict[str, Any] = {
     "none": None,
     "numbers": [1, 2.5, 1 << 70, True, 1j],
@@ -49,9 +51,23 @@ PLAIN: dict[str, Any] = {
     "dtype": torch.float32,
     "size": torch.Size((1, 2)),
 }
-
-
-DIRECTORY_ATTRIBUTE_OFFSET = 38
+OF_A_MEGATRON_RUN: dict[str, Any] = {
+    "args": Namespace(
+        attention_backend=AttnBackend.auto,
+        exit_signal=Signals.SIGTERM,
+        params_dtype=torch.bfloat16,
+        save=Path("run") / "ckpt",
+    ),
+    "checkpoint_version": 3.0,
+    "iteration": 1200,
+    "model_type": ModelType.encoder_or_decoder,
+    "opt_param_scheduler": {"max_lr": 3e-4, "num_steps": 1200},
+    "optimizer_config": OptimizerConfig(lr=1e-4),
+    "rng": np.random.default_rng(1).integers(0, 9, 624).astype(np.uint32),
+    "scalar": np.float64(2.5),
+    "extra": SimpleNamespace(step=torch.tensor(7)),
+    "wandb": None,
+}
 
 
 class Colour(Enum):
@@ -78,141 +94,136 @@ class RunsACommand:
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return bool(torch.equal(one, other)) and one.dtype == other.dtype
+    if isinstance(one, np.ndarray):
+        return bool(one.tobytes() == other.tobytes())
     if isinstance(one, dict):
         return set(one) == set(other) and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, SimpleNamespace):
+        return equal(vars(one), vars(other))
     return type(one) is type(other) and bool(one == other)
+
+
+def load(root: Path, allow: Any = ()) -> Any:
+    return TorchCommonLoadStrategy(allow=allow).load_common(root)
+
+
+def write(root: Path, state: Any, **options: Any) -> Path:
+    """Write common state as torch does; the file."""
+    root.mkdir(exist_ok=True)
+    torch.save(state, root / "common.pt", **options)
+    return root / "common.pt"
 
 
 # Written and read
 
 
-def test_plain_objects_and_tensors_come_back(tmp_path: Path) -> None:
-    nbytes = write_object(tmp_path, NAME, PLAIN)
+@pytest.mark.parametrize("state", [PLAIN, OF_A_MEGATRON_RUN], ids=["plain", "of a run"])
+def test_common_state_comes_back_and_torch_and_this_package_read_each_other(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    TorchCommonSaveStrategy().save_common(state, tmp_path / "ours")
+    write(tmp_path / "torchs", state)
 
-    assert equal(read_object(tmp_path, NAME, ()), PLAIN)
-    path = tmp_path / "rng_state" / "shard_0.1_2.2.pt"
-    assert path.stat().st_size == nbytes
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    for name in ("ours", "torchs"):
+        found = load(tmp_path / name)
+        assert list(found) == list(state)
+        assert equal(found, state)
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["common.pt"]
+    theirs = torch.load(tmp_path / "ours" / "common.pt", weights_only=False)
+    assert equal(theirs, state)
+
+
+def test_saving_common_state_makes_an_older_checkpoint_incomplete(tmp_path: Path) -> None:
+    place = tmp_path / "iter_0000001"
+    place.mkdir()
+    (place / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    TorchCommonSaveStrategy().save_common({}, place)
+
+    with pytest.raises(CheckpointNotFoundError):
+        load_latest(None, [tmp_path])
 
 
 @pytest.mark.parametrize(
-    ("obj", "allowed"),
-    [
-        (Recipe(3), [Recipe]),
-        (Colour.RED, [Colour]),
-        (Fraction(1, 3), [Fraction]),
-    ],
+    ("obj", "allow"), [(Recipe(3), Recipe), (Colour.RED, Colour), (Fraction(1, 3), Fraction)]
 )
-def test_a_class_is_read_once_it_is_allowed(
-    obj: object, allowed: list[Any], tmp_path: Path
+def test_a_class_is_written_and_read_only_where_it_is_allowed(
+    obj: object, allow: type, tmp_path: Path
 ) -> None:
-    write_object(tmp_path, NAME, obj)
+    state = {"deep": [obj]}
+    with pytest.raises(UnsafeObjectError, match=rf"{allow.__name__}.*allow="):
+        TorchCommonSaveStrategy().save_common(state, tmp_path)
+    assert not (tmp_path / "common.pt").exists()
+    TorchCommonSaveStrategy(allow=[allow]).save_common(state, tmp_path)
 
-    with pytest.raises(UnsafeObjectError):
-        read_object(tmp_path, NAME, ())
-    assert read_object(tmp_path, NAME, allowed) == obj
-    with pytest.raises(UnsafeObjectError):  # the permission held for that call only
-        read_object(tmp_path, NAME, ())
+    for _ in range(2):  # the permission holds for one call only
+        with pytest.raises(UnsafeObjectError, match=rf"{allow.__name__}.*allow=") as caught:
+            load(tmp_path)
+        assert caught.value.path == str(tmp_path / "common.pt")
+        assert load(tmp_path, [allow]) == state
 
 
 def test_a_class_that_the_file_does_not_name_is_no_damage_and_can_be_allowed(
     tmp_path: Path,
 ) -> None:
     parts = [np.arange(1).__reduce__()[0], np.ndarray, np.dtype]
-    write_object(tmp_path, NAME, np.array([None, "a"], dtype=object))
+    write(tmp_path, {"a": np.array([None, "a"], dtype=object)})
 
     with pytest.raises(UnsafeObjectError, match=r"needs numpy\.dtypes\.ObjectDType, .*allow="):
-        read_object(tmp_path, NAME, parts)
-    found: Any = read_object(tmp_path, NAME, [*parts, np.dtypes.ObjectDType])
-    assert found.tolist() == [None, "a"]
+        load(tmp_path, parts)
+    assert load(tmp_path, [*parts, np.dtypes.ObjectDType])["a"].tolist() == [None, "a"]
+
+
+def test_what_one_thread_allows_stays_allowed_while_another_leaves(tmp_path: Path) -> None:
+    write(tmp_path / "half", {"half": Fraction(1, 2)})
+    write(tmp_path / "many", {n: Fraction(n, 7) for n in range(1, 4000)})
+    is_over = threading.Event()
+
+    def other() -> None:
+        while not is_over.is_set():
+            load(tmp_path / "half", [Fraction])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for _ in range(20):
+        assert len(load(tmp_path / "many", [Fraction])) == 3999
+    is_over.set()
+    thread.join()
+    with pytest.raises(UnsafeObjectError):
+        load(tmp_path / "half")
+
+
+@pytest.mark.parametrize("wrong", ["os.system", 5, (Fraction,), (Fraction, 5), ["list"], None])
+def test_what_is_no_class_cannot_be_allowed(wrong: Any, tmp_path: Path) -> None:
+    write(tmp_path, {})
+    with pytest.raises(StrategyError, match="allow: expected classes"):
+        load(tmp_path, [wrong])
 
 
 def test_an_object_that_cannot_be_pickled_is_an_error_that_names_it(tmp_path: Path) -> None:
+    bad = ShardedObject("rng_state", lambda: 0, (2, 2), (0, 1))
     with pytest.raises(StorageError, match=r"^rng_state/shard_0\.1_2\.2 cannot be saved"):
-        write_object(tmp_path, NAME, lambda: 0)
+        TorchCommonSaveStrategy().save_sharded_objects({"o": bad}, tmp_path)
 
     assert list(tmp_path.iterdir()) == []
 
 
-# Names
-
-
-def test_older_names_are_listed_with_the_shape_that_the_largest_offset_tells(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "rng").mkdir()
-    for row in range(2):
-        for column in range(3):
-            torch.save(None, tmp_path / "rng" / f"shard_{row}.{column}_2.pt")
-    found = list(object_ids(tmp_path))
-
-    assert found == [ObjectId("rng", (r, c), (2, 3)) for r in range(2) for c in range(3)]
-    assert all(object_path(tmp_path, name).exists() for name in found)
-    remove_object(tmp_path, found[0])
-    assert len(list(object_ids(tmp_path))) == 5
-
-
-def test_objects_are_listed_in_order_and_nothing_else_is(tmp_path: Path) -> None:
-    names = [ObjectId("a", (n,), (11,)) for n in range(11)] + [ObjectId("b/c", (0,), (1,))]
-    for name in reversed(names):
-        write_object(tmp_path, name, None)
-    torch.save({}, tmp_path / "common.pt")
-    torch.save({}, tmp_path / "a" / "notes.pt")
-    (tmp_path / "a" / ".partial-12").write_bytes(b"")
-    (tmp_path / ".removed-w").mkdir()
-    torch.save({}, tmp_path / ".removed-w" / "shard_0_1.pt")
+def test_objects_are_saved_found_and_loaded_under_present_and_older_names(tmp_path: Path) -> None:
+    key, grid = "layer/0/extra", [(row, column) for row in range(2) for column in range(3)]
+    objects = {at: ShardedObject(key, {"at": at}, (2, 3), at) for at in grid}
+    replica = ShardedObject(key, {"at": None}, (2, 3), (0, 0), replica_id=1)
+    saver, loader = TorchCommonSaveStrategy(), TorchCommonLoadStrategy()
+    assert saver.can_handle_sharded_objects is loader.can_handle_sharded_objects is True
+    saver.save_sharded_objects({**objects, "replica": [replica]}, tmp_path)
+    torch.save({}, tmp_path / "layer" / "notes.pt")
     (tmp_path / "loop").symlink_to(tmp_path)
 
-    assert list(object_ids(tmp_path)) == names
-
-
-def test_removed_objects_leave_no_empty_directory_and_take_nothing_else(tmp_path: Path) -> None:
-    names = [ObjectId("a/b", (n,), (2,)) for n in range(2)]
-    for name in names:
-        write_object(tmp_path, name, 1)
-    (tmp_path / "a" / "array").mkdir()
-    remove_object(tmp_path, names[0])
-
-    assert list(object_ids(tmp_path)) == [names[1]]
-    remove_object(tmp_path, names[1])
-    assert not (tmp_path / "a" / "b").exists()
-    assert (tmp_path / "a" / "array").is_dir()
-
-
-def may_be_read() -> bool:
-    """Whether a Fraction may be unpickled at the moment."""
-    content = dump_object(Fraction(1, 2), name="half")
-    try:
-        return bool(load_pickle(content, Path("half"), "half", ()) == Fraction(1, 2))
-    except UnsafeObjectError:
-        return False
-
-
-def test_what_one_thread_allows_stays_allowed_while_another_leaves() -> None:
-    entered, may_leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with allowing([Fraction]):
-            entered.set()
-            assert may_leave.wait(60)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert entered.wait(60)
-    with allowing([Fraction]):
-        may_leave.set()
-        thread.join(60)
-        assert may_be_read()
-        with allowing([Fraction]):
-            pass
-        assert may_be_read()
-    assert not may_be_read()
-
-
-@pytest.mark.parametrize("wrong", ["os.system", 5, (Fraction,), (Fraction, 5), ["list"], None])
-def test_what_is_no_class_cannot_be_allowed(wrong: Any) -> None:
-    with pytest.raises(StrategyError, match="allow: expected classes"), allowing([wrong]):
-        pytest.fail("it was allowed")
+    for _ in range(2):
+        found = loader.load_sharded_metadata(tmp_path)
+        assert set(found) == {one.unique_key for one in objects.values()}
+        wanted = {at: ShardedObject(key, None, (2, 3), at) for at in grid}
+        assert loader.load_sharded_objects(wanted, tmp_path) == {at: {"at": at} for at in grid}
+        for path in (tmp_path / key).iterdir():  # as early releases named them
+            path.rename(path.with_name(path.name.replace("_2.3.pt", "_2.pt")))
 
 
 # Not trusted
@@ -223,111 +234,36 @@ def test_a_call_of_a_command_is_refused_by_name_and_never_made(
     zipped: bool, tmp_path: Path
 ) -> None:
     trace = tmp_path / "it ran"
-    path = tmp_path / "rng_state" / "shard_0.1_2.2.pt"
-    path.parent.mkdir()
-    torch.save(RunsACommand(f"touch '{trace}'"), path, _use_new_zipfile_serialization=zipped)
+    state = {"x": RunsACommand(f"touch '{trace}'")}
+    path = write(tmp_path, state, _use_new_zipfile_serialization=zipped)
 
     with pytest.raises(UnsafeObjectError) as caught:
-        read_object(tmp_path, NAME, ())
-    message = str(caught.value)
-    assert "posix.system" in message
-    assert "allow=" in message
-    assert str(path) in message
-    assert caught.value.key == "rng_state/shard_0.1_2.2"
+        load(tmp_path)
+    for said in ("posix.system", "allow=", str(path)):
+        assert said in str(caught.value)
     assert not trace.exists()
 
 
 def test_every_class_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
-    write_object(tmp_path, NAME, [Recipe(1), Colour.RED, Fraction(1, 3)])
+    write(tmp_path, {"all": [Recipe(1), Colour.RED, Fraction(1, 3)]})
 
     with pytest.raises(UnsafeObjectError) as caught:
-        read_object(tmp_path, NAME, ())
+        load(tmp_path)
     for name in (f"{__name__}.Recipe", f"{__name__}.Colour", "fractions.Fraction"):
         assert name in str(caught.value)
 
 
 def test_tensors_that_were_on_a_gpu_land_on_the_cpu(tmp_path: Path) -> None:
-    content = saved_as_if_on("cuda:5", torch.arange(6.0))
-    found = load_pickle(content, tmp_path / "x.pt", "x", ())
-
-    assert found.device.type == "cpu"
-    assert torch.equal(found, torch.arange(6.0))
-
-
-def saved_as_if_on(device: str, tensor: torch.Tensor) -> bytes:
-    """A ``.pt`` file in which the storage's device is another."""
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
+    path = write(tmp_path, {"t": torch.arange(6.0)})
+    here, there = b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:5"
     changed = io.BytesIO()
-    here = b"X\x03\x00\x00\x00cpu"
-    there = b"X" + len(device).to_bytes(4, "little") + device.encode()
-    with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(changed, "w") as target:
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(changed, "w") as target:
         for entry in source.infolist():
             target.writestr(entry, source.read(entry).replace(here, there))
-    return changed.getvalue()
+    path.write_bytes(changed.getvalue())
 
-
-# Damaged
-
-
-CONTENT = dump_object(PLAIN, name="x")
-
-
-def load_or_error(content: bytes) -> Any:
-    try:
-        return load_pickle(content, Path("x.pt"), "x", ())
-    except CheckpointError as error:
-        return error
-
-
-@pytest.mark.parametrize("mask", [0x20, 0xFF])
-def test_no_flipped_byte_changes_what_is_loaded(mask: int) -> None:
-    """At any of its places: an error that says so, or (in names and padding) the same object."""
-    for position in range(len(CONTENT)):
-        damaged = bytearray(CONTENT)
-        damaged[position] ^= mask
-        found = load_or_error(bytes(damaged))
-        if isinstance(found, CheckpointError):
-            assert isinstance(found, CorruptCheckpointError), (position, found)
-            assert str(found).startswith("x: x.pt is damaged"), (position, found)
-        else:
-            assert equal(found, PLAIN), position
-
-
-def test_a_file_cut_short_anywhere_is_damaged() -> None:
-    for size in range(0, len(CONTENT), 7):
-        found = load_or_error(CONTENT[:size])
-        assert isinstance(found, CorruptCheckpointError), (size, found)
-
-
-@pytest.mark.parametrize(
-    "content", [pickle.dumps({"c": 1}), b"\x80\x02" + b"(" * 100_000, b"\x80\x02]q\0(h\0l."]
-)
-def test_what_cannot_be_unpickled_is_damaged_without_advice_to_unpickle_it_freely(
-    content: bytes,
-) -> None:
-    with pytest.raises(CorruptCheckpointError, match=r"^x: x\.pt is damaged: \w+") as caught:
-        load_pickle(content, Path("x.pt"), "x", ())
-    assert "weights_only" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"P", b"PK", b"PK\x03\x04", b"\x80", b"\x80\x02", b"hello", b"\0" * 1000]
-)
-def test_what_is_no_file_of_torch_save_is_damaged(content: bytes) -> None:
-    found = load_or_error(content)
-
-    assert isinstance(found, CorruptCheckpointError)
-    assert found.key == "x"
-    assert found.path == "x.pt"
-
-
-def test_a_record_marked_as_a_directory_is_found() -> None:
-    """Torch takes it for empty, and returns uninitialised memory without an error."""
-    marked = bytearray(CONTENT)
-    marked[CONTENT.index(b"PK\1\2") + DIRECTORY_ATTRIBUTE_OFFSET] ^= 1 << 4
-
-    assert "is not torch's" in str(load_or_error(bytes(marked)))
+    assert load(tmp_path)["t"].device.type == "cpu"
+    assert torch.equal(load(tmp_path)["t"], torch.arange(6.0))
 
 
 class Kind(Enum):
@@ -344,7 +280,76 @@ class FormerKind:
 
 
 def test_a_member_that_an_enum_has_lost_is_named_with_the_remedy(tmp_path: Path) -> None:
-    write_object(tmp_path, NAME, {"args": FormerKind()})
+    write(tmp_path, {"args": FormerKind()})
 
     with pytest.raises(IncompatibleVersionError, match=r"Kind with the value 2.*Kind\._missing_"):
-        read_object(tmp_path, NAME, [Kind])
+        load(tmp_path, [Kind])
+
+
+# Damaged
+
+
+def load_or_error(root: Path, content: bytes) -> Any:
+    (root / "common.pt").write_bytes(content)
+    try:
+        return load(root)
+    except CheckpointError as error:
+        return error
+
+
+def test_a_missing_common_state_is_incomplete(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteCheckpointError, match=r"common\.pt"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("mask", [0x20, 0xFF])
+def test_no_flipped_byte_changes_what_is_loaded(mask: int, tmp_path: Path) -> None:
+    """At any of its places: an error that says so, or (in names and padding) the same object."""
+    TorchCommonSaveStrategy().save_common(PLAIN, tmp_path)
+    whole = (tmp_path / "common.pt").read_bytes()
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= mask
+        found = load_or_error(tmp_path, bytes(damaged))
+        if isinstance(found, CheckpointError):
+            assert isinstance(found, CorruptCheckpointError), (position, found)
+            assert "damaged" in str(found), (position, found)
+        else:
+            assert equal(found, PLAIN), position
+    for size in range(0, len(whole), 7):
+        found = load_or_error(tmp_path, whole[:size])
+        assert isinstance(found, CorruptCheckpointError), (size, found)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"P", b"PK", b"PK\x03\x04", b"\x80", b"\x80\x02", b"hello", b"\0" * 1000),
+        *(pickle.dumps({"c": 1}), b"\x80\x02" + b"(" * 100_000, b"\x80\x02]q\0(h\0l."),
+    ],
+)
+def test_what_torch_did_not_save_is_damaged_without_advice_to_unpickle_it_freely(
+    content: bytes, tmp_path: Path
+) -> None:
+    found = load_or_error(tmp_path, content)
+
+    assert isinstance(found, CorruptCheckpointError)
+    assert found.path == str(tmp_path / "common.pt")
+    assert "weights_only" not in str(found)
+
+
+def test_a_record_marked_as_a_directory_is_found(tmp_path: Path) -> None:
+    """Torch takes it for empty, and returns uninitialised memory without an error."""
+    TorchCommonSaveStrategy().save_common(PLAIN, tmp_path)
+    marked = bytearray((tmp_path / "common.pt").read_bytes())
+    marked[marked.index(b"PK\1\2") + 38] ^= 1 << 4
+
+    assert "is not torch's" in str(load_or_error(tmp_path, bytes(marked)))
+
+
+@pytest.mark.parametrize("content", [[1], 5, None, torch.ones(2)], ids=str)
+def test_common_state_that_is_no_dict_is_damaged(content: Any, tmp_path: Path) -> None:
+    write(tmp_path, content)
+
+    with pytest.raises(CorruptCheckpointError, match="expected a dict"):
+        load(tmp_path)

@@ -119,11 +119,3 @@ def box_of(
         None,
         replica_id,
     )
-
-
-def share_of(key: str, whole: torch.Tensor, dim: int, number: int, num_shares: int) -> Any:
-    """A ShardedTensor for one of equal shares of a stored array along a dim."""
-    shape = list(whole.shape)
-    shape[dim] //= num_shares
-    data = poisoned(shape, whole.dtype)
-    return ShardedTensor.from_rank_offsets(key, data, (dim, number, num_shares))

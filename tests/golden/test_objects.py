@@ -48,25 +48,13 @@ def objects_of(golden: GoldenSet) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("engine")
-def test_every_object_is_what_was_saved(golden: GoldenSet) -> None:
-    found = dist_checkpointing.load(
-        {"objects": objects_of(golden)}, golden.checkpoint, validate_access_integrity=False
-    )
+@pytest.mark.parametrize("load", [dist_checkpointing.load, dist_ckpt_strategies.load])
+def test_every_object_is_what_was_saved(golden: GoldenSet, load: Any) -> None:
+    asked = {"objects": objects_of(golden)}
+    found = load(asked, golden.checkpoint, validate_access_integrity=False)["objects"]
 
-    assert len(found["objects"]) == len(golden.objects)
-    different = [k for k, v in golden.objects.items() if not is_same(found["objects"][k], v)]
-    assert different == []
-
-
-@pytest.mark.usefixtures("engine")
-def test_every_object_is_what_was_saved_with_our_load(golden: GoldenSet) -> None:
-    found = dist_ckpt_strategies.load(
-        {"objects": objects_of(golden)}, golden.checkpoint, validate_access_integrity=False
-    )
-
-    assert isinstance(found, dict)
-    different = [k for k, v in golden.objects.items() if not is_same(found["objects"][k], v)]
-    assert different == []
+    assert len(found) == len(golden.objects)
+    assert [k for k, v in golden.objects.items() if not is_same(found[k], v)] == []
 
 
 def test_the_generators_states_need_numpys_rebuilders(golden: GoldenSet) -> None:

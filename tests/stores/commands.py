@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.app import app
 from tests.support.object_stores import ObjectStore
+from tests.support.places import AnyPlace, BucketPlace, DirectoryPlace
 from tests.support.sharding import Cut, on_grid, state_of
 
 FORMAT2 = ("zarr", 2)
@@ -36,67 +38,40 @@ def write(url: str, iteration: int = 3) -> str:
     return url
 
 
-class DirectoryFiles:
-    """The files of a checkpoint in a directory, by their names below it."""
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A checkpoint, and its files by their names below the place of its save.
 
-    def __init__(self, root: Path) -> None:
-        self.address, self._root = write(str(root)), root
+    Attributes:
+        address: of the checkpoint.
+        top: its directory; in a bucket its prefix, where its marker is.
+        inner: where its other files are.
+    """
 
-    def names(self) -> list[str]:
-        """Of all of them."""
-        paths = (path for path in self._root.rglob("*") if path.is_file())
-        return [str(path.relative_to(self._root)) for path in paths]
+    address: str
+    top: AnyPlace
+    inner: AnyPlace
 
-    def read(self, name: str) -> bytes:
-        return (self._root / name).read_bytes()
-
-    def put(self, name: str, content: bytes) -> None:
-        (self._root / name).write_bytes(content)
-
-    def delete(self, name: str) -> None:
-        (self._root / name).unlink()
-
-    def put_beside(self, name: str) -> None:
-        """Put a file that is no part of the checkpoint next to its own."""
-        self.put(name, b"mine")
+    @property
+    def is_directory(self) -> bool:
+        return isinstance(self.top, DirectoryPlace)
 
     def unmark(self) -> None:
         """Have the save not finished."""
-        self.delete("metadata.json")
+        self.top.delete("metadata.json")
 
 
-class BucketFiles:
-    """The objects of a checkpoint in a bucket, by their names below the prefix of its save."""
-
-    def __init__(self, store: ObjectStore, bucket: str) -> None:
-        self._store, self._bucket, self._path = store, bucket, "run/iter_0000003"
-        self.address = write(f"s3://{bucket}/{self._path}")
-        self._prefix = f"{store.place(bucket, self._path)}/"
-
-    def names(self) -> list[str]:
-        """Of all of them."""
-        names = self._store.names(self._bucket)
-        return [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
-
-    def read(self, name: str) -> bytes:
-        return self._store.read(self._bucket, self._prefix + name)
-
-    def put(self, name: str, content: bytes) -> None:
-        self._store.put(self._bucket, self._prefix + name, content)
-
-    def delete(self, name: str) -> None:
-        self._store.delete(self._bucket, self._prefix + name)
-
-    def put_beside(self, name: str) -> None:
-        """Put an object that is no part of the checkpoint next to its own."""
-        self._store.put(self._bucket, f"{self._path}/{name}", b"mine")
-
-    def unmark(self) -> None:
-        """Have the save not finished."""
-        self._store.delete(self._bucket, f"{self._path}/metadata.json")
+def files_in_directory(root: Path) -> Files:
+    """Those of a new checkpoint in a directory."""
+    place = DirectoryPlace(root)
+    return Files(write(str(root)), place, place)
 
 
-Files = DirectoryFiles | BucketFiles
+def files_in_bucket(store: ObjectStore, bucket: str) -> Files:
+    """Those of a new checkpoint in a bucket."""
+    top = BucketPlace(store, bucket, "run/iter_0000003")
+    address = write(top.address)
+    return Files(address, top, BucketPlace(store, bucket, store.place(bucket, top.path)))
 
 
 def run(*args: Any, answer: str = "") -> Result:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.commands import BucketFiles, DirectoryFiles, Files
+from tests.stores.commands import Files, files_in_bucket, files_in_directory
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
 
 
@@ -66,11 +66,11 @@ def environment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectSt
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
     """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
     if request.param == "directory":
-        return DirectoryFiles(tmp_path / "run" / "iter_0000003")
+        return files_in_directory(tmp_path / "run" / "iter_0000003")
     fixture = "radosgw" if request.param == "radosgw" else "moto_store"
     found = request.getfixturevalue(fixture)
     store: ObjectStore = found.store if isinstance(found, Radosgw) else found
     monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
     for name, value in store.variables.items():
         monkeypatch.setenv(name, value)
-    return BucketFiles(store, _new_bucket(store, request.node.name))
+    return files_in_bucket(store, _new_bucket(store, request.node.name))

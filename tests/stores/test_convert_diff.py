@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -22,7 +21,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.locations import is_finished, located
-from tests.stores.commands import json_of, run, write
+from tests.stores.commands import run, write
 from tests.support.object_stores import ObjectStore
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
@@ -162,22 +161,3 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
     assert differing(url) == []
     saves = {name.split("/")[1] for name in environment.names(bucket)} - {"metadata.json"}
     assert len(saves) == 1
-
-
-@ONE_SERVER
-def test_the_commands_take_urls(environment: ObjectStore, bucket: str, tmp_path: Path) -> None:
-    save(tmp_path / "source", ("zarr", 2))
-    url = f"s3://{bucket}/run"
-
-    converted = run("convert", tmp_path / "source", url, "--to", "zarr@2", "--json")
-    assert converted.exit_code == 0, converted.stderr
-    found = json.loads(converted.stdout)
-    assert (found["source"], found["target"]) == (str(tmp_path / "source"), url)
-    assert run("diff", f"file://{tmp_path}/source", url).exit_code == 0
-    assert json_of("diff", url, tmp_path / "source")["a"] == url
-
-    other = write(f"s3://{bucket}/other")
-    differs = run("diff", other, url)
-    assert differs.exit_code == 1
-    assert f"{other} and {url} DIFFER" in differs.stdout
-    assert run("diff", f"s3://{bucket}/nothing", url).exit_code == 3

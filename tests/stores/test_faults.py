@@ -17,8 +17,6 @@ import pytest
 import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Credentials, Options, StoreOptions
 from dist_ckpt_strategies.errors import (
-    BucketNotFoundError,
-    CheckpointNotFoundError,
     IncompleteCheckpointError,
     StoreUnreachableError,
 )
@@ -26,8 +24,7 @@ from dist_ckpt_strategies.formats.locations import is_finished, located
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.support.entries import Failure, outcome
 from tests.support.faulty_proxy import BUSY, NO_NAMES, NONE, Fault, FaultyProxy, Request
-from tests.support.object_stores import Moto, ObjectStore, Radosgw
-from tests.support.ports import free_port
+from tests.support.object_stores import ObjectStore, Radosgw
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, differences, no_data, on_grid, part_of, state_of
 
@@ -230,41 +227,6 @@ def kill(pid: int) -> None:
         return  # by a request before
 
 
-def test_a_server_that_loses_everything_during_a_save_is_an_error() -> None:
-    """It is killed, and comes back a second later without the bucket."""
-    port = free_port()
-    servers = [Moto(port)]
-    servers[0].store.make_bucket("some-bucket")
-    restarts: list[threading.Thread] = []
-
-    def restart() -> None:
-        servers[-1].kill()
-        time.sleep(0.5)
-        servers.append(Moto(port))
-
-    def decide(request: Request) -> Fault:
-        if not restarts and request.method == "PUT" and "w2.1/c." in request.path:
-            restarts.append(threading.Thread(target=restart))
-            restarts[0].start()
-            return Fault(delay_s=0.2)
-        return NONE
-
-    url = "s3://some-bucket/run"
-    try:
-        with FaultyProxy(servers[0].store) as proxy, proxy.faulty(decide):
-            variables = proxy.store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": "60"}
-            results = run_processes(SIZE, save, variables, url, 1)
-            restarts[0].join()
-            for result in results:
-                assert isinstance(result, Failure)
-                assert BucketNotFoundError.__name__ in result.kinds, result
-            proxy.store.make_bucket("some-bucket")
-            assert not is_finished(located(url, options_of(proxy.store)))
-    finally:
-        for server in servers:
-            server.kill()
-
-
 def test_a_real_server_that_is_killed_and_started_again_has_the_whole_checkpoint(
     radosgw: Radosgw,
 ) -> None:
@@ -291,15 +253,3 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_checkpoint
 
     assert saved == [None] * SIZE
     assert loaded == [[]] * SIZE
-
-
-@pytest.mark.parametrize("store", ["moto"], indirect=True)
-def test_a_save_to_nowhere_leaves_nothing(environment: ObjectStore, bucket: str) -> None:
-    bad = [on_grid("w", (8, 4), (2, 1), size=2)]
-
-    with pytest.raises(dist_ckpt_strategies.errors.CoverageError):
-        dist_ckpt_strategies.save(state_of(0, bad), f"s3://{bucket}/run", FORMAT2)
-
-    assert environment.names(bucket) == []
-    with pytest.raises(CheckpointNotFoundError):
-        dist_ckpt_strategies.load({}, f"s3://{bucket}/run")

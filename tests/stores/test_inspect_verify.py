@@ -14,8 +14,6 @@ from tests.stores.commands import (
     INDEX,
     PACK,
     PART,
-    BucketFiles,
-    DirectoryFiles,
     Files,
     json_of,
     problems,
@@ -31,16 +29,16 @@ BOTH_COMMANDS = pytest.mark.parametrize("command", ["inspect", "verify"])
 
 
 def flip(files: Files, name: str, *places: int) -> None:
-    content = bytearray(files.read(name))
+    content = bytearray(files.inner.read(name))
     for place in places:
         content[place] ^= 1
-    files.put(name, bytes(content))
+    files.inner.put(name, bytes(content))
 
 
 def test_inspect_shows_what_the_manifest_says(files: Files) -> None:
-    is_directory = isinstance(files, DirectoryFiles)
-    files.put_beside("notes.txt")
-    files.put("arrays/.partial-0", b"x")
+    is_directory = files.is_directory
+    files.top.put("notes.txt", b"mine")
+    files.inner.put("arrays/.partial-0", b"x")
 
     lines = run("inspect", files.address).stdout.splitlines()
 
@@ -61,12 +59,12 @@ def test_inspect_shows_what_the_manifest_says(files: Files) -> None:
     assert found["begun"]["seconds"] > 1e9
     (array,) = found["arrays"]
     assert (array["key"], array["writers"]) == ("w", [0])
-    assert array["file_nbytes"] == len(files.read(CHUNK))
-    names = {*files.names()} - {"notes.txt"}
+    assert array["file_nbytes"] == len(files.inner.read(CHUNK))
+    names = {*files.inner.names()} - {"notes.txt"}
     assert found["num_files"] == len(names)
     if not is_directory:  # sizes are those that the manifest lists
         names -= {"metadata.json", INDEX, "manifest/save.json", "arrays/.partial-0"}
-    assert found["nbytes"] == sum(len(files.read(name)) for name in names)
+    assert found["nbytes"] == sum(len(files.inner.read(name)) for name in names)
 
 
 def test_a_whole_checkpoint_verifies(files: Files) -> None:
@@ -86,9 +84,9 @@ def test_verify_lists_all_damage_not_just_the_first(files: Files) -> None:
     flip(files, "arrays/w/zarr.json", 20)
     flip(files, PACK, 40)
     flip(files, "common.pt", 40)
-    files.delete("arrays/v/c.0.0")
-    files.put("arrays/stray", b"x")
-    files.put("metadata.json", b"{}")
+    files.inner.delete("arrays/v/c.0.0")
+    files.inner.put("arrays/stray", b"x")
+    files.inner.put("metadata.json", b"{}")
 
     assert problems(files.address) == {
         CHUNK: {"damaged"},
@@ -122,11 +120,11 @@ def test_verify_lists_all_damage_not_just_the_first(files: Files) -> None:
 )
 @ONE_SERVER
 def test_a_file_of_another_size_is_found(files: Files, name: str, problem: str) -> None:
-    content = files.read(name)
-    in_bucket = isinstance(files, BucketFiles)  # whose listings have no sizes
+    content = files.inner.read(name)
+    in_bucket = not files.is_directory  # whose listings have no sizes
 
     for changed, said in ((content[:-1], "fewer bytes"), (content + b"x", "more bytes")):
-        files.put(name, changed)
+        files.inner.put(name, changed)
         (found,) = json_of("verify", files.address)["findings"]
         expected = "damaged" if in_bucket and name == "common.pt" else problem
         assert (found["path"], found["problem"]) == (name, expected)
@@ -137,7 +135,7 @@ def test_a_file_of_another_size_is_found(files: Files, name: str, problem: str) 
 @pytest.mark.parametrize("name", ["arrays/w/zarr.json", PACK, "common.pt", INDEX, PART])
 @ONE_SERVER
 def test_a_missing_file_is_found(files: Files, name: str) -> None:
-    files.delete(name)
+    files.inner.delete(name)
 
     assert problems(files.address) == {name: {"missing_file"}}
 
@@ -146,13 +144,15 @@ def test_a_missing_file_is_found(files: Files, name: str) -> None:
 def test_a_marker_of_another_backend_and_a_manifest_of_a_later_version_are_named(
     files: Files,
 ) -> None:
-    marker = files.read("metadata.json")
-    files.put("metadata.json", marker.replace(b'"zarr"', b'"torch_dist"'))
+    marker = files.inner.read("metadata.json")
+    files.inner.put("metadata.json", marker.replace(b'"zarr"', b'"torch_dist"'))
     assert problems(files.address) == {"metadata.json": {"unknown_backend"}}
 
-    files.put("metadata.json", marker)
-    rest = files.read(INDEX)[len('{"digest":"') + 32 :].replace(b'"version": 1', b'"version": 9')
-    files.put(INDEX, b'{"digest":"' + digest_of(rest).encode() + rest)
+    files.inner.put("metadata.json", marker)
+    rest = files.inner.read(INDEX)[len('{"digest":"') + 32 :].replace(
+        b'"version": 1', b'"version": 9'
+    )
+    files.inner.put(INDEX, b'{"digest":"' + digest_of(rest).encode() + rest)
     result = run("verify", files.address)
     assert result.exit_code == 3
     assert "schema dist_ckpt_strategies.manifest 9" in result.stderr
@@ -160,21 +160,21 @@ def test_a_marker_of_another_backend_and_a_manifest_of_a_later_version_are_named
 
 @BOTH_COMMANDS
 def test_an_unfinished_save_is_told_as_such_with_its_begin(files: Files, command: str) -> None:
-    host = json.loads(files.read("manifest/save.json"))["host"]
+    host = json.loads(files.inner.read("manifest/save.json"))["host"]
     files.unmark()
 
     result = run(command, files.address)
 
     assert result.exit_code == 1
     assert f"UTC on {host}, has not ended, or was killed" in result.stdout
-    files.delete(INDEX)
+    files.inner.delete(INDEX)
     assert run(command, files.address).exit_code == 1
 
 
 @IN_DIRECTORY
 def test_what_is_no_file_counts_as_missing(files: Files) -> None:
     for name in (CHUNK, PACK):
-        files.delete(name)
+        files.inner.delete(name)
     (Path(files.address) / CHUNK).mkdir()
 
     assert problems(files.address) == {CHUNK: {"missing_file"}, PACK: {"missing_file"}}

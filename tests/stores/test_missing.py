@@ -30,6 +30,7 @@ from dist_ckpt_strategies.strategies.zarr import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
 )
+from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
 from tests.support.ports import free_port
 from tests.support.sharding import differences, no_data, on_grid, state_of
@@ -150,7 +151,14 @@ def test_a_server_that_is_not_there_is_given_up_in_time(
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("ftp://host/path", "expected s3://bucket/path"),
+        *((url, "expected s3://bucket/path") for url in ("ftp://host/path", "S3://bucket/run")),
+        *(
+            (url, "name of a bucket")
+            for url in ("s3://", "s3:///run", "s3://b", "s3://buck et/run")
+        ),
+        *((f"s3://bucket/{path}", "a path in a bucket") for path in ("a//b", "../b", "a?b", "a*")),
+        ("s3://user:secret@bucket/a", "name of a bucket"),
+        ("s3:bucket/run", r"a directory of that name is \./s3:bucket/run"),
         ("file://host/path", "file:///path"),
         (Path("s3://bucket/run"), "pass it as a str"),
         ("", "empty"),
@@ -162,6 +170,67 @@ def test_an_address_that_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(StrategyError, match=said):
         way(url)
+
+
+ANSWERS = {
+    "NoSuchBucket": (404, BucketNotFoundError),
+    "SignatureDoesNotMatch": (403, StoreAccessError),
+    "InvalidAccessKeyId": (403, StoreAccessError),
+    "Unauthorized": (401, StoreAccessError),
+    "SlowDown": (503, StoreUnreachableError),
+    "KeyTooLong": (400, StorageError),
+}
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+@BOTH_WAYS
+@pytest.mark.parametrize("code", ANSWERS)
+def test_each_answer_of_a_server_has_its_class_of_error(
+    code: str,
+    way: Callable[[str], Any],
+    environment: ObjectStore,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    status, kind = ANSWERS[code]
+    answer = f"<Error><Code>{code}</Code><Message>No</Message></Error>".encode()
+    url = f"s3://{bucket}/run"
+    save(url)
+    monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "3")
+    with (
+        FaultyProxy(environment) as proxy,
+        proxy.faulty(lambda _: Fault(status=status, content=answer)),
+    ):
+        monkeypatch.setenv("DIST_CKPT_S3_ENDPOINT", proxy.store.endpoint)
+        with pytest.raises(kind, match=f"{url}") as caught:
+            way(url)
+
+    assert "http_response" not in str(caught.value)
+
+
+RIGHTS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "PUT": (save, "this takes s3:PutObject"),
+    "GET": (lambda root: load(f"{root}/iter_1"), "this takes s3:GetObject"),
+    "DELETE": (prune, "this takes s3:DeleteObject.*a save to a new URL deletes nothing"),
+}
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+@pytest.mark.parametrize("method", RIGHTS)
+def test_a_refusal_says_which_right_it_takes(
+    method: str, environment: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, (act, said) = f"s3://{bucket}/run", RIGHTS[method]
+    for number in (1, 2):
+        save(f"{root}/iter_{number}")
+
+    def decide(request: Request) -> Fault:
+        return DENIED if request.method == method and "list-type" not in request.path else NONE
+
+    with FaultyProxy(environment) as proxy, proxy.faulty(decide):
+        monkeypatch.setenv("DIST_CKPT_S3_ENDPOINT", proxy.store.endpoint)
+        with pytest.raises(StoreAccessError, match=said):
+            act(root)
 
 
 def test_format_1_and_others_take_no_url() -> None:

@@ -85,20 +85,6 @@ def test_what_a_killed_save_left_goes_once_it_began_long_ago(
 
 
 @ONE_SERVER
-def test_what_is_to_be_kept_is_kept(environment: ObjectStore, bucket: str, root: str) -> None:
-    environment.put(bucket, "run/latest_checkpointed_iteration.txt", b"1\n")
-    age(environment, bucket, "run/iter_0000002", 5)
-
-    report = dist_ckpt_strategies.prune(root, keep_last=1)
-
-    assert report.removed == ()
-    why = {one.name: one.why for one in report.kept}
-    assert why["iter_0000001"] == "the run's tracker file names it"
-    assert why["iter_0000002"] == "written last"
-    assert dist_ckpt_strategies.prune(root, keep_every=3).removed == ()
-
-
-@ONE_SERVER
 def test_incomplete_ones_are_left_alone_and_never_cause_older_ones_to_go(
     environment: ObjectStore, bucket: str, root: str
 ) -> None:

@@ -13,12 +13,8 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
-from dist_ckpt_strategies.errors import StorageError, StoreAccessError, StoreUnreachableError
-from dist_ckpt_strategies.formats.commit import BucketPlace
-from dist_ckpt_strategies.formats.locations import located
-from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.errors import StoreAccessError, StoreUnreachableError
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
 from tests.support.sharding import differences, no_data, on_grid, state_of
@@ -164,28 +160,3 @@ def test_a_late_request_of_a_failed_save_does_not_change_the_next_one(
     time.sleep(12)
     assert late
     assert loaded() == [2.0]
-
-
-def test_of_two_jobs_at_one_url_the_replaced_one_is_not_told_that_it_saved(
-    proxy: FaultyProxy, bucket: str
-) -> None:
-    """The second has begun, and removed the first's objects, before the first comes to its end."""
-    url = f"s3://{bucket}/run"
-    location = located(url, Options())
-    assert isinstance(location, Bucket)
-
-    def state(value: float) -> dict[str, Any]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8, 4), value))}
-
-    dist_ckpt_strategies.save(state(0.0), url, FORMAT2)
-    first, second = (
-        BucketPlace(location, Options(), keeps_old=True, overwrite=True) for _ in range(2)
-    )
-    for place in (first, second):
-        place.save_id = place.new_save_id()
-        place.begin(None)
-    with pytest.raises(StorageError, match="another save"):
-        first.commit(location.read("metadata.json"))
-    loaded: Any = dist_ckpt_strategies.load(state(-1.0), url)
-    assert sorted(loaded["w"].unique().tolist()) == [0.0]
-    assert proxy.requests

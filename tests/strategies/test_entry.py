@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from tests.support.entries import (
     prepare,
     save,
 )
-from tests.support.pythons import Python
 from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import (
     Cut,
@@ -54,8 +52,6 @@ from tests.support.sharding import (
 )
 
 pytestmark = pytest.mark.multiprocess
-
-both_entries = pytest.mark.parametrize("entry", list(Entry))
 
 
 class Homemade:
@@ -275,35 +271,6 @@ def test_a_class_is_allowed_by_argument_by_strategy_or_by_registration(tmp_path:
                 assert found == (5, 5), (name, found)
 
 
-def wait_for_options(rank: int, scratch: Path) -> Any:
-    """The timeout that was registered, or given, is what bounds the wait in the strategies."""
-    os.environ["DIST_CKPT_TIMEOUT_S"] = "600"
-    dist_ckpt_strategies.register(options=dist_ckpt_strategies.Options(timeout_s=2))
-    if rank == 3:
-        while not (scratch / "done").exists():
-            time.sleep(0.01)
-        return "late"
-    options = {"timeout_s": 2.0}
-    seen = outcome(partial(save, Entry.OURS, state_of(rank, cuts()), scratch / "c", **options))
-    (scratch / f"done.{rank}").touch()
-    if rank == 0:
-        while not all((scratch / f"done.{other}").exists() for other in range(3)):
-            time.sleep(0.01)
-        (scratch / "done").touch()
-    return seen
-
-
-def test_a_timeout_given_to_save_bounds_the_wait(tmp_path: Path) -> None:
-    *others, late = run_processes(4, wait_for_options, tmp_path)
-
-    assert late == "late"
-    for failure in others:
-        assert isinstance(failure, Failure), failure
-        assert "PeerError" in failure.kinds
-        assert failure.global_rank == 3
-        assert failure.seconds < 60
-
-
 def ask_locally(rank: int, root: Path) -> Any:
     """Reading metadata and removing arrays are for one rank alone; the others do nothing."""
     prepare(60)
@@ -425,35 +392,6 @@ def test_torch_dist_through_our_entries_is_torch_dist(tmp_path: Path) -> None:
             assert result[what] == [], (what, result)
 
 
-ALONE = """
-import torch, sys
-from megatron.core.dist_checkpointing import ShardedTensor, ShardedObject
-import dist_ckpt_strategies
-root = sys.argv[1]
-state = {
-    "w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)),
-    "o": ShardedObject("o", 1, (1,), (0,)),
-    "c": 2,
-}
-dist_ckpt_strategies.save(state, root)
-wanted = {
-    "w": ShardedTensor.from_rank_offsets("w", torch.zeros(6)),
-    "o": ShardedObject("o", None, (1,), (0,)),
-}
-loaded = dist_ckpt_strategies.load(wanted, root)
-print(loaded["w"].tolist(), loaded["o"], loaded["c"], torch.distributed.is_initialized())
-"""
-
-
-def test_a_single_process_needs_no_process_group(plain_python: Python, tmp_path: Path) -> None:
-    script = tmp_path / "alone.py"
-    script.write_text(ALONE)
-    found = plain_python.run(script, str(tmp_path / "c"))
-
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0] 1 2 False"
-
-
 def save_apart(rank: int, scratch: Path) -> Any:
     """The ranks have a directory each, under the same name as far as they can tell."""
     prepare(10)
@@ -471,55 +409,6 @@ def test_ranks_that_do_not_share_a_directory_are_told_so(tmp_path: Path) -> None
         assert failure.path == str(tmp_path / "node1" / "c")
     assert not list(tmp_path.rglob("metadata.json"))
     assert all(".partial-" in str(path) for path in tmp_path.rglob(".zarray"))
-
-
-def with_a_default_device(rank: int, root: Path) -> Any:
-    """As after ``torch.set_default_device("cuda")``, which training scripts may call."""
-    prepare(60)
-    moving = at_random("moving", (12, 10), 9)
-    state = state_of(rank, [*cuts(), moving])
-    with torch.device("meta"):
-        save(Entry.OURS, state, root)
-        loaded = load(Entry.OURS, state_of(rank, [*cuts(), moving], no_data), root)
-    return differences(rank, [*cuts(), moving], loaded)
-
-
-def test_the_default_device_makes_no_difference(tmp_path: Path) -> None:
-    assert run_processes(4, with_a_default_device, tmp_path / "c") == [[]] * 4
-
-
-def name_objects(rank: int, entry: Entry, root: Path) -> dict[str, Any]:
-    """Keys with slashes, grids of objects, and the names that early releases gave them."""
-    prepare(60)
-    keys = ("rng", "deep/er/key", "dots.and.more")
-    state = {
-        key: ShardedObject(key, {"key": key, "rank": rank}, (2, 2), divmod(rank, 2)) for key in keys
-    }
-    save(entry, state, root)
-    dist.barrier()
-    if rank == 0:
-        for path in sorted((root / "rng").iterdir()):
-            path.rename(path.with_name(path.name.replace("_2.2.pt", "_2.pt")))
-        assert len(list((root / "rng").glob("shard_*_2.pt"))) == 4
-    dist.barrier()
-    wanted = {key: ShardedObject(key, None, (2, 2), divmod(rank, 2)) for key in keys}
-    seen = {"loaded": load(entry, wanted, root, strict="return_all")}
-    seen["metadata"] = sorted(load_sharded_metadata(str(root)))
-    return seen
-
-
-@both_entries
-def test_objects_are_found_under_keys_with_slashes_and_under_older_names(
-    entry: Entry, tmp_path: Path
-) -> None:
-    keys = ("rng", "deep/er/key", "dots.and.more")
-    for rank, result in enumerate(run_processes(4, name_objects, entry, tmp_path / "c")):
-        assert isinstance(result, dict), result
-        loaded, missing, unexpected = result["loaded"]
-        assert loaded == {key: {"key": key, "rank": rank} for key in keys}
-        assert (missing, unexpected) == (set(), set())
-        names = [f"{key}/shard_{n // 2}.{n % 2}_2.2" for key in keys for n in range(4)]
-        assert result["metadata"] == sorted(names)
 
 
 def same_key(rank: int, scratch: Path) -> dict[str, Any]:

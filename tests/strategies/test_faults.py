@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     UnsafeObjectError,
 )
+from tests.faults.injection import limited_file_size
 from tests.support.entries import (
     Entry,
     Failure,
@@ -105,28 +105,24 @@ def without_root() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoadFault:
-    """Damage to what one rank alone wants, and how every rank reports it.
+    """What one rank alone meets, and how every rank reports it.
 
     Attributes:
-        damage: done to the checkpoint directory, once.
         kind: class of the error.
         names: what the message names, below the checkpoint directory or as it is.
+        damage: done to the checkpoint directory, once.
         request: changes the state dict of the rank that will fail.
     """
 
-    damage: Callable[[Path], Any]
     kind: type[CheckpointError]
     names: tuple[str, ...]
+    damage: Callable[[Path], Any] = lambda _: None
     request: Callable[[dict[str, Any]], Any] = lambda state: state
 
 
 CHUNK = f"{KEY}/0.0"
 OBJECT = f"object.{CULPRIT}/shard_0_1.pt"
 NAME = f"{KEY} #0"
-
-
-def do_nothing(_: Path) -> None:
-    pass
 
 
 def remove(name: str, root: Path) -> None:
@@ -172,75 +168,67 @@ def want(changes: dict[str, Any], state: dict[str, Any]) -> None:
     state[NAME] = sharded(cut, part, **{"data": None} | changes)
 
 
+ZARRAY = f"{KEY}/.zarray"
+EXTRA_DIM = ShardedTensor.from_rank_offsets(KEY, torch.zeros(64, 8, 1), allow_shape_mismatch=True)
+
 LOAD_FAULTS = {
-    "no .zarray": LoadFault(partial(remove, f"{KEY}/.zarray"), ArrayNotFoundError, (KEY,)),
-    "no array": LoadFault(lambda root: shutil.rmtree(root / KEY), ArrayNotFoundError, (KEY,)),
+    "no .zarray": LoadFault(ArrayNotFoundError, (KEY,), partial(remove, ZARRAY)),
+    "no array": LoadFault(ArrayNotFoundError, (KEY,), lambda root: shutil.rmtree(root / KEY)),
     ".zarray cannot be opened": LoadFault(
-        partial(lock, f"{KEY}/.zarray"), StorageError, (KEY, f"{KEY}/.zarray", "permission denied")
+        StorageError, (KEY, ZARRAY, "permission denied"), partial(lock, ZARRAY)
     ),
     ".zarray is a directory": LoadFault(
-        partial(make_directory, f"{KEY}/.zarray"), StorageError, (KEY, f"{KEY}/.zarray")
+        StorageError, (KEY, ZARRAY), partial(make_directory, ZARRAY)
     ),
     ".zarray is garbage": LoadFault(
-        partial(scribble, f"{KEY}/.zarray"), CorruptCheckpointError, (KEY, f"{KEY}/.zarray")
+        CorruptCheckpointError, (KEY, ZARRAY), partial(scribble, ZARRAY)
     ),
-    "no chunk": LoadFault(partial(remove, CHUNK), IncompleteCheckpointError, (KEY, CHUNK)),
+    "no chunk": LoadFault(IncompleteCheckpointError, (KEY, CHUNK), partial(remove, CHUNK)),
     "no chunk, into strided memory": LoadFault(
-        partial(remove, CHUNK),
         IncompleteCheckpointError,
         (KEY, CHUNK),
+        partial(remove, CHUNK),
         partial(want, {"data": torch.zeros(8, 64).t()}),
     ),
     "chunk cannot be opened": LoadFault(
-        partial(lock, CHUNK), StorageError, (KEY, CHUNK, "permission denied")
+        StorageError, (KEY, CHUNK, "permission denied"), partial(lock, CHUNK)
     ),
-    "chunk is a directory": LoadFault(partial(make_directory, CHUNK), StorageError, (KEY, CHUNK)),
+    "chunk is a directory": LoadFault(StorageError, (KEY, CHUNK), partial(make_directory, CHUNK)),
     "chunk cut short": LoadFault(
-        partial(truncate, CHUNK), CorruptCheckpointError, (KEY, CHUNK, "2043 bytes, expected 2048")
+        CorruptCheckpointError, (KEY, CHUNK, "2043 bytes, expected 2048"), partial(truncate, CHUNK)
     ),
     "chunk cut short, into strided memory": LoadFault(
-        partial(truncate, CHUNK),
         CorruptCheckpointError,
         (KEY, CHUNK),
+        partial(truncate, CHUNK),
         partial(want, {"data": torch.zeros(8, 64).t()}),
     ),
-    "chunk too long": LoadFault(partial(lengthen, CHUNK), CorruptCheckpointError, (KEY, CHUNK)),
+    "chunk too long": LoadFault(CorruptCheckpointError, (KEY, CHUNK), partial(lengthen, CHUNK)),
     "other shape": LoadFault(
-        do_nothing,
         ShapeMismatchError,
         (KEY, "(64, 8) in the checkpoint, (63, 8) requested"),
-        partial(want, {"shape": (63, 8)}),
+        request=partial(want, {"shape": (63, 8)}),
     ),
     "other number of dims": LoadFault(
-        do_nothing,
         ShapeMismatchError,
         (KEY, "(64, 8)", "(64, 8, 1)"),
-        lambda state: state.update(
-            {
-                NAME: ShardedTensor.from_rank_offsets(
-                    KEY, torch.zeros(64, 8, 1), allow_shape_mismatch=True
-                )
-            }
-        ),
+        request=lambda state: state.update({NAME: EXTRA_DIM}),
     ),
     "unknown key": LoadFault(
-        do_nothing, ArrayNotFoundError, ("own.22", KEY), partial(want, {"key": "own.22"})
+        ArrayNotFoundError, ("own.22", KEY), request=partial(want, {"key": "own.22"})
     ),
     "meta device": LoadFault(
-        do_nothing,
-        PlanError,
-        (KEY, "meta"),
-        partial(want, {"data": torch.empty(64, 8, device="meta")}),
+        PlanError, (KEY, "meta"), request=partial(want, {"data": torch.empty(64, 8, device="meta")})
     ),
-    "no object": LoadFault(partial(remove, OBJECT), ArrayNotFoundError, (OBJECT,)),
-    "object cut short": LoadFault(partial(truncate, OBJECT), CorruptCheckpointError, (OBJECT,)),
+    "no object": LoadFault(ArrayNotFoundError, (OBJECT,), partial(remove, OBJECT)),
+    "object cut short": LoadFault(CorruptCheckpointError, (OBJECT,), partial(truncate, OBJECT)),
     "object with a flipped bit": LoadFault(
-        partial(flip_middle, OBJECT), CorruptCheckpointError, (OBJECT,)
+        CorruptCheckpointError, (OBJECT,), partial(flip_middle, OBJECT)
     ),
     "object of a class not allowed": LoadFault(
-        partial(store_unsafe, OBJECT),
         UnsafeObjectError,
         (OBJECT, "tests.strategies.test_faults.NotAllowed", "allow="),
+        partial(store_unsafe, OBJECT),
     ),
 }
 
@@ -287,11 +275,6 @@ def test_damage_that_one_rank_meets_is_raised_on_every_rank(
             assert all(f"copy.{number}/" in failure.text for failure in seen), name
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 @dataclass(frozen=True)
 class SaveFault:
     """What stands in one rank's way when it saves.
@@ -308,22 +291,11 @@ class SaveFault:
 
     kind: type[CheckpointError]
     names: tuple[str, ...]
-    obstruct: Callable[[Path], Any] = do_nothing
-    hinder: Callable[[], Any] = _nothing
+    obstruct: Callable[[Path], Any] = lambda _: None
+    hinder: Callable[[], Any] = nullcontext
     change: Callable[[dict[str, Any]], Any] = lambda state: state
-    mend: Callable[[Path], Any] = do_nothing
+    mend: Callable[[Path], Any] = lambda _: None
     culprit: int = CULPRIT
-
-
-@contextmanager
-def small_files_only() -> Iterator[None]:
-    """In this process, no file grows beyond 1 KiB: the nearest to a full disk without one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def put_file(name: str, root: Path) -> None:
@@ -355,7 +327,7 @@ SAVE_FAULTS = {
         culprit=0,
     ),
     "no permission": SaveFault(StorageError, ("permission denied",), hinder=without_root),
-    "files limited": SaveFault(StorageError, (KEY, CHUNK), hinder=small_files_only),
+    "files limited": SaveFault(StorageError, (KEY, CHUNK), hinder=partial(limited_file_size, 1024)),
     "an object that cannot be pickled": SaveFault(
         StorageError,
         (f"object.{CULPRIT}", "cannot be saved", "generator"),
@@ -380,7 +352,7 @@ def save_with_faults(rank: int, entry: Entry, engine: str, scratch: Path) -> dic
             fault.obstruct(root)
         dist.barrier()
         state = full_state(rank)
-        hinder: Any = _nothing()
+        hinder: Any = nullcontext()
         if rank == CULPRIT:
             fault.change(state)
             hinder = fault.hinder()

@@ -22,8 +22,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import StrategyError, UnsafeObjectError
-from dist_ckpt_strategies.formats import commit
-from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from tests.support.entries import (
     Entry,
@@ -35,10 +33,12 @@ from tests.support.entries import (
     save,
 )
 from tests.support.ranks import run_processes
+from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
 
 SIZE = 2
+PARTIAL_PREFIX = ".partial-"
 
 
 def state_of(rank: int, value: float, key: str = "w", num_objects: int = SIZE) -> dict[str, Any]:
@@ -253,9 +253,7 @@ def megatron_after_an_interrupted_commit(rank: int, root: Path) -> list[Any]:
     """Our save breaks off while it moves its files into place; Megatron-Core's comes after it."""
     prepare(60)
     save(Entry.OURS, state_of(rank, 1.0), root)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
-            patch.setattr(commit, "_finish", _broken_off)
+    with before_calls(break_off, ["rename", "replace"]):
         failure = outcome(partial(save, Entry.OURS, state_of(rank, 2.0), root, overwrite=True))
     dist.barrier()
     staged = len(list(root.glob(f"{PARTIAL_PREFIX}*/metadata.json")))
@@ -263,8 +261,10 @@ def megatron_after_an_interrupted_commit(rank: int, root: Path) -> list[Any]:
     return [failure, staged, value_in(rank, root)]
 
 
-def _broken_off(*_: Any) -> None:
-    raise OSError("on purpose")
+def break_off(_: str, path: str) -> None:
+    """Of the moves from the staged place to the final one, the first fails."""
+    if PARTIAL_PREFIX in path and (Path(path).parent / "metadata.json").exists():
+        raise OSError("on purpose")
 
 
 def test_megatrons_save_over_an_interrupted_commit_is_no_mixture(tmp_path: Path) -> None:

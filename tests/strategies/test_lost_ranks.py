@@ -8,7 +8,7 @@ import signal
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,10 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
 )
-from dist_ckpt_strategies.formats import checkpoint_writer
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, at_random, differences, no_data, on_grid, state_of
+from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
 
@@ -56,13 +56,14 @@ def state_with(rank: int, version: str = "new") -> dict[str, Any]:
     return state
 
 
-def get_a_signal_when_writing(number: int) -> None:
-    """From now on this process gets the signal when it writes its object: the middle of a save."""
+def signal_when_writing(number: int, *, is_here: bool) -> AbstractContextManager[None]:
+    """Within the block this process gets the signal when it writes its object: amid a save."""
 
-    def write(*_: Any) -> None:
-        os.kill(os.getpid(), number)
+    def strike(_: str, path: str) -> None:
+        if is_here and "/object." in path:
+            os.kill(os.getpid(), number)
 
-    vars(checkpoint_writer).update(write_dumped=write)
+    return before_calls(strike, ["open"])
 
 
 def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -> Any:
@@ -85,14 +86,11 @@ def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -
     return found
 
 
-def lose_rank_in_save(
-    rank: int, entry: Entry, culprit: int, number: int, scratch: Path, options: dict[str, Any]
-) -> Any:
+def lose_rank_in_save(rank: int, entry: Entry, culprit: int, number: int, scratch: Path) -> Any:
     prepare(TIMEOUT_S)
     state = state_with(rank)
-    if rank == culprit:
-        get_a_signal_when_writing(number)
-    return survive(rank, culprit, scratch, partial(save, entry, state, scratch / "c", **options))
+    with signal_when_writing(number, is_here=rank == culprit):
+        return survive(rank, culprit, scratch, partial(save, entry, state, scratch / "c"))
 
 
 def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
@@ -147,7 +145,7 @@ def require_incomplete_and_replaceable(root: Path, **options: Any) -> None:
 def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
     entry: Entry, culprit: int, number: int, tmp_path: Path
 ) -> None:
-    results = run_processes(4, lose_rank_in_save, entry, culprit, number, tmp_path, {})
+    results = run_processes(4, lose_rank_in_save, entry, culprit, number, tmp_path)
 
     survivors = require_survivors_raised(results, culprit)
     late = [failure for failure in survivors if PeerTimeoutError.__name__ in failure.kinds]
@@ -161,42 +159,25 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
     require_incomplete_and_replaceable(tmp_path / "c")
 
 
-def lose_rank_over_old(
-    rank: int, entry: Entry, culprit: int, scratch: Path, options: dict[str, Any]
-) -> Any:
-    """A finished checkpoint is being replaced when a rank dies."""
+def lose_rank_over_old(rank: int, culprit: int, scratch: Path) -> Any:
+    """Megatron-Core replaces a finished checkpoint when a rank dies."""
     prepare(60)
-    root = scratch / "c"
+    root, entry = scratch / "c", Entry.MEGATRON
     save(entry, state_of(rank, cuts("old")) | {"version": "old"}, root)
     prepare(TIMEOUT_S)
     state = state_with(rank)
-    if rank == culprit:
-        get_a_signal_when_writing(signal.SIGKILL)
-    return survive(rank, culprit, scratch, partial(save, entry, state, root, **options))
+    with signal_when_writing(signal.SIGKILL, is_here=rank == culprit):
+        return survive(rank, culprit, scratch, partial(save, entry, state, root))
 
 
 def test_a_checkpoint_that_megatron_was_replacing_is_incomplete_never_a_mixture(
     tmp_path: Path,
 ) -> None:
-    results = run_processes(4, lose_rank_over_old, Entry.MEGATRON, 3, tmp_path, {})
+    results = run_processes(4, lose_rank_over_old, 3, tmp_path)
 
     require_survivors_raised(results, 3)
     assert not (tmp_path / "c" / "metadata.json").exists()
     require_incomplete_and_replaceable(tmp_path / "c", overwrite=True)
-
-
-def load_old(rank: int, root: Path) -> list[str]:
-    prepare(60)
-    loaded = load(Entry.OURS, state_of(rank, cuts("old"), no_data), root)
-    return [*differences(rank, cuts("old"), loaded), str(loaded["version"])]
-
-
-def test_a_checkpoint_that_was_being_replaced_still_loads(tmp_path: Path) -> None:
-    options = {"overwrite": True}
-    results = run_processes(4, lose_rank_over_old, Entry.OURS, 3, tmp_path, options)
-
-    require_survivors_raised(results, 3)
-    assert run_processes(4, load_old, tmp_path / "c") == [["old"]] * 4
 
 
 def lose_rank_before(rank: int, action: str, culprit: int, number: int, scratch: Path) -> Any:
@@ -263,9 +244,8 @@ def stop_host_of_store(rank: int, scratch: Path) -> Any:
             time.sleep(0.01)
         store = make("127.0.0.1", int(port.read_text()), 4, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
-    if rank == 0:
-        get_a_signal_when_writing(signal.SIGSTOP)
-    return survive(rank, 0, scratch, partial(save, Entry.OURS, state_with(rank), scratch / "c"))
+    with signal_when_writing(signal.SIGSTOP, is_here=rank == 0):
+        return survive(rank, 0, scratch, partial(save, Entry.OURS, state_with(rank), scratch / "c"))
 
 
 def test_a_stopped_rank_that_hosts_the_key_value_store_does_not_hang_the_others(
@@ -308,15 +288,13 @@ def save_after_failure(rank: int, culprit: int, scratch: Path) -> Any:
     """Whoever catches the error and tries again gets another error, at once or in time."""
     prepare(TIMEOUT_S)
 
-    if rank == culprit:
-        get_a_signal_when_writing(signal.SIGSTOP)
-
     def twice() -> Any:
         first = outcome(partial(save, Entry.OURS, state_with(rank), scratch / "c"))
         second = outcome(partial(save, Entry.OURS, state_of(rank, cuts("new")), scratch / "d"))
         return first, second
 
-    return survive(rank, culprit, scratch, twice)
+    with signal_when_writing(signal.SIGSTOP, is_here=rank == culprit):
+        return survive(rank, culprit, scratch, twice)
 
 
 def test_a_second_save_over_a_broken_group_raises_too(tmp_path: Path) -> None:

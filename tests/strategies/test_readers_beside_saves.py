@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support.entries import Failure, outcome, prepare
 from tests.support.ranks import run_processes
+from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
 
@@ -56,24 +55,9 @@ def values_in(root: Path) -> Any:
     return sorted({float(x) for name in wanted for x in found[name].unique()})
 
 
-@contextmanager
-def slow_call(name: str, directory: str, seconds: float) -> Iterator[None]:
+def slow_call(name: str, directory: str, seconds: float) -> AbstractContextManager[None]:
     """Calls of ``os`` on paths below a directory take longer."""
-    real = getattr(os, name)
-
-    def call(*args: Any, **options: Any) -> Any:
-        place = args[0]
-        if isinstance(place, int):
-            place = os.readlink(f"/proc/self/fd/{place}")  # noqa: PTH115
-        if directory in str(place):
-            time.sleep(seconds)
-        return real(*args, **options)
-
-    setattr(os, name, call)
-    try:
-        yield
-    finally:
-        setattr(os, name, real)
+    return before_calls(lambda _, path: time.sleep(seconds if directory in path else 0.0), [name])
 
 
 # Readers beside a save that commits
@@ -86,7 +70,7 @@ def save_beside_a_reader(rank: int, root: Path, backend: Any) -> list[Any]:
 
     def look() -> None:
         while not is_over.is_set():
-            found.append(outcome(lambda: complete_commit(root)))
+            found.append(outcome(lambda: load_latest(None, [root])))
 
     reader = threading.Thread(target=look)
     reader.start()
@@ -100,7 +84,7 @@ def save_beside_a_reader(rank: int, root: Path, backend: Any) -> list[Any]:
 
 @each_format
 def test_a_save_and_who_looks_at_it_leave_each_other_alone(tmp_path: Path, backend: Any) -> None:
-    (found,) = run_processes(1, save_beside_a_reader, tmp_path / "c", backend)
+    (found,) = run_processes(1, save_beside_a_reader, tmp_path / "iter_1", backend)
 
     assert found == [[11.0]]
 
@@ -113,14 +97,14 @@ def complete_together(rank: int, root: Path, backend: Any) -> Any:
     shutil.copytree(done, staging)
     (staging / ".commit-lock").touch()
     with slow_call("rename", str(root), 0.005), ThreadPoolExecutor(3) as pool:
-        found = [pool.submit(outcome, partial(complete_commit, root)) for _ in range(3)]
+        found = [pool.submit(outcome, partial(load_latest, None, [root])) for _ in range(3)]
         failed = [one.result() for one in found if isinstance(one.result(), Failure)]
     return failed, values_in(root), sorted(path.name for path in root.glob(".*"))
 
 
 @each_format
 def test_several_readers_complete_one_commit(tmp_path: Path, backend: Any) -> None:
-    (found,) = run_processes(1, complete_together, tmp_path / "c", backend)
+    (found,) = run_processes(1, complete_together, tmp_path / "iter_1", backend)
 
     assert found == ([], [1.0], [])
 

@@ -129,17 +129,6 @@ def test_an_instance_is_returned_and_a_callable_is_called_once() -> None:
 # What register() does
 
 
-def test_register_puts_our_strategies_into_megatrons_registry() -> None:
-    register()
-
-    for action, kind in (
-        (StrategyAction.SAVE_SHARDED, ZarrSaveShardedStrategy),
-        (StrategyAction.LOAD_SHARDED, ZarrLoadShardedStrategy),
-    ):
-        assert isinstance(base.get_default_strategy(action, "zarr", 1), kind)
-        assert isinstance(get_default_strategy(action, "zarr", 1), kind)
-
-
 def test_the_same_registration_again_changes_nothing() -> None:
     options = Options(timeout_s=77.0)
     register(options=options, local=LocalOptions(replication_jump=2), allow=[Plain])

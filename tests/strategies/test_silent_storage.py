@@ -97,22 +97,27 @@ def require_all_raised(found: list[list[Outcome]], margin_s: float = MARGIN_S) -
     assert any(error != "not silent" for outcomes in found for _, error, _ in outcomes)
 
 
-def saves(rank: int, root: str, version: int) -> list[Outcome]:
-    """Body of a rank: saves, each with another call that is the first to block."""
-    found = []
+def uses_global(rank: int, root: str, version: int) -> list[list[Outcome]]:
+    """Body of a rank: saves, then loads, each with another call that is the first to block."""
+    seen: list[list[Outcome]] = [[], []]
+    whole = Path(root) / "whole"
+    dist_ckpt_strategies.save(state_of(rank, 1.0), whole, ("zarr", version))
+    load = partial(dist_ckpt_strategies.load, timeout_s=TIMEOUT_S)
+    save = partial(dist_ckpt_strategies.save, timeout_s=TIMEOUT_S)
     for first in FIRST_CALLS:
         directory = Path(root) / str(first)
-        state, strategy = state_of(rank, 1.0), ("zarr", version)
-        save: Callable[[], Any] = partial(
-            dist_ckpt_strategies.save, state, directory, strategy, timeout_s=TIMEOUT_S
-        )
-        found.append(with_silence(rank, directory, first, save))
-    return found
+        one = partial(save, state_of(rank, 1.0), directory, ("zarr", version))
+        seen[0].append(with_silence(rank, directory, first, one))
+        other = partial(load, state_of(rank, 0.0), whole)
+        seen[1].append(with_silence(rank, whole, first, other))
+    return seen
 
 
 @both_formats
-def test_a_save_raises_on_every_rank_in_time(tmp_path: Path, version: int) -> None:
-    require_all_raised(run_processes(NUM_RANKS, saves, str(tmp_path), version))
+def test_saves_and_loads_raise_on_every_rank_in_time(tmp_path: Path, version: int) -> None:
+    found = run_processes(NUM_RANKS, uses_global, str(tmp_path), version)
+    for number in (0, 1):
+        require_all_raised([of_rank[number] for of_rank in found])
 
 
 SLOW_SHARES = (0.2, 0.7)
@@ -153,22 +158,6 @@ def test_a_slow_call_before_a_silent_one_does_not_add_to_the_limit(
 ) -> None:
     found = run_processes(NUM_RANKS, slow_then_silent, str(tmp_path), version)
     require_all_raised(found, margin_s=1.0)
-
-
-def loads(rank: int, root: str, version: int) -> list[Outcome]:
-    """Body of a rank: loads, each with another call that is the first to block."""
-    directory = Path(root) / "checkpoint"
-    dist_ckpt_strategies.save(state_of(rank, 1.0), directory, ("zarr", version))
-
-    def load() -> None:
-        dist_ckpt_strategies.load(state_of(rank, 0.0), directory, timeout_s=TIMEOUT_S)
-
-    return [with_silence(rank, directory, first, load) for first in FIRST_CALLS]
-
-
-@both_formats
-def test_a_load_raises_on_every_rank_in_time(tmp_path: Path, version: int) -> None:
-    require_all_raised(run_processes(NUM_RANKS, loads, str(tmp_path), version))
 
 
 def loads_latest(rank: int, root: str, version: int) -> list[Any]:

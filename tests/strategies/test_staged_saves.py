@@ -23,6 +23,7 @@ from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.recovery.latest import load_latest
 from tests.support.entries import Failure, outcome, prepare
 from tests.support.ranks import RankDiedError, run_processes
+from tests.support.system_calls import before_calls, dying_at_change
 
 pytestmark = pytest.mark.multiprocess
 
@@ -69,34 +70,16 @@ def one_late_call(call: str, until: Path, *, name: str = "0.0") -> Iterator[None
 
     What it was asked to do is done then, as on a network file system that had stalled.
     """
-    real_open, real_write = os.open, os.write
-    taken: list[int] = []
-    watched: set[int] = set()
+    taken: list[str] = []
 
-    def stall() -> None:
-        taken.append(1)
-        while not until.exists():
-            time.sleep(0.01)
+    def stall(_: str, path: str) -> None:
+        if path.endswith(name) and "/w/" in path and not taken:
+            taken.append(path)
+            while not until.exists():
+                time.sleep(0.01)
 
-    def late_open(path: Any, flags: int, *args: Any, **options: Any) -> int:
-        is_chunk = flags & os.O_CREAT and str(path).endswith(name) and "/w/" in str(path)
-        if is_chunk and call == "open" and not taken:
-            stall()
-        handle = real_open(path, flags, *args, **options)
-        if is_chunk and call == "write":
-            watched.add(handle)
-        return handle
-
-    def late_write(handle: int, content: Any) -> int:
-        if handle in watched and not taken:
-            stall()
-        return real_write(handle, content)
-
-    os.open, os.write = late_open, late_write
-    try:
+    with before_calls(stall, [call]):
         yield
-    finally:
-        os.open, os.write = real_open, real_write
 
 
 def save_again_after_a_late_call(
@@ -206,40 +189,15 @@ def test_a_save_that_is_refused_leaves_the_finished_checkpoint(tmp_path: Path) -
 # Kills
 
 
-def killed_at_rename(rank: int, root: Path, backends: Any, at: int) -> Any:
-    """Rank 0 dies at its ``at``-th rename or removal in the last of the saves."""
+def killed_at_change(rank: int, root: Path, backends: Any, at: int) -> Any:
+    """This process dies at its ``at``-th change of a directory in the last of the saves."""
     prepare(60)
     *earlier, last = backends
     for backend in earlier:
-        dist_ckpt_strategies.save(state_of(rank, 2, 1.0, "old"), root, backend)
-    dist.barrier()
-    if rank == 0:
-        left = [at]
-        for name in ("rename", "replace", "unlink", "rmdir"):
-            real = getattr(os, name)
-
-            def counted(*args: Any, real: Any = real, **options: Any) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
-                    os._exit(9)
-                return real(*args, **options)
-
-            setattr(os, name, counted)
-    save = partial(dist_ckpt_strategies.save, overwrite=bool(earlier), timeout_s=8.0)
-    return outcome(partial(save, state_of(rank, 2, 2.0, "new"), root, last))
-
-
-def look_after_kill(rank: int, root: Path) -> Any:
-    """What two new ranks find, and whether a save to the same place succeeds and is all of it."""
-    prepare(60)
-    found = values_in(rank, 2, root, "new")
-    if isinstance(found, Failure):
-        found = values_in(rank, 2, root, "old")
-    dist.barrier()
-    dist_ckpt_strategies.save(state_of(rank, 2, 3.0, "third"), root, overwrite=True)
-    dist.barrier()
-    stale = sorted(path.name for path in root.glob(".*"))
-    return found, stale, values_in(rank, 2, root, "third")
+        dist_ckpt_strategies.save(state_of(rank, 1, 1.0, "old"), root, backend)
+    with dying_at_change(at):
+        state = state_of(rank, 1, 2.0, "new")
+        return dist_ckpt_strategies.save(state, root, last, overwrite=bool(earlier))
 
 
 @pytest.mark.parametrize(
@@ -253,23 +211,27 @@ def test_a_kill_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint(
     outcomes: list[Any] = []
     for at in range(1, 60):
         root = tmp_path / f"c{at}"
-        ended = run_processes(2, killed_at_rename, root, backends, at)
-        for found, stale, third in run_processes(2, look_after_kill, root):
-            assert (stale, third) == ([], 3.0), at
-            outcomes.append("none" if isinstance(found, Failure) else found)
-        if not isinstance(ended[0], RankDiedError):
+        (ended,) = run_processes(1, killed_at_change, root, backends, at)
+        found = values_in(0, 1, root, "new")
+        if isinstance(found, Failure):
+            found = values_in(0, 1, root, "old")
+        outcomes.append("none" if isinstance(found, Failure) else found)
+        dist_ckpt_strategies.save(state_of(0, 1, 3.0, "third"), root, overwrite=True)
+        assert sorted(path.name for path in root.glob(".*")) == [], at
+        assert values_in(0, 1, root, "third") == 3.0, at
+        if not isinstance(ended, RankDiedError):
             break
-    assert ended == [None, None], "the last save was not killed"
+    assert ended is None, "the last save was not killed"
     first = 1.0 if backends[1:] else "none"
     assert set(outcomes) == {first, 2.0}
     assert outcomes == [first] * outcomes.count(first) + [2.0] * outcomes.count(2.0)
 
 
 def interrupted(root: Path) -> Path:
-    """A checkpoint of format 2 that was replacing one of format 1 when rank 0 was killed."""
+    """A checkpoint of format 2 that was replacing one of format 1 when it was killed."""
     for at in range(1, 60):
         place = root / f"at{at}" / "iter_0000001"
-        run_processes(2, killed_at_rename, place, FORMATS, at)
+        run_processes(1, killed_at_change, place, FORMATS, at)
         staged = list(place.glob(".partial-*/metadata.json"))
         if staged and not (place / "metadata.json").exists() and (place / "arrays").exists():
             return place

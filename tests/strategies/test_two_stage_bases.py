@@ -134,27 +134,6 @@ def test_each_shard_and_object_is_requested_from_torch_dist_once_per_group(
             assert len(of_two) == len(set(of_two))
 
 
-def load_little(rank: int, root: Path) -> Any:
-    allow_torch_dist()
-    prepare(60)
-    with cpu_stand_ins():
-        state = state_of(rank, cuts()[:2])
-        save(Entry.MEGATRON, state, root, sharded_strategy=TORCH_DIST)
-        base = Recorded(TorchDistLoadShardedStrategy())
-        strategy = TwoStageDataParallelLoadShardedStrategy(None, base_strategy=base)
-        wanted = state_of(rank, cuts()[:2], zeros)
-        loaded = dist_checkpointing.load(wanted, str(root), sharded_strategy=strategy)
-    return differences(rank, cuts()[:2], loaded), [len(asked) for asked in base.asked]
-
-
-def test_ranks_without_anything_to_read_call_torch_dist_too(tmp_path: Path) -> None:
-    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
-    (tmp_path / "c").mkdir()
-    results = run_processes(4, load_little, tmp_path / "c", timeout_s=150)
-
-    assert sorted(results) == [([], [0]), ([], [0]), ([], [0]), ([], [2])]
-
-
 def load_with_faults(rank: int, root: Path) -> dict[str, Any]:
     prepare(60)
     save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)

@@ -1,7 +1,8 @@
-"""A small checkpoint with one of everything, written through the storage layer."""
+"""Small checkpoints with one of everything, whole or to be damaged."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import tarfile
@@ -11,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-from dist_ckpt_strategies.config import Engine
-from dist_ckpt_strategies.core.array import DType, ObjectId
-from dist_ckpt_strategies.formats.locations import CheckpointMarker
-from dist_ckpt_strategies.formats.objects import dump_object
-from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, write_file
-from tests.support.objects import write_object
-from tests.support.samples import random_values
-from tests.support.stores import write_array
+import dist_ckpt_strategies
+from dist_ckpt_strategies.core.array import DType
+from tests.support.samples import Values, random_values
 
 WEIGHT = "decoder.weight"
 """float32, 4 x 6 in six chunks of 2 x 2: 16 bytes each."""
@@ -33,24 +30,36 @@ RNG = "rng_state"
 
 ARRAYS = sorted((WEIGHT, NESTED, SCALAR, EMPTY))
 OBJECTS = sorted((RNG, WEIGHT))
+LARGE, PLAIN = "decoder.weight", "rerun"
+"""Of format 2: 512 x 512 float32 in one file of eight inner chunks; an object in the manifest."""
 
 
 def write_checkpoint(root: Path) -> Path:
-    """Write arrays, objects, common state and marker; returns the directory."""
+    """Write one of format 1, as Megatron-Core up to 0.15 did; returns the directory."""
     root.mkdir(parents=True, exist_ok=True)
-    write_array(
-        root, Engine.TENSORSTORE, random_values((4, 6), DType.FLOAT32), key=WEIGHT, chunk=(2, 2)
-    )
-    write_array(
-        root, Engine.TENSORSTORE, random_values((5,), DType.BFLOAT16), key=NESTED, chunk=(2,)
-    )
-    write_array(root, Engine.TENSORSTORE, np.array(3.0), key=SCALAR)
-    write_array(root, Engine.TENSORSTORE, np.zeros((0, 4), np.int64), key=EMPTY)
-    for offset in product(range(2), range(2)):
-        write_object(root, ObjectId(RNG, offset, (2, 2)), {"state": list(range(offset[0] + 9))})
-    write_object(root, ObjectId(WEIGHT, (0,), (1,)), "an object may share an array's directory")
-    write_file(root / COMMON_NAME, dump_object({"iteration": 7}, name="common state"))
+    write_array(root, random_values((4, 6), DType.FLOAT32), key=WEIGHT, chunk=(2, 2))
+    write_array(root, random_values((5,), DType.BFLOAT16), key=NESTED, chunk=(2,))
+    write_array(root, np.array(3.0), key=SCALAR)
+    write_array(root, np.zeros((0, 4), np.int64), key=EMPTY)
+    for row, column in product(range(2), range(2)):
+        write_object(root / RNG / f"shard_{row}.{column}_2.2.pt", {"state": list(range(row + 9))})
+    write_object(root / WEIGHT / "shard_0_1.pt", "an object may share an array's directory")
+    write_object(root / "common.pt", {"iteration": 7})
     write_marker(root, "zarr")
+    return root
+
+
+def write_format2(root: Path, *, is_finished: bool = True) -> Path:
+    """Save one of format 2, or what a save leaves that is killed just before its end."""
+    large = torch.arange(512 * 512, dtype=torch.float32).reshape(512, 512)
+    tensors = {LARGE: large, "bias": torch.arange(7, dtype=torch.bfloat16)}
+    objects = {"rng": {"state": torch.arange(50)}, PLAIN: {"seen": 7}}
+    state: dict[str, Any] = {"iteration": 7}
+    state |= {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+    state |= {key: ShardedObject(key, value, (1,), (0,)) for key, value in objects.items()}
+    dist_ckpt_strategies.save(state, root, ("zarr", 2))
+    if not is_finished:
+        (root / "metadata.json").unlink()
     return root
 
 
@@ -59,14 +68,40 @@ def write_foreign_checkpoint(root: Path) -> Path:
     root.mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (root / name).write_bytes(b"torch_dist")
-    write_file(root / COMMON_NAME, dump_object({"iteration": 7}, name="common state"))
+    write_object(root / "common.pt", {"iteration": 7})
     write_marker(root, "torch_dist")
     return root
 
 
 def write_marker(root: Path, backend: str, version: int = 1) -> None:
     """Make a directory count as a checkpoint of a backend."""
-    write_file(root / MARKER_NAME, CheckpointMarker(backend, version).to_json())
+    common = {"common_backend": "torch", "common_backend_version": 1}
+    sharded = {"sharded_backend": backend, "sharded_backend_version": version}
+    (root / "metadata.json").write_text(json.dumps(sharded | common))
+
+
+def write_object(path: Path, obj: Any) -> None:
+    """Write a file of an object, as Megatron-Core does."""
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(buffer.getvalue())
+
+
+def write_array(
+    root: Path, values: Values, *, key: str = "w", chunk: tuple[int, ...] | None = None
+) -> None:
+    """Write a Zarr v2 array of raw chunks, the last ones padded, by numpy alone."""
+    chunk = chunk or tuple(max(1, n) for n in values.shape)
+    # Types of ml_dtypes go by their names.
+    dtype = values.dtype.str if values.dtype.isbuiltin == 1 else values.dtype.name
+    write_metadata(root / key, shape=[*values.shape], chunks=[*chunk], dtype=dtype)
+    for index in np.ndindex(*(-(-n // c) for n, c in zip(values.shape, chunk, strict=True))):
+        starts = [i * c for i, c in zip(index, chunk, strict=True)]
+        piece = values[tuple(slice(a, a + c) for a, c in zip(starts, chunk, strict=True))]
+        content = np.zeros(chunk, values.dtype)
+        content[tuple(slice(n) for n in piece.shape)] = piece
+        (root / key / (".".join(map(str, index)) or "0")).write_bytes(content.tobytes())
 
 
 def write_metadata(directory: Path, **changes: Any) -> None:
@@ -82,7 +117,7 @@ def write_metadata(directory: Path, **changes: Any) -> None:
         "zarr_format": 2,
     }
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / METADATA_NAME).write_text(json.dumps({**fields, **changes}))
+    (directory / ".zarray").write_text(json.dumps({**fields, **changes}))
 
 
 def golden_archives() -> dict[str, Path]:

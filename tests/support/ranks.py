@@ -9,7 +9,7 @@ import pickle
 import queue
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,6 +88,7 @@ def run_processes(
     *args: Any,
     timeout_s: float = 120.0,
     makes_group: bool = True,
+    on_death: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Call ``body(rank, *args)`` in ``size`` new processes, the world of a gloo process group.
 
@@ -100,6 +101,8 @@ def run_processes(
         args: passed to it; they and the result are pickled.
         timeout_s: by which every rank has to be done, in seconds.
         makes_group: False: the ranks make process groups themselves, and take them down.
+        on_death: called with a rank whose process is gone, which is then begun anew; None: its
+            result is a RankDiedError.
 
     Returns:
         By rank: what ``body`` returned; the exception, as an object, where it raised; a
@@ -110,8 +113,8 @@ def run_processes(
     """
     for _ in range(_NUM_TRIES - 1):
         with suppress(_NotConnectedError):
-            return _run_once(size, body, args, timeout_s, makes_group=makes_group)
-    return _run_once(size, body, args, timeout_s, makes_group=makes_group)
+            return _run_once(size, body, args, timeout_s, on_death, makes_group=makes_group)
+    return _run_once(size, body, args, timeout_s, on_death, makes_group=makes_group)
 
 
 def _run_once(
@@ -119,32 +122,75 @@ def _run_once(
     body: Callable[..., Any],
     args: tuple[Any, ...],
     timeout_s: float,
+    on_death: Callable[[int], None] | None,
     *,
     makes_group: bool,
 ) -> list[Any]:
-    context = forkserver()
     # As under torchrun, the store lives outside the ranks and outlasts each of them.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     meeting = _Meeting(size, store.port, timeout_s, makes_group)
-    processes: list[ForkServerProcess] = []
-    pipes: list[Connection] = []
+    processes = _Processes(meeting, body, args)
     farewell_s = 0.0
     try:
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            pipes.append(ours)
-            process = context.Process(
-                target=_run_rank, args=(rank, meeting, theirs, body, args), daemon=True
-            )
-            process.start()
-            processes.append(process)
-            theirs.close()
-        results = _collected(processes, pipes, timeout_s)
+            processes.start(rank)
+        results = processes.results(on_death)
         farewell_s = _FAREWELL_S
     finally:
-        _end(processes, pipes, farewell_s)
+        processes.end(farewell_s)
         del store
     return results
+
+
+class _Processes:
+    """The ranks of one world."""
+
+    def __init__(self, meeting: _Meeting, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._meeting, self._body, self._args = meeting, body, args
+        self._started: list[tuple[Connection, int, ForkServerProcess]] = []
+
+    def start(self, rank: int) -> None:
+        """Begin a rank."""
+        ours, theirs = forkserver().Pipe()
+        task = (rank, self._meeting, theirs, self._body, self._args)
+        process = forkserver().Process(target=_run_rank, args=task, daemon=True)
+        process.start()
+        theirs.close()
+        self._started.append((ours, rank, process))
+
+    def results(self, on_death: Callable[[int], None] | None) -> list[Any]:
+        """What each rank came to; see ``run_processes``."""
+        limit_s, deadline = self._meeting.timeout_s, time.monotonic() + self._meeting.timeout_s
+        found: dict[int, Any] = {}
+        while len(found) < self._meeting.size:
+            newest = {rank: (pipe, process) for pipe, rank, process in self._started}
+            pipes = {pipe: rank for rank, (pipe, _) in newest.items() if rank not in found}
+            ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(pipes.values())
+                raise TimeoutError(f"ranks {late} not done in {limit_s:g} s; the others: {found}")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pipes[pipe]
+                result = _result(pipe, newest[rank][1])
+                if isinstance(result, RankDiedError) and on_death is not None:
+                    on_death(rank)
+                    self.start(rank)
+                else:
+                    found[rank] = result
+        return [found[rank] for rank in range(self._meeting.size)]
+
+    def end(self, farewell_s: float) -> None:
+        """Release the ranks that wait for the others; kill what is still there later."""
+        for pipe, _, _ in self._started:
+            pipe.close()
+        deadline = time.monotonic() + farewell_s
+        for _, _, process in self._started:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
 
 
 @cache
@@ -182,23 +228,6 @@ def allow_processes() -> None:
     vars(multiprocessing.current_process())["_config"]["daemon"] = False
 
 
-def _collected(
-    processes: Sequence[ForkServerProcess], pipes: Sequence[Connection], timeout_s: float
-) -> list[Any]:
-    deadline = time.monotonic() + timeout_s
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = {pipes[rank]: rank for rank in range(len(pipes)) if rank not in results}
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = sorted(waiting.values())
-            raise TimeoutError(f"ranks {late} not done in {timeout_s:g} s; the others: {results}")
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            results[waiting[pipe]] = _result(pipe, processes[waiting[pipe]])
-    return [results[rank] for rank in range(len(pipes))]
-
-
 def _result(pipe: Connection, process: ForkServerProcess) -> Any:
     try:
         return pickle.loads(pipe.recv_bytes())
@@ -207,21 +236,6 @@ def _result(pipe: Connection, process: ForkServerProcess) -> Any:
         if process.exitcode == _NOT_CONNECTED:
             raise _NotConnectedError from None
         return RankDiedError(process.exitcode)
-
-
-def _end(
-    processes: Sequence[ForkServerProcess], pipes: Sequence[Connection], farewell_s: float
-) -> None:
-    """Release the ranks that wait for the others; kill what is still there after ``farewell_s``."""
-    for pipe in pipes:
-        pipe.close()
-    deadline = time.monotonic() + farewell_s
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
 
 
 def _run_rank(

@@ -134,8 +134,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return torch.empty(plain.shape, dtype=plain.dtype).copy_(plain).view(torch.uint8)
 
 
 def on_grid(  # noqa: PLR0913

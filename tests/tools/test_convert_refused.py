@@ -20,7 +20,6 @@ from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
     CheckpointExistsError,
-    CorruptCheckpointError,
     CoverageError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
@@ -29,7 +28,6 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.locations import is_finished
-from dist_ckpt_strategies.formats.zarr3 import array_directory
 from tests.support.checkpoints import flip_at
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import on_grid, state_of
@@ -109,8 +107,8 @@ def unlink(path: Path, at: int) -> None:
 
 
 DAMAGES: list[tuple[str, str, Callable[[Path, int], None]]] = [
-    ("zarr@2", f"{array_directory('w1')}/c.0.1", flip_at),
-    ("zarr@2", f"{array_directory('w1')}/c.0.1", unlink),
+    ("zarr@2", "arrays/w1/c.0.1", flip_at),
+    ("zarr@2", "arrays/w1/c.0.1", unlink),
     ("zarr@2", "objects/rank-00000.bin", flip_at),
     ("zarr@2", "common.pt", flip_at),
     ("zarr@1", "w1/0.1", cut_short),
@@ -137,29 +135,6 @@ def test_damage_of_the_source_is_named_and_nothing_is_visible(
             convert(root, tmp_path / to, to)
         assert str(root / name) in str(found.value)
         assert not is_finished(tmp_path / to)
-
-
-@pytest.mark.parametrize("source", ["zarr@2", "torch_dist"])
-def test_flipped_bytes_of_elements_are_found(saved: Path, tmp_path: Path, source: str) -> None:
-    root = tmp_path / "c"
-    shutil.copytree(saved / source, root)
-    files = [p for p in root.rglob("*") if p.suffix == ".distcp" or p.name.startswith("c.")]
-    for number, path in enumerate(sorted(files)[:: max(1, len(files) // 6)]):
-        content = path.read_bytes()
-        at = places_of_elements(path, content)[number % 3]
-        flip_at(path, at)
-        with pytest.raises(CorruptCheckpointError, match=path.name):
-            convert(root, tmp_path / f"t{number}", "zarr@1")
-        path.write_bytes(content)
-    convert(root, tmp_path / "whole", "zarr@1")
-
-
-def places_of_elements(path: Path, content: bytes) -> list[int]:
-    """Three bytes of a file that are elements of an array."""
-    if path.suffix != ".distcp":
-        return [0, 1000, 8191]
-    start = content.index(b"archive/data/0") + 200
-    return [start, start + 1000, start + 4000]
 
 
 class Trap:
@@ -240,15 +215,8 @@ def test_wrong_arguments_are_refused(saved: Path, tmp_path: Path) -> None:
         diff(saved / "zarr@1", saved / "zarr@2", keys="decodr.*")
     with pytest.raises(StrategyError, match="found a URL"):
         convert(saved / "zarr@1", "s3://bucket/c", "zarr@1")
-    with pytest.raises(StrategyError, match="max_memory_bytes: expected a number > 0"):
-        ConvertOptions(max_memory_bytes=0)
     with pytest.raises(StrategyError, match=r"nothing to upgrade.*found none"):
         upgrade(saved / "zarr@1", tmp_path / "t")
-    with pytest.raises(PlanError, match="safetensors holds no optimizer state"):
-        upgrade(saved / "zarr@1", tmp_path / "t", "safetensors")
-    convert(saved / "zarr@1", tmp_path / "s", "safetensors")
-    with pytest.raises(IncompleteCheckpointError, match="it holds files of safetensors"):
-        diff(saved / "zarr@1", tmp_path / "s")
 
 
 class Custom:

@@ -15,8 +15,6 @@ import pytest
 
 from dist_ckpt_strategies import ConvertOptions, convert, diff
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import Engine
-from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -27,10 +25,8 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.scan import scan, verify
-from tests.support.checkpoints import flip_at, write_checkpoint
-from tests.support.objects import write_object
+from tests.support.checkpoints import flip_at, write_array, write_checkpoint, write_object
 from tests.support.ranks import RankDiedError, run_processes
-from tests.support.stores import write_array
 from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 
 FORMATS = ("zarr@1", "zarr@2", "torch_dist")
@@ -42,7 +38,7 @@ def write_source(root: Path, *, start: int = 0) -> Path:
     write_checkpoint(root)
     values = np.arange(start, start + 300 * 200, dtype=np.float32).reshape(SHAPE)
     for key in ("large", "optimizer.state.param.large"):
-        write_array(root, Engine.TENSORSTORE, values, key=key, chunk=CHUNK)
+        write_array(root, values, key=key, chunk=CHUNK)
     return root
 
 
@@ -98,7 +94,7 @@ def test_ranks_write_the_same_bytes_as_one_process(
 
 def test_ranks_find_the_differences_that_one_process_finds(sources: Path, tmp_path: Path) -> None:
     other = write_source(tmp_path / "other", start=1)
-    write_object(other, ObjectId("o.new", (0,), (1,)), [1])
+    write_object(other / "o.new" / "shard_0_1.pt", [1])
     expected = diff(sources / "zarr@2", other, options=SMALL)
     assert [one.key for one in expected.arrays] == ["large", "optimizer.state.param.large"]
     assert [one.num_differing for one in expected.arrays] == [300 * 200] * 2

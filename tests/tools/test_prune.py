@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,13 @@ import pytest
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.tools.prune import Status, prune
-from tests.support.checkpoints import copied, write_checkpoint, write_foreign_checkpoint
-from tests.support.format2_checkpoints import write_format2
+from tests.support.checkpoints import (
+    copied,
+    write_checkpoint,
+    write_foreign_checkpoint,
+    write_format2,
+)
+from tests.support.system_calls import CHANGES, before_calls
 
 OLD_S = 7200
 WITHDRAWN_NAME = ".removed-metadata.json"
@@ -221,27 +225,21 @@ class KilledError(BaseException):
     """Stands for the end of the process."""
 
 
-@pytest.fixture(scope="module")
-def left() -> list[int]:
-    """Holds the number of changes of directories before the process ends, so to speak.
+def dying_after(number: int) -> AbstractContextManager[None]:
+    """Within the block the process ends, so to speak, after so many changes of directories."""
+    left = [number]
 
-    The hook stays for good; it does nothing while the list is empty.
-    """
-    found: list[int] = []
+    def count(_name: str, _path: str) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KilledError
 
-    def kill(event: str, _: tuple[Any, ...]) -> None:
-        if found and event in {"os.remove", "os.rmdir", "os.rename"}:
-            found[0] -= 1
-            if found[0] < 0:
-                raise KilledError
-
-    sys.addaudithook(kill)
-    return found
+    return before_calls(count, CHANGES)
 
 
 @pytest.mark.parametrize("sample", ["one", "two"])
 def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
-    sample: str, samples: Path, tmp_path: Path, left: list[int]
+    sample: str, samples: Path, tmp_path: Path
 ) -> None:
     number, was_killed = 0, True
     while was_killed:
@@ -249,12 +247,11 @@ def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
         for iteration in (1, 2):
             age(copied(samples / sample, root / f"iter_{iteration:07d}"), OLD_S - iteration)
         was_killed = False
-        left.append(number)
         try:
-            prune(root, keep_last=1)
+            with dying_after(number):
+                prune(root, keep_last=1)
         except KilledError:
             was_killed = True
-        left.clear()
         expected = Status.COMPLETE if number == 0 else Status.UNFINISHED
         is_left = (root / "iter_0000001").exists()
         if is_left and any((root / "iter_0000001").iterdir()):

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from tests.chaos.bookkeeping import observed_copies, observed_global
-from tests.chaos.oracle import (
+from tests.faults.judge import observed_copies, observed_global
+from tests.faults.oracle import (
     CopyKey,
     Found,
     Ledger,
@@ -16,7 +16,7 @@ from tests.chaos.oracle import (
     Standing,
     Tier,
 )
-from tests.chaos.orders import SaveOrder, SaveResult
+from tests.faults.rank import SaveOrder, SaveResult
 from tests.support.entries import Failure
 
 EMPTY = Ledger(num_ranks=4, num_kept=2)
@@ -51,19 +51,6 @@ def results(order: SaveOrder, failure: Failure | None = None) -> dict[int, SaveR
     return {rank: SaveResult(order, 7, failure) for rank in range(4)}
 
 
-def test_the_newest_is_due_and_a_local_one_before_a_global_one() -> None:
-    ledger = EMPTY.with_global("g7", 7, Standing.WHOLE).with_copies(copies_of(5))
-
-    assert ledger.newest_whole() == global_(7)
-    assert ledger.with_copies(copies_of(7)).newest_whole() == local(7)
-    assert ledger.acceptable() == {global_(7)}
-
-
-def test_nothing_is_due_where_there_is_nothing() -> None:
-    assert EMPTY.newest_whole() is None
-    assert EMPTY.acceptable() == set()
-
-
 def test_a_node_that_is_lost_costs_nothing_and_a_clique_all() -> None:
     ledger = EMPTY.with_copies(copies_of(5))
 
@@ -93,24 +80,6 @@ def test_what_may_or_may_not_be_loaded_is_neither_due_nor_refused() -> None:
     assert ledger.acceptable() == {global_(3), local(5)}
 
 
-def test_a_harmless_byte_leaves_a_global_checkpoint_unsure_and_mends_nothing() -> None:
-    ledger = EMPTY.with_global("g3", 3, Standing.WHOLE)
-
-    unsure = ledger.damaged_global("g3", is_harmless=True)
-    broken = ledger.damaged_global("g3", is_harmless=False)
-
-    assert unsure.acceptable() == {global_(3)}
-    assert unsure.newest_whole() is None
-    assert broken.damaged_global("g3", is_harmless=True).acceptable() == set()
-
-
-def test_of_one_iteration_in_two_places_the_better_one_counts() -> None:
-    ledger = EMPTY.with_global("a3", 3, Standing.BROKEN).with_global("b3", 3, Standing.WHOLE)
-
-    assert ledger.newest_whole() == global_(3)
-    assert ledger.without_global(["b3"]).usable() == set()
-
-
 def test_what_is_kept_is_the_newest_and_the_one_that_was_complete_before_it() -> None:
     seen = copies_of(3) | copies_of(5) | copies_of(7, "b")
     ledger = EMPTY.with_copies(seen)
@@ -120,12 +89,6 @@ def test_what_is_kept_is_the_newest_and_the_one_that_was_complete_before_it() ->
         if key.owner == 2:
             ledger = ledger.damaged_copy(key, Place.HEADER)
     assert ledger.kept_copies(SaveKey(7, "b")) == copies_of(3) | copies_of(7, "b")
-
-
-def test_a_later_save_of_a_run_that_went_back_is_not_kept() -> None:
-    ledger = EMPTY.with_copies(copies_of(9) | copies_of(7, "b"))
-
-    assert ledger.kept_copies(SaveKey(7, "b")) == copies_of(7, "b")
 
 
 LOCAL_SAVE = SaveOrder(Tier.LOCAL, 0, is_async=True)
@@ -172,10 +135,3 @@ def test_a_global_save_is_visible_when_it_has_succeeded_and_only_then(
     expected = {True: Standing.UNSURE, False: Standing.WHOLE}[was_there and fails]
     assert after.global_.get("g7") == ((7, expected) if is_finished else None)
     assert observed_global(before, saves, finished, may_differ=True)[1] == []
-
-
-def test_a_finished_checkpoint_that_nobody_touched_has_to_stay() -> None:
-    before = EMPTY.with_global("g3", 3, Standing.WHOLE)
-
-    assert "is gone" in observed_global(before, {}, {}, may_differ=True)[1][0]
-    assert "nobody" in observed_global(EMPTY, {}, {"g3": 3}, may_differ=False)[1][0]

@@ -1,23 +1,25 @@
-"""What the bytes of a format 2 checkpoint are, and which of them a load need not notice.
-
-Follows the layout as it is documented, and takes nothing from the package.
-"""
+"""What the bytes of checkpoint files are, by the pages of the formats; nothing of the package."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+
+import torch
+
+from tests.faults.oracle import CopyKey, Place, SaveKey
 
 _INDEX_ENTRY_NBYTES = 16
 _CRC_NBYTES = 4
 
 
 class Kind(StrEnum):
-    """What a file, or a byte of it, is."""
+    """What a file of format 2, or a byte of it, is."""
 
     MARKER = "metadata.json"
     COMMON = "common.pt"
@@ -59,12 +61,7 @@ HARMLESS: Mapping[tuple[Fault, Kind], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of a checkpoint.
-
-    Attributes:
-        root: the checkpoint.
-        contents: of each file, by its name.
-    """
+    """The files of a checkpoint of format 2: their content by name below ``root``."""
 
     root: Path
     contents: Mapping[str, bytes]
@@ -106,3 +103,45 @@ def kind_of_file(name: str) -> Kind:
     if base.startswith("part-"):
         return Kind.PART
     return Kind(name)
+
+
+_ALIGNMENT = 64
+_END = 32
+_COPY = re.compile(r"iter_(\d+)_(\d+)_local_([0-9a-f]+)\.part")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of a local shard file that are one thing."""
+
+    start: int
+    end: int
+    place: Place
+
+
+def file_map(content: bytes) -> tuple[Span, ...]:
+    """What each byte of a local shard file is."""
+    last = len(content) - _END
+    first = last - int.from_bytes(content[-16:-8], "little")
+    end = 0
+    spans = []
+    for _, dtype, shape in json.loads(content[first:last])["buffers"]:
+        nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        spans += [Span(end, start, Place.PADDING), Span(start, start + nbytes, Place.TENSOR)]
+        end = start + nbytes
+    if end != first:
+        raise ValueError(f"a shard whose buffers have {first} bytes is described as one of {end}")
+    spans.append(Span(first, len(content), Place.HEADER))
+    return tuple(span for span in spans if span.start < span.end)
+
+
+def local_copies(root: Path) -> dict[CopyKey, Path]:
+    """The files of local checkpoints below the directories of all nodes."""
+    found = {}
+    for path in root.glob("node*/*/*.part"):
+        match = _COPY.fullmatch(path.name)
+        if match:
+            key = CopyKey(SaveKey(int(match[1]), match[3]), int(match[2]), int(path.parent.name))
+            found[key] = path
+    return found

@@ -1,9 +1,9 @@
-"""What happens in a run, from its seed alone: no file, clock or process is looked at."""
+"""What happens in a campaign, from its seed alone: no file, clock or process is looked at."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,7 +15,7 @@ _STORE_RUN = 12
 """So many events in a row have the global checkpoints in the same store."""
 
 
-class Kind(StrEnum):
+class Strike(StrEnum):
     """What strikes."""
 
     KILL = "a rank is killed"
@@ -55,39 +55,39 @@ class Survivors(StrEnum):
     GO = "they are started anew"
 
 
-_WEIGHTS: dict[Store, dict[Kind, int]] = {
+_WEIGHTS: dict[Store, dict[Strike, int]] = {
     Store.DISK: {
-        Kind.KILL: 6,
-        Kind.HANG: 1,
-        Kind.WAKE: 1,
-        Kind.PAUSE: 2,
-        Kind.FAIL: 6,
-        Kind.LIMIT: 3,
-        Kind.FULL: 2,
-        Kind.LOSE_NODE: 3,
-        Kind.LOSE_GLOBAL: 2,
-        Kind.FLIP_GLOBAL: 4,
-        Kind.FLIP_LOCAL: 5,
+        Strike.KILL: 6,
+        Strike.HANG: 1,
+        Strike.WAKE: 1,
+        Strike.PAUSE: 2,
+        Strike.FAIL: 6,
+        Strike.LIMIT: 3,
+        Strike.FULL: 2,
+        Strike.LOSE_NODE: 3,
+        Strike.LOSE_GLOBAL: 2,
+        Strike.FLIP_GLOBAL: 4,
+        Strike.FLIP_LOCAL: 5,
     },
     Store.OBJECTS: {
-        Kind.KILL: 3,
-        Kind.PAUSE: 1,
-        Kind.FAIL: 1,
-        Kind.LOSE_NODE: 2,
-        Kind.LOSE_GLOBAL: 2,
-        Kind.FLIP_GLOBAL: 3,
-        Kind.FLIP_LOCAL: 1,
-        Kind.RESTART: 4,
-        Kind.EMPTIED: 1,
+        Strike.KILL: 3,
+        Strike.PAUSE: 1,
+        Strike.FAIL: 1,
+        Strike.LOSE_NODE: 2,
+        Strike.LOSE_GLOBAL: 2,
+        Strike.FLIP_GLOBAL: 3,
+        Strike.FLIP_LOCAL: 1,
+        Strike.RESTART: 4,
+        Strike.EMPTIED: 1,
     },
 }
-_BETWEEN = {Kind.LOSE_GLOBAL, Kind.FLIP_GLOBAL, Kind.FLIP_LOCAL}
+_BETWEEN = {Strike.LOSE_GLOBAL, Strike.FLIP_GLOBAL, Strike.FLIP_LOCAL}
 """What is done while no rank saves or loads."""
 
-_DAMAGE_OF_GLOBAL = {Kind.LOSE_GLOBAL, Kind.FLIP_GLOBAL}
-_OF_GLOBAL = _DAMAGE_OF_GLOBAL | {Kind.EMPTIED}
-_ONLY_SAVES = {Kind.LIMIT, Kind.FULL}
-HANGS = {Kind.HANG, Kind.WAKE}
+_DAMAGE_OF_GLOBAL = {Strike.LOSE_GLOBAL, Strike.FLIP_GLOBAL}
+_OF_GLOBAL = _DAMAGE_OF_GLOBAL | {Strike.EMPTIED}
+_ONLY_SAVES = {Strike.LIMIT, Strike.FULL}
+HANGS = {Strike.HANG, Strike.WAKE}
 """After these nobody answers until a limit of time is over."""
 
 _LOAD_SHARE = 0.3
@@ -120,7 +120,7 @@ class Event:
 
     Attributes:
         number: of the event.
-        kind: what happens.
+        strike: what happens.
         during: what the ranks do when it happens.
         store: where the global save before it goes.
         steps: of training before it.
@@ -136,7 +136,7 @@ class Event:
     """
 
     number: int
-    kind: Kind
+    strike: Strike
     during: During
     store: Store
     steps: int
@@ -162,7 +162,7 @@ class Event:
             if save is not None
         )
         return (
-            f"event {self.number}: {self.kind} (during {self.during}, rank {self.victim}, call "
+            f"event {self.number}: {self.strike} (during {self.during}, rank {self.victim}, call "
             f"{self.call}, share {self.share:.3f}); before it {self.steps} steps, {saves}; "
             f"global checkpoints in {self.store}"
         )
@@ -181,13 +181,13 @@ def build_event(seed: int, number: int, stores: tuple[Store, ...] = tuple(Store)
     chance = random.Random(f"{seed} {number}")
     store = stores[(number // _STORE_RUN) % len(stores)]
     kinds = _WEIGHTS[store]
-    kind = chance.choices(list(kinds), list(kinds.values()))[0]
-    during = _during(kind, chance)
+    strike = chance.choices(list(kinds), list(kinds.values()))[0]
+    during = _during(strike, chance)
     steps = chance.randint(1, MAX_STEPS)
-    global_save, local_save = _saves(kind, during, store, steps, chance)
+    global_save, local_save = _saves(strike, during, store, steps, chance)
     return Event(
         number,
-        kind,
+        strike,
         during,
         store,
         steps,
@@ -203,34 +203,83 @@ def build_event(seed: int, number: int, stores: tuple[Store, ...] = tuple(Store)
     )
 
 
-def _during(kind: Kind, chance: random.Random) -> During:
-    if kind in _BETWEEN or (kind is Kind.LOSE_NODE and chance.random() < _BETWEEN_SHARE):
+def _during(strike: Strike, chance: random.Random) -> During:
+    if strike in _BETWEEN or (strike is Strike.LOSE_NODE and chance.random() < _BETWEEN_SHARE):
         return During.NOTHING
-    if kind not in _ONLY_SAVES and chance.random() < _LOAD_SHARE:
+    if strike not in _ONLY_SAVES and chance.random() < _LOAD_SHARE:
         return During.LOAD
     return During.SAVE
 
 
 def _saves(
-    kind: Kind, during: During, store: Store, steps: int, chance: random.Random
+    strike: Strike, during: During, store: Store, steps: int, chance: random.Random
 ) -> tuple[SaveAt | None, SaveAt | None]:
     """The global and the local save, at least one.
 
     What is damaged afterwards is the newest, lest nobody should look at it. Nobody trains while a
     rank is silent.
     """
-    is_local = chance.random() < _LOCAL_SHARE or kind in {Kind.FLIP_LOCAL, Kind.LOSE_NODE}
-    is_global = not is_local or chance.random() < _GLOBAL_SHARE or kind in _OF_GLOBAL
+    is_local = chance.random() < _LOCAL_SHARE or strike in {Strike.FLIP_LOCAL, Strike.LOSE_NODE}
+    is_global = not is_local or chance.random() < _GLOBAL_SHARE or strike in _OF_GLOBAL
     # What this kind of event can strike at has to be there.
-    is_global |= store is Store.OBJECTS and kind is Kind.RESTART and during is During.SAVE
+    is_global |= store is Store.OBJECTS and strike is Strike.RESTART and during is During.SAVE
     after_global, after_local = chance.randint(0, steps), chance.randint(0, steps)
-    if during is During.SAVE and kind in HANGS:
+    if during is During.SAVE and strike in HANGS:
         after_global = after_local = steps
-    elif kind in _DAMAGE_OF_GLOBAL:
+    elif strike in _DAMAGE_OF_GLOBAL:
         after_global, after_local = steps, chance.randrange(steps)
-    elif kind is Kind.FLIP_LOCAL:
+    elif strike is Strike.FLIP_LOCAL:
         after_local = steps
     return (
         SaveAt(after_global, chance.random() < _ASYNC_SHARE) if is_global else None,
         SaveAt(after_local, chance.random() < _ASYNC_SHARE) if is_local else None,
     )
+
+
+_ATTEMPTS_IN_A_ROW = 8
+_EARLY_SHARE = 0.6
+_EARLY, _LATE = 3, 40
+"""Calls before a fault, at most: few mostly, since most functions are called a few times."""
+
+_FOR_EVER_SHARE = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An operation of all ranks in which one of them cannot call a function.
+
+    Attributes:
+        number: of the attempt.
+        operation: its name.
+        target: the function's name.
+        call: calls before it fails.
+        for_ever: whether all later calls fail too.
+    """
+
+    number: int
+    operation: str
+    target: str
+    call: int
+    for_ever: bool
+
+    def __str__(self) -> str:
+        """One line."""
+        later = " and all later ones" if self.for_ever else ""
+        return f"attempt {self.number}: {self.operation}: {self.target} call {self.call}{later}"
+
+
+def build_attempts(
+    seed: int, operations: Sequence[str], targets: Sequence[str]
+) -> Iterator[Attempt]:
+    """Attempts without end: some in a row of one operation, then of the next."""
+    number = 0
+    while True:
+        chance = random.Random(f"{seed} attempt {number}")
+        yield Attempt(
+            number,
+            operations[(number // _ATTEMPTS_IN_A_ROW) % len(operations)],
+            chance.choice(targets),
+            chance.randrange(_EARLY if chance.random() < _EARLY_SHARE else _LATE),
+            chance.random() < _FOR_EVER_SHARE,
+        )
+        number += 1

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.judge import (
+from tests.faults.injection import INJECTED
+from tests.faults.judge import (
+    check_attempt,
     check_disturbed_recovery,
+    check_pruned,
     check_recovery,
     check_steps,
     check_training,
+    check_verified,
 )
-from tests.chaos.oracle import Ledger, Standing, Tier
-from tests.chaos.orders import Recovered, SaveOrder, SaveResult, Trained
-from tests.chaos.schedule import During, Event, Kind, Store, build_schedule
-from tests.chaos.traps import INJECTED
-from tests.chaos.world import Answer, Gone, Stopped
+from tests.faults.oracle import Ledger, Standing, Tier
+from tests.faults.rank import Recovered, SaveOrder, SaveResult, Trained
+from tests.faults.schedule import During, Event, Store, Strike, build_schedule
+from tests.faults.world import Answer, Gone, Stopped
 from tests.support.entries import Failure
 
 REFERENCE = [[f"{rank} {step}" for step in range(10)] for rank in range(4)]
@@ -31,8 +34,8 @@ ORDER = SaveOrder(Tier.GLOBAL, 1, is_async=True, directory="g8")
 LIMIT_S = 2.0
 
 
-def event(kind: Kind, during: During = During.SAVE) -> Event:
-    found = next(one for one in build_schedule(0) if one.kind is kind)
+def event(strike: Strike, during: During = During.SAVE) -> Event:
+    found = next(one for one in build_schedule(0) if one.strike is strike)
     return replace(found, during=during, victim=2, store=Store.DISK)
 
 
@@ -51,12 +54,12 @@ def failure(text: str, *kinds: str) -> Failure:
 
 def recovered(rank: int, iteration: int, **changes: Any) -> Recovered:
     digest = REFERENCE[rank][iteration]
-    found = Recovered(Tier.GLOBAL, iteration, "", (), digest, None, has_sprung=False)
+    found = Recovered(Tier.GLOBAL, iteration, digest, None, has_struck=False)
     return replace(found, **changes)
 
 
 def refused(found: Failure) -> Recovered:
-    return Recovered(None, -1, "", (), "", found, has_sprung=False)
+    return Recovered(None, -1, "", found, has_struck=False)
 
 
 def everyone(value: Any) -> dict[int, Answer]:
@@ -66,7 +69,7 @@ def everyone(value: Any) -> dict[int, Answer]:
 def trained(*failures: Failure | None) -> dict[int, Answer]:
     """How a save ended on each rank."""
     return {
-        rank: Answer(Trained({}, (SaveResult(ORDER, 8, one),), None, has_sprung=True), 0.1)
+        rank: Answer(Trained({}, (SaveResult(ORDER, 8, one),), None, has_struck=True), 0.1)
         for rank, one in enumerate(failures)
     }
 
@@ -108,7 +111,7 @@ def test_the_beginning_is_right_only_where_nothing_was_ever_finished() -> None:
 
 
 def test_a_disturbed_load_may_bring_an_older_state_or_fail_everywhere_and_say_why() -> None:
-    fails, kills = event(Kind.FAIL, During.LOAD), event(Kind.KILL, During.LOAD)
+    fails, kills = event(Strike.FAIL, During.LOAD), event(Strike.KILL, During.LOAD)
     injected = refused(failure(f"rank 2: {INJECTED}", "StorageError"))
     lost = refused(failure("lost contact", "PeerLostError"))
     older = everyone(lambda r: recovered(r, 3))
@@ -123,12 +126,12 @@ def test_a_disturbed_load_may_bring_an_older_state_or_fail_everywhere_and_say_wh
     assert wrong(fails, everyone(lost))
     assert wrong(fails, everyone(lambda r: recovered(r, 7)))
     assert wrong(kills, everyone(lost) | {1: Answer(Gone(-9), 0.1)})
-    assert wrong(event(Kind.PAUSE, During.LOAD), everyone(lost))
+    assert wrong(event(Strike.PAUSE, During.LOAD), everyone(lost))
 
 
 def test_a_save_fails_on_all_ranks_or_on_none() -> None:
     injected = failure(f"rank 2: {INJECTED}", "StorageError")
-    struck = event(Kind.FAIL)
+    struck = event(Strike.FAIL)
 
     assert list(check_training(struck, trained(*[None] * 4), LIMIT_S)) == []
     assert list(check_training(struck, trained(*[injected] * 4), LIMIT_S)) == []
@@ -148,21 +151,21 @@ def test_a_save_fails_on_all_ranks_or_on_none() -> None:
 def test_an_error_that_is_late_or_does_not_say_why_is_noticed(changes: dict[str, Any]) -> None:
     odd = replace(failure(f"rank 2: {INJECTED}", "StorageError"), **changes)
 
-    assert list(check_training(event(Kind.FAIL), trained(*[odd] * 4), LIMIT_S))
+    assert list(check_training(event(Strike.FAIL), trained(*[odd] * 4), LIMIT_S))
 
 
 def test_a_rank_is_lost_only_where_it_was_to_be() -> None:
     lost = failure("lost contact", "PeerLostError")
     answers = trained(*[lost] * 4) | {2: Answer(Gone(-9), 0.1)}
 
-    assert list(check_training(event(Kind.KILL), answers, LIMIT_S)) == []
-    assert list(check_training(event(Kind.FAIL), answers, LIMIT_S))
-    assert list(check_training(event(Kind.KILL), answers | {0: Answer(Gone(1), 0.1)}, LIMIT_S))
+    assert list(check_training(event(Strike.KILL), answers, LIMIT_S)) == []
+    assert list(check_training(event(Strike.FAIL), answers, LIMIT_S))
+    assert list(check_training(event(Strike.KILL), answers | {0: Answer(Gone(1), 0.1)}, LIMIT_S))
 
 
 def test_a_state_that_is_not_that_of_the_undisturbed_run_is_noticed() -> None:
-    good = everyone(lambda r: Trained({4: REFERENCE[r][4]}, (), None, has_sprung=False))
-    bad = good | {3: Answer(Trained({4: "other"}, (), None, has_sprung=False), 0.1)}
+    good = everyone(lambda r: Trained({4: REFERENCE[r][4]}, (), None, has_struck=False))
+    bad = good | {3: Answer(Trained({4: "other"}, (), None, has_struck=False), 0.1)}
 
     assert list(check_steps(good, REFERENCE)) == []
     assert "rank 3" in next(check_steps(bad, REFERENCE))
@@ -172,5 +175,41 @@ def test_a_store_is_late_only_where_it_has_little_time() -> None:
     late = trained(*[failure("s3://a did not answer", "StoreUnreachableError")] * 4)
 
     lost = late | {2: Answer(Gone(-9), 0.1)}
-    assert list(check_training(event(Kind.KILL), lost, LIMIT_S)) == []
-    assert list(check_training(event(Kind.FAIL), late, LIMIT_S))
+    assert list(check_training(event(Strike.KILL), lost, LIMIT_S)) == []
+    assert list(check_training(event(Strike.FAIL), late, LIMIT_S))
+
+
+def attempted(*failures: Failure | None, seconds: float = 0.1) -> dict[int, Answer]:
+    return {rank: Answer((one, seconds), seconds) for rank, one in enumerate(failures)}
+
+
+def test_an_operation_fails_soon_on_all_ranks_or_on_none_and_names_the_culprit() -> None:
+    ours = failure("rank 2: injected", "StorageError")
+    others = replace(ours, global_rank=1), replace(ours, is_ours=False)
+
+    assert list(check_attempt(attempted(*[ours] * 4), 2)) == []
+    assert list(check_attempt(attempted(*[None] * 4), 2)) == []
+    assert list(check_attempt(attempted(*[None] * 4), None)) == []
+    assert list(check_attempt(attempted(*[ours] * 4), None))
+    assert list(check_attempt(attempted(*[ours] * 4, seconds=4.0), 2))
+    assert list(check_attempt(attempted(ours, None, ours, ours), 2))
+    for wrong in others:
+        assert list(check_attempt(attempted(ours, wrong, ours, ours), 2))
+    assert list(check_attempt(attempted(*[None] * 4) | {1: Answer(Gone(1), 0.1)}, 2))
+
+
+def test_verify_has_to_tell_whole_from_damaged() -> None:
+    ledger = LEDGER.with_global("g9", 9, Standing.UNSURE)
+    right = {"g3": 0, "g5": 0, "g7": 1, "g9": 1}
+
+    assert list(check_verified(ledger, right)) == []
+    assert list(check_verified(ledger, right | {"g9": 0})) == []
+    assert list(check_verified(ledger, right | {"g5": 1}))
+    assert list(check_verified(ledger, right | {"g7": 0}))
+
+
+def test_prune_has_to_keep_the_newest() -> None:
+    before = {"g3": 3, "g5": 5, "g7": 7}
+
+    assert list(check_pruned(before, ["g5", "g7"], 2)) == []
+    assert list(check_pruned(before, ["g3", "g7"], 2)) == ["g5 was pruned"]

@@ -97,7 +97,7 @@ class Ledger:
         num_ranks: parts of a local save.
         num_kept: local saves that are kept, the newest included.
         global_: by directory or URL, the iteration and the standing.
-        copies: of local parts, those that are there.
+        copies: of local shards, those that are there.
     """
 
     num_ranks: int

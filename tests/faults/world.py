@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -15,15 +15,17 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import TCPStore
 
-from tests.chaos.orders import Join, Order
-from tests.chaos.rank import HOST, Place, run_rank
-from tests.chaos.schedule import NUM_RANKS
+from tests.faults.rank import HOST, run_rank
+from tests.faults.schedule import NUM_RANKS
 from tests.support.ranks import forkserver
 
 _POLL_S = 0.02
 _TRACE_S = 1.0
 _END_S = 60.0
-_MAX_MEETINGS = 3
+_MAX_JOINS = 3
+
+Order = tuple[str, tuple[Any, ...]]
+"""A method of Rank, and its arguments."""
 
 
 class StuckError(Exception):
@@ -32,11 +34,7 @@ class StuckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A rank ended without an answer.
-
-    Attributes:
-        exit_code: of its process.
-    """
+    """A rank ended without an answer; the exit code of its process."""
 
     exit_code: int | None
 
@@ -48,21 +46,10 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank came to.
-
-    Attributes:
-        value: its answer, or Gone or Stopped.
-        seconds: from the order on.
-    """
+    """What a rank came to, or Gone or Stopped; and the seconds from the order on."""
 
     value: Any
     seconds: float
-
-
-@dataclass(slots=True)
-class _Process:
-    process: ForkServerProcess
-    pipe: Connection
 
 
 class World:
@@ -71,22 +58,19 @@ class World:
     Args:
         root: holds the directories of all nodes, and of the global checkpoints.
         variables: for the environment of the ranks.
-        timeout_s: of meetings in the training, in seconds.
+        timeout_s: of collectives in the training, in seconds.
     """
 
     def __init__(self, root: Path, variables: Mapping[str, str], timeout_s: float) -> None:
-        self._root = root
-        self._variables = dict(variables)
-        self._timeout_s = timeout_s
-        self._context = forkserver()
+        self._root, self._variables, self._timeout_s = root, dict(variables), timeout_s
         # As under torchrun, the store lives outside the ranks and outlasts each of them.
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self._processes: dict[int, _Process] = {}
-        self._num_meetings = 0
+        self._processes: dict[int, tuple[ForkServerProcess, Connection]] = {}
+        self._num_joins = 0
         self.num_started = 0
 
     def __enter__(self) -> Self:
-        """The world itself; nobody is there yet."""
+        """The world itself; no rank is there yet."""
         return self
 
     def __exit__(
@@ -98,15 +82,18 @@ class World:
         """End all processes."""
         self.kill(*self._processes)
 
-    def meet(self, jump: int) -> None:
-        """Start the ranks that are missing, and let all make process groups.
+    def join(self, jump: int) -> None:
+        """Start the ranks that are missing, and have all make process groups.
 
         Where survivors cannot, all are started anew.
+
+        Raises:
+            StuckError: they do not come together.
         """
-        for _ in range(_MAX_MEETINGS):
+        for _ in range(_MAX_JOINS):
             self._start_missing()
-            self._num_meetings += 1
-            order = Join(f"meeting{self._num_meetings}", jump, self._timeout_s)
+            self._num_joins += 1
+            order = ("join", (f"groups{self._num_joins}", jump, self._timeout_s))
             answers = self.ask(dict.fromkeys(range(NUM_RANKS), order), 2 * self._timeout_s)
             if all(answer.value is None for answer in answers.values()):
                 return
@@ -133,14 +120,14 @@ class World:
         asleep: dict[int, float] = {}
         while waiting := [rank for rank in orders if rank not in answers]:
             self._receive(waiting, answers, began)
-            for rank in waiting:
-                if rank not in answers and self._is_stopped(rank):
-                    asleep.setdefault(rank, time.monotonic())
-            if nap_s is not None:
-                self._wake_those_due(asleep, nap_s)
-            elif all(rank in answers or self._is_stopped(rank) for rank in waiting):
+            now = time.monotonic()
+            still = [r for r in waiting if r not in answers and self._is_stopped(r)]
+            for rank in still:
+                if nap_s is not None and now - asleep.setdefault(rank, now) >= nap_s:
+                    self._signal(rank, signal.SIGCONT)
+            if nap_s is None and all(rank in answers or rank in still for rank in waiting):
                 break
-            if time.monotonic() - began > timeout_s:
+            if now - began > timeout_s:
                 raise self._stuck([rank for rank in waiting if rank not in answers], timeout_s)
         late = Answer(Stopped(), time.monotonic() - began)
         return {rank: answers.get(rank, late) for rank in orders}
@@ -158,63 +145,59 @@ class World:
             self._receive([rank], answers, began)
             if time.monotonic() - began > timeout_s:
                 raise self._stuck([rank], timeout_s)
-        return replace(answers[rank], seconds=time.monotonic() - began)
+        return answers[rank]
 
     def kill(self, *ranks: int) -> None:
         """End processes at once."""
         ended = [self._processes.pop(rank) for rank in list(ranks) if rank in self._processes]
-        for one in ended:
-            one.process.kill()
-        for one in ended:
-            one.process.join()
-            one.pipe.close()
-            one.process.close()
+        for process, _ in ended:
+            process.kill()
+        for process, pipe in ended:
+            process.join()
+            pipe.close()
+            process.close()
 
     def _start_missing(self) -> None:
-        for rank in range(NUM_RANKS):
-            if rank in self._processes:
-                continue
-            place = Place(rank, self._root, self._store.port, self._variables)
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=run_rank, args=(place, theirs), daemon=True)
+        for rank in set(range(NUM_RANKS)) - set(self._processes):
+            ours, theirs = forkserver().Pipe()
+            process = forkserver().Process(
+                target=run_rank,
+                args=(rank, self._root, self._store.port, self._variables, theirs),
+                daemon=True,
+            )
             process.start()
             theirs.close()
-            self._processes[rank] = _Process(process, ours)
+            self._processes[rank] = (process, ours)
             self.num_started += 1
 
     def _send(self, rank: int, order: Order) -> None:
         try:
-            self._processes[rank].pipe.send(order)
+            self._processes[rank][1].send(order)
         except (BrokenPipeError, ConnectionResetError):
             return  # it is gone, as will be seen
 
     def _receive(self, ranks: list[int], answers: dict[int, Answer], began: float) -> None:
-        pipes = {self._processes[rank].pipe: rank for rank in ranks}
+        pipes = {self._processes[rank][1]: rank for rank in ranks}
         for pipe in wait(list(pipes), timeout=_POLL_S):
             assert isinstance(pipe, Connection)
             rank = pipes[pipe]
             try:
                 at, value = pipe.recv()
             except (EOFError, ConnectionResetError):
-                process = self._processes[rank].process
+                process, _ = self._processes[rank]
                 process.join(_END_S)
                 at, value = time.monotonic(), Gone(process.exitcode)
             answers[rank] = Answer(value, at - began)
 
     def _is_stopped(self, rank: int) -> bool:
         try:
-            text = Path(f"/proc/{self._processes[rank].process.pid}/stat").read_text()
+            text = Path(f"/proc/{self._processes[rank][0].pid}/stat").read_text()
         except OSError:
             return False
         return text.rpartition(")")[2].split()[0] == "T"
 
-    def _wake_those_due(self, asleep: dict[int, float], nap_s: float) -> None:
-        for rank, since in asleep.items():
-            if time.monotonic() - since >= nap_s and self._is_stopped(rank):
-                self._signal(rank, signal.SIGCONT)
-
     def _signal(self, rank: int, number: signal.Signals) -> None:
-        pid = self._processes[rank].process.pid
+        pid = self._processes[rank][0].pid
         assert pid is not None
         os.kill(pid, number)
 

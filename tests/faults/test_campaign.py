@@ -1,0 +1,27 @@
+"""A twentieth of the campaigns of ``python -m tests.faults``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.operations import OPERATIONS
+from tests.faults.run import Campaign, report, run_campaign
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    "campaign", [Campaign(1, 40, 0), Campaign(2, 40, 0), Campaign(3, 1, 136)], ids=str
+)
+def test_nothing_happens_that_must_not(
+    campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally = run_campaign(campaign, tmp_path)
+
+    assert tally.events.total() == campaign.num_events
+    assert len(tally.attempts) == (len(OPERATIONS) if campaign.num_attempts else 0)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{report(campaign, tally)}\n")

@@ -1,0 +1,506 @@
+"""The contract of both formats: every element comes back, by any region, whatever wrote the array;
+and what is wrong with an array is an error that names key and file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tarfile
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+import torch
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.dist_checkpointing import ShardedTensor
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.core.array import DType
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    PlanError,
+    StorageError,
+)
+from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from tests.support.checkpoints import write_array, write_marker, write_metadata, write_object
+from tests.support.leaks import threads_left
+from tests.support.samples import Values, random_values, same_bytes
+from tests.support.sharding import (
+    ALL_DTYPES,
+    Cut,
+    Part,
+    at_random,
+    differences,
+    no_data,
+    on_grid,
+    part_of,
+    same_bits,
+    sharded,
+    state_of,
+    whole,
+    zeros,
+)
+from tests.support.system_calls import before_calls
+from tests.support.tensors import LAYOUTS
+
+FORMATS = [("zarr", 1), ("zarr", 2)]
+each_format = pytest.mark.parametrize("backend", FORMATS, ids=["format1", "format2"])
+
+
+def save(root: Path, backend: tuple[str, int], *cuts: Cut) -> None:
+    dist_ckpt_strategies.save(state_of(0, cuts), root, backend)
+
+
+def region_of(key: str, shape: tuple[int, ...], chance: random.Random) -> tuple[Cut, Part]:
+    """Any region of an array, as one shard of it; it may be empty."""
+    low = tuple(chance.randrange(n + 1) for n in shape)
+    extent = tuple(chance.randint(0, n - a) for a, n in zip(low, shape, strict=True))
+    part = Part(0, low, extent)
+    return Cut(key, shape, torch.float32, (part,)), part
+
+
+@each_format
+@given(seed=st.integers(0, 1 << 40))
+def test_any_region_is_loaded_into_memory_of_any_layout(
+    backend: tuple[str, int], seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root, chance = tmp_path_factory.mktemp("any") / "c", random.Random(seed)
+    shape = tuple(chance.choice((1, 2, 3, 5, 8, 13)) for _ in range(chance.randint(0, 4)))
+    dtype = chance.choice(ALL_DTYPES)
+    saved = at_random("w", shape, chance.randint(1, 9), size=1, dtype=dtype, seed=seed)
+    save(root, backend, saved)
+
+    wanted: dict[str | None, Any] = {}
+    targets: dict[str | None, torch.Tensor] = {}
+    for layout in ("dense", "transposed", "every other element", None):
+        cut, part = region_of("w", shape, chance)
+        if layout is not None and shape:
+            targets[layout] = LAYOUTS[layout](torch.zeros(part.shape, dtype=dtype))
+        wanted[layout] = sharded(cut, part, targets.get(layout), dtype=dtype)
+    found: Any = dist_ckpt_strategies.load(dict(wanted), root, validate_access_integrity=False)
+
+    for name, tensor in wanted.items():
+        assert same_bits(
+            found[name], part_of(saved, Part(0, tensor.global_offset, tensor.local_shape))
+        )
+        assert name not in targets or found[name] is targets[name]
+
+
+SIZES = [
+    (64 << 10) - 1,
+    64 << 10,
+    (256 << 10) + 4096 - 7,
+    (4 << 20) + 3 * 4096 + 5,
+    (16 << 20) + 12345,
+]
+"""Around the sizes at which files are cut, and go past the page cache."""
+
+REGIONS = [(0, 1), (1, 4097), (4095, (300 << 10) - 5), ((256 << 10) + 3, (4 << 20) + 4096)]
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Where files go past the page cache, and where they cannot."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def forget_cached(root: Path) -> None:
+    """Have the next read of a file come from the disk."""
+    for path in (path for path in root.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@each_format
+@pytest.mark.parametrize("direct_io", ["1", "0"])
+def test_large_arrays_come_back_whole_and_in_regions_from_the_cache_and_the_disk(
+    backend: tuple[str, int], direct_io: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIST_CKPT_DIRECT_IO", direct_io)
+    cuts = [on_grid(f"w{size}", (size,), (1,), size=1, dtype=torch.uint8) for size in SIZES]
+    matrix = on_grid("matrix", (2500, 1300), (1, 1), size=1)
+    save(place / "c", backend, *cuts, matrix)
+    regions = [
+        Cut(cut.key, cut.shape, cut.dtype, (Part(0, (start,), (length,)),))
+        for cut in cuts
+        for start, length in REGIONS
+        if start + length <= cut.shape[0]
+    ]
+    regions.append(Cut("matrix", matrix.shape, matrix.dtype, (Part(0, (833, 1), (700, 1298)),)))
+
+    for wanted in ([*cuts, matrix], regions):
+        forget_cached(place)
+        for _ in range(2):
+            state = {
+                str(n): next(iter(state_of(0, [cut], zeros).values()))
+                for n, cut in enumerate(wanted)
+            }
+            found: Any = dist_ckpt_strategies.load(
+                state, place / "c", validate_access_integrity=False
+            )
+            for number, cut in enumerate(wanted):
+                assert same_bits(found[str(number)], part_of(cut, cut.parts[0])), cut
+
+
+@each_format
+def test_zarr_python_reads_every_dtype(backend: tuple[str, int], tmp_path: Path) -> None:
+    register_extension_dtypes()
+    cuts = [on_grid(str(d), (8, 10), (2, 2), size=1, dtype=d) for d in ALL_DTYPES]
+    save(tmp_path, backend, *cuts)
+
+    for cut in cuts:
+        path = tmp_path / cut.key if backend[1] == 1 else tmp_path / "arrays" / cut.key
+        found: Any = zarr.open_array(str(path), mode="r")[...]
+        expected = whole(cut).view(torch.uint8).numpy().tobytes()
+        assert np.asarray(found).tobytes() == expected, cut.key
+
+
+@each_format
+def test_every_file_and_directory_is_flushed_before_the_save_ends(
+    backend: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIST_CKPT_WHOLE_FLUSH", "0")
+    flushed: set[int] = set()
+    with before_calls(lambda _, path: flushed.add(Path(path).stat().st_ino), ["fsync"]):
+        save(tmp_path / "c", backend, *(on_grid(k, (8, 4), (4, 2), size=1) for k in ("w", "v")))
+
+    written = {tmp_path / "c", *(tmp_path / "c").rglob("*")}
+    assert len(written) > 8
+    assert {str(path) for path in written if path.stat().st_ino not in flushed} == set()
+
+
+# What others wrote
+
+
+def write_foreign(root: Path, values: Values, key: str = "layer.w", **how: Any) -> Path:
+    """An array of another writer in a finished checkpoint of format 1; its directory."""
+    options: dict[str, Any] = {"dtype": values.dtype, "fill_value": None, "compressors": None} | how
+    array = zarr.create_array(
+        str(root / key),
+        shape=values.shape,
+        chunks=tuple(max(1, -(-n // 2)) for n in values.shape),
+        zarr_format=2,
+        config={"write_empty_chunks": True},
+        **options,
+    )
+    array[...] = values
+    finish(root)
+    return root / key
+
+
+def finish(root: Path) -> None:
+    write_object(root / "common.pt", {})
+    write_marker(root, "zarr")
+
+
+def read(root: Path, values: Values, engine: Engine, key: str = "layer.w") -> Values:
+    """All of an array of that shape and type, as one of the engines reads it."""
+    data = torch.from_numpy(np.empty(values.shape, values.dtype.newbyteorder("=")))
+    wanted = ShardedTensor.from_rank_offsets(key, data)
+    strategy = ZarrLoadShardedStrategy(options=Options(engine=engine))
+    dist_ckpt_strategies.load({"w": wanted}, root, strategy)
+    return data.numpy()
+
+
+ZLIB = numcodecs.Zlib(level=1)
+WAYS: dict[str, dict[str, Any]] = {
+    "zlib": {"compressors": ZLIB},
+    "gzip": {"compressors": numcodecs.GZip(level=1)},
+    "blosc": {"compressors": numcodecs.Blosc("lz4", shuffle=numcodecs.Blosc.SHUFFLE)},
+    "zstd": {"compressors": numcodecs.Zstd(level=1)},
+    "fortran": {"order": "F"},
+    "big-endian": {"dtype": ">f4"},
+    "big-endian, fortran, zlib": {"compressors": ZLIB, "order": "F", "dtype": ">f4"},
+    "nested": {"chunk_key_encoding": {"name": "v2", "separator": "/"}},
+    "fill value": {"fill_value": 7.0},
+}
+by_engine = pytest.mark.parametrize("engine", Engine)
+
+
+@by_engine
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_arrays_of_other_writers_are_read_and_a_missing_chunk_is_named(
+    way: dict[str, Any], engine: Engine, tmp_path: Path
+) -> None:
+    values = random_values((7, 5), DType.FLOAT32)
+    values[np.isnan(values)] = 1.5  # numcodecs and numpy may touch payloads of swapped NaNs
+    directory = write_foreign(tmp_path, values, **way)
+
+    assert same_bytes(read(tmp_path, values, engine), values)
+    lost = directory / ("0/1" if way is WAYS["nested"] else "0.1")
+    lost.unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"^(rank 0: )?layer\.w: ") as caught:
+        read(tmp_path, values, engine)
+    assert (caught.value.key, caught.value.path) == ("layer.w", str(lost))
+
+
+@by_engine
+@pytest.mark.parametrize("dtype", ["i2", "u8", "c16", "f8", "b1"])
+def test_a_compressed_array_of_any_type_is_read(dtype: str, engine: Engine, tmp_path: Path) -> None:
+    values = (np.arange(12).reshape(3, 4) % 5).astype(dtype)
+    write_foreign(tmp_path, values, compressors=ZLIB)
+
+    assert same_bytes(read(tmp_path, values, engine), values)
+
+
+@by_engine
+@pytest.mark.parametrize("codec", ["zlib", "gzip", "blosc", "zstd"])
+def test_a_damaged_compressed_chunk_is_an_error_that_names_key_and_file(
+    codec: str, engine: Engine, tmp_path: Path
+) -> None:
+    values = random_values((8, 8), DType.INT32)
+    bad = write_foreign(tmp_path, values, **WAYS[codec]) / "0.0"
+    content = bad.read_bytes()
+    for damaged in (content[:-9], b"", b"\x01" * len(content)):
+        bad.write_bytes(damaged)
+        with pytest.raises(CorruptCheckpointError, match=r"layer\.w: ") as caught:
+            read(tmp_path, values, engine)
+        assert caught.value.key == "layer.w"
+        assert str(bad.parent) in str(caught.value)
+
+
+VALUES = np.zeros(4, np.float32)
+FILTERS = [{"id": "delta", "dtype": "<f4"}]
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields", "content", "said"),
+    [
+        # Chunks that no memory could hold are an error, not the end of the process.
+        *((e, {"chunks": [10**13]}, bytes(16), "w: ") for e in Engine),
+        *(
+            (
+                e,
+                {"chunks": [10**13], "compressor": {"id": "zlib", "level": 1}},
+                zlib.compress(bytes(16)),
+                "w: ",
+            )
+            for e in Engine
+        ),
+        (
+            Engine.TENSORSTORE,
+            {"compressor": {"id": "lz4", "acceleration": 1}},
+            bytes(16),
+            "engine='zarr'",
+        ),
+        (Engine.TENSORSTORE, {"filters": FILTERS}, bytes(16), "engine='zarr'"),
+        *((e, {"compressor": {"id": "homemade"}}, bytes(16), "homemade") for e in Engine),
+    ],
+)
+def test_what_cannot_be_decoded_is_an_error_that_says_so(
+    engine: Engine, fields: dict[str, Any], content: bytes, said: str, tmp_path: Path
+) -> None:
+    write_metadata(tmp_path / "w", **fields)
+    (tmp_path / "w" / "0").write_bytes(content)
+    finish(tmp_path)
+
+    with pytest.raises(StorageError, match=said) as caught:
+        read(tmp_path, VALUES, engine, "w")
+    assert caught.value.key == "w"
+
+
+# The description of an array of format 1
+
+
+def test_descriptions_have_the_bytes_that_megatron_wrote(tmp_path: Path) -> None:
+    archive = Path(__file__).parents[1] / "golden" / "data" / "m0123_tp4_modelonly.tar.xz"
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    old = tmp_path / "m0123_tp4_modelonly" / "ckpt"
+    state: dict[str, Any] = {}
+    for path in old.glob("*/.zarray"):
+        fields, key = json.loads(path.read_bytes()), path.parent.name
+        grid = tuple(n // c for n, c in zip(fields["shape"], fields["chunks"], strict=True))
+        cut = on_grid(key, tuple(fields["shape"]), grid, size=1, dtype=torch.bfloat16)
+        state |= state_of(0, [cut], no_data)
+    loaded: Any = dist_ckpt_strategies.load(dict(state), old)
+    for name, tensor in state.items():
+        tensor.data = loaded[name]
+    dist_ckpt_strategies.save(state, tmp_path / "new", ("zarr", 1))
+
+    descriptions = [path.relative_to(old) for path in old.glob("*/.zarray")]
+    assert len(descriptions) == 17
+    for name in descriptions:
+        assert (tmp_path / "new" / name).read_bytes() == (old / name).read_bytes()
+
+
+SPELLED = {
+    "bool": "|b1",
+    "uint8": "|u1",
+    "int8": "|i1",
+    "int64": "<i8",
+    "uint16": "<u2",
+    "float16": "<f2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "complex64": "<c8",
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "float8_e4m3fn",
+}
+
+
+def test_types_are_spelled_as_megatron_did(tmp_path: Path) -> None:
+    save(
+        tmp_path,
+        ("zarr", 1),
+        *(on_grid(d, (2,), (1,), size=1, dtype=getattr(torch, d)) for d in SPELLED),
+    )
+
+    described = {d: json.loads((tmp_path / d / ".zarray").read_bytes())["dtype"] for d in SPELLED}
+    assert described == SPELLED
+
+
+def load_described(root: Path, content: bytes) -> Any:
+    """Load an array of four elements of which that is the description; the error, or None."""
+    (root / "w").mkdir(exist_ok=True)
+    (root / "w" / ".zarray").write_bytes(content)
+    try:
+        read(root, VALUES, Engine.TENSORSTORE, "w")
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def fields(**changes: Any) -> bytes:
+    found: dict[str, Any] = {"chunks": [4], "compressor": None, "dtype": "<f4", "fill_value": None}
+    found |= {"filters": None, "order": "C", "shape": [4], "zarr_format": 2}
+    return json.dumps(found | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"[]", b"\xff", fields(zarr_format=3), fields(shape=[-1]), fields(chunks=[0])),
+        *(fields(shape=[float("inf")]), fields(chunks=[2, 6]), fields(order="X")),
+        *(fields(dtype=d) for d in ("<f5", "f4", "float32", "<U4", "|S3", "<M8[ns]", "|O", "<f16")),
+        *(fields(dtype=[["a", "<f4"]]), fields(compressor={}), fields(filters=[[]])),
+        fields(dimension_separator="x"),
+    ],
+)
+def test_what_describes_no_array_is_an_error_that_names_key_and_file(
+    content: bytes, tmp_path: Path
+) -> None:
+    finish(tmp_path)
+    error = load_described(tmp_path, content)
+
+    assert isinstance(error, (CorruptCheckpointError, PlanError))
+    assert (error.key, error.path) == ("w", str(tmp_path / "w" / ".zarray"))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@given(name=st.sampled_from(sorted(json.loads(fields()))), value=json_values)
+def test_any_value_of_any_field_is_an_array_or_one_of_our_errors(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    finish(tmp_path)
+    write_array(tmp_path, VALUES)
+
+    load_described(tmp_path, fields(**{name: value}))
+
+
+def test_a_key_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
+    save(tmp_path, ("zarr", 1), on_grid("v", (4,), (1,), size=1))
+
+    with pytest.raises(ArrayNotFoundError, match=r"layer\.w: ") as caught:
+        read(tmp_path, VALUES, Engine.TENSORSTORE)
+    assert caught.value.key == "layer.w"
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+# What is wrong on disk
+
+
+def test_a_pipe_in_the_place_of_a_chunk_is_an_error_and_not_waited_for(tmp_path: Path) -> None:
+    save(tmp_path, ("zarr", 1), on_grid("w", (8, 4), (4, 1), size=1))
+    (tmp_path / "w" / "1.0").unlink()
+    os.mkfifo(tmp_path / "w" / "1.0")
+
+    with pytest.raises(CorruptCheckpointError, match="has 0 bytes, expected 32"):
+        read(tmp_path, np.zeros((8, 4), np.float32), Engine.TENSORSTORE, "w")
+
+
+@each_format
+@pytest.mark.parametrize("size", [300_000, 5_000_000])
+def test_a_large_file_cut_short_is_damaged_also_when_it_is_cold(
+    size: int, backend: tuple[str, int], tmp_path: Path
+) -> None:
+    cut = on_grid("w", (size,), (1,), size=1, dtype=torch.uint8)
+    save(tmp_path, backend, cut)
+    path = tmp_path / ("w/0" if backend[1] == 1 else "arrays/w/c.0")
+    for kept in (0.9999, 0.3, 0.0):
+        os.truncate(path, int(path.stat().st_size * kept))
+        forget_cached(tmp_path)
+        with pytest.raises(CorruptCheckpointError, match=f"w: .*{path}"):
+            dist_ckpt_strategies.load(state_of(0, [cut], zeros), tmp_path)
+
+
+@each_format
+def test_no_read_touches_its_target_once_the_failure_of_one_is_reported(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    cuts = [on_grid(f"w{n}", (512, 256), (1, 1), size=1) for n in range(4)]
+    save(tmp_path, backend, *cuts)
+    (tmp_path / ("w2/0.0" if backend[1] == 1 else "arrays/w2/c.0.0")).unlink()
+    state, before = state_of(0, cuts, zeros), threading.enumerate()
+
+    with pytest.raises(IncompleteCheckpointError, match="w2"):
+        dist_ckpt_strategies.load(state, tmp_path)
+    left = {name: tensor.data.clone() for name, tensor in state.items()}
+    time.sleep(0.1)
+    assert all(same_bits(state[name].data, copy) for name, copy in left.items())
+    assert threads_left(before, prefix="dist-ckpt-io") == []
+
+
+def test_chunks_that_are_not_asked_for_may_be_missing(tmp_path: Path) -> None:
+    cut = on_grid("w", (8, 4), (4, 1), size=1)
+    save(tmp_path, ("zarr", 1), cut)
+    (tmp_path / "w" / "3.0").unlink()
+    wanted = Cut("w", (8, 4), torch.float32, (Part(0, (0, 0), (6, 4)),))
+
+    found: Any = dist_ckpt_strategies.load(
+        state_of(0, [wanted], no_data), tmp_path, validate_access_integrity=False
+    )
+    assert differences(0, [wanted], found) == []
+
+
+# CUDA
+
+
+@pytest.mark.gpu
+@each_format
+def test_cuda_tensors_of_every_dtype_and_layout_are_saved_and_filled(
+    backend: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIST_CKPT_MAX_INFLIGHT_BYTES", "400")
+    cuts = [on_grid(str(d), (8, 10), (2, 2), size=1, dtype=d) for d in ALL_DTYPES]
+    state = state_of(0, cuts, lambda cut, part: part_of(cut, part).cuda().t().contiguous().t())
+    dist_ckpt_strategies.save(state, tmp_path, backend)
+    wanted = state_of(0, cuts, lambda cut, part: zeros(cut, part).cuda().t().contiguous().t())
+    found: Any = dist_ckpt_strategies.load(wanted, tmp_path)
+
+    assert differences(0, cuts, {name: tensor.cpu() for name, tensor in found.items()}) == []
