@@ -10,6 +10,7 @@ where it is installed. None stands for what is not called.
 
 from __future__ import annotations
 
+import inspect
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
