@@ -38,7 +38,7 @@ def main() -> int:
 
 def campaign(directory: Path, options: argparse.Namespace) -> int:
     """0 if nothing happened that must not; raises otherwise."""
-    shape = Shape(num_nodes=4, save_every=options.save_every)
+    shape = Shape(num_nodes=4, num_shards=4, save_every=options.save_every)
     names = [f"n{number}" for number in range(shape.num_nodes + shape.num_spare_nodes)]
     draw = random.Random(options.seed)
     seconds: dict[str, list[float]] = {}
