@@ -20,6 +20,8 @@ from pathlib import Path
 _CHUNK = 1 << 16
 _KILL_S = 5.0
 _PAUSE_S = 0.01
+_NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""SLURM sends a signal to all processes of a step. What becomes of the job the agent decides."""
 
 
 class NodeGuard:
@@ -111,6 +113,8 @@ def _kill(workers: set[int]) -> None:
 
 
 if __name__ == "__main__":
+    for number in _NOT_FOR_US:
+        signal.signal(number, signal.SIG_IGN)
     workers = _workers_to_kill(float(sys.argv[1]))
     os.close(1)
     _kill(workers)

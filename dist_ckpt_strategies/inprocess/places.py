@@ -46,7 +46,7 @@ _CLOSED = "closed"
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The nodes of a job; what all its agents have to say alike, but for the last three.
+    """The nodes of a job. All its agents say the same, but for ``wait_s`` and the last two.
 
     Attributes:
         num_nodes: places.

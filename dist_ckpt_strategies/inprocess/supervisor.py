@@ -179,9 +179,10 @@ class Supervisor:
             outcome = GAVE_UP, text_of(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing renews the place
             outcome = FENCED, text_of(error)
-            with suppress(PeerLostError):  # then the guard is gone, which is as well noticed
-                self._tell_guard("fence")
         self._post(lambda: self._end(*outcome))
+        if outcome[0] == FENCED:  # the main thread may be held up
+            with suppress(PeerLostError):  # the guard is gone: it has fired
+                self._tell_guard("fence")
 
     def _post(self, news: Callable[[], object]) -> None:
         """Have the main thread call something."""
@@ -215,6 +216,8 @@ class Supervisor:
     def _take_place(self, place: int) -> None:
         """Start the workers of a place of the job, or give it to those that wait."""
         self._place = place
+        if self._places is not None:
+            self._on_note(f"this node has place {place}")
         for rank in self._own_ranks():
             self._assign(self._spare() or self._start(rank), rank)
         while len(self._workers) - len(self._ranks) < self._job.num_spares:
@@ -256,8 +259,8 @@ class Supervisor:
             self._job.heartbeat_timeout_s,
             lambda stream, line: self._on_line(str(self._ranks.get(name, "spare")), stream, line),
         )
-        self._tell_guard(f"+{worker.pid}")
         self._workers[name] = worker
+        self._tell_guard(f"+{worker.pid}")
         self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._lose(worker))
         self._hear_while(worker.beats, worker.hear)
         for output in worker.outputs:

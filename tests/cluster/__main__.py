@@ -1,4 +1,4 @@
-"""``python -m tests.cluster --seed 7``: random faults of a job on four nodes, in turn."""
+"""``python -m tests.cluster --seed 7``: random faults of a job, one after the other."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--kind", action="append", choices=list(faults.ALL), help="default: all")
+    parser.add_argument("--nodes", type=int, default=4, help="with ranks; one more is a spare")
+    parser.add_argument("--ranks", type=int, default=2, help="of each node")
     parser.add_argument("--save-every", type=int, default=0, help="steps between local checkpoints")
     parser.add_argument("--directory", type=Path, help="where to write")
     options = parser.parse_args()
@@ -38,7 +40,13 @@ def main() -> int:
 
 def campaign(directory: Path, options: argparse.Namespace) -> int:
     """0 if nothing happened that must not; raises otherwise."""
-    shape = Shape(num_nodes=4, save_every=options.save_every)
+    size = options.nodes * options.ranks
+    shape = Shape(
+        num_nodes=options.nodes,
+        num_ranks=options.ranks,
+        num_shards=1 if size % 2 else size // 2,  # two holders of each
+        save_every=options.save_every,
+    )
     names = [f"n{number}" for number in range(shape.num_nodes + shape.num_spare_nodes)]
     draw = random.Random(options.seed)
     seconds: dict[str, list[float]] = {}

@@ -107,9 +107,11 @@ def _cut_off(job: Job, names: list[str]) -> Iterator[None]:
     job.cluster.partition(list(job.cluster.nodes))
 
 
-def two_crashed(job: Job, draw: random.Random) -> Iterator[None]:
-    """The nodes of one clique; both come up again."""
-    names = draw.sample(job.busy(), 2)
+def clique_crashed(job: Job, draw: random.Random) -> Iterator[None]:
+    """All nodes that hold one shard; they come up again, with what is on their disks."""
+    workers, num_shards = job.workers(), job.shape.num_shards
+    ranks = range(draw.randrange(num_shards), job.shape.world_size, num_shards)
+    names = {workers[rank].node for rank in ranks}
     for name in names:
         job.cluster.crash(name)
     job.start(*names)
@@ -143,7 +145,7 @@ def store_crashed(job: Job, draw: random.Random) -> Iterator[None]:
 def store_killed(job: Job, draw: random.Random) -> Iterator[None]:
     """The same, but the connections are closed."""
     job.kill_agent(STORE)
-    time.sleep(draw.uniform(0, 1) * job.shape.ttl_s)
+    time.sleep(draw.uniform(0.5, 1.5) * job.shape.ttl_s)
     job.start(STORE)
     yield
 
@@ -164,7 +166,7 @@ ALL: dict[str, Fault] = {
         frozen_for_a_moment,
         one_cut_off,
         two_cut_off,
-        two_crashed,
+        clique_crashed,
         lossy_link,
         slow_link,
         store_crashed,
@@ -183,7 +185,8 @@ def happen(job: Job, fault: Fault, draw: random.Random) -> float:
     since = time.monotonic()
     steps = fault(job, draw)
     next(steps)
-    seconds = job.go_on(since)
+    seconds = time.monotonic() - since
+    seconds += job.go_on(since + seconds)
     next(steps, None)
     job.await_spares()
     job.require_right()

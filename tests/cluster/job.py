@@ -31,9 +31,9 @@ LIMIT_S = 240.0
 """Against a hang: the machine of the tests may be busy with others."""
 
 _AGAIN = f"""
+trap : TERM
 while :; do
-  "$@" & echo $! > "$CLUSTER_SHARED/agents/$HOSTNAME"
-  wait $!
+  bash -c 'echo $$ > "$0"; exec "$@"' "$CLUSTER_SHARED/agents/$HOSTNAME" "$@"
   code=$?
   echo $code >> "$CLUSTER_SHARED/codes/$HOSTNAME"
   [ $code = {FENCED} ] || exit $code

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -73,14 +74,16 @@ def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(
         assert "node c" in (job.shared / "logs" / name).read_text()
 
 
-def test_a_store_that_falls_silent_ends_the_job_everywhere(cluster: Cluster) -> None:
+def test_a_node_ends_when_it_is_told_to_and_when_the_store_falls_silent(cluster: Cluster) -> None:
     job = started(cluster, SMALL, "a", "b")
-    workers = [note.process for note in job.workers().values()]
+    name, _, pid = next(note.process for note in job.workers().values() if note.node == "b")
 
+    cluster.nodes["a"].kill(signal.SIGTERM, -1)  # all processes, as SLURM does
+    assert until(lambda: job.codes_of("a"), LIMIT_S) == [128 + signal.SIGTERM], job.told()
     cluster.unplug(STORE)
 
-    until(lambda: not any(cluster.nodes[n].is_running(pid) for n, _, pid in workers), LIMIT_S)
-    until(lambda: all(job.codes_of(name)[:1] == [FENCED] for name in ("a", "b")), LIMIT_S)
+    until(lambda: not cluster.nodes[name].is_running(pid), LIMIT_S)
+    assert until(lambda: job.codes_of("b"), LIMIT_S)[0] == FENCED, job.told()
 
 
 def test_the_disk_of_a_lost_node_is_replaced_by_the_copies_of_its_clique(cluster: Cluster) -> None:

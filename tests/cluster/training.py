@@ -91,7 +91,9 @@ def local_checkpoints() -> LocalCheckpointManager:
         LocalCheckpointManager,
     )
 
-    cliques = CliqueReplicationStrategy.from_replication_params(NUM_SHARDS, timeout_s=TIMEOUT_S)
+    cliques = CliqueReplicationStrategy.from_replication_params(
+        NUM_SHARDS, allow_uneven=True, timeout_s=TIMEOUT_S
+    )
     return LocalCheckpointManager("disk", repl_strategy=cliques, keep=2, timeout_s=TIMEOUT_S)
 
 
