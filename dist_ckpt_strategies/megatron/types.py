@@ -79,6 +79,8 @@ TENSOR_AWARE_CLASS = (
 TORCH_DIST = ("torch_dist", 1)
 """Megatron-Core's own format."""
 
+_TORCH_DIST_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
+
 
 def has_registry() -> bool:
     """Whether ``dist_checkpointing.save/load`` look strategies up, as up to 0.16."""
@@ -150,14 +152,15 @@ def handles_objects(strategy: Any) -> bool:
 def require_reads(strategy: Any, backend: str, version: int) -> None:
     """Have a load strategy that is no wrapper raise unless it reads a format.
 
+    Megatron-Core's own for torch_dist does not look at the format; from 0.17 on it cannot be asked.
+
     Raises:
-        IncompatibleVersionError: it does not; or it is Megatron-Core's own of 0.17 or later, which
-            does not ask, and the format is not torch_dist.
+        IncompatibleVersionError: it does not.
     """
     if hasattr(strategy, "check_backend_compatibility"):
         strategy.check_backend_compatibility(backend)
         strategy.check_version_compatibility(version)
-    elif type(strategy).__module__.startswith("megatron.") and (backend, version) != TORCH_DIST:
+    if type(strategy).__module__ == _TORCH_DIST_MODULE and (backend, version) != TORCH_DIST:
         raise IncompatibleVersionError(
             f"{type(strategy).__name__}: expected {TORCH_DIST}, found {(backend, version)!r}"
         )
