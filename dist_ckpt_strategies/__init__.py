@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
+    from dist_ckpt_strategies.core.report import SaveMetrics
     from dist_ckpt_strategies.strategies.entry import SaveHandle, load, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
@@ -22,12 +23,7 @@ if TYPE_CHECKING:
         register_default_tensorstore_strategies,
         register_default_zarr_strategies,
     )
-    from dist_ckpt_strategies.tiered import (
-        ManagerOptions,
-        SaveMetrics,
-        SavePolicy,
-        TieredCheckpointManager,
-    )
+    from dist_ckpt_strategies.tiered import ManagerOptions, SavePolicy, TieredCheckpointManager
     from dist_ckpt_strategies.tools.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.tools.diff import diff
     from dist_ckpt_strategies.tools.prune import PruneReport, prune
@@ -36,6 +32,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "config": ("LocalOptions", "Options", "StoreOptions"),
+    "core.report": ("SaveMetrics",),
     "strategies.entry": ("SaveHandle", "load", "save", "save_async"),
     "strategies.local_replicated": ("prepare_local_load",),
     "strategies.registry": (
@@ -46,7 +43,7 @@ _NAMES = {
         "register_default_tensorstore_strategies",
         "register_default_zarr_strategies",
     ),
-    "tiered": ("ManagerOptions", "SaveMetrics", "SavePolicy", "TieredCheckpointManager"),
+    "tiered": ("ManagerOptions", "SavePolicy", "TieredCheckpointManager"),
     "tools.convert": ("ConvertOptions", "convert", "upgrade"),
     "tools.diff": ("diff",),
     "tools.prune": ("PruneReport", "prune"),

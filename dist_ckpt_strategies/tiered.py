@@ -17,6 +17,7 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_on_first_rank
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.core.report import SaveMetrics
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     PlanError,
@@ -91,35 +92,6 @@ class SavePolicy:
         if self.local_every_steps and step % self.local_every_steps == 0:
             return Tier.LOCAL
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class SaveMetrics:
-    """One save of all ranks, in numbers.
-
-    Attributes:
-        step: of the training.
-        tier: ``"local"`` or ``"global"``.
-        waited_s: that training waited for the save before; of all times the slowest rank's.
-        blocking_s: that training waited for this one to begin.
-        background_s: that it was written in the background.
-        nbytes: written by all ranks together; of a local save without the copies.
-        gb_per_s: 1e9 bytes for each second of the last two times.
-        unix_s: when it was complete.
-    """
-
-    step: int
-    tier: Tier
-    waited_s: float
-    blocking_s: float
-    background_s: float = 0.0
-    nbytes: int = 0
-    gb_per_s: float = 0.0
-    unix_s: float = 0.0
-
-    def __str__(self) -> str:
-        """What was saved."""
-        return f"the {self.tier} save of step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +292,9 @@ class TieredCheckpointManager:
         if due is None or self._newest[due] == step or self._newest[Tier.GLOBAL] == step:
             return False
         if self._running is not None and due is Tier.LOCAL:
-            logger.warning("local save of step %d left out: %s goes on", step, self._running[0])
+            logger.warning(
+                "local save of step %d left out: %s goes on", step, _name(self._running[0])
+            )
             return False
         self._begin(comm, due, step, state_dict)
         if not self.options.is_async:
@@ -420,7 +394,7 @@ class TieredCheckpointManager:
             before, _ = self._running
             self._finish(comm)
             waited_s = time.monotonic() - began
-            logger.warning("step %d: training waited %.1f s for %s", step, waited_s, before)
+            logger.warning("step %d: training waited %.1f s for %s", step, waited_s, _name(before))
         ready, options = time.monotonic(), self.options
         state = state_dict() if callable(state_dict) else state_dict
         if tier is Tier.LOCAL and self.local is not None:
@@ -441,7 +415,7 @@ class TieredCheckpointManager:
             self._last_s = time.monotonic()
         self._newest[tier] = step
         seconds = (ready - began, time.monotonic() - ready)
-        self._running = SaveMetrics(step, tier, *seconds), request
+        self._running = SaveMetrics(step, tier.value, *seconds), request
 
     def _finish(self, comm: Communicator) -> None:
         """Make the save under way visible, report it, and remove old checkpoints. Collective."""
@@ -454,7 +428,7 @@ class TieredCheckpointManager:
         except SaveTimeoutError:
             raise  # it goes on, and may still end well
         except BaseException:
-            self._running, self._newest[begun.tier] = None, _NONE
+            self._running, self._newest[Tier(begun.tier)] = None, _NONE
             raise
         self._running = None
         mine = [request.work.nbytes, begun.waited_s, begun.blocking_s, request.work.seconds]
@@ -462,10 +436,10 @@ class TieredCheckpointManager:
         if comm.rank == 0:
             try:
                 self._report(begun, sum(sizes), *map(max, seconds))
-                if begun.tier is Tier.GLOBAL:
+                if begun.tier == Tier.GLOBAL:
                     self._begin_removal()
             except Exception:  # one rank must not leave the others
-                logger.exception("after %s", begun)
+                logger.exception("after %s", _name(begun))
 
     def _report(
         self, begun: SaveMetrics, nbytes: int, waited_s: float, blocking_s: float, work_s: float
@@ -474,7 +448,7 @@ class TieredCheckpointManager:
         rate = nbytes / max(1e-9, blocking_s + work_s) / 1e9
         known = (begun.step, begun.tier, waited_s, blocking_s, work_s)
         metrics, sink = SaveMetrics(*known, nbytes, rate, time.time()), self.options.metrics
-        logger.info("%s: %s", begun, asdict(metrics))
+        logger.info("save: %s", metrics)
         if callable(sink):
             sink(metrics)
         elif sink is not None:
@@ -530,3 +504,7 @@ class TieredCheckpointManager:
             signal.signal(number, handler or signal.SIG_DFL)
         self._handlers.clear()
         self._lease.release()
+
+
+def _name(begun: SaveMetrics) -> str:
+    return f"the {begun.tier} save of step {begun.step}"

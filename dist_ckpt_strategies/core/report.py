@@ -37,6 +37,31 @@ class SaveReport(_Report):
 
 
 @dataclass(frozen=True, slots=True)
+class SaveMetrics(_Report):
+    """One save of all ranks, by a TieredCheckpointManager.
+
+    Attributes:
+        step: of the training.
+        tier: ``"local"`` or ``"global"``.
+        waited_s: that training waited for the save before; of all times the slowest rank's.
+        blocking_s: that training waited for this one to begin.
+        background_s: that it was written in the background.
+        nbytes: written by all ranks together; of a local save without the copies.
+        gb_per_s: 1e9 bytes for each second of the last two times.
+        unix_s: when it was complete.
+    """
+
+    step: int
+    tier: str
+    waited_s: float
+    blocking_s: float
+    background_s: float = 0.0
+    nbytes: int = 0
+    gb_per_s: float = 0.0
+    unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport(_Report):
     """One rank's share of a load.
 
