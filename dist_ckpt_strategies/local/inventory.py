@@ -165,12 +165,12 @@ def load_newest(
     """
     inventory = gather_inventory(comm, directory, session_id, at_least)
     reasons: list[str] = []
-    while True:  # what all ranks know decides: none raises alone
-        target = inventory.newest()
-        if target is None:
-            raise _none_complete(inventory.saves(), reasons, directory)
-        readable = inventory.of_save(target)
-        plan = _plan(target, readable)
+    while True:
+        try:
+            readable, plan = _plan(inventory, reasons, directory)
+        except CheckpointError as error:  # on all ranks alike
+            error.at_rank(comm.rank)
+            raise
         own = {id_: directory.path_of(*copy[:2]) for id_, copy in readable[comm.rank].items()}
         found = run_retrieve(comm, plan, own, max_inflight_nbytes=max_inflight_nbytes)
         if not found.bad:
@@ -183,9 +183,20 @@ def load_newest(
         restart_limit()
 
 
-def _plan(target: Completeness, readable: Mapping[int, Mapping[str, Copy]]) -> ExchangePlan:
-    """Who reads which shards of a save for whom."""
-    size = len(readable)
+def _plan(
+    inventory: Inventory, reasons: Sequence[str], directory: ShardDirectory
+) -> tuple[dict[int, dict[str, Copy]], ExchangePlan]:
+    """Copies of the shards of the newest save, by rank and id, and who reads which for whom."""
+    target, size = inventory.newest(), len(inventory.nodes)
+    if target is None:
+        saves = inventory.saves()
+        if not saves and not reasons:
+            raise CheckpointNotFoundError(
+                f"no local checkpoint below {directory} on any node", path=str(directory)
+            )
+        why = "; ".join([*map(_why_not, saves), *reasons])
+        raise NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
+    readable = inventory.of_save(target)
     if target.world_size == size:
         wanted = {rank: [str(LocalShardId(target.save, rank))] for rank in range(size)}
     elif target.kinds.issubset(RESHARDED_KINDS):
@@ -196,18 +207,7 @@ def _plan(target: Completeness, readable: Mapping[int, Mapping[str, Copy]]) -> E
             f"{size} load it; shards of kind {', '.join(sorted(target.kinds))} fit "
             "the number of ranks that saved them; MCoreTensorAwareStateDict fits any"
         )
-    return build_exchange_plan(readable, wanted)
-
-
-def _none_complete(
-    saves: Sequence[Completeness], reasons: Sequence[str], directory: ShardDirectory
-) -> CheckpointError:
-    if not saves and not reasons:
-        return CheckpointNotFoundError(
-            f"no local checkpoint below {directory} on any node", path=str(directory)
-        )
-    why = "; ".join([*map(_why_not, saves), *reasons])
-    return NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
+    return readable, build_exchange_plan(readable, wanted)
 
 
 def _why_not(one: Completeness) -> str:
