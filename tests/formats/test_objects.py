@@ -302,14 +302,13 @@ def test_a_missing_common_state_is_incomplete(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("mask", [0x20, 0xFF])
-def test_no_flipped_byte_changes_what_is_loaded(mask: int, tmp_path: Path) -> None:
+def test_no_flipped_byte_changes_what_is_loaded(tmp_path: Path) -> None:
     """At any of its places: an error that says so, or (in names and padding) the same object."""
     TorchCommonSaveStrategy().save_common(PLAIN, tmp_path)
     whole = (tmp_path / "common.pt").read_bytes()
     for position in range(len(whole)):
         damaged = bytearray(whole)
-        damaged[position] ^= mask
+        damaged[position] ^= 0xFF if position % 2 else 0x20
         found = load_or_error(tmp_path, bytes(damaged))
         if isinstance(found, CheckpointError):
             assert isinstance(found, CorruptCheckpointError), (position, found)
