@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.disks import tiny_ext4, tiny_tmpfs
 from tests.support.pythons import Python, started_python
 
 # torch looks up the name of every peer that a store's client connects to. Where no name server
@@ -38,10 +36,3 @@ def plain_python() -> Iterator[Python]:
     """Runs scripts that start without anything of this package imported."""
     with started_python() as python:
         yield python
-
-
-@pytest.fixture(params=[tiny_tmpfs, tiny_ext4], ids=["on-tmpfs", "on-ext4"])
-def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """An empty file system of its own: of 256 KiB in memory, of 4 MiB on a disk."""
-    with request.param(tmp_path / "small_disk") as directory:
-        yield directory

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.multiprocess
+
 HEAVY = {"torch", "megatron", "tensorstore", "zarr", "numpy", "ml_dtypes", "xxhash"}
 PRINTING = {"typer", "rich"}
 

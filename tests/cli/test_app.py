@@ -46,6 +46,7 @@ def run(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.multiprocess
 def test_a_reader_that_goes_away_is_no_failure_worth_a_traceback(tmp_path: Path) -> None:
     root = write_checkpoint(tmp_path / "ckpt")
     for number in range(3000):
@@ -73,6 +74,7 @@ def test_help_has_an_example_and_the_exit_status(command: str) -> None:
     assert "2 wrong usage" in text
 
 
+@pytest.mark.multiprocess
 def test_help_and_looking_at_checkpoints_load_no_torch(tmp_path: Path) -> None:
     script = """
 import sys
@@ -183,6 +185,7 @@ STORE_COMMANDS = [
 ]
 
 
+@pytest.mark.multiprocess
 def test_a_store_that_does_not_answer_is_reported_within_15_seconds_in_one_line(
     places: Path, tmp_path: Path
 ) -> None:
@@ -253,6 +256,7 @@ def test_a_failure_is_one_line_and_a_status(
     assert capsys.readouterr().err == f"{line}\n"
 
 
+@pytest.mark.multiprocess
 def test_a_traceback_is_shown_where_asked_for(tmp_path: Path) -> None:
     quiet = run("verify", tmp_path / "nowhere", DIST_CKPT_DEBUG="")
     by_option = run("verify", tmp_path / "nowhere", "--debug")

@@ -339,8 +339,8 @@ def test_descriptions_have_the_bytes_that_megatron_wrote(tmp_path: Path) -> None
 
     descriptions = [path.relative_to(old) for path in old.glob("*/.zarray")]
     assert len(descriptions) == 17
-    for name in descriptions:
-        assert (tmp_path / "new" / name).read_bytes() == (old / name).read_bytes()
+    for path in descriptions:
+        assert (tmp_path / "new" / path).read_bytes() == (old / path).read_bytes()
 
 
 SPELLED = {

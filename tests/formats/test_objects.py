@@ -175,7 +175,7 @@ def test_a_class_that_the_file_does_not_name_is_no_damage_and_can_be_allowed(
 
 def test_what_one_thread_allows_stays_allowed_while_another_leaves(tmp_path: Path) -> None:
     write(tmp_path / "half", {"half": Fraction(1, 2)})
-    write(tmp_path / "many", {n: Fraction(n, 7) for n in range(1, 4000)})
+    write(tmp_path / "many", {n: Fraction(n, 7) for n in range(1, 500)})
     is_over = threading.Event()
 
     def other() -> None:
@@ -184,8 +184,8 @@ def test_what_one_thread_allows_stays_allowed_while_another_leaves(tmp_path: Pat
 
     thread = threading.Thread(target=other)
     thread.start()
-    for _ in range(20):
-        assert len(load(tmp_path / "many", [Fraction])) == 3999
+    for _ in range(10):
+        assert len(load(tmp_path / "many", [Fraction])) == 499
     is_over.set()
     thread.join()
     with pytest.raises(UnsafeObjectError):
@@ -302,14 +302,13 @@ def test_a_missing_common_state_is_incomplete(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("mask", [0x20, 0xFF])
-def test_no_flipped_byte_changes_what_is_loaded(mask: int, tmp_path: Path) -> None:
+def test_no_flipped_byte_changes_what_is_loaded(tmp_path: Path) -> None:
     """At any of its places: an error that says so, or (in names and padding) the same object."""
     TorchCommonSaveStrategy().save_common(PLAIN, tmp_path)
     whole = (tmp_path / "common.pt").read_bytes()
     for position in range(len(whole)):
         damaged = bytearray(whole)
-        damaged[position] ^= mask
+        damaged[position] ^= 0xFF if position % 2 else 0x20
         found = load_or_error(tmp_path, bytes(damaged))
         if isinstance(found, CheckpointError):
             assert isinstance(found, CorruptCheckpointError), (position, found)

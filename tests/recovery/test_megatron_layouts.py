@@ -12,8 +12,7 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.recovery.megatron_training import FAULTS, NUM_STEPS, Task, train, wrapper_settings
 from tests.support.host_streams import host_streams
-from tests.support.respawned import run_respawned
-from tests.support.restarts import Wrappers
+from tests.support.restarts import Wrappers, run_respawned
 
 pytest.importorskip("einops", reason="Megatron-Core needs it for instances of its optimizer")
 

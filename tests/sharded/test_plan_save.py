@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import (
     ArraySpec,
-    ObjectId,
     RankShards,
     Region,
     ShardId,
     ShardSpec,
 )
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
-from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
+from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
 from dist_ckpt_strategies.sharded.plan import (
     SavePlan,
     WriteItem,
@@ -31,7 +30,6 @@ from tests.support.boxes import (
     Split,
     merged,
     regions_in,
-    spec_of,
     splits,
     times_covered,
 )
@@ -198,19 +196,6 @@ def test_a_gap_is_always_refused_naming_the_key(split: Split, data: st.DataObjec
     assert caught.value.key == "layer.w"
 
 
-def test_a_gap_is_refused_naming_the_ranks_that_hold_copies_of_it() -> None:
-    main = spec_of(Region((0,), (4,)), (8,))
-    copy = replace(spec_of(Region((4,), (2,)), (8,)), is_main=False)
-    beside = replace(spec_of(Region((5,), (3,)), (8,)), is_main=False)
-
-    held = {3: main, 7: copy, 5: copy, 6: beside}
-
-    with pytest.raises(CoverageError, match=r"\(4,\), which only copies hold \(rank 5, 7\)"):
-        build_save_plan([RankShards(rank, (spec,)) for rank, spec in held.items()])
-    with pytest.raises(CoverageError, match=r"\(4,\), which no rank holds"):
-        build_save_plan([RankShards(3, (main,)), RankShards(6, (beside,))])
-
-
 @given(some_splits.filter(lambda split: split.main), st.data())
 def test_an_overlap_is_always_refused_naming_the_key_and_ranks(
     split: Split, data: st.DataObject
@@ -226,48 +211,6 @@ def test_an_overlap_is_always_refused_naming_the_key_and_ranks(
     owners = {owner for owner, held in split.main if held.intersect(box)}
     assert f"rank {rank}" in str(caught.value)
     assert any(f"rank {owner}" in str(caught.value) for owner in owners)
-
-
-def test_replicas_beside_the_main_one_change_nothing_in_the_plan() -> None:
-    whole = Region.whole((4,))
-    alone = Split((4,), ((2, whole),))
-    copied = Split((4,), ((2, whole),), ((0, whole), (1, whole), (3, whole)))
-
-    assert build_save_plan(copied.requests()) == build_save_plan(alone.requests())
-
-
-def test_a_padded_shard_that_reaches_past_the_end_is_written_up_to_the_end() -> None:
-    box = Region((6, 0), (6, 2))
-    padded = spec_of(box, (8, 2), may_mismatch=True)
-    beyond = spec_of(Region((12, 0), (6, 2)), (8, 2), may_mismatch=True)
-    first = spec_of(Region((0, 0), (6, 2)), (8, 2), may_mismatch=True)
-    plan = build_save_plan([RankShards(0, (first,)), RankShards(1, (padded, beyond))])
-
-    assert [(write.writer, write.region) for write in plan.writes] == [
-        (0, Region((0, 0), (6, 2))),
-        (1, Region((6, 0), (2, 2))),
-    ]
-    assert {shard_slice.shard for write in plan.writes for shard_slice in write.slices} == {
-        first.id,
-        padded.id,
-    }
-
-
-def test_an_object_with_a_gap_is_refused_naming_who_holds_what() -> None:
-    held = [(ObjectId("rng", (n,), (3,)), n + 4) for n in (0, 2)]
-
-    with pytest.raises(CoverageError, match=r"^rng: .* 2 of the 3 .*\(0,\) on rank 4, \(2,\) on"):
-        build_save_plan([], held)
-
-
-def test_a_key_that_cannot_be_stored_is_the_fault_of_a_rank_that_brings_it() -> None:
-    fine, bad = (spec_of(Region.whole((1,)), (1,), key=key) for key in ("w", "x" * 300))
-    unnamed = (ObjectId("", (0,), (1,)), 3)
-
-    with pytest.raises(PlanError, match=r"^rank 2: key 'x+' cannot be stored: .* 300 bytes"):
-        build_save_plan([RankShards(0, (fine,)), RankShards(2, (bad,))])
-    with pytest.raises(PlanError, match=r"^rank 3: key '' cannot be stored: it is empty"):
-        build_save_plan([RankShards(0, (fine,))], [unnamed])
 
 
 @given(some_splits, st.sampled_from(ChunkLayout), st.permutations([7, 11, 300, 16_383]))

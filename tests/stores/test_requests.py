@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 FORMAT2 = ("zarr", 2)
+LATE_S = 7.0
 
 
 @pytest.fixture
@@ -145,11 +146,11 @@ def test_a_late_request_of_a_failed_save_does_not_change_the_next_one(
         if request.method != "PUT" or not request.path.endswith(name):
             return NONE
         late.append(request.path)
-        return Fault(delay_s=12)
+        return Fault(delay_s=LATE_S)
 
     if generation:
         save(0.0)
-    monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "3")
+    monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "2")
     with proxy.faulty(decide), pytest.raises(StoreUnreachableError):
         save(1.0)
     monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "60")
@@ -157,6 +158,6 @@ def test_a_late_request_of_a_failed_save_does_not_change_the_next_one(
         assert loaded() == [0.0]
     save(2.0)
     assert loaded() == [2.0]
-    time.sleep(12)
+    time.sleep(LATE_S)
     assert late
     assert loaded() == [2.0]

@@ -311,7 +311,7 @@ def keys_that_no_file_system_takes_are_refused_by_name(
     rank: int, entry: Entry, root: Path
 ) -> Iterator[str]:
     for number, key in enumerate(BAD_KEYS):
-        state = state_of(rank, [on_grid(key, (8,), (4,))])
+        state = state_of(rank, [on_grid(key, (8,), (4,))], zeros)
         yield from problems(
             outcome(partial(save, entry, state, root / str(number))),
             PlanError,
@@ -393,7 +393,7 @@ CHECKS: tuple[Callable[[int, Entry, Path], Iterator[str]], ...] = (
 def run_checks(rank: int, entry: Entry, scratch: Path) -> dict[str, list[str]]:
     prepare(60)
     return {
-        check.__name__: [*check(rank, entry, scratch / str(number))]
+        check.__name__: outcome(lambda: [*check(rank, entry, scratch / str(number))])  # noqa: B023
         for number, check in enumerate(CHECKS)
     }
 

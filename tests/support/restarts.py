@@ -10,14 +10,16 @@ from typing import Any
 import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
-from dist_ckpt_strategies.inprocess.coordinator import RankInfo
-from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
+from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.store_coordinator import RestartState, StoreCoordinator
 from dist_ckpt_strategies.inprocess.wrap import HPWrapper
 from tests.support.ranks import run_processes
 
 HOST = "127.0.0.1"
 GROUP_TIMEOUT_S = 100.0
 """Of process groups: no test may come near it."""
+
+_MAX_DEATHS = 8
 
 
 def run_restartable(
@@ -33,6 +35,53 @@ def run_restartable(
         del host
 
 
+def run_respawned(
+    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+) -> tuple[list[Any], list[int]]:
+    """Call ``body(rank, wrappers, *args)`` in processes; one that dies is begun anew.
+
+    Returns:
+        What each rank returned, an exception where it raised; and the ranks that have died.
+
+    Raises:
+        TimeoutError: some rank had no result in time. None is left running, however this ends.
+    """
+    host = host_store()
+    state = RestartState(JobStore(HOST, host.port))
+    died: list[int] = []
+
+    def on_death(rank: int) -> None:
+        """As the supervisor: first the end of what it had joined, then the new process."""
+        died.append(rank)
+        joined = state.joined(f"worker{rank}.{died.count(rank)}")
+        assert len(died) <= _MAX_DEATHS, died
+        if joined is not None:
+            state.end(Fault(rank, joined, FaultMode.DEATH, "the process is gone"))
+
+    task = (size, host.port, body, args)
+    results = run_processes(
+        size, _on_replaceable_rank, task, timeout_s=timeout_s, makes_group=False, on_death=on_death
+    )
+    del host
+    return results, died
+
+
+def _on_replaceable_rank(rank: int, task: tuple[Any, ...]) -> Any:
+    size, port, body, args = task
+    _set_environment(port)
+    life = JobStore(HOST, port).add(f"test/lives/{rank}")
+    wrappers = Wrappers(f"worker{rank}.{life}", RankInfo(rank, rank, size, size), port)
+    return body(rank, wrappers, *args)
+
+
+def _set_environment(port: int) -> None:
+    os.environ |= {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
 def join_group(backend: str = "interruptible_gloo", timeout_s: float = GROUP_TIMEOUT_S) -> None:
     """Make the default process group of this attempt, as a script under a launcher does."""
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -41,11 +90,7 @@ def join_group(backend: str = "interruptible_gloo", timeout_s: float = GROUP_TIM
 def _on_rank(
     rank: int, size: int, port: int, body: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    os.environ |= {
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    _set_environment(port)
     try:
         return body(rank, Wrappers(f"worker{rank}", RankInfo(rank, rank, size, size), port), *args)
     finally:

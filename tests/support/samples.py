@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
+from dist_ckpt_strategies.core.array import DType, Shape
 
 Values = npt.NDArray[Any]
 
@@ -27,15 +27,3 @@ def same_bytes(one: Values, other: Values) -> bool:
     return (
         one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
     )
-
-
-def array_of(values: Values, chunk_shape: Shape | None = None, key: str = "w") -> ArraySpec:
-    """The stored array that the values fill, by default in one chunk."""
-    whole = tuple(max(1, n) for n in values.shape)
-    dtype = DType.from_numpy(values.dtype, key=key)
-    return ArraySpec(key, values.shape, dtype, whole if chunk_shape is None else chunk_shape)
-
-
-def whole_of(array: ArraySpec) -> Region:
-    """The box of the whole array."""
-    return Region.whole(array.shape)

@@ -50,13 +50,6 @@ def needs_grad(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(tensor.clone(), requires_grad=tensor.is_floating_point())
 
 
-def lazily_conjugated(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in memory are the conjugates of those that are meant."""
-    found = tensor.conj().resolve_conj().conj()
-    assert found.is_conj()
-    return found
-
-
 LAYOUTS: dict[str, Layout] = {
     "dense": dense,
     "transposed": transposed,
