@@ -51,13 +51,6 @@ def test_links_lead_to_headings(page: Path) -> None:
     assert lost == []
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    known = set(links_of(ROOT / "README.md"))
-    pages = {str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT}
-
-    assert {page for page in pages if not page.endswith("index.md")} <= known
-
-
 def links_of(page: Path) -> Iterator[str]:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" not in target:
@@ -164,7 +157,7 @@ def test_the_time_limits_are_those_of_the_code() -> None:
 
 
 def test_the_options_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "quickstart.md").read_text()
+    page = (ROOT / "docs" / "tuning.md").read_text()
     defaults = dist_ckpt_strategies.Options()
     rows = re.findall(r"^\| `(\w+)` \| `DIST_CKPT_(\w+)` \| ([^|]+) \|", page, re.MULTILINE)
 
