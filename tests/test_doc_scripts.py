@@ -189,6 +189,7 @@ SCRIPTS = {
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
     "docs/migrate.md": (_MIGRATE_BEFORE, _MIGRATE_AFTER),
     "docs/nemo.md": (_NEMO_BEFORE, _NEMO_AFTER),
+    "docs/tuning.md": ("", ""),
     "docs/two_stage.md": (_TWO_STAGE_BEFORE, "assert torch.equal(weight, torch.arange(6.0))"),
     "docs/operations.md": ("", ""),
     "docs/cli.md": (_CLI_BEFORE, "assert report.removed == ()"),

@@ -43,7 +43,11 @@ def quoted_texts() -> list[str]:
     page = (DOCS / "operations.md").read_text()
     cells = [cell.strip() for line in page.splitlines() for cell in line.split("|")[1:3]]
     spans = [cell[1:-1] for cell in cells if re.fullmatch(r"`[^`]+`", cell)]
-    return [s for s in dict.fromkeys(spans) if " " in s and not s.startswith(("dist-ckpt", "--", "py-spy", "complete ", "rank "))]
+    return [
+        s
+        for s in dict.fromkeys(spans)
+        if " " in s and not s.startswith(("dist-ckpt", "--", "py-spy", "complete ", "rank "))
+    ]
 
 
 def is_raised(text: str) -> bool:

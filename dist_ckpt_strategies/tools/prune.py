@@ -76,13 +76,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What is kept; without any of the first three nothing is removed.
+    """Which checkpoints are kept; without any of the first three nothing is removed.
 
     Attributes:
-        last: that many complete ones, the newest; None to let all stay.
-        every: those whose iteration is a multiple of it.
-        removes_unfinished: whether what killed saves have left is removed.
-        older_than_s: an unfinished one that changed less than so many seconds ago stays: its save
+        last: number of newest complete checkpoints; None keeps all.
+        every: keeps iterations that are a multiple of it.
+        removes_unfinished: whether files of killed saves are removed.
+        older_than_s: keeps unfinished ones that changed less than this many seconds ago: their save
             may still be running.
     """
 
