@@ -131,7 +131,7 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a save or load is carried out; never what it means.
+    """How a save or load is carried out.
 
     Attributes:
         timeout_s: longest wait for a peer in each collective, in seconds. Storage has a quarter
