@@ -4,7 +4,6 @@
     python benchmarks/report.py run --smoke     # toy size: does it all run?
     python benchmarks/report.py run --only save_load --only reshard
     python benchmarks/report.py page            # docs/measured.md, from benchmarks/results
-    python benchmarks/report.py readme          # the table of README.md
 
 ``run`` goes on when a benchmark fails, and ends with status 1 then. What it writes is never in the
 repository by itself: ``bench-results`` by default, page and figures included.
@@ -26,8 +25,7 @@ from rich.console import Console
 
 from benchmarks.common.command_line import ROOT, among
 from benchmarks.page.figures import draw
-from benchmarks.page.page import FIGURES_NAME, build_page, build_readme_table
-from benchmarks.page.results import find_results
+from benchmarks.page.page import FIGURES_NAME, build_page
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
 PAGE_NAME: Final = "measured.md"
@@ -119,12 +117,6 @@ def page(
 ) -> None:
     """Make the page, and its figures, of results that are there."""
     write_page(results, out, Console())
-
-
-@app.command()
-def readme(*, results: _Results = RESULTS) -> None:
-    """Print the table of README.md."""
-    typer.echo(build_readme_table(find_results(results, "save_load")))
 
 
 def _status(command: Sequence[str]) -> int:

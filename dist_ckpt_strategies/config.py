@@ -100,18 +100,18 @@ def _require_usable(options: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How object stores are reached; the credentials themselves are never here.
+    """How object stores are reached. Credentials are not part of it.
 
     Attributes:
-        endpoint: URL of a server with the S3 protocol; None for Amazon's own.
-        region: that requests are signed for. None: Amazon tells it, and where there is an
-            endpoint it is us-east-1.
-        credentials: where they come from; ``"default"`` is Amazon's usual chain: environment,
-            profile, container, machine.
-        profile: of the credentials file; None for the usual one.
-        timeout_s: longest time for one request, its retries included, in seconds. In a save or
-            load of several ranks, at most three quarters of what they wait for each other.
-        max_retries: of one request; the pauses between them grow up to 4 s.
+        endpoint: URL of a server that speaks S3; None for Amazon's own.
+        region: region for which requests are signed. None: the bucket's, or us-east-1 with an
+            endpoint.
+        credentials: their source; ``"default"`` is Amazon's usual chain: environment, profile,
+            container, machine.
+        profile: profile in the credentials file; None for the usual one.
+        timeout_s: longest time for one request with its retries, in seconds. In a save or load of
+            several ranks, at most three quarters of their wait for each other.
+        max_retries: retries of one request; the pauses between them grow up to 4 s.
     """
 
     endpoint: str | None = None
@@ -132,33 +132,31 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a save or load is carried out; never what it means.
+    """How a save or load is carried out.
 
     Attributes:
-        timeout_s: longest wait for a peer in each collective, in seconds. All storage work of a
-            call has a quarter of it before the first collective and half of it for the rest, so
-            that every rank has raised by then. It has to exceed
-            the time by which the slowest rank's share of the work lags behind the fastest one's.
+        timeout_s: longest wait for a peer in each collective, in seconds. Storage has a quarter
+            of it before the first collective of a call and half of it afterwards, so that every
+            rank has raised by then. It must exceed the time by which the slowest rank lags behind
+            the fastest.
         max_inflight_bytes: bound, per rank, on memory for staging (copies of CUDA or
             non-contiguous tensors, assembled chunks), and on the chunks of format 1 that are
             decoded. A single larger tensor or chunk goes alone.
         io_threads: chunks of format 1 per rank that are decoded at the same time, and requests to
-            object stores. What is moved as it is goes by the kind of file system.
-        engine: what decodes compressed chunks of format 1: TensorStore, or numcodecs as
-            zarr-python does.
-        direct_io: whether large files on local disks go past the page cache. It saves copying, and
-            leaves the cache to the training data; a load right after the save reads from the disk.
-        whole_flush: whether a save to a local disk may flush the whole file system, once, in place
-            of every file: where little of others' data waits to be written, and Linux is 5.8 or
-            newer.
+            object stores. The number of other open files follows from the file system.
+        engine: decodes compressed chunks of format 1: TensorStore, or numcodecs.
+        direct_io: whether large files on local disks bypass the page cache. This saves a copy and
+            leaves the cache to training data; a load right after the save reads from the disk.
+        whole_flush: whether a save to a local disk may flush the file system once instead of every
+            file, if little other data waits to be written and Linux is 5.8 or newer.
         verify: what a load of format 2 compares with digests: ``"read"``, what it reads;
             ``"full"``, every file of the checkpoint before it reads any; ``"off"``, nothing but
             sizes.
         strict_dtype: whether a load raises where an array is stored in another dtype than the one
             requested, before it fills any tensor; otherwise it converts, and warns once.
-        writer_process: whether asynchronous saves to directories are written by a process of their
-            own, for each rank: threads of this one take Python's lock from training.
-        store: how object stores are reached; None: as the environment says.
+        writer_process: whether a separate process per rank writes asynchronous saves to
+            directories; threads of this process compete with training for Python's lock.
+        store: how object stores are reached; None: from the environment.
     """
 
     timeout_s: float = 1800.0
@@ -196,14 +194,15 @@ class LocalOptions:
     """How ``("local_replicated", 1)`` keeps copies.
 
     Attributes:
-        replication_jump: ranks that fail together, those of a node; 0 means LOCAL_WORLD_SIZE.
-        replication_factor: copies of each part, its owner's among them.
-        allow_uneven: make some cliques larger where the numbers do not fit the world.
-        algo: ``"atomic"``: every rank keeps all that it holds; ``"fully_parallel"``: of what
-            several ranks hold, one of them keeps it.
-        max_bucket_bytes: bound on what travels at once, in bytes.
-        node_directory: for tests and odd mounts, a function from a global rank to the directory
-            of its node that stands for the parent of the checkpoint directory.
+        replication_jump: number of ranks that fail together, those of a node; 0 means
+            LOCAL_WORLD_SIZE.
+        replication_factor: copies of each local shard, including the owner's.
+        allow_uneven: make some cliques larger if the numbers do not divide the world.
+        algo: ``"atomic"``: every rank stores all shards that it holds; ``"fully_parallel"``: one of
+            the ranks that hold a shard stores it.
+        max_bucket_bytes: bound on the bytes in flight.
+        node_directory: for tests and unusual mounts, a function from a global rank to the directory
+            on its node that replaces the parent of the checkpoint directory.
     """
 
     replication_jump: int = 0

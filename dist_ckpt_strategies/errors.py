@@ -69,7 +69,7 @@ class PlanError(CheckpointError, ValueError):
 
 
 class CoverageError(PlanError):
-    """The shards to save leave a part of an array unwritten."""
+    """The main replicas leave part of an array unwritten."""
 
 
 class ShapeMismatchError(PlanError):
@@ -85,7 +85,7 @@ class DuplicateWriterError(PlanError):
 
 
 class StrategyError(CheckpointError):
-    """A strategy cannot do what is asked of it."""
+    """The strategy does not support the request."""
 
 
 class StrategyNotFoundError(StrategyError, LookupError):
@@ -93,7 +93,7 @@ class StrategyNotFoundError(StrategyError, LookupError):
 
 
 class StrategyExistsError(StrategyError):
-    """A key is taken by another strategy."""
+    """Another strategy is registered under this key."""
 
 
 class IncompatibleVersionError(StrategyError):
@@ -109,11 +109,11 @@ class ArrayNotFoundError(StorageError, FileNotFoundError):
 
 
 class CheckpointNotFoundError(StorageError, FileNotFoundError):
-    """There is no checkpoint at that place."""
+    """There is no checkpoint at this path or URL."""
 
 
 class NoUsableCheckpointError(StorageError):
-    """There are checkpoints, and none of them can be loaded."""
+    """There are checkpoints, but none can be loaded."""
 
 
 class CheckpointExistsError(StorageError, FileExistsError):
@@ -125,7 +125,7 @@ class CheckpointLockedError(StorageError):
 
 
 class IncompleteCheckpointError(StorageError):
-    """The checkpoint was never finished, or a part of it is gone."""
+    """The checkpoint was never finished, or a file of it is missing."""
 
 
 class CorruptCheckpointError(StorageError):
@@ -133,7 +133,7 @@ class CorruptCheckpointError(StorageError):
 
 
 class StoreAccessError(StorageError, PermissionError):
-    """The object store does not let these credentials in."""
+    """The object store refuses these credentials."""
 
 
 class BucketNotFoundError(StorageError, FileNotFoundError):
@@ -148,7 +148,7 @@ class StorageTimeoutError(StorageError, TimeoutError):
 
 
 class StoreUnreachableError(StorageTimeoutError, ConnectionError):
-    """The object store did not answer in time, retries included, or not with an answer."""
+    """The object store did not answer in time, retries included, or only with errors."""
 
 
 class UnsafeObjectError(StorageError):
@@ -180,22 +180,22 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class SaveTimeoutError(PeerTimeoutError):
-    """A save in the background took longer than the caller waits for it.
+    """An asynchronous save takes longer than the caller waits.
 
     Unlike after other timeouts, the ranks are still in step.
     """
 
 
 class PeerLostError(PeerError):
-    """Contact with another rank broke off."""
+    """The connection to another rank broke."""
 
 
 class WaitReleasedError(PeerLostError, RuntimeError):
-    """A wait for peers was aborted in this process, because a rank has failed."""
+    """A wait for peers was aborted because a rank has failed."""
 
 
 class NoReplicasAvailableError(PeerError):
-    """No surviving rank holds a copy of what is asked for."""
+    """No surviving rank holds a copy of a shard."""
 
 
 class RestartError(CheckpointError):

@@ -20,7 +20,7 @@ version = release = dist_ckpt_strategies.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = f"{project} {release}"
+html_title = f"dist-ckpt-strategies {release}"
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]

@@ -19,18 +19,31 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 _README_BEFORE = f"""
 {_WORLD_OF_ONE}
-from pathlib import Path
+import dist_ckpt_strategies
 from megatron.core.dist_checkpointing import ShardedTensor
 weight = torch.arange(6.0)
 sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets("w", weight), "iteration": 7}}
-checkpoint_dir = "ckpt"
-Path(checkpoint_dir).mkdir()
 num_steps, train_step = 2000, lambda: None
+dist_ckpt_strategies.save(sharded_state_dict, "old/iter_0000100", ("zarr", 1))
+weight.zero_()
 """
 
 _README_AFTER = """
 assert manager.all_steps() == [1000, 2000]
 assert state_dict.keys() == {"w", "iteration"}, state_dict
+assert torch.equal(weight, torch.arange(6.0)), state_dict
+"""
+
+_RELEASES_BEFORE = f"""
+{_WORLD_OF_ONE}
+from pathlib import Path
+from megatron.core.dist_checkpointing import ShardedTensor
+weight, checkpoint_dir = torch.arange(6.0), "ckpt"
+sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets("w", weight), "iteration": 7}}
+Path(checkpoint_dir).mkdir()
+"""
+
+_RELEASES_AFTER = """
 assert torch.equal(state_dict["w"], torch.arange(6.0)), state_dict
 """
 
@@ -134,32 +147,40 @@ for directory in ("old", "new"):
 checkpointing.dist_checkpointing.save(sharded_state_dict(), "old")
 """
 
-_MIGRATE_BEFORE = f"""
-{_WORLD_OF_ONE}
+_MODEL = """
 import dist_ckpt_strategies
 from megatron.core.dist_checkpointing import ShardedTensor
 
 class Model(torch.nn.Linear):
     def sharded_state_dict(self, prefix=""):
-        return {{
+        return {
             prefix + name: ShardedTensor.from_rank_offsets(prefix + name, value.detach())
             for name, value in self.named_parameters()
-        }}
+        }
 
 model, checkpoint_dir = Model(3, 2), "old"
-kind = {{"distrib_optim_sharding_type": "fully_reshardable"}}
-dist_ckpt_strategies.save(
-    {{"model": model.sharded_state_dict("model.")}}, "old", ("zarr", 1), content_metadata=kind
-)
+kind = {"distrib_optim_sharding_type": "fully_reshardable"}
+state = {"model": model.sharded_state_dict(PREFIX)}
+dist_ckpt_strategies.save(state, "old", ("zarr", 1), content_metadata=kind)
 saved = [value.clone() for value in model.parameters()]
 for value in model.parameters():
     value.data.zero_()
 """
 
+_MIGRATE_BEFORE = f"{_WORLD_OF_ONE}\nPREFIX = ''\n{_MODEL}"
+
 _MIGRATE_AFTER = """
 assert all(map(torch.equal, model.parameters(), saved))
 assert (missing, unexpected) == (set(), set())
 assert dist_checkpointing.load_content_metadata(checkpoint_dir) == kind
+"""
+
+_NEMO_BEFORE = f"{_WORLD_OF_ONE}\nPREFIX = 'model.'\n{_MODEL}"
+
+_NEMO_AFTER = """
+assert all(map(torch.equal, model.parameters(), saved))
+arrays = dist_ckpt_strategies.load({}, "converted/iter_0000001", strict="return_all")[1]
+assert arrays == {"weight", "bias"}
 """
 
 _TWO_STAGE_BEFORE = f"""
@@ -178,7 +199,7 @@ os.mkdir("checkpoints")
 
 SCRIPTS = {
     "README.md": (_README_BEFORE, _README_AFTER),
-    "docs/releases.md": (_README_BEFORE, _README_AFTER),
+    "docs/releases.md": (_RELEASES_BEFORE, _RELEASES_AFTER),
     "docs/quickstart.md": ("", ""),
     "docs/errors.md": ("", ""),
     "docs/stores.md": (_STORES_BEFORE, "server.kill()"),
@@ -187,6 +208,8 @@ SCRIPTS = {
     "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
     "docs/migrate.md": (_MIGRATE_BEFORE, _MIGRATE_AFTER),
+    "docs/nemo.md": (_NEMO_BEFORE, _NEMO_AFTER),
+    "docs/tuning.md": ("", ""),
     "docs/two_stage.md": (_TWO_STAGE_BEFORE, "assert torch.equal(weight, torch.arange(6.0))"),
     "docs/operations.md": ("", ""),
     "docs/cli.md": (_CLI_BEFORE, "assert report.removed == ()"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,12 @@ import pytest
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import errors
+from dist_ckpt_strategies.inprocess import attempt
 from dist_ckpt_strategies.integrations import lightning_faults
+from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.pages import PAGES, ROOT, blocks_of, page_id, python_blocks
 
+PACKAGE = Path(dist_ckpt_strategies.__file__).parent
 ERRORS = {
     name: kind
     for name, kind in vars(errors).items()
@@ -44,13 +49,6 @@ def test_links_lead_to_headings(page: Path) -> None:
     ]
 
     assert lost == []
-
-
-def test_the_readme_leads_to_every_page() -> None:
-    known = set(links_of(ROOT / "README.md"))
-    pages = {str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT}
-
-    assert {page for page in pages if not page.endswith("index.md")} <= known
 
 
 def links_of(page: Path) -> Iterator[str]:
@@ -123,3 +121,46 @@ def test_every_public_name_of_the_package_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
 
     assert [name for name in dist_ckpt_strategies.__all__ if name not in page] == []
+
+
+@pytest.mark.parametrize("name", ["lightning", "nemo"])
+def test_the_names_of_the_integrations_are_in_the_reference(name: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    source = (PACKAGE / "integrations" / f"{name}.py").read_text()
+    listed = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+
+    assert [one for one in listed if f"`{one}`" not in page] == []
+
+
+def test_the_time_limits_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    options, store = dist_ckpt_strategies.Options(), dist_ckpt_strategies.StoreOptions()
+    of_recovery = inspect.signature(CheckpointManager).parameters["timeout_s"].default
+
+    assert f"default of `timeout_s` in `Options` is {options.timeout_s:g} s" in page
+    assert f"`timeout_s` of `StoreOptions`, {store.timeout_s:g} s" in page
+    assert f"`timeout_s` of `CheckpointManager`, {of_recovery:g} s" in page
+    assert f"`abort_timeout` of `HPWrapper`, {attempt.DEFAULT_ABORT_TIMEOUT_S:g} s" in page
+
+
+def test_the_options_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    defaults = dist_ckpt_strategies.Options()
+    rows = re.findall(r"^\| `(\w+)` \| `DIST_CKPT_(\w+)` \| ([^|]+) \|", page, re.MULTILINE)
+
+    assert [name.upper() for name, _, _ in rows] == [variable for _, variable, _ in rows]
+    assert {name: shown.strip(" `") for name, _, shown in rows} == {
+        "timeout_s": f"{defaults.timeout_s:g}",
+        "max_inflight_bytes": f"{defaults.max_inflight_bytes >> 20} MiB",
+        "io_threads": str(defaults.io_threads),
+        "direct_io": str(int(defaults.direct_io)),
+        "whole_flush": str(int(defaults.whole_flush)),
+        "engine": defaults.engine,
+        "verify": defaults.verify,
+        "strict_dtype": str(int(defaults.strict_dtype)),
+        "writer_process": str(int(defaults.writer_process)),
+    }

@@ -1,4 +1,4 @@
-"""docs/measured.md and the table of README.md, out of the files in results/."""
+"""docs/measured.md and its figures, out of the files in results/."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from benchmarks.page.figures import Bar, Figure, Panel
 from benchmarks.page.results import Found, Spread, find_results, spread_of
 from benchmarks.page.subjects import (
     GOALS,
-    RAW_FLUSHED,
     RAW_PLAIN,
     SUBJECTS,
-    TORCH_DIST,
     Row,
     Subject,
 )
@@ -30,14 +28,22 @@ STEMS: Final = (
 """Benchmarks that the page is about: names of their scripts, and beginnings of their files."""
 
 _HEAD: Final = """\
-# Measured
+# Measurements
 
-This page is made by `python benchmarks/report.py page` from the files in `benchmarks/results`.
-`benchmarks/README.md` says how each is measured.
+`python benchmarks/report.py page` generates this page from the files in `benchmarks/results`;
+`benchmarks/README.md` describes each benchmark.
 
-Seconds and ratios are medians, with the least and the greatest in brackets; smaller is better.
-Candidates are interleaved, forwards and backwards, and a ratio is taken within a round. Bars show
-ratios to the baseline, which is the red line; blue is this package."""
+- Seconds and ratios are medians, followed by the minimum and maximum in brackets. Lower is better.
+- Candidates are interleaved, in alternating order, after a warm-up round. A ratio compares two
+  candidates within one round.
+- The baseline moves the same bytes in the plainest way, without Megatron-Core. In the plots it is
+  the red line; this package is blue.
+- All ranks share two cores. Do not compare seconds from different machines: the table below lists
+  the machine of each run."""
+
+_SUMMARY: Final = (
+    f"![Seconds to save and load the largest state, lower is better]({FIGURES_NAME}/summary.svg)"
+)
 
 _OURS: Final = ("zarr", "two-stage", "plain, zarr", "verify", "to ", "local manager")
 """How the names of this package's contenders begin."""
@@ -64,7 +70,11 @@ def build_page(results: Path) -> Page:
         for subject in SUBJECTS
         if subject.figure and rows[subject.title]
     ]
-    parts = [_HEAD, *_missing(found), *_runs(found), *_goals(rows)]
+    parts = [_HEAD]
+    if panels := _summary_panels(rows[SUBJECTS[0].title]):
+        figures.append(Figure("summary", "seconds (lower is better)", panels, None))
+        parts.append(_SUMMARY)
+    parts += [*_missing(found), *_runs(found), *_goals(rows)]
     for subject in SUBJECTS:
         parts += _subject(subject, rows[subject.title])
     recovery = _recovery_figure(found["recovery_faults"])
@@ -162,11 +172,11 @@ def _subject(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _subject_table(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
-    titles = ["case", "contender", "seconds", "of the baseline", f"of {subject.peer}"]
+    titles = ["case", "candidate", "seconds", "of the baseline", f"of {subject.peer}"]
     cells = [
         [
             f"{row.case}: {row.step}",
-            row.stat.contender,
+            row.stat.contender.replace("floor", "baseline"),
             _spread(row.stat.seconds),
             _ratio(row, subject.baseline, RAW_PLAIN),
             _ratio(row, subject.peer),
@@ -199,10 +209,24 @@ def _figure(subject: Subject, rows: Sequence[Row]) -> Figure:
         ratio = row.stat.ratios.get(subject.baseline) or row.stat.ratios.get(RAW_PLAIN)
         if ratio is None or ratio == Spread(1.0, 1.0, 1.0):
             continue
-        bar = Bar.of(row.stat.contender, ratio, is_ours=row.stat.contender.startswith(_OURS))
+        label = row.stat.contender.replace("floor", "baseline")
+        bar = Bar.of(label, ratio, is_ours=row.stat.contender.startswith(_OURS))
         panels.setdefault(f"{row.case}: {row.step}", []).append(bar)
     shown = tuple(Panel(title, tuple(bars)) for title, bars in panels.items())
-    return Figure(subject.stem, "times the baseline (smaller is better)", shown, baseline=1.0)
+    return Figure(subject.stem, "times the baseline (lower is better)", shown, baseline=1.0)
+
+
+def _summary_panels(rows: Sequence[Row]) -> tuple[Panel, ...]:
+    """Save and load of the largest state on a disk, in seconds."""
+    on_disk = [row for row in rows if row.fields["file_system"] != "tmpfs"]
+    largest = max((row.fields["nbytes"] for row in on_disk), default=0)
+    panels: dict[str, list[Bar]] = {}
+    for row in on_disk:
+        if row.fields["nbytes"] == largest and row.step in {"durable save", "load cold"}:
+            name = row.stat.contender
+            bar = Bar.of(name, row.stat.seconds, is_ours=name.startswith(_OURS))
+            panels.setdefault(f"{row.case}: {row.step}", []).append(bar)
+    return tuple(Panel(title, tuple(bars)) for title, bars in panels.items())
 
 
 def _recovered(faults: Found) -> dict[tuple[str, int], list[float]]:
@@ -218,30 +242,28 @@ def _recovery_figure(faults: Found) -> Figure | None:
         Bar.of(f"{kind}, {'a spare' if spares else 'no spare'}", spread_of(seconds), is_ours=True)
         for (kind, spares), seconds in _recovered(faults).items()
     ]
-    title = "from the fault until all ranks are in a step again"
-    axis = "seconds (smaller is better)"
+    title = "from the fault until all ranks train again"
+    axis = "seconds (lower is better)"
     return Figure("recovery", axis, (Panel(title, tuple(bars)),), None) if bars else None
 
 
 _RECOVERY: Final = (
     "## Recovery",
     (
-        "Four ranks train under `dist-ckpt run`. Seconds are from the fault until the last rank is "
-        "in a step again; for `SIGSTOP` and `stuck` from its detection. After every fault, "
-        "weights, moments, random numbers and losses are compared bit for bit with a run without. "
-        "Faults follow each other after 2 to 4 steps: a spare often still starts when the next "
-        "rank is killed. With `--steps-apart 300` it waits; the recovery page has that figure."
+        "Four ranks train under `dist-ckpt run`. Seconds run from the fault, or for `SIGSTOP` and "
+        "`stuck` from its detection, until the last rank trains again. After every fault, weights, "
+        "moments, random numbers and losses are compared bit for bit with a run without faults. "
+        "Faults are 2 to 4 steps apart, so a spare is often still starting when the next rank is "
+        "killed; with `--steps-apart 300` it is ready (figures in [recovery](recovery.md))."
     ),
-    f"![seconds until all ranks are in a step again]({FIGURES_NAME}/recovery.svg)",
+    f"![Seconds until all ranks train again]({FIGURES_NAME}/recovery.svg)",
 )
 _FAULTS: Final = (
-    "A violation is any value loaded that was not saved, an error that does not name what "
-    "is damaged, or a rank that hangs."
+    "A violation is a loaded value that was not saved, an error that does not name the damage, "
+    "or a rank that hangs."
 )
-_PLANNING: Final = (
-    "What each rank spends on a plan, which it computes from what all ranks describe."
-)
-_STARTUP: Final = "Seconds of a new process; the checkpoints have 10,000 arrays."
+_PLANNING: Final = "Cost per rank of computing a plan from the shards that all ranks describe."
+_STARTUP: Final = "Seconds for a new process; the checkpoints have 10,000 arrays."
 
 
 def _recovery_table(faults: Found) -> Iterator[str]:
@@ -314,48 +336,3 @@ _TABLES: Final[Mapping[str, Callable[[Found], Iterator[str]]]] = {
     "planning": _planning_table,
     "startup": _startup_table,
 }
-
-_README_ROWS: Final = (
-    ("save, {disk}, durable", "durable save", False),
-    ("save, memory file system", "save", True),
-    ("load, {disk}, files not cached", "load cold", False),
-    ("load, {disk}, files cached", "load warm", False),
-    ("load, memory file system", "load warm", True),
-)
-
-
-def build_readme_table(found: Found) -> str:
-    """How fast saves and loads are: one group of columns for each size that was measured."""
-    rows = list(SUBJECTS[0].rows(found))
-    sizes = sorted({_gb(row) for row in rows})
-    titles = ["", '`("zarr", n)`']
-    for size in sizes:
-        titles += [f"{size}: seconds", "of the baseline", f"of `{TORCH_DIST}`"]
-    cells = []
-    for text, step, in_memory in _README_ROWS:
-        of_step = [r for r in rows if r.step == step and (_disk(r) == "tmpfs") is in_memory]
-        for version in ("1", "2"):
-            label = text.format(disk=_disk(of_step[0])) if version == "1" and of_step else ""
-            line = [label, version]
-            for size in sizes:
-                line += _readme_cells(of_step, f"zarr {version}", size)
-            cells.append(line)
-    return table(titles, cells, num_left=2)
-
-
-def _readme_cells(rows: Sequence[Row], contender: str, size: str) -> list[str]:
-    for row in rows:
-        if row.stat.contender == contender and _gb(row) == size:
-            ratios = row.stat.ratios
-            of = [ratios.get(RAW_FLUSHED) or ratios.get(RAW_PLAIN), ratios.get(TORCH_DIST)]
-            shown = ["-" if ratio is None else f"{ratio.median:.2f}" for ratio in of]
-            return [f"{row.stat.seconds.median:.2f}", *shown]
-    return ["-"] * 3
-
-
-def _gb(row: Row) -> str:
-    return f"{row.fields['nbytes'] / 1e9:.1g} GB"
-
-
-def _disk(row: Row) -> str:
-    return str(row.fields["file_system"])

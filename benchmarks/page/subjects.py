@@ -113,10 +113,10 @@ SUBJECTS: Final = (
     Subject(
         "save_load",
         "Saves and loads",
-        "The baseline is one plain stream of the same bytes per rank: write (in memory), write and "
-        "fsync, or read into the tensors. `raw write+fsync in Megatron-Core` is that stream as a "
-        "strategy: the difference is Megatron-Core's own part of every call. A cold load reads "
-        "files that are not in the page cache. `zarr 2` digests and verifies all bytes.",
+        "Baseline: one stream of the same bytes per rank (write in memory, write and fsync on "
+        "disk, or read into the tensors). `raw write+fsync in Megatron-Core` is that stream as a "
+        "strategy and shows the cost of Megatron-Core's own steps. `load cold` reads files that "
+        "are not in the page cache. `zarr 2` digests all it writes and verifies all it reads.",
         RAW_FLUSHED,
         TORCH_DIST,
         figure=True,
@@ -124,8 +124,8 @@ SUBJECTS: Final = (
     Subject(
         "two_stage",
         "Two-stage loads",
-        "Every rank wants the whole state. The baseline of a round is the longer of `raw read` "
-        "(each rank reads its share) and `gloo exchange` (each sends its share to all others). "
+        "Every rank requests the whole state. Baseline: the longer of `raw read` (each rank reads "
+        "its share) and `gloo exchange` (each rank sends its share to all others). "
         "`fully parallel` is Megatron-Core's FullyParallelLoadStrategyWrapper.",
         "floor",
         PARALLEL,
@@ -134,8 +134,8 @@ SUBJECTS: Final = (
     Subject(
         "reshard",
         "Loads in another layout",
-        "The baseline: each rank reads its own bytes from a file of its own. `read` and `from the "
-        "device` are the bytes that all ranks have read, over those that they wanted.",
+        "Baseline: each rank reads its bytes from its own file. `read` and `from the device` are "
+        "the bytes read by all ranks, divided by the bytes requested.",
         READ_SHARES,
         TORCH_DIST,
         (
@@ -147,18 +147,17 @@ SUBJECTS: Final = (
     Subject(
         "local_replicated",
         "Local checkpoints",
-        "Every rank is a node of its own; each state is held by two. The baseline moves and writes "
-        "the same bytes in the plainest way. `nvrx` is nvidia-resiliency-ext, which flushes "
-        "nothing and takes no digests.",
+        "Every rank acts as one node; two ranks hold each state. The baseline moves and writes the "
+        "same bytes. `nvrx` is nvidia-resiliency-ext, which does not flush and takes no digests.",
         LOCAL_FLOOR,
         NVRX,
         figure=True,
     ),
     Subject(
         "async_save",
-        "Asynchronous saves: what training waits for",
-        "Seconds until training may go on. The baseline is a copy of the rank's bytes in memory, "
-        "which takes up to three times as long in one round as in another here: compare seconds.",
+        "Asynchronous saves: blocking time",
+        "Seconds until training continues. Baseline: a copy of the rank's bytes in memory. It "
+        "varies up to threefold between rounds on this machine, so compare seconds, not ratios.",
         "memcpy",
         "torch_dist, queue",
         (("seconds until durable", "until_there", 1, _median),),
@@ -166,9 +165,10 @@ SUBJECTS: Final = (
     ),
     Subject(
         "async_save",
-        "Asynchronous saves: steps beside a save",
-        "Seconds are of one step on a core of its own, during a save on another. `slowdown` is its "
-        "median over that of idle steps just before and after; `raw writer` writes as many bytes.",
+        "Asynchronous saves: slowdown of training steps",
+        "Seconds of one training step on one core while a save runs on the other. `slowdown` "
+        "divides its median by that of idle steps before and after; `raw writer` writes as many "
+        "bytes.",
         "idle",
         "torch_dist, queue",
         (
@@ -181,8 +181,8 @@ SUBJECTS: Final = (
     Subject(
         "tools",
         "Verify and convert",
-        "`raw read` reads the same files, `raw copy` copies and flushes them, with as many "
-        "threads.",
+        "`raw read` reads the same files and `raw copy` copies and flushes them, with the same "
+        "number of threads.",
         READ_SHARES,
         "raw copy",
         (
@@ -193,15 +193,15 @@ SUBJECTS: Final = (
     Subject(
         "object_stores",
         "Object stores",
-        "The server runs on the ranks' own cores. The baseline puts and gets the same bytes as "
-        "plain objects through TensorStore's key-value store.",
+        "The server shares the ranks' cores. Baseline: the same bytes as plain objects through "
+        "TensorStore's key-value store.",
         "tensorstore put",
         "boto3 put",
     ),
     Subject(
         "scaling",
         "Scaling",
-        "Arrays of equal size. One of bytes, arrays and ranks grows while the others stay.",
+        "Arrays of equal size. One of bytes, arrays and ranks grows; the others are constant.",
         RAW_FLUSHED,
         TORCH_DIST,
     ),

@@ -1,7 +1,7 @@
 """How commands print: sizes, tables, one JSON object, progress bars.
 
 The text is made for ten thousand lines and for narrow terminals. The JSON is described in
-docs/cli.md; a change of meaning raises SCHEMA.
+docs/json.md; a change of meaning raises SCHEMA.
 """
 
 from __future__ import annotations

@@ -104,13 +104,13 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     allow: Allowed = (),
     timeout_s: float | None = None,
 ) -> LocalSaveRequest | None:
-    """Save a checkpoint: visible when it is whole and durable, and not before.
+    """Save a checkpoint, which becomes visible when it is complete and durable.
 
     Collective over the world. The directory is made where it is missing.
 
     Args:
         sharded_state_dict: nested dict of ShardedTensors, ShardedObjects, factories and values
-            that every rank holds alike.
+            that are equal on all ranks.
         checkpoint_dir: a directory that all ranks see; for ("zarr", 2) also ``s3://bucket/path``
             or ``gs://bucket/path``. ``file:///path`` is a directory.
         sharded_strategy: strategy or (backend, version); ("zarr", 2) by default.
@@ -205,7 +205,7 @@ def save_async(  # noqa: PLR0913 - those of save
     allow: Allowed = (),
     timeout_s: float | None = None,
 ) -> SaveHandle:
-    """Save a checkpoint in the background; only the copy to host memory is waited for.
+    """Save a checkpoint in the background; blocks for the copy to host memory only.
 
     Collective over the world. Tensors on the CPU are copied too: all may be overwritten as soon as
     it returns. The common state is taken as it is now. A save that still runs is waited for first.

@@ -70,7 +70,7 @@ _LARGEST_BLOCK_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """How a conversion or a comparison is carried out.
+    """Options of a conversion or comparison.
 
     Attributes:
         max_memory_bytes: bound on the elements in memory at once, over all threads. On top come
@@ -153,8 +153,8 @@ def convert(  # noqa: PLR0913
 ) -> ConvertReport:
     """Convert a checkpoint to another format, bit for bit, in bounded memory.
 
-    Nothing is visible in the target before all is there. A conversion that failed or was killed
-    leaves a ``.partial-`` directory, or a ``save-`` prefix, which the same call replaces.
+    The target becomes visible when it is complete. A failed or killed conversion leaves a
+    ``.partial-`` directory, or a ``save-`` prefix, which the same call replaces.
 
     Collective if ``comm`` has several ranks: each writes its share of the files, the result is the
     same as that of one process, and a failure on one rank is raised on all.
@@ -168,9 +168,9 @@ def convert(  # noqa: PLR0913
         keys: for safetensors only arrays whose keys match this glob.
         allow: further classes that objects may be unpickled to, for torch_dist.
         options: memory and threads of each process, file sizes.
-        watch: called with bytes of elements, done and in all, now and then.
+        watch: called from time to time with the bytes done and in total.
         comm: ranks that share the work, as ``comm.torch_communicator.open_communicator`` gives
-            them; None: this process does it alone, also where torch.distributed is initialised.
+            them; None: this process works alone, even if torch.distributed is initialised.
 
     Raises:
         CheckpointExistsError: the target holds something.
@@ -196,7 +196,7 @@ def upgrade(  # noqa: PLR0913
     watch: Watch | None = None,
     comm: Communicator | None = None,
 ) -> ConvertReport:
-    """Convert a checkpoint whose optimizer state is of an older form, so that training goes on.
+    """Convert a checkpoint whose optimizer state has an older form, so that training continues.
 
     The form ``fully_sharded_model_space``, of Megatron-Core up to 0.15.3 and NeMo 1.x, becomes
     ``fully_reshardable``: master parameters get their new names, and the common state says so.

@@ -138,7 +138,7 @@ def diff(  # noqa: PLR0913
         keys: compare only arrays whose keys match this glob, and no objects.
         allow: further classes that objects and the common state may be unpickled to.
         options: memory and threads of each process.
-        watch: called with bytes of one of them, done and in all, now and then.
+        watch: called from time to time with the bytes of one side, done and in total.
         comm: ranks that share the work; see ``convert``.
 
     Raises:

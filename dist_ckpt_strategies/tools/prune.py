@@ -76,13 +76,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What is kept; without any of the first three nothing is removed.
+    """Which checkpoints are kept; without any of the first three nothing is removed.
 
     Attributes:
-        last: that many complete ones, the newest; None to let all stay.
-        every: those whose iteration is a multiple of it.
-        removes_unfinished: whether what killed saves have left is removed.
-        older_than_s: an unfinished one that changed less than so many seconds ago stays: its save
+        last: number of newest complete checkpoints; None keeps all.
+        every: keeps iterations that are a multiple of it.
+        removes_unfinished: whether files of killed saves are removed.
+        older_than_s: keeps unfinished ones that changed less than this many seconds ago: their save
             may still be running.
     """
 
@@ -152,27 +152,26 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     dry_run: bool = False,
     store: StoreOptions | None = None,
 ) -> PruneReport:
-    """Remove checkpoints that are not to be kept from a directory that holds many, or from a URL.
+    """Remove old checkpoints, and files of killed saves, below a directory or URL.
 
-    Rank-local: one rank calls it, after a save. The newest complete checkpoint stays in any case,
-    and so does everything that is not known to be a checkpoint of ("zarr", 1) or ("zarr", 2), or
-    what a killed save of these has left. What is removed counts as unfinished from the first moment
-    on. Names and sizes of all files are looked at: a checkpoint that lacks some does not count, and
-    stays unless enough whole ones are newer. A directory that cannot be read stays and does not
-    count either; the report says why.
+    Rank-local: one rank calls it, after a save. Always kept are the newest complete checkpoint and
+    everything that is neither a checkpoint of ("zarr", 1) or ("zarr", 2) nor left by a killed save
+    of these. A removed checkpoint loses its marker first. Names and sizes of all files are checked:
+    a damaged checkpoint does not count, and is kept until enough complete ones are newer. A
+    directory that cannot be read is kept and does not count; the report has the reason.
 
     Args:
         root: holds the checkpoints, each in a directory whose name ends in its iteration;
             ``s3://bucket/path`` or ``gs://bucket/path`` too.
-        keep_last: how many of the newest complete ones stay; all of them without this and
-            ``keep_every``.
-        keep_every: those whose iteration is a multiple of it stay.
-        unfinished: remove what killed saves and conversions have left too.
-        older_than_s: but not where something changed less than so many seconds ago: the save may
-            still be running. An object store only tells when the save began: there it has to be
-            longer than any save takes.
-        dry_run: remove nothing; only say what would be removed.
-        store: how an object store is reached; None: as the environment says.
+        keep_last: number of newest complete ones to keep; without this and ``keep_every`` all are
+            kept.
+        keep_every: keep iterations that are a multiple of it.
+        unfinished: also remove files of killed saves and conversions.
+        older_than_s: keep unfinished ones that changed less than this many seconds ago: the save
+            may still be running. In an object store the time is that of the save's start, so it
+            must exceed the duration of any save.
+        dry_run: remove nothing; report what would be removed.
+        store: how an object store is reached; None: from the environment.
 
     Raises:
         PlanError: a count is less than 1, or ``root`` is a checkpoint itself.

@@ -1,4 +1,4 @@
-"""docs/measured.md is what the committed results amount to, and so is README's table."""
+"""docs/measured.md is what the committed results amount to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from benchmarks import report
 from benchmarks.common.command_line import ROOT
 from benchmarks.page.figures import draw
-from benchmarks.page.page import STEMS, build_page, build_readme_table
+from benchmarks.page.page import STEMS, build_page
 from benchmarks.page.results import (
     ResultsError,
     Spread,
@@ -80,14 +80,6 @@ def test_figures_are_drawn_to_the_same_bytes(tmp_path: Path) -> None:
 
     assert draw(figure, tmp_path).read_bytes() == first
     assert f">{figure.digest}<".encode() in first
-
-
-def test_the_table_of_the_readme_is_what_the_committed_results_amount_to() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("## Measured speed\n")[2].partition("\n## ")[0]
-    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-
-    assert table == build_readme_table(find_results(report.RESULTS, "save_load"))
 
 
 def test_a_benchmark_without_results_is_said_to_be_missing(tmp_path: Path) -> None:
