@@ -1,1 +1,1 @@
-"""Thin adapters to Megatron-LM, Lightning and NeMo; each is imported only when asked for."""
+"""Adapters to Megatron-LM, Lightning and NeMo; each is imported only when asked for by name."""
