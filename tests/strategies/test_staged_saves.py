@@ -73,7 +73,7 @@ def one_late_call(call: str, until: Path, *, name: str = "0.0") -> Iterator[None
     taken: list[str] = []
 
     def stall(_: str, path: str) -> None:
-        if path.endswith(name) and "/w/" in path and not taken:
+        if ".partial-" in path and path.endswith(f"/w/{name}") and not taken:
             taken.append(path)
             while not until.exists():
                 time.sleep(0.01)
