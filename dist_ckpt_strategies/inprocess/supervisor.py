@@ -284,7 +284,7 @@ class Supervisor:
         if worker.is_hung:
             why = f"no sign of life for {self._job.heartbeat_timeout_s:g} s"
         if rank is None:
-            self._lose_spare(code, why)
+            self._lose_spare(worker.name, code, why)
             return
         epoch = self._state.joined(worker.name)
         if code != 0:
@@ -303,8 +303,9 @@ class Supervisor:
         else:
             self._places.finish()
 
-    def _lose_spare(self, code: int, why: str) -> None:
-        if code == 0:
+    def _lose_spare(self, name: str, code: int, why: str) -> None:
+        if code == 0 or (code > 0 and not self._state.is_ready(name)):
+            # The script does not call it, or fails without a rank: another process would, too.
             self._on_note("a spare has ended without waiting in wait_rank(); it is no spare")
             return
         self._count_failure(None, why)

@@ -350,3 +350,14 @@ wait_for("waits")
         "a spare is gone: killed by SIGKILL; a new process waits in its place"
     ]
     assert jobs.left() == []
+
+
+def test_a_script_that_fails_without_a_rank_has_no_spares_and_goes_on(jobs: Jobs) -> None:
+    body = """
+(here / f"came.{os.environ.get('RANK')}").touch()
+os.environ["RANK"]
+wait_for("came.None")
+time.sleep(2.0)
+"""
+    assert jobs.run(body, 1, num_spares=1, max_restarts=0) == 0
+    assert jobs.heard.notes == ["a spare has ended without waiting in wait_rank(); it is no spare"]
