@@ -65,6 +65,8 @@ def campaign(directory: Path, options: argparse.Namespace) -> int:
             say(f"  the next step came after {took:.2f} s")
         codes = job.finish()
         job.require_right()
+        if any(codes.values()):
+            say(job.told())
     medians = {kind: round(statistics.median(found), 2) for kind, found in seconds.items()}
     counts = {kind: len(found) for kind, found in seconds.items()}
     say(json.dumps({"faults": counts, "median_s": medians, "exit codes": codes}))
