@@ -31,6 +31,7 @@ pytestmark = pytest.mark.multiprocess
 FORMATS = [("zarr", 1), ("zarr", 2)]
 LIMIT_S = 4.0
 NUM_ARRAYS = 20
+NOTHING = {"CheckpointNotFoundError", "NoUsableCheckpointError"}
 
 each_format = pytest.mark.parametrize("backend", FORMATS, ids=str)
 
@@ -70,16 +71,19 @@ def save_beside_a_reader(rank: int, root: Path, backend: Any) -> list[Any]:
 
     def look() -> None:
         while not is_over.is_set():
-            found.append(outcome(lambda: load_latest(None, [root])))
+            found.append(outcome(lambda: load_latest(None, [root.parent])))
 
+    dist_ckpt_strategies.save(state_of(0), root, backend)
     reader = threading.Thread(target=look)
     reader.start()
     with slow_call("rename", str(root), 0.001):
-        for value in range(12):
+        for value in range(1, 12):
             dist_ckpt_strategies.save(state_of(value), root, backend, overwrite=True)
     is_over.set()
     reader.join()
-    return [*{str(one) for one in found if isinstance(one, Failure)}, values_in(root)]
+    # In the middle of a commit there may be nothing to load.
+    odd = {str(one) for one in found if isinstance(one, Failure) and not NOTHING & {*one.kinds}}
+    return [*odd, values_in(root)]
 
 
 @each_format
