@@ -72,8 +72,8 @@ def in_threads() -> None:
     os.environ["DIST_CKPT_TIMEOUT_S"] = "40"
 
 
-def trains(rank: int, root: str, kill: tuple[int, float] | None) -> Any:
-    """Body of a rank: go on from what there is; where it is the rank to kill, until then."""
+def trains(rank: int, root: str, kill: tuple[int, int, float] | None) -> Any:
+    """Body of a rank: go on from what there is; one is killed after so many steps and seconds."""
     in_threads()
     training = Training()
     node = LocalCheckpointManager(
@@ -83,10 +83,11 @@ def trains(rank: int, root: str, kill: tuple[int, float] | None) -> Any:
     with TieredCheckpointManager(
         Path(root) / "global", local=node, policy=policy, options=OPTIONS
     ) as manager:
-        if kill is not None and kill[0] == rank:
-            threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
         loaded = training.resume(manager)
+        first = training.num_done
         while training.num_done < NUM_STEPS:
+            if kill is not None and kill[:2] == (rank, training.num_done - first):
+                threading.Timer(kill[2], os.kill, (os.getpid(), signal.SIGKILL)).start()
             training.step()
             time.sleep(0.004)
             manager.save(training.num_done, training.state_dict)
@@ -95,12 +96,10 @@ def trains(rank: int, root: str, kill: tuple[int, float] | None) -> Any:
 
 def test_a_training_killed_at_random_times_ends_with_the_same_bits(tmp_path: Path) -> None:
     rng = random.Random(23)
-    kills = [(rng.randrange(2), rng.uniform(0.05, 1.2)) for _ in range(5)]
-    resumed: list[Any] = []
-    for victim, seconds in kills:
-        results = run_processes(2, trains, str(tmp_path), (victim, seconds))
-        if isinstance(results[0], tuple):  # it was faster than its killer
-            resumed.append(results[0][1])
+    after = [65, *rng.choices(range(40), k=3)]  # steps; by the first time there are saves
+    for num_steps in after:
+        victim = rng.randrange(2)
+        run_processes(2, trains, str(tmp_path), (victim, num_steps, rng.uniform(0, 0.1)))
         if rng.random() < 0.5:  # the node is lost, too
             shutil.rmtree(tmp_path / f"node{victim}", ignore_errors=True)
     results = run_processes(2, trains, str(tmp_path), None)
