@@ -28,17 +28,25 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.formats.commit import complete_commit
-from dist_ckpt_strategies.formats.locations import Location, located, read_marker
+from dist_ckpt_strategies.formats.locations import SAVE_PREFIX, Location, located, read_marker
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
+from dist_ckpt_strategies.storage.files import (
+    MARKER_NAME,
+    PARTIAL_PREFIX,
+    REMOVED_PREFIX,
+    file_errors,
+)
 from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
 
 logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"(\d+)\D*$")
 _NONE = -1
+
+_OF_A_SAVE = (PARTIAL_PREFIX, REMOVED_PREFIX, SAVE_PREFIX)
+"""What is in a checkpoint whose save has not ended: no checkpoints of their own."""
 
 _NO_ANSWER = (PeerTimeoutError, PeerLostError, StorageTimeoutError)
 """After these no other checkpoint is tried: what was given up may still write to the tensors."""
@@ -282,7 +290,7 @@ def _in_directory(directory: Path) -> dict[str, bool]:
         _complete(directory)
         if not directory.is_dir() or (directory / MARKER_NAME).exists():
             return {str(directory): directory.is_dir()}
-        below = [path for path in directory.iterdir() if _NUMBER.search(path.name)]
+        below = [path for path in directory.iterdir() if _is_numbered(path.name)]
         found = [path for path in below if path.is_dir()]
         for path in found:
             _complete(path)
@@ -307,10 +315,14 @@ def _in_store(place: Bucket) -> dict[str, bool]:
     if MARKER_NAME in names:
         return {url: True}
     tops = {top for top, slash, _ in (name.partition("/") for name in names) if slash}
-    numbered = sorted(top for top in tops if _NUMBER.search(top))
+    numbered = sorted(filter(_is_numbered, tops))
     if not numbered and names and _NUMBER.search(url.rpartition("/")[2]):
         return {url: False}
     return {f"{url}/{top}": f"{top}/{MARKER_NAME}" in names for top in numbered}
+
+
+def _is_numbered(name: str) -> bool:
+    return _NUMBER.search(name) is not None and not name.startswith(_OF_A_SAVE)
 
 
 def _iteration_of(name: str) -> int:

@@ -208,6 +208,17 @@ def test_saves_that_never_came_to_an_end_are_no_checkpoints(tmp_path: Path) -> N
         load_latest(None, [tmp_path], lambda path: path)
 
 
+def test_what_a_save_has_staged_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
+    for name in (".partial-0a7", ".removed-0a9"):
+        (tmp_path / "iter_0000010" / name / "manifest").mkdir(parents=True)
+
+    with pytest.raises(CheckpointNotFoundError) as raised:
+        load_latest(None, [tmp_path / "iter_0000010"], lambda path: path)
+
+    assert ".partial" not in str(raised.value)
+    assert ".removed" not in str(raised.value)
+
+
 def test_a_marker_that_is_damaged_tells_of_a_checkpoint_that_was_finished(tmp_path: Path) -> None:
     (tmp_path / "iter_0000010").mkdir()
     (tmp_path / "iter_0000010" / "metadata.json").write_bytes(b"{")
