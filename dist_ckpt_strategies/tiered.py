@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_on_first_rank
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.report import SaveMetrics
@@ -396,7 +396,7 @@ class TieredCheckpointManager:
             waited_s = time.monotonic() - began
             logger.warning("step %d: training waited %.1f s for %s", step, waited_s, _name(before))
         ready, options = time.monotonic(), self.options
-        state = state_dict() if callable(state_dict) else state_dict
+        state = run_collectively(comm, state_dict) if callable(state_dict) else state_dict
         if tier is Tier.LOCAL and self.local is not None:
             shards, self._distribution = MCoreTensorAwareStateDict.from_state_dict(
                 state, cached_metadata=self._distribution

@@ -191,6 +191,32 @@ def test_after_a_signal_to_one_rank_all_save_and_end_with_the_stated_code(tmp_pa
     assert TieredCheckpointManager(tmp_path).all_steps() == [4, 8, 9]
 
 
+def fails_to_describe_its_state(rank: int, root: str) -> str:
+    """Body of a rank: one of them has no state to save; then all have."""
+    in_threads()
+    training = Training()
+
+    def state_dict() -> dict[str, Any]:
+        if rank == 1:
+            raise ValueError("no state here")
+        return training.state_dict()
+
+    with TieredCheckpointManager(root, options=OPTIONS) as manager:
+        began = time.monotonic()
+        with pytest.raises(Exception, match="no state here") as raised:
+            manager.save(1, state_dict, force=True)
+        assert time.monotonic() - began < (OPTIONS.timeout_s or 0) / 2
+        assert manager.save(2, training.state_dict, force=True)
+        manager.wait()
+        assert manager.all_steps() == [2]
+    return str(raised.value)
+
+
+def test_a_state_that_one_rank_cannot_make_is_an_error_on_all(tmp_path: Path) -> None:
+    for told in run_processes(2, fails_to_describe_its_state, str(tmp_path)):
+        assert "rank 1" in told
+
+
 def outlasts_a_full_disk(rank: int, root: str) -> list[str]:
     """Body of a rank: nothing of a step can be saved, and of the next one it can."""
     in_threads()
