@@ -117,8 +117,11 @@ def test_processes_beside_those_of_torchrun_are_refused(
     assert "one of 4 ranks already" in refused.stderr
 
 
-def children_of(pid: int) -> list[int]:
-    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+def ranks_of(pid: int) -> list[int]:
+    """The processes of both ranks of a command, once each runs its own program."""
+    found = [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    programs = [Path(f"/proc/{child}/cmdline").read_bytes() for child in found]
+    return found * (len([one for one in programs if b"cli.ranks" in one]) == 2)
 
 
 @pytest.mark.parametrize(
@@ -127,15 +130,16 @@ def children_of(pid: int) -> list[int]:
 def test_no_process_is_left_when_the_command_is_ended(
     written: Path, tmp_path: Path, sent: signal.Signals, status: int
 ) -> None:
-    """One of the processes hangs, which Ctrl-C ends too."""
+    """One of the processes hangs, so none has ended by then; Ctrl-C ends it too."""
     command = [*COMMAND, "verify", str(written), "--nproc", "2"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        children = until(lambda: (found := children_of(process.pid)) * (len(found) == 2))
+        children = until(lambda: ranks_of(process.pid))
+        os.kill(children[1], signal.SIGSTOP)
         time.sleep(2)
-        if sent is not signal.SIGKILL:
-            os.kill(children[1], signal.SIGSTOP)
         os.kill(process.pid, sent)
+        if sent is signal.SIGKILL:
+            os.kill(children[1], signal.SIGCONT)
         _, stderr = process.communicate(timeout=LIMIT_S / 4)
 
     assert process.returncode == status
@@ -147,7 +151,7 @@ def test_no_process_is_left_when_the_command_is_ended(
 def test_a_process_that_dies_ends_the_command(written: Path) -> None:
     command = [*COMMAND, "verify", str(written), "--nproc", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        children = until(lambda: (found := children_of(process.pid)) * (len(found) == 2))
+        children = until(lambda: ranks_of(process.pid))
         os.kill(children[1], signal.SIGKILL)
         _, stderr = process.communicate(timeout=LIMIT_S)
 
