@@ -15,9 +15,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -79,10 +81,15 @@ def may_overlap(tensor: torch.Tensor) -> bool:
 def host_view(tensor: torch.Tensor) -> HostArray:
     """The memory of a CPU tensor as a numpy array: same strides, same bytes, no copy."""
     plain = tensor.detach()
-    dtype = DType(str(plain.dtype).removeprefix("torch.")).numpy
+    dtype = _numpy_dtype(plain.dtype)
     if plain.dtype in (torch.bool, torch.complex64, torch.complex128):
         return plain.numpy()
     return plain.view(_SAME_SIZE[dtype.itemsize]).numpy().view(dtype)
+
+
+@cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return DType(str(dtype).removeprefix("torch.")).numpy
 
 
 def is_in_order(tensor: torch.Tensor) -> bool:

@@ -165,7 +165,7 @@ class CheckpointWriter:
             arrays: those that this rank has created or written to.
             firsts: the first key that each segment may list; the empty one first.
         """
-        chunks: dict[str, dict[Shape, list[int]]] = defaultdict(dict)
+        chunks: dict[str, dict[Shape, bytes]] = defaultdict(dict)
         for (key, index), digests in self.arrays.digests.items():
             chunks[key][index] = digests
         found: dict[int, tuple[list[Fields], list[Fields]]] = defaultdict(lambda: ([], []))

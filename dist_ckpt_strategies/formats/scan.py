@@ -26,7 +26,6 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.chunks import chunk_name
 from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import (
     COMMON_FORMAT,
@@ -298,7 +297,7 @@ def _compared_arrays(
             issues.append(array)
             continue
         expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
-        path_of = partial(chunk_name, array)
+        path_of = array.chunk_file
         found = list(_compared_grid(key, array.grid, path_of, present, expected, "chunks"))
         for path, nbytes in sorted(present.items()):
             size = array.chunk_nbytes if array.is_raw else max(nbytes, 1)

@@ -442,8 +442,6 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
             raise invalid
         place = located(checkpoint_dir, options)
         try:
-            if comm.rank == 0:
-                complete_commit(place)
             root = content_of(place)
             formats = astuple(read_marker(root))
             loader = _fitting(root, action, sharded_strategy and chosen, formats[:2], timeout_s)
@@ -452,17 +450,31 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         except (CheckpointNotFoundError, IncompleteCheckpointError):
             if is_last or not isinstance(place, Path):
                 raise
-            return None  # the first rank may have completed a commit, or another node has it
+            if comm.rank == 0:
+                complete_commit(place)
+            return None  # that may have completed an interrupted one, or another node has it
         state, nonpersistent, factories = split_for_load(sharded_state_dict)
-        loader = _with_options(
-            loader,
-            root,
-            state,
-            Verify.FULL if verify_integrity else verify,
-            strict_dtype=strict_dtype,
-        )
-        way = (loader, commons, parsed_strict(strict), validate_access_integrity)
-        loads[:] = [_Load(comm, root, *way, state, factories, merged(result, nonpersistent))]
+        if verify_integrity or verify is not None or strict_dtype:
+            loader = _with_options(
+                loader,
+                root,
+                state,
+                Verify.FULL if verify_integrity else verify,
+                strict_dtype=strict_dtype,
+            )
+        loads[:] = [
+            _Load(
+                comm,
+                root,
+                loader,
+                commons,
+                parsed_strict(strict),
+                validate_access_integrity,
+                state,
+                factories,
+                merged(result, nonpersistent),
+            )
+        ]
         return loads[0].describe(
             checkpoint_dir, (getattr(_inner(chosen), "group", None), options.timeout_s)
         )
@@ -521,8 +533,6 @@ def _with_options(
             f"{type(loader).__name__} does not read itself; set verify on the strategy that does, "
             "or in its options"
         )
-    if verify is None and not strict_dtype:
-        return loader
     if hasattr(loader, "with_options"):
         return loader.with_options(verify=verify, strict_dtype=strict_dtype or None)
     if strict_dtype:
@@ -644,7 +654,7 @@ def _opened(
 
     Ranks and options are those of the strategy, where it is one of this package.
     """
-    options, group, found, invalid = Options(), None, None, None
+    options, group, found, invalid = None, None, None, None
     try:
         options = options_from_environment()  # reported if invalid, whatever the strategy's are
         with allowing(allow):
@@ -662,6 +672,7 @@ def _opened(
                 )
     except Exception as error:  # noqa: BLE001 - see above
         invalid = error
+    options = options or Options()
     purpose = action.value.partition("_")[0]
     comm = open_communicator(group, timeout_s=options.timeout_s, purpose=purpose, detail=detail)
     return comm, options, found, invalid

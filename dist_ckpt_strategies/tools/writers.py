@@ -120,8 +120,8 @@ class ZarrWriter(TargetWriter):
         self._created = arrays
         self._writer.arrays.begin_creates(arrays).wait(self._timeout_s)
 
-    def write(self, task: FileTask, read: ReadBlock) -> list[int]:
-        """See TargetWriter. Gives the digests of the chunk's file, in format 2."""
+    def write(self, task: FileTask, read: ReadBlock) -> str:
+        """See TargetWriter. Gives the digests of the chunk's file, in format 2, in hexadecimal."""
         (item,) = task.items
         array, index = item.array, item.array.chunk_at(item.region)
         assert index is not None  # noqa: S101 - the plan has an item for each chunk
@@ -139,7 +139,7 @@ class ZarrWriter(TargetWriter):
                     yield region, read(item, region)
 
         self._writer.arrays.write_chunk(array, index, blocks())
-        return self._writer.arrays.digests.get((array.key, index), [])
+        return self._writer.arrays.digests.get((array.key, index), b"").hex()
 
     def flush(self, tasks: Sequence[FileTask]) -> None:
         """See TargetWriter."""
@@ -156,7 +156,10 @@ class ZarrWriter(TargetWriter):
             return
         chunks = ((self.plan.tasks[number].items[0], found) for number, found in records.items())
         writer.arrays.digests.update(
-            {(item.array.key, item.array.chunk_at(item.region) or ()): d for item, d in chunks}
+            {
+                (item.array.key, item.array.chunk_at(item.region) or ()): bytes.fromhex(found)
+                for item, found in chunks
+            }
         )
         keys = (object_id.key for object_id in self.plan.objects)
         segments = build_manifest_plan(arrays, keys, _MAX_SEGMENTS)
