@@ -116,6 +116,28 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
     return [host_view(host) for host in hosts]
 
 
+def build_batches(staged_nbytes: Sequence[int], budget_nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """Positions of the transfers, batch by batch, in order.
+
+    What needs no staging memory goes into the first batch, so that it is issued at once.
+
+    Args:
+        staged_nbytes: staging memory that each transfer needs, in bytes; 0 for none.
+        budget_nbytes: bound on the sum within a batch; a larger transfer goes alone.
+    """
+    batches: list[list[int]] = [[n for n, size in enumerate(staged_nbytes) if size == 0]]
+    used = 0
+    for number, size in enumerate(staged_nbytes):
+        if size == 0:
+            continue
+        if used and used + size > budget_nbytes:
+            batches.append([])
+            used = 0
+        batches[-1].append(number)
+        used += size
+    return tuple(tuple(batch) for batch in batches if batch)
+
+
 def settle(tensors: Sequence[torch.Tensor]) -> None:
     """Return when the work that this thread's current streams have queued for them is done."""
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:

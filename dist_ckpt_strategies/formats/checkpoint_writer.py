@@ -17,7 +17,7 @@ from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import BucketWriter, DirectoryWriter, StoreWriter
 from dist_ckpt_strategies.formats.commit import open_save_place
-from dist_ckpt_strategies.formats.locations import Location, require_path
+from dist_ckpt_strategies.formats.locations import Location, require_path, store_at
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -41,7 +41,7 @@ from dist_ckpt_strategies.formats.objects import (
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.store import Store
 
 _OBJECT_THREADS = 8
 
@@ -96,8 +96,7 @@ class CheckpointWriter:
     @property
     def store(self) -> Store:
         """The place of the save, as files."""
-        location = self.place.location
-        return location if isinstance(location, Bucket) else Directory(location)
+        return store_at(self.place.location)
 
     def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
         """What will be stored of an object.
@@ -131,8 +130,6 @@ class CheckpointWriter:
 
         May be called again, with others. Small plain values go to the manifest.
         """
-        if not objects:
-            return
         location = self.place.location
         if self._is_format1 and isinstance(location, Path):
             jobs = []
@@ -210,8 +207,7 @@ class CheckpointWriter:
         """
         segments = [SegmentEntry(*entry) for entry in entries]
         # Megatron-Core's own save has put the common state into the checkpoint already.
-        above = self.root if isinstance(self.root, Bucket) else Directory(self.root)
-        for store in (self.store, above) if common is None else ():
+        for store in (self.store, store_at(self.root)) if common is None else ():
             with suppress(IncompleteCheckpointError):
                 common = common or store.read(COMMON_NAME)
         self.store.write(INDEX_NAME, index_content(segments, common, layout))

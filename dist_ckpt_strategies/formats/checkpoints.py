@@ -23,7 +23,12 @@ from dist_ckpt_strategies.formats.arrays import (
 )
 from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import FileCheck
-from dist_ckpt_strategies.formats.locations import Location, content_of, require_something
+from dist_ckpt_strategies.formats.locations import (
+    Location,
+    content_of,
+    require_something,
+    store_at,
+)
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     FileDigest,
@@ -42,7 +47,7 @@ from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
 from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, limited, run_with_limit
-from dist_ckpt_strategies.storage.store import ArrayReader, Directory, Store
+from dist_ckpt_strategies.storage.store import ArrayReader
 
 
 @limited
@@ -158,7 +163,7 @@ class Format2Checkpoint:
         root = self._root
         if isinstance(root, Path):
             run_with_limit(partial(require_directory, root), root)
-        self.file_store: Store = root if isinstance(root, Bucket) else Directory(root)
+        self.file_store = store_at(root)
         try:  # asked for by its name: lists of an object store may not know of it yet
             self.manifest = Manifest(self.file_store)
         except IncompleteCheckpointError:

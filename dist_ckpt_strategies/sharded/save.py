@@ -328,7 +328,8 @@ class ShardedSave:
 
     def write_small_files(self) -> None:
         """Write this rank's objects, and on the first rank the common state. Rank-local."""
-        self.writer.write_objects(self._objects)
+        if self._objects:
+            self.writer.write_objects(self._objects)
         if self._common and self._common.content is not None:
             self.writer.store.write(COMMON_NAME, self._common.content)
 

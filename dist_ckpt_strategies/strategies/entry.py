@@ -35,6 +35,7 @@ from dist_ckpt_strategies.formats.locations import (
     located,
     read_marker,
     require_path,
+    store_at,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
 from dist_ckpt_strategies.megatron.shards import (
@@ -66,7 +67,6 @@ from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit
-from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (
@@ -368,7 +368,7 @@ class _Save:
         if self.common.save is not None:
             self.common.save(place.location)
         elif self.common.content is not None:
-            Directory(place.location).write(COMMON_NAME, self.common.content)
+            store_at(place.location).write(COMMON_NAME, self.common.content)
 
     def _write_objects(self, objects: StateDict, root: Location) -> None:
         if not handles_objects(self.common_saver):

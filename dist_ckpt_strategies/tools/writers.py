@@ -178,12 +178,13 @@ class ZarrWriter(TargetWriter):
             content = source.object_content(object_id)
             if self._writer.version == 1 and (plain := plain_value(content)) is not None:
                 content = dump_object(plain.value, name=object_id.unique_key)
-            if held + len(content) > MAX_OBJECT_NBYTES:
+            if batch and held + len(content) > MAX_OBJECT_NBYTES:
                 self._writer.write_objects(batch)
                 batch, held = {}, 0
             batch[object_id] = content
             held += len(content)
-        self._writer.write_objects(batch)
+        if batch:
+            self._writer.write_objects(batch)
 
 
 class SafetensorsWriter(TargetWriter):
