@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -81,14 +81,19 @@ class CheckpointWriter:
         keeps_old: bool,
         overwrite: bool,
     ) -> None:
-        self.version = version
+        self.version, self.root = version, root
         self._is_format1 = version == 1
-        self.root = root
         self.chunk_layout = ChunkLayout.BOUNDED if isinstance(root, Bucket) else ChunkLayout.INNER
         if self._is_format1:
             require_path(root, "format ('zarr', 1)")
             self.chunk_layout = ChunkLayout.WHOLE
-        self.place = open_save_place(root, options, keeps_old=keeps_old, overwrite=overwrite)
+        self.place = open_save_place(
+            root,
+            options,
+            keeps_old=keeps_old,
+            overwrite=overwrite,
+            is_format2=not self._is_format1,
+        )
         self.options, self._global_rank = options, global_rank
         self._objects: list[Fields] = []
         self._num_packs = 0
@@ -108,12 +113,8 @@ class CheckpointWriter:
             return plain_content(obj)
         return dump_loadable(obj, name=name, allow=allow)
 
-    def begin(self, keys: Collection[str]) -> None:
-        """Make the place of the save; on the first rank. ``keys`` of all arrays and objects."""
-        self.place.begin(keys, is_format2=not self._is_format1)
-
     def require(self, owner: str) -> None:
-        """Open ``arrays`` in the place that ``begin`` has made on the rank called ``owner``.
+        """Open ``arrays`` in the place that the rank called ``owner`` has made.
 
         Raises:
             StorageError: this rank does not see it.

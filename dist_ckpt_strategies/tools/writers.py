@@ -110,10 +110,6 @@ class ZarrWriter(TargetWriter):
         self._timeout_s = writer.options.timeout_s
         self.marker = CheckpointMarker("zarr", writer.version)
 
-    def begin(self) -> None:
-        """See TargetWriter."""
-        self._writer.begin(self.plan.keys)
-
     def open(self, owner: str, arrays: Sequence[ArraySpec]) -> None:
         """See TargetWriter."""
         self._writer.require(owner)
