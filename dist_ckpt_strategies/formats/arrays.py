@@ -42,20 +42,26 @@ from dist_ckpt_strategies.storage.file_systems import (
     BUFFER_NBYTES,
     MIN_DIRECT_NBYTES,
     BounceBuffers,
-    Bytes,
     file_access,
     is_cached,
-    pread_into,
     read_aligned,
     read_direct,
     start_direct,
     stop_direct,
     whole_flush,
+)
+from dist_ckpt_strategies.storage.files import (
+    Bytes,
+    Directory,
+    directories_above,
+    file_errors,
+    new_file,
+    pread_into,
+    sync_path,
     write_buffered,
 )
-from dist_ckpt_strategies.storage.files import directories_above, file_errors, new_file, sync_path
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer, raise_if_cancelled
-from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite, Directory, HostArray, Store
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite, HostArray, Store
 
 FindRecord = Callable[[str], ArrayRecord]
 """Gives what the manifest says about the array of a key."""

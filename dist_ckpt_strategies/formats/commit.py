@@ -48,6 +48,7 @@ from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
+    Directory,
     file_errors,
     is_elsewhere,
     make_directories,
@@ -62,7 +63,6 @@ from dist_ckpt_strategies.storage.io_pool import (
     run_with_limit,
     storage_error,
 )
-from dist_ckpt_strategies.storage.store import Directory
 
 logger = logging.getLogger(__name__)
 

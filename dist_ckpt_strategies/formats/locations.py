@@ -30,13 +30,14 @@ from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
+    Directory,
     file_errors,
     parsed_address,
     read_file,
     require_directory,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.store import Store
 
 Location = Path | Bucket
 

@@ -75,16 +75,20 @@ from dist_ckpt_strategies.storage.files import (
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
-    Folder,
+    Directory,
+    block_sizes,
     file_errors,
-    folders_below,
-    nbytes_text,
     read_file,
-    read_folder,
-    reason,
     require_directory,
 )
-from dist_ckpt_strategies.storage.store import Directory, Store, block_sizes
+from dist_ckpt_strategies.storage.folders import (
+    Folder,
+    folders_below,
+    nbytes_text,
+    read_folder,
+    reason,
+)
+from dist_ckpt_strategies.storage.store import Store
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
     from dist_ckpt_strategies.comm.base import Communicator

@@ -28,13 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.storage.files import file_errors
-from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES, limited, raise_if_cancelled
-
-Bytes = npt.NDArray[np.uint8]
+from dist_ckpt_strategies.storage.files import Bytes, file_errors
+from dist_ckpt_strategies.storage.io_pool import limited, raise_if_cancelled
 
 BLOCK_NBYTES = 4096
 """Offsets, sizes and addresses are multiples of this; no disk has larger logical blocks."""
@@ -359,24 +356,3 @@ def read_aligned(handle: int, byte_offset: int, nbytes: int, buffer: Bytes) -> B
         if got == 0 or got % BLOCK_NBYTES:
             break
     return buffer[skipped : min(done, skipped + nbytes)]
-
-
-def pread_into(handle: int, byte_offset: int, target: Bytes) -> int:
-    """Fill ``target`` from a position of the file; returns the bytes that there were."""
-    done = 0
-    while done < target.size:
-        raise_if_cancelled()
-        some = target[done : done + MAX_SLICE_NBYTES]
-        got = os.preadv(handle, [some.data], byte_offset + done)
-        if got == 0:
-            break
-        done += got
-    return done
-
-
-def write_buffered(handle: int, content: Bytes) -> None:
-    """Write every byte behind what was written last, a slice at a time."""
-    done = 0
-    while done < content.size:
-        raise_if_cancelled()
-        done += os.write(handle, content[done : done + MAX_SLICE_NBYTES].data)

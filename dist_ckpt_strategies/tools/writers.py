@@ -19,9 +19,14 @@ from dist_ckpt_strategies.formats.commit import SavePlace
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, plain_value
 from dist_ckpt_strategies.sharded.plan import build_manifest_plan
-from dist_ckpt_strategies.storage.file_systems import write_buffered
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, sync_path
-from dist_ckpt_strategies.storage.store import Directory, HostArray
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    Directory,
+    file_errors,
+    sync_path,
+    write_buffered,
+)
+from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.plan_convert import (
     SAFETENSORS_DTYPES,
     ConvertPlan,
