@@ -42,6 +42,7 @@ from dist_ckpt_strategies.storage.file_systems import (
     BUFFER_NBYTES,
     MIN_DIRECT_NBYTES,
     BounceBuffers,
+    Bytes,
     file_access,
     is_cached,
     read_aligned,
@@ -51,7 +52,6 @@ from dist_ckpt_strategies.storage.file_systems import (
     whole_flush,
 )
 from dist_ckpt_strategies.storage.files import (
-    Bytes,
     Directory,
     directories_above,
     file_errors,

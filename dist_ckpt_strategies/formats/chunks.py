@@ -25,8 +25,8 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
 )
 from dist_ckpt_strategies.formats.manifest import DIGEST_NBYTES, ChunkRecord
-from dist_ckpt_strategies.storage.file_systems import BounceBuffers
-from dist_ckpt_strategies.storage.files import Bytes, file_errors
+from dist_ckpt_strategies.storage.file_systems import BounceBuffers, Bytes
+from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES
 from dist_ckpt_strategies.storage.store import HostArray
 

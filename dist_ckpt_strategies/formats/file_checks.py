@@ -26,9 +26,9 @@ from dist_ckpt_strategies.formats.manifest import (
     digest_of,
 )
 from dist_ckpt_strategies.formats.zarr3 import METADATA_NAME, metadata_content
-from dist_ckpt_strategies.storage.files import COMMON_NAME, block_sizes
+from dist_ckpt_strategies.storage.files import COMMON_NAME, WrongSizeError, block_sizes
 from dist_ckpt_strategies.storage.folders import nbytes_text
-from dist_ckpt_strategies.storage.store import Store, WrongSizeError
+from dist_ckpt_strategies.storage.store import Store
 
 
 def manifest_files(

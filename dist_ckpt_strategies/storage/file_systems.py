@@ -28,10 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.storage.files import Bytes, file_errors
+from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.io_pool import limited, raise_if_cancelled
+
+Bytes = npt.NDArray[np.uint8]
 
 BLOCK_NBYTES = 4096
 """Offsets, sizes and addresses are multiples of this; no disk has larger logical blocks."""

@@ -12,15 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
-
-import numpy as np
-import numpy.typing as npt
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
     StrategyError,
@@ -32,9 +30,9 @@ from dist_ckpt_strategies.storage.io_pool import (
     raise_if_cancelled,
     storage_error,
 )
-from dist_ckpt_strategies.storage.store import WrongSizeError
 
-Bytes = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    from dist_ckpt_strategies.storage.file_systems import Bytes
 
 MARKER_NAME = "metadata.json"
 """The last file of a checkpoint; a directory below that has one is a checkpoint of its own."""
@@ -359,6 +357,21 @@ def write_buffered(handle: int, content: Bytes) -> None:
         done += os.write(handle, content[done : done + MAX_SLICE_NBYTES].data)
 
 
+class WrongSizeError(CorruptCheckpointError):
+    """A file has another size than it should have.
+
+    Args:
+        path: the file.
+        expected: bytes.
+        found: in words; an object store only shows whether it is larger.
+    """
+
+    def __init__(self, path: str, expected: int, found: str) -> None:
+        super().__init__(f"{path} has {found}, expected {nbytes_text(expected)}", path=path)
+        self.expected = expected
+        self.found = found
+
+
 _BLOCK_NBYTES = 2 << 20
 """Read at a time from a file system, so that it stays in the processor's cache."""
 
@@ -397,6 +410,8 @@ class Directory:
 
     def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
         """See Store."""
+        import numpy as np  # noqa: PLC0415 - takes a while, and few processes need it
+
         path, memory, byte_offset = self.path(name), np.empty(max(sizes), np.uint8), 0
         with file_errors(None, path):
             found = Path(path).stat().st_size

@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.core.array import ArraySpec, Region
-from dist_ckpt_strategies.errors import CorruptCheckpointError
-from dist_ckpt_strategies.storage.folders import nbytes_text
 from dist_ckpt_strategies.storage.io_pool import Transfer
 
 HostArray = npt.NDArray[np.generic] | npt.NDArray[Any]
@@ -67,21 +65,6 @@ class ArrayWriter(Protocol):
         They need not wait for the array's creation.
         """
         ...
-
-
-class WrongSizeError(CorruptCheckpointError):
-    """A file has another size than it should have.
-
-    Args:
-        path: the file.
-        expected: bytes.
-        found: in words; an object store only shows whether it is larger.
-    """
-
-    def __init__(self, path: str, expected: int, found: str) -> None:
-        super().__init__(f"{path} has {found}, expected {nbytes_text(expected)}", path=path)
-        self.expected = expected
-        self.found = found
 
 
 class Store(Protocol):
