@@ -50,8 +50,6 @@ MAX_JSON_NBYTES = 1 << 20
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
-_LEAST_READ_NBYTES = 4096
-
 SCHEMES = ("s3", "gs")
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
@@ -181,17 +179,26 @@ def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> b
     Raises:
         OSError: it is no regular file, for one, such as a pipe, which could keep us waiting.
     """
-    with open(path, "rb", opener=open_at_once) as file:  # buffered: one call gives 2 GiB at most
-        status = os.fstat(file.fileno())
+    handle = open_at_once(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
-        file.seek(byte_offset)
         # A read of a megabyte takes memory for one, whatever the file has.
-        held = max(status.st_size - byte_offset, _LEAST_READ_NBYTES)
-        return file.read(min(max_nbytes, held))
+        held = max(status.st_size - byte_offset, 0)
+        wanted = held if max_nbytes < 0 else min(max_nbytes, held)
+        content = os.pread(handle, wanted, byte_offset)
+        while len(content) < wanted:  # one call gives 2 GiB at most
+            more = os.pread(handle, wanted - len(content), byte_offset + len(content))
+            if not more:
+                break
+            content += more
+        return content
+    finally:
+        os.close(handle)
 
 
-def open_at_once(path: str, flags: int) -> int:
+def open_at_once(path: Path | str, flags: int) -> int:
     """An opener that does not wait for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
