@@ -26,7 +26,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.manifest import DIGEST_NBYTES, ChunkRecord
 from dist_ckpt_strategies.storage.file_systems import BounceBuffers, Bytes
-from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.files import READ_AT_ONCE, file_errors
 from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES
 from dist_ckpt_strategies.storage.store import HostArray
 
@@ -40,7 +40,6 @@ Digests = Mapping[tuple[str, Shape], bytes]
 _MAX_COPY_NBYTES = 4 << 20
 _ABSENT = 2**64 - 1
 _CRC = struct.Struct("<I")
-_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 
 _BITS: Mapping[int, npt.DTypeLike] = MappingProxyType(
     {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -85,7 +84,7 @@ def opened_chunk(array: ArraySpec, path: str, nbytes: int | None) -> Iterator[in
     """
     with file_errors(array.key, path):
         try:
-            handle = os.open(path, _READ)
+            handle = os.open(path, READ_AT_ONCE)
         except FileNotFoundError:
             raise missing_chunk(array, path) from None
         try:

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.files import READ_AT_ONCE, file_errors
 from dist_ckpt_strategies.storage.io_pool import limited, raise_if_cancelled
 
 Bytes = npt.NDArray[np.uint8]
@@ -60,7 +60,6 @@ _ARCHITECTURES = {"x86_64", "aarch64"}
 _BEGIN_WRITEBACK = 2
 """SYNC_FILE_RANGE_WRITE."""
 
-_LOOK = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 _NOT_SUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 _IN_MEMORY = {"tmpfs", "ramfs"}
@@ -249,7 +248,7 @@ def begin_readahead(paths: Sequence[str]) -> None:
     """Announce files that are read next, and do not wait; nothing where the first is cached."""
     for number, path in enumerate(paths):
         with suppress(OSError):
-            handle = os.open(path, _LOOK)
+            handle = os.open(path, READ_AT_ONCE)
             try:
                 if number == 0 and is_cached(handle, 0):
                     return

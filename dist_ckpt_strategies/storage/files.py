@@ -48,6 +48,7 @@ PARTIAL_PREFIX = ".partial-"
 MAX_JSON_NBYTES = 1 << 20
 """A metadata file has a few hundred bytes; of a longer one no more than this is read."""
 
+READ_AT_ONCE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 SCHEMES = ("s3", "gs")
@@ -179,7 +180,7 @@ def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> b
     Raises:
         OSError: it is no regular file, for one, such as a pipe, which could keep us waiting.
     """
-    handle = open_at_once(path, os.O_RDONLY | os.O_CLOEXEC)
+    handle = os.open(path, READ_AT_ONCE)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -196,11 +197,6 @@ def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> b
         return content
     finally:
         os.close(handle)
-
-
-def open_at_once(path: Path | str, flags: int) -> int:
-    """An opener that does not wait for the writer of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def is_directory(entry: os.DirEntry[str]) -> bool:
@@ -424,13 +420,16 @@ class Directory:
             found = Path(path).stat().st_size
             if found != sum(sizes):
                 raise WrongSizeError(path, sum(sizes), nbytes_text(found))
-            with open(path, "rb", 0, opener=open_at_once) as file:
+            handle = os.open(path, READ_AT_ONCE)
+            try:
                 for nbytes in sizes:
                     block = memory[:nbytes]
-                    if pread_into(file.fileno(), byte_offset, block) != nbytes:
+                    if pread_into(handle, byte_offset, block) != nbytes:
                         raise OSError(0, "it ended while it was read")
                     yield block.data
                     byte_offset += nbytes
+            finally:
+                os.close(handle)
 
     @limited
     def write(self, name: str, content: bytes) -> None:
