@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -72,15 +72,13 @@ class Format1Checkpoint:
     def __init__(self, root: Path, options: Options) -> None:
         self._root, self._options = root, options
 
-    @cached_property
-    def array_reader(self) -> ArrayReader:
-        """Reads the arrays that ``find`` gives."""
-        return Format1Reader(self._root, self._options)
+    def array_reader(self, *, fills_page_cache: bool = False) -> ArrayReader:
+        """Reads the arrays that ``find`` gives.
 
-    @property
-    def buffered_reader(self) -> ArrayReader:
-        """The same, without direct I/O: what it reads stays in the page cache for others."""
-        return Format1Reader(self._root, self._options.with_changes(direct_io=False))
+        Without direct I/O if ``fills_page_cache``: what it reads stays there for others.
+        """
+        direct_io = False if fills_page_cache else None
+        return Format1Reader(self._root, self._options.with_changes(direct_io=direct_io))
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """The arrays of these keys, sorted by key. One metadata file is read for each.
@@ -172,17 +170,9 @@ class Format2Checkpoint:
             raise
         self.identity = self.manifest.digest
 
-    @cached_property
-    def array_reader(self) -> ArrayReader:
+    def array_reader(self, *, fills_page_cache: bool = False) -> ArrayReader:
         """See Format1Checkpoint."""
-        return self._reader(self._options)
-
-    @property
-    def buffered_reader(self) -> ArrayReader:
-        """See Format1Checkpoint."""
-        return self._reader(self._options.with_changes(direct_io=False))
-
-    def _reader(self, options: Options) -> ArrayReader:
+        options = self._options.with_changes(direct_io=False if fills_page_cache else None)
         find = None if options.verify is Verify.OFF else self.manifest.find
         if isinstance(self._root, Bucket):
             return BucketReader(self._root, options, find)

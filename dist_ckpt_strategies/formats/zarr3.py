@@ -9,10 +9,11 @@ Source: the Zarr v3 specification.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, DType
 
 METADATA_NAME = "zarr.json"
 _END = "}}}"
@@ -21,42 +22,38 @@ _END = "}}}"
 
 def metadata_content(array: ArraySpec) -> bytes:
     """The bytes of ``zarr.json``. The arrays of all layers have few descriptions between them."""
-    shapes = (array.shape, array.chunk_shape, array.inner_shape)
-    before = _before_key(*shapes, array.dtype, has_crc32c=array.has_crc32c)
-    return (before + json.dumps(array.key) + _END).encode()
+    return (_before_key(replace(array, key="")) + json.dumps(array.key) + _END).encode()
 
 
 @lru_cache(maxsize=256)
-def _before_key(
-    shape: Shape, chunk_shape: Shape, inner_shape: Shape | None, dtype: DType, *, has_crc32c: bool
-) -> str:
-    assert inner_shape is not None  # noqa: S101 - callers pass arrays of format 2
+def _before_key(array: ArraySpec) -> str:
+    assert array.inner_shape is not None  # noqa: S101 - callers pass arrays of format 2
     little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
     checksum = {"name": "crc32c"}
-    inner_codecs = [little_endian, checksum] if has_crc32c else [little_endian]
+    inner_codecs = [little_endian, checksum] if array.has_crc32c else [little_endian]
     metadata = {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": shape,
-        "data_type": dtype.value,
+        "shape": array.shape,
+        "data_type": array.dtype.value,
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": chunk_shape},
+            "configuration": {"chunk_shape": array.chunk_shape},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [
             {
                 "name": "sharding_indexed",
                 "configuration": {
-                    "chunk_shape": inner_shape,
+                    "chunk_shape": array.inner_shape,
                     "codecs": inner_codecs,
                     "index_codecs": [little_endian, checksum],
                     "index_location": "end",
                 },
             }
         ],
-        "fill_value": _fill_value(dtype),
-        "attributes": {"dist_ckpt_strategies": {"key": ""}},
+        "fill_value": _fill_value(array.dtype),
+        "attributes": {"dist_ckpt_strategies": {"key": array.key}},
     }
     # With indent, json takes ten times as long.
     return json.dumps(metadata).removesuffix(f'""{_END}')

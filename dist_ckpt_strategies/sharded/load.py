@@ -211,7 +211,7 @@ class ShardedLoad:
             if read.source is not None and read.target is not None:
                 part = target[read.target.slices()] if read.is_padded else target
                 reads.append((read.array, read.source, part))
-        run_reads(self._checkpoint.array_reader, reads, self._options)
+        run_reads(self._checkpoint.array_reader(), reads, self._options)
         nbytes = sum(source.numel * array.dtype.itemsize for array, source, _ in reads)
         report = LoadReport(len(self._plan), nbytes, time.monotonic() - started)
         if self._objects:

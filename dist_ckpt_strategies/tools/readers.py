@@ -110,7 +110,7 @@ class ZarrReader(CheckpointReader):
         is_format2 = isinstance(checkpoint, Format2Checkpoint)
         super().__init__(root, Format.ZARR2 if is_format2 else Format.ZARR1)
         self._checkpoint, self._timeout_s = checkpoint, timeout_s
-        self._reader = checkpoint.array_reader
+        self._reader = checkpoint.array_reader()
         self._specs = checkpoint.find(checkpoint.keys())
         self.arrays = tuple(
             SourceArray(a.key, a.shape, a.dtype, a.chunk_shape, granularity=a.inner_shape)
