@@ -66,9 +66,11 @@ class CheckpointWriter:
         root: the checkpoint.
         chunk_layout: what a chunk's file consists of; an object has a few hundred MB at most.
         place: where the save writes until its commit.
+        store: that place, as files; after ``require``.
         arrays: writes the arrays; after ``require``.
     """
 
+    store: Store
     arrays: StoreWriter
 
     def __init__(
@@ -98,11 +100,6 @@ class CheckpointWriter:
         self._objects: list[Fields] = []
         self._num_packs = 0
 
-    @property
-    def store(self) -> Store:
-        """The place of the save, as files."""
-        return store_at(self.place.location)
-
     def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
         """What will be stored of an object.
 
@@ -121,6 +118,7 @@ class CheckpointWriter:
         """
         self.place.require(owner)
         location = self.place.location
+        self.store = store_at(location)
         if isinstance(location, Bucket):
             self.arrays = BucketWriter(location, self.options)
         else:
