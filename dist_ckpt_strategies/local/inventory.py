@@ -30,7 +30,8 @@ from dist_ckpt_strategies.local.plan import (
 )
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
 from dist_ckpt_strategies.local.shard_format import (
-    RESHARDED_KINDS,
+    MCORE,
+    MEGATRON,
     FilledShard,
     LocalShardId,
     SaveId,
@@ -199,7 +200,7 @@ def _plan(
     readable = inventory.of_save(target)
     if target.world_size == size:
         wanted = {rank: [str(LocalShardId(target.save, rank))] for rank in range(size)}
-    elif target.kinds.issubset(RESHARDED_KINDS):
+    elif target.kinds <= {MCORE, MEGATRON}:
         wanted = assign_shards(target.save, target.world_size, readable)
     else:
         raise PlanError(

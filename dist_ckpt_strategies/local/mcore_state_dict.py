@@ -69,24 +69,21 @@ class MCoreTensorAwareStateDict(ListedTensors):
         common: what every rank holds alike.
         sharded: nested dict of ShardedTensors and ShardedObjects; a tensor without data is one
             that another rank keeps.
-        devices: the kind of device that each tensor belongs to; by default the one it is on.
     """
 
-    def __init__(
-        self, common: StateDict, sharded: StateDict, *, devices: Sequence[str] | None = None
-    ) -> None:
-        tensors: list[torch.Tensor] = []
+    def __init__(self, common: StateDict, sharded: StateDict) -> None:
+        tensors: dict[str, torch.Tensor] = {}
 
         def take(value: Any) -> Any:
             if not (isinstance(value, ShardedTensor) and value.data is not None):
                 return value
             bare = value.without_data()
             bare.data = TensorPlace(len(tensors))
-            tensors.append(value.data.detach())
+            tensors[f"{value.key} ({len(tensors)})"] = value.data.detach()
             return bare
 
         self._hollow = mapped_values(take, sharded)
-        self._hold(tensors, devices)
+        self._hold(tensors)
         self.common_state_dict = common
 
     @classmethod

@@ -21,7 +21,6 @@ import numpy as np
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local.shard_format import (
     END_NBYTES,
-    MAGIC,
     BufferDigests,
     Bytes,
     Digest,
@@ -267,7 +266,7 @@ class ShardReader:
     def _read_footer(self, handle: int) -> None:
         size = os.fstat(handle).st_size
         end = os.pread(handle, END_NBYTES, max(0, size - END_NBYTES))
-        nbytes = footer_nbytes(end, os.pread(handle, len(MAGIC), 0))
+        nbytes = footer_nbytes(end)
         self.footer = os.pread(handle, nbytes, size - nbytes) if nbytes <= size else end
         self.shard, self.digests = decode_footer(self.footer)
         if size != self.shard.nbytes + nbytes:
