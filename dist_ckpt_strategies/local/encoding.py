@@ -24,8 +24,6 @@ from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_pi
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
 from dist_ckpt_strategies.local.shard_format import (
-    MCORE,
-    MEGATRON,
     BufferSpec,
     FilledShard,
     LocalShard,
@@ -46,6 +44,7 @@ from dist_ckpt_strategies.megatron.types import (
 from dist_ckpt_strategies.storage.io_pool import limited
 
 _NAME = "the local state"
+_MEGATRON = "megatron"
 
 
 def default_local_allowed(allow: Allowed = ()) -> Allowed:
@@ -106,21 +105,19 @@ def encode_state(
 def _kind_of(state: Any) -> str:
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(state).__mro__}
     if TENSOR_AWARE_CLASS in names:
-        return MEGATRON
+        return _MEGATRON
     if isinstance(state, MCoreTensorAwareStateDict):
-        return MCORE
+        return "mcore"
     return "basic" if isinstance(state, BasicTensorAwareStateDict) else "own"
 
 
 def _with_megatrons(kind: str, allowed: Allowed) -> Allowed:
     """Its class is imported where a state is of it, not before."""
-    return (*allowed, tensor_aware_class()) if kind == MEGATRON else allowed
+    return (*allowed, tensor_aware_class()) if kind == _MEGATRON else allowed
 
 
-def decode_shards(
-    retrieved: Sequence[FilledShard], allowed: Allowed, *, on_host: bool = True
-) -> Any:
-    """The state of one shard file, or of several of one save.
+def decode_shard(filled: FilledShard, allowed: Allowed, *, on_host: bool = True) -> Any:
+    """The state of a shard file.
 
     With ``on_host``, or without a GPU, its tensors stay there; else each is moved to the device
     that it was on.
@@ -130,14 +127,6 @@ def decode_shards(
         CorruptCheckpointError: its description makes no sense.
     """
     on_host = on_host or not torch.cuda.is_available()
-    states = [_decoded(one, allowed, on_host=on_host) for one in retrieved]
-    if len(states) == 1:
-        return states[0]
-    sharded = {str(number): state.sharded_state_dict for number, state in enumerate(states)}
-    return MCoreTensorAwareStateDict(states[0].common_state_dict, sharded)
-
-
-def _decoded(filled: FilledShard, allowed: Allowed, *, on_host: bool) -> Any:
     shard_id, kind = filled.shard.shard_id, filled.shard.kind
     *tensors, content = filled.payloads
     known = _with_megatrons(kind, allowed)
@@ -151,6 +140,22 @@ def _decoded(filled: FilledShard, allowed: Allowed, *, on_host: bool) -> Any:
             f"{shard_id}: the state's description is damaged: {error}"
         ) from error
     return state
+
+
+def joined(states: Sequence[Any], shard: LocalShard, num_ranks: int) -> MCoreTensorAwareStateDict:
+    """The states of shards of a save of another number of ranks as one; all share the common state.
+
+    Raises:
+        PlanError: they are not of Megatron-Core.
+    """
+    if not all(hasattr(state, "sharded_state_dict") for state in states):
+        raise PlanError(
+            f"iteration {shard.shard_id.save.iteration} was saved by {shard.world_size} ranks, "
+            f"and {num_ranks} load it; states of kind {shard.kind} fit the number of ranks that "
+            "saved them; MCoreTensorAwareStateDict fits any"
+        )
+    sharded = {str(number): state.sharded_state_dict for number, state in enumerate(states)}
+    return MCoreTensorAwareStateDict(states[0].common_state_dict, sharded)
 
 
 @limited

@@ -168,26 +168,20 @@ class Completeness:
     save: SaveId
     world_size: int
     missing: tuple[int, ...]
-    kinds: frozenset[str] = frozenset()
 
 
-def group_saves(found: Iterable[tuple[LocalShardId, int, str]]) -> tuple[Completeness, ...]:
-    """What there is of each save, the newest first, given id, world size and kind of each shard.
+def group_saves(found: Iterable[tuple[LocalShardId, int]]) -> tuple[Completeness, ...]:
+    """What there is of each save, the newest first, given id and world size of each shard.
 
     Shards that state different world sizes are of different saves, the largest world first.
     """
-    kinds: defaultdict[tuple[SaveId, int], dict[int, str]] = defaultdict(dict)
-    for shard_id, world_size, kind in found:
+    ranks: defaultdict[tuple[SaveId, int], set[int]] = defaultdict(set)
+    for shard_id, world_size in found:
         if shard_id.global_rank < world_size:
-            kinds[shard_id.save, world_size][shard_id.global_rank] = kind
+            ranks[shard_id.save, world_size].add(shard_id.global_rank)
     return tuple(
-        Completeness(
-            save,
-            world_size,
-            tuple(rank for rank in range(world_size) if rank not in of_save),
-            frozenset(of_save.values()),
-        )
-        for (save, world_size), of_save in sorted(kinds.items(), reverse=True)
+        Completeness(save, size, tuple(rank for rank in range(size) if rank not in there))
+        for (save, size), there in sorted(ranks.items(), reverse=True)
     )
 
 

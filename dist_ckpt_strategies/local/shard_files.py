@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -128,13 +127,6 @@ class ShardDirectory:
             for path in _entries(directory):
                 if path.name.startswith(PARTIAL_PREFIX):
                     _remove_unlocked(path)
-
-    @limited
-    def room(self) -> tuple[str, int]:
-        """What tells the file system from others, on any machine, and the bytes left on it."""
-        with file_errors(None, self.root):
-            make_directories(self.root)
-            return f"{_boot_id()}:{self.root.stat().st_dev}", shutil.disk_usage(self.root).free
 
     @limited
     def name(self) -> str:

@@ -19,9 +19,6 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 if TYPE_CHECKING:  # torch takes a while to import
     import torch
 
-MCORE, MEGATRON = "mcore", "megatron"
-"""Kinds of states in shard files that another number of ranks can use; there are others."""
-
 END_NBYTES = 32
 """Digest and size of the description, and MAGIC: what a file ends with."""
 

@@ -367,17 +367,22 @@ class _Arrival:
         return None
 
     def shard(self) -> FilledShard:
-        """The file, once it is known to be whole.
-
-        Each tensor has a storage of its own: saving it would save its neighbours too otherwise.
-        """
+        """The file, once it is known to be whole."""
         assert self._shard is not None  # noqa: S101 - it has no damage
-        content, payloads = self._memory.numpy(), []
-        for buffer, start in zip(self._shard.buffers, self._shard.byte_offsets, strict=True):
-            dtype = torch_dtype(buffer.dtype)
-            if buffer.nbytes:
-                own = torch.from_numpy(content[start : start + buffer.nbytes]).view(dtype)
-            else:
-                own = torch.empty(0, dtype=dtype, device="cpu")
-            payloads.append(own.reshape(buffer.shape))
-        return FilledShard(self._shard, tuple(payloads))
+        return filled_shard(self._shard, self._memory)
+
+
+def filled_shard(shard: LocalShard, memory: torch.Tensor) -> FilledShard:
+    """A shard whose bytes are, or will be, in memory with the layout of its file.
+
+    Each tensor has a storage of its own: saving it would save its neighbours too otherwise.
+    """
+    content, payloads = memory.numpy(), []
+    for buffer, start in zip(shard.buffers, shard.byte_offsets, strict=True):
+        dtype = torch_dtype(buffer.dtype)
+        if buffer.nbytes:
+            own = torch.from_numpy(content[start : start + buffer.nbytes]).view(dtype)
+        else:
+            own = torch.empty(0, dtype=dtype, device="cpu")
+        payloads.append(own.reshape(buffer.shape))
+    return FilledShard(shard, tuple(payloads))

@@ -22,7 +22,7 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     NoReplicasAvailableError,
 )
-from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
+from dist_ckpt_strategies.local.encoding import decode_shard, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.inventory import load_newest
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.local.shard_format import (
@@ -75,8 +75,8 @@ class Nodes:
         """What a rank loads, or why it does not. Collective."""
         directory = self.directory(comm.rank)
         try:
-            shards = load_newest(comm, directory, "", max_inflight_nbytes=1 << 20)
-            state = decode_shards(shards, default_local_allowed())
+            (shard,) = load_newest(comm, directory, "", max_inflight_nbytes=1 << 20)
+            state = decode_shard(shard, default_local_allowed())
         except CheckpointError as error:
             return error
         return described(state.state_dict)

@@ -29,8 +29,18 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
-from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
-from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShardId, SaveId
+from dist_ckpt_strategies.local.encoding import (
+    decode_shard,
+    default_local_allowed,
+    encode_state,
+    joined,
+)
+from dist_ckpt_strategies.local.shard_format import (
+    FilledShard,
+    LocalShard,
+    LocalShardId,
+    SaveId,
+)
 from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS, tensor_aware_class
 
 
@@ -58,21 +68,12 @@ def megatrons(state: dict[str, Any] | None = None, **common: Any) -> Any:
     return tensor_aware_class()(common={"iteration": 5} | common, sharded_state_dict=held)
 
 
-def parts_of(*states: Any) -> Any:
-    """What comes back from the shards of these states."""
+def parts_of(state: Any) -> Any:
+    """What comes back from the shard of this state."""
     allowed = default_local_allowed()
-    retrieved = []
-    for rank, state in enumerate(states):
-        encoded = encode_state(
-            state,
-            LocalShardId(SaveId(1, "a"), rank),
-            len(states),
-            "",
-            allowed,
-        )
-        payloads = tuple(payload.clone() for payload in encoded.payloads)
-        retrieved.append(FilledShard(encoded.shard, payloads))
-    return decode_shards(retrieved, allowed)
+    encoded = encode_state(state, LocalShardId(SaveId(1, "a"), 0), 1, "", allowed)
+    payloads = tuple(payload.clone() for payload in encoded.payloads)
+    return decode_shard(FilledShard(encoded.shard, payloads), allowed)
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -122,8 +123,9 @@ def test_what_was_loaded_can_be_taken_out_and_put_back() -> None:
     assert all(map(torch.equal, found.tensors, expected))
 
 
-def test_parts_of_several_ranks_become_one_state_of_ours() -> None:
-    found = parts_of(megatrons(), megatrons())
+def test_states_of_several_ranks_become_one_of_ours() -> None:
+    shard = LocalShard(LocalShardId(SaveId(1, "a"), 0), 2, "", "megatron", ())
+    found = joined([parts_of(megatrons()), parts_of(megatrons())], shard, 1)
 
     assert type(found) is MCoreTensorAwareStateDict
     assert found.common_state_dict == {"iteration": 5}
