@@ -18,8 +18,7 @@ from dist_ckpt_strategies.core.array import ObjectId, ShardId
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.local.plan import build_distribution
 from dist_ckpt_strategies.local.reshard import (
-    retrieved_objects,
-    retrieved_shards,
+    retrieved,
     stored_keys,
     tensor_specs,
 )
@@ -213,7 +212,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
     @raises_megatron_errors
     def load_into(self, sharded_state_dict: StateDict) -> StateDict:
         """Like ``to_state_dict``; tensors of ``sharded_state_dict`` that have data are filled."""
-        return self._in_layout_of(sharded_state_dict, deliver=_filled)[0]
+        return self._in_layout_of(sharded_state_dict, deliver=filled)[0]
 
     def _in_layout_of(
         self,
@@ -305,9 +304,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
                     own.append(message_of(value))
             return [message_of(v) for v in sharded_values(wanted) if _id_of(v) not in held]
 
-        missing = run_and_gather(comm, describe)
-        objects = retrieved_objects(comm, held, missing)
-        found = held | objects | retrieved_shards(comm, held, own, missing)
+        found = held | retrieved(comm, held, own, run_and_gather(comm, describe))
 
         def give(value: Any) -> Any:
             loaded = found[_id_of(value)]
@@ -318,7 +315,8 @@ class MCoreTensorAwareStateDict(ListedTensors):
         return run_collectively(comm, lambda: mapped_values(give, wanted))
 
 
-def _filled(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+def filled(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+    """The ShardedTensor's own data, or a new tensor, filled with what was loaded."""
     target = destination(tensor)
     target.detach().copy_(loaded)
     return target

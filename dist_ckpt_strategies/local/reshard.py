@@ -16,7 +16,7 @@ from dist_ckpt_strategies.comm.collective import (
 )
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.config import options_from_environment
-from dist_ckpt_strategies.core.array import ObjectId, ShardId, ShardSpec
+from dist_ckpt_strategies.core.array import ShardId, ShardSpec
 from dist_ckpt_strategies.device import TensorBytes, torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.local.plan import ShardSlice, build_reshard_plan
@@ -48,14 +48,49 @@ def tensor_specs(messages: Sequence[Any]) -> list[ShardSpec]:
     return [spec for spec in specs if spec is not None]
 
 
-def retrieved_objects(
-    comm: Communicator, held: Mapping[Any, Any], missing: Sequence[Sequence[Any]]
-) -> dict[ObjectId, Any]:
-    """Objects that some rank wants and does not hold, from the first rank that does. Collective.
+def retrieved(
+    comm: Communicator,
+    held: Mapping[Any, Any],
+    own: Sequence[Any],
+    missing: Sequence[Sequence[Any]],
+) -> dict[Any, Any]:
+    """What this rank lacks, tensors and objects, from the ranks that hold it. Collective.
 
-    ``held`` is what this rank has; ``missing``, what each rank lacks, as ``message_of`` describes
-    it. Where no rank holds one of them it is an ArrayNotFoundError.
+    Of ``held``, what this rank has, ``own`` are the tensors. They, and what each rank lacks, are as
+    ``message_of`` describes them. Where no rank holds an object it is an ArrayNotFoundError.
     """
+    found = _retrieved_objects(comm, held, missing)
+    wanted = list(map(tensor_specs, missing))
+    if not any(wanted):
+        return found
+    everyone = run_and_gather(comm, lambda: [options_from_environment().max_inflight_bytes, own])
+
+    def prepare() -> Blocks:
+        shards = [tensor_specs(messages) for _, messages in everyone]
+        slices = build_reshard_plan(shards, wanted)
+        dtypes = {spec.key: spec.dtype for specs in shards for spec in specs}
+        first = next(iter(shards[comm.rank]), None)
+        device = torch.device("cpu") if first is None else held[first.id].device
+        for spec in wanted[comm.rank]:
+            dtype = torch_dtype(dtypes[spec.key])
+            found[spec.id] = torch.empty(spec.region.shape, dtype=dtype, device=device)
+        outgoing, incoming = [], []
+        for one in slices:
+            if one.sender == comm.rank:
+                sent = TensorBytes([_part(one, one.source, held)])
+                outgoing.append(Outgoing(one.target.key, one.receiver, sent.nbytes, sent.read))
+            if one.receiver == comm.rank:
+                incoming.append(_incoming(one, found))
+        return outgoing, incoming
+
+    exchange(comm, prepare, max_inflight_nbytes=min(bound for bound, _ in everyone))
+    return found
+
+
+def _retrieved_objects(
+    comm: Communicator, held: Mapping[Any, Any], missing: Sequence[Sequence[Any]]
+) -> dict[Any, Any]:
+    """Objects that some rank lacks, from the first rank that holds them. Collective."""
     wanted = {
         object_from_message(message): rank
         for rank, messages in reversed(list(enumerate(missing)))
@@ -64,68 +99,26 @@ def retrieved_objects(
     }
     if not wanted:
         return {}
-    names = sorted(wanted)
     contents = run_and_gather_bytes(
-        comm, lambda: pickle.dumps({name: held[name] for name in names if name in held})
+        comm, lambda: pickle.dumps({name: held[name] for name in wanted if name in held})
     )
 
-    def take() -> dict[ObjectId, Any]:
-        found: dict[ObjectId, Any] = {}
-        for content in contents:
-            held = pickle.loads(content)  # noqa: S301 - of a rank of this job
-            found = {**held, **found}
-        for name in names:
-            if name not in found:
-                raise ArrayNotFoundError(
-                    f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
-                    "which no part of the checkpoint holds",
-                    key=name.key,
-                )
+    def take() -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for content in reversed(contents):
+            found.update(pickle.loads(content))  # noqa: S301 - of a rank of this job
+        for name in sorted(wanted.keys() - found.keys()):
+            raise ArrayNotFoundError(
+                f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
+                "which no part of the checkpoint holds",
+                key=name.key,
+            )
         return found
 
     return run_collectively(comm, take)
 
 
-def retrieved_shards(
-    comm: Communicator,
-    held: Mapping[Any, Any],
-    own: Sequence[Any],
-    missing: Sequence[Sequence[Any]],
-) -> dict[ShardId, torch.Tensor]:
-    """What this rank lacks, from the ranks that hold it. Collective.
-
-    Of ``held``, what this rank has, ``own`` are the tensors. They, and what each rank lacks, are as
-    ``message_of`` describes them.
-    """
-    wanted = list(map(tensor_specs, missing))
-    if not any(wanted):
-        return {}
-    everyone = run_and_gather(comm, lambda: [options_from_environment().max_inflight_bytes, own])
-    targets: dict[ShardId, torch.Tensor] = {}
-
-    def prepare() -> Blocks:
-        found = [tensor_specs(messages) for _, messages in everyone]
-        slices = build_reshard_plan(found, wanted)
-        dtypes = {spec.key: spec.dtype for specs in found for spec in specs}
-        first = next(iter(found[comm.rank]), None)
-        device = torch.device("cpu") if first is None else held[first.id].device
-        for spec in wanted[comm.rank]:
-            dtype = torch_dtype(dtypes[spec.key])
-            targets[spec.id] = torch.empty(spec.region.shape, dtype=dtype, device=device)
-        outgoing, incoming = [], []
-        for one in slices:
-            if one.sender == comm.rank:
-                part = TensorBytes([_part(one, one.source, held)])
-                outgoing.append(Outgoing(one.target.key, one.receiver, part.nbytes, part.read))
-            if one.receiver == comm.rank:
-                incoming.append(_incoming(one, targets))
-        return outgoing, incoming
-
-    exchange(comm, prepare, max_inflight_nbytes=min(bound for bound, _ in everyone))
-    return targets
-
-
-def _incoming(one: ShardSlice, targets: Mapping[ShardId, torch.Tensor]) -> Incoming:
+def _incoming(one: ShardSlice, targets: Mapping[Any, torch.Tensor]) -> Incoming:
     target = TensorBytes([_part(one, one.target, targets)])
 
     def take(start: int, content: torch.Tensor) -> None:
@@ -136,6 +129,6 @@ def _incoming(one: ShardSlice, targets: Mapping[ShardId, torch.Tensor]) -> Incom
     return Incoming(one.target.key, one.sender, target.nbytes, take, key=one.target.key)
 
 
-def _part(one: ShardSlice, shard: ShardId, tensors: Mapping[ShardId, torch.Tensor]) -> torch.Tensor:
+def _part(one: ShardSlice, shard: ShardId, tensors: Mapping[Any, torch.Tensor]) -> torch.Tensor:
     """The elements of a slice, as a view of the tensor of a shard."""
     return tensors[shard].detach()[one.region.within(shard.region).slices()]

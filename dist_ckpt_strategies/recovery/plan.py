@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from dist_ckpt_strategies.errors import CorruptCheckpointError, NoReplicasAvailableError
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    NoReplicasAvailableError,
+    ShapeMismatchError,
+)
 
 
 class Phase(IntEnum):
@@ -194,15 +198,19 @@ def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
     )
 
 
-def find_layout_conflict(facts: Sequence[RankFacts]) -> tuple[str, int, int] | None:
-    """The first shard whose tensors are not the same everywhere, and two ranks that differ."""
-    first: dict[str, tuple[int, str, int]] = {}
+def require_equal_layouts(facts: Sequence[RankFacts]) -> None:
+    """Raise a ShapeMismatchError unless the tensors of each shard are the same everywhere."""
+    first: dict[str, tuple[int, ShardFacts]] = {}
     for rank, one in enumerate(facts):
         for shard in (*one.wanted, *(one.held.shards if one.held else ())):
-            known = first.setdefault(shard.shard_id, (rank, shard.layout, shard.nbytes))
-            if known[1:] != (shard.layout, shard.nbytes):
-                return shard.shard_id, known[0], rank
-    return None
+            other, known = first.setdefault(shard.shard_id, (rank, shard))
+            if known != shard:
+                raise ShapeMismatchError(
+                    f"{shard.shard_id}: tensors differ between ranks {other} ({known.nbytes} "
+                    f"bytes) and {rank} ({shard.nbytes} bytes): expected the same names, dtypes "
+                    "and shapes wherever a shard has one id",
+                    key=shard.shard_id,
+                )
 
 
 def require_equal_copies(digests: Sequence[Mapping[str, str]]) -> None:

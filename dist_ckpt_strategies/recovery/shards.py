@@ -34,16 +34,13 @@ class FlatShard(TensorBytes):
             require_plain(tensors[name], key=f"{shard_id}: {name}")
         super().__init__([tensors[name] for name in self.names])
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Name of each tensor, and its dtype and shape in words."""
-        return [
-            (name, f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}")
-            for name, tensor in zip(self.names, self.tensors, strict=True)
-        ]
-
     def facts(self) -> ShardFacts:
         """What the planner needs to know."""
-        layout = xxhash.xxh3_64_hexdigest(json.dumps(self.lines()).encode())
+        lines = [
+            (name, str(tensor.dtype), list(tensor.shape))
+            for name, tensor in zip(self.names, self.tensors, strict=True)
+        ]
+        layout = xxhash.xxh3_64_hexdigest(json.dumps(lines).encode())
         return ShardFacts(self.shard_id, self.nbytes, layout)
 
     def tensor_digests(self) -> dict[str, str]:
