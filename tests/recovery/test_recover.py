@@ -96,7 +96,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("num_holders", [1, 2, 3])
-def test_every_dtype_and_layout_arrives_bit_for_bit_from_all_holders(num_holders: int) -> None:
+def test_every_dtype_and_layout_arrives_bit_for_bit(num_holders: int) -> None:
     def body(comm: Communicator) -> tuple[RecoveryReport, dict[int, bytes], MemoryProvider]:
         is_holder = comm.rank < num_holders
         old = MemoryProvider({"a": one_of_everything(1)}, step=STEP) if is_holder else None
@@ -109,7 +109,7 @@ def test_every_dtype_and_layout_arrives_bit_for_bit_from_all_holders(num_holders
         assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
         assert (new.step, new.objects()) == (STEP, {"step": STEP})
         if rank == num_holders:
-            assert report.sources == tuple(range(num_holders))
+            assert report.sources == (0,)
             assert report.received_nbytes == sum(t.nbytes for t in expected.values())
             # Its own, and those of the rank that sent them.
             assert random_states == {r: b"%d at %d" % (r, STEP) for r in (0, rank)}
@@ -207,7 +207,7 @@ def test_a_bit_that_flips_on_the_way_is_found_by_the_receiver_and_named_everywhe
     assert all(isinstance(error, CorruptCheckpointError) for error in errors)
     assert all(isinstance(error, PeerError) for error in errors[1:])
     assert {error.global_rank for error in errors} == {0}
-    assert "a: bytes" in str(errors[0])
+    assert "a from rank 1 arrived damaged" in str(errors[0])
     assert "from rank" in str(errors[0])
 
 
