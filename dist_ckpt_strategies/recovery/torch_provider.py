@@ -151,19 +151,20 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
     Another one of its class makes it, in a step of a stand-in for each parameter.
     """
+    kind: Any = type(optimizer)
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for param in group["params"]:
             if not param.requires_grad or optimizer.state.get(param):
                 continue
-            if group.get("dampening") or type(optimizer).__name__ not in _ZERO_AT_FIRST:
+            if group.get("dampening") or kind.__name__ not in _ZERO_AT_FIRST:
                 raise StrategyError(
-                    f"{type(optimizer).__name__}: its state before the first step is not known; "
+                    f"{kind.__name__}: its state before the first step is not known; "
                     "make it first, and give the optimizer with it"
                 )
             stand_in = nn.Parameter(torch.zeros_like(param))
             stand_in.grad = torch.zeros_like(param)
-            other: Any = type(optimizer)([{"params": [stand_in], **options}])
+            other = kind([{"params": [stand_in], **options}])
             other.step()
             optimizer.state[param] = {
                 key: value.zero_() if _is_tensor(value) else value

@@ -226,9 +226,8 @@ def test_odd_leftovers_are_a_storage_error_or_gone(tmp_path: Path) -> None:
         ShardDirectory(tmp_path).remove_stale_files(1)
 
 
-@pytest.mark.parametrize("first", ["part", "room"])
 def test_the_name_of_every_new_directory_is_flushed(
-    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[int] = set()
     fsync = os.fsync
@@ -239,8 +238,6 @@ def test_the_name_of_every_new_directory_is_flushed(
 
     monkeypatch.setattr(os, "fsync", recorded)
     directory = ShardDirectory(tmp_path / "a" / "b" / "root")
-    if first == "room":
-        directory.room()
     path = written(directory)
     changed = [path, *path.parents[: len(path.parents) - len(tmp_path.parents)]]
 
