@@ -34,10 +34,10 @@ from dist_ckpt_strategies.local.state_dicts import (
     ListedTensors,
     TensorPlace,
 )
+from dist_ckpt_strategies.megatron.shards import sharded_values
 from dist_ckpt_strategies.megatron.types import (
     TENSOR_AWARE_CLASS,
     ShardedObject,
-    ShardedTensor,
     default_allowed,
     tensor_aware_class,
 )
@@ -59,7 +59,7 @@ def default_local_allowed(allow: Allowed = ()) -> Allowed:
         pathlib.PurePosixPath,
     ]
     states = [BasicTensorAwareStateDict, MCoreTensorAwareStateDict, TensorPlace]
-    return (*default_allowed(), *plain, *states, ShardedTensor, ShardedObject, *allow)
+    return (*default_allowed(), *plain, *states, *allow)
 
 
 def encode_state(
@@ -80,11 +80,12 @@ def encode_state(
     if state.is_hollow:
         raise PlanError("the state is hollow: call insert_tensors or init_tensors first")
     kind = _kind_of(state)
+    if kind == _MEGATRON:
+        state = MCoreTensorAwareStateDict(state.common_state_dict, state.sharded_state_dict)
     tensors = list(state.pop_tensors())
     try:
         hollow = {"devices": [tensor.device.type for tensor in tensors], "state": state}
-        known = _with_megatrons(kind, allowed)
-        content = bytearray(dump_loadable(hollow, name=_NAME, allow=known))
+        content = bytearray(dump_loadable(hollow, name=_NAME, allow=allowed))
     finally:
         state.insert_tensors(tensors)
     numbered = [f"tensor {number}" for number in range(len(tensors))]
@@ -111,11 +112,6 @@ def _kind_of(state: Any) -> str:
     return "basic" if isinstance(state, BasicTensorAwareStateDict) else "own"
 
 
-def _with_megatrons(kind: str, allowed: Allowed) -> Allowed:
-    """Its class is imported where a state is of it, not before."""
-    return (*allowed, tensor_aware_class()) if kind == _MEGATRON else allowed
-
-
 def decode_shard(filled: FilledShard, allowed: Allowed, *, on_host: bool = True) -> Any:
     """The state of a shard file.
 
@@ -127,10 +123,9 @@ def decode_shard(filled: FilledShard, allowed: Allowed, *, on_host: bool = True)
         CorruptCheckpointError: its description makes no sense.
     """
     on_host = on_host or not torch.cuda.is_available()
-    shard_id, kind = filled.shard.shard_id, filled.shard.kind
+    shard_id = filled.shard.shard_id
     *tensors, content = filled.payloads
-    known = _with_megatrons(kind, allowed)
-    found = load_pickle(content.numpy().tobytes(), str(shard_id), _NAME, known)
+    found = load_pickle(content.numpy().tobytes(), str(shard_id), _NAME, allowed)
     try:
         state, devices = found["state"], found["devices"]
         pairs = zip(tensors, devices, strict=True)
@@ -139,7 +134,17 @@ def decode_shard(filled: FilledShard, allowed: Allowed, *, on_host: bool = True)
         raise CorruptCheckpointError(
             f"{shard_id}: the state's description is damaged: {error}"
         ) from error
-    return state
+    return _as_megatrons(state, devices) if filled.shard.kind == _MEGATRON else state
+
+
+def _as_megatrons(state: MCoreTensorAwareStateDict, devices: Sequence[str]) -> Any:
+    """The same as a state of Megatron-Core's class; each tensor remembers its device."""
+    sharded = state.sharded_state_dict
+    held = (v for v in sharded_values(sharded) if not isinstance(v, ShardedObject))
+    for tensor, device in zip([v for v in held if v.data is not None], devices, strict=True):
+        if device != tensor.data.device.type:
+            tensor.orig_device = device
+    return tensor_aware_class()(common=state.common_state_dict, sharded_state_dict=sharded)
 
 
 def joined(states: Sequence[Any], shard: LocalShard, num_ranks: int) -> MCoreTensorAwareStateDict:

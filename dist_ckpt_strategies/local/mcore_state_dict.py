@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from dist_ckpt_strategies.core.array import ObjectId, ShardId, ShardSpec
 from dist_ckpt_strategies.device import TensorBytes, torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StrategyError
 from dist_ckpt_strategies.local.plan import ShardSlice, build_distribution, build_reshard_plan
-from dist_ckpt_strategies.local.state_dicts import ListedTensors, TensorPlace
+from dist_ckpt_strategies.local.state_dicts import ListedTensors
 from dist_ckpt_strategies.megatron.shards import (
     LoadParts,
     SaveParts,
@@ -82,13 +83,37 @@ class MCoreTensorAwareStateDict(ListedTensors):
             if not (isinstance(value, ShardedTensor) and value.data is not None):
                 return value
             bare = value.without_data()
-            bare.data = TensorPlace(len(tensors))
+            bare.data = len(tensors)
             tensors[f"{value.key} ({len(tensors)})"] = value.data.detach()
             return bare
 
         self._hollow = mapped_values(take, sharded)
         self._hold(tensors)
         self.common_state_dict = common
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the sharded values as one text, which takes a fraction of the time."""
+        values: list[Any] = []
+
+        def note(value: Any) -> int:
+            values.append(value)
+            return len(values) - 1
+
+        hollow = mapped_values(note, self._hollow)
+        text, data = json.dumps(list(map(message_of, values))), [value.data for value in values]
+        return {**super().__getstate__(), "_hollow": (hollow, text, data)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what ``__getstate__`` gave."""
+        hollow, text, data = state["_hollow"]
+        messages = json.loads(text)
+
+        def make(number: int) -> Any:
+            value = value_from_message(messages[number])
+            value.data = data[number]
+            return value
+
+        vars(self).update(state, _hollow=mapped_values(make, hollow))
 
     @classmethod
     @raises_megatron_errors

@@ -73,6 +73,10 @@ class ListedTensors(TensorAwareStateDict):
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._devices = [tensor.device.type for tensor in self._tensors]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: all but what ``pop_tensors`` notes again."""
+        return {**vars(self), "_shapes": []}
+
     def require_tensors(self) -> list[torch.Tensor]:
         """The tensors; PlanError if the state is hollow."""
         if self._tensors is None:
