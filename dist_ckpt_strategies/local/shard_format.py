@@ -177,7 +177,7 @@ def footer_nbytes(end: bytes) -> int:
     """Size of the footer, given a file's last 32 bytes; a CorruptCheckpointError if it has none."""
     if len(end) < END_NBYTES or not end.endswith(MAGIC):
         raise CorruptCheckpointError(
-            f"expected a local checkpoint of this release, which ends with {MAGIC!r}, found "
+            f"expected a local checkpoint, which ends with {MAGIC!r} in this release, found "
             f"{end[-8:]!r}"
         )
     return int.from_bytes(end[-16:-8], "little") + END_NBYTES

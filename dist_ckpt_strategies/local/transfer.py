@@ -226,7 +226,7 @@ class _Files:
                 continue
             footer_nbytes, nbytes = sizes[t.sender][t.id_]
             if t.receiver == self._rank:
-                arrival = self.arrivals[t] = _Arrival(nbytes)
+                arrival = self.arrivals[t] = _Arrival(nbytes, footer_nbytes)
             if t.sender == self._rank == t.receiver:
                 self._own_reads += arrival.begin_reads(self._sources[t.id_], threads)
             elif t.sender == self._rank:
@@ -234,8 +234,8 @@ class _Files:
                 outgoing.append(Outgoing(t.id_, t.receiver, footer_nbytes, source.read_footer))
                 outgoing.append(Outgoing(t.id_, t.receiver, nbytes, source.read))
             elif t.receiver == self._rank:
-                take = partial(arrival.take_footer, footer_nbytes)
-                incoming.append(Incoming(t.id_, t.sender, footer_nbytes, take))
+                footer = TensorBytes([arrival.footer])
+                incoming.append(Incoming(t.id_, t.sender, footer_nbytes, footer.write))
                 incoming.append(Incoming(t.id_, t.sender, nbytes, arrival.take, arrival.place))
         return outgoing, incoming
 
@@ -301,9 +301,9 @@ class _Arrival:
     New memory comes in large pages where the system has them: it is touched for the first time.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, footer_nbytes: int) -> None:
+        self.footer = host_memory(footer_nbytes, is_pinned=False)
         self._memory = host_memory(nbytes, is_pinned=False)
-        self._footer = bytearray()
         self._shard: LocalShard | None = None
         self._expected: Sequence[Digest] = ()
         self._digests: BufferDigests | None = None
@@ -338,20 +338,16 @@ class _Arrival:
         """Where bytes of the buffers belong."""
         return self._memory[start : start + nbytes]
 
-    def take_footer(self, nbytes: int, _start: int, content: torch.Tensor) -> None:
-        """The next bytes of the footer, which has so many in all."""
-        self._footer += to_host([content])[0].tobytes()
-        if len(self._footer) == nbytes:
+    def take(self, start: int, content: torch.Tensor) -> None:
+        """The next bytes of the buffers, in their place already; the footer came before them."""
+        if self._digests is None and self._failure is None:
             try:
-                shard, digests = decode_footer(bytes(self._footer))
+                shard, digests = decode_footer(self.footer.numpy().tobytes())
                 if shard.nbytes != self._memory.numel():
                     raise CorruptCheckpointError(f"{shard.shard_id} has {shard.nbytes} bytes")
                 self._describe(shard, digests)
             except CheckpointError as error:
                 self._failure = str(error)
-
-    def take(self, start: int, content: torch.Tensor) -> None:
-        """The next bytes of the buffers, in their place already."""
         if self._digests is not None:
             self._digests.take(start, content.numpy())
 

@@ -96,7 +96,7 @@ def test_a_part_that_cannot_be_finished_does_not_appear(
 def test_a_file_of_an_earlier_release_is_refused_by_name(tmp_path: Path) -> None:
     path = written(ShardDirectory(tmp_path))
     path.write_bytes(b"DCKPART1" + bytes(5000))
-    with pytest.raises(CorruptCheckpointError, match="of this release"):
+    with pytest.raises(CorruptCheckpointError, match="in this release"):
         ShardReader(path)
 
 
