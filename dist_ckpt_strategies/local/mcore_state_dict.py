@@ -78,42 +78,32 @@ class MCoreTensorAwareStateDict(ListedTensors):
 
     def __init__(self, common: StateDict, sharded: StateDict) -> None:
         tensors: dict[str, torch.Tensor] = {}
+        self._bare: list[Any] = []  # a ShardedTensor has the number of its tensor as data
 
-        def take(value: Any) -> Any:
-            if not (isinstance(value, ShardedTensor) and value.data is not None):
-                return value
-            bare = value.without_data()
-            bare.data = len(tensors)
-            tensors[f"{value.key} ({len(tensors)})"] = value.data.detach()
-            return bare
+        def take(value: Any) -> int:
+            if isinstance(value, ShardedTensor) and value.data is not None:
+                tensor, value = value.data.detach(), value.without_data()
+                value.data = len(tensors)
+                tensors[f"{value.key} ({value.data})"] = tensor
+            self._bare.append(value)
+            return len(self._bare) - 1
 
-        self._hollow = mapped_values(take, sharded)
+        self._numbers = mapped_values(take, sharded)
         self._hold(tensors)
         self.common_state_dict = common
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: the sharded values as one text, which takes a fraction of the time."""
-        values: list[Any] = []
-
-        def note(value: Any) -> int:
-            values.append(value)
-            return len(values) - 1
-
-        hollow = mapped_values(note, self._hollow)
-        text, data = json.dumps(list(map(message_of, values))), [value.data for value in values]
-        return {**super().__getstate__(), "_hollow": (hollow, text, data)}
+        text, data = json.dumps(list(map(message_of, self._bare))), [v.data for v in self._bare]
+        return {**super().__getstate__(), "_bare": (text, data)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what ``__getstate__`` gave."""
-        hollow, text, data = state["_hollow"]
-        messages = json.loads(text)
-
-        def make(number: int) -> Any:
-            value = value_from_message(messages[number])
-            value.data = data[number]
-            return value
-
-        vars(self).update(state, _hollow=mapped_values(make, hollow))
+        text, data = state["_bare"]
+        bare = list(map(value_from_message, json.loads(text)))
+        for value, held in zip(bare, data, strict=True):
+            value.data = held
+        vars(self).update(state, _bare=bare)
 
     @classmethod
     @raises_megatron_errors
@@ -271,7 +261,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
         if not is_any_wanted:
             return state, set(), set()
         strictness = run_collectively(comm, lambda: parsed_strict(strict))
-        stored = _stored_keys(comm, self._hollow) if needs_stored_keys(strictness) else {}
+        stored = _stored_keys(comm, self._bare) if needs_stored_keys(strictness) else {}
         outcome = check_load(comm, parts.sharded, strictness, lambda: stored, validates)
         loaded = self.loaded(comm, outcome.sharded, deliver)
         run_collectively(
@@ -285,14 +275,14 @@ class MCoreTensorAwareStateDict(ListedTensors):
         """The ShardedTensors and ShardedObjects, new ones each time; without data if hollow."""
         tensors = None if self.is_hollow else self.require_tensors()
 
-        def give(value: Any) -> Any:
-            if not isinstance(value, ShardedTensor) or value.data is None:
-                return value
-            full = copy.copy(value)
-            full.data = None if tensors is None else tensors[value.data]
-            return full
+        def give(number: int) -> Any:
+            value = self._bare[number]
+            if isinstance(value, ShardedTensor) and value.data is not None:
+                value = copy.copy(value)
+                value.data = None if tensors is None else tensors[value.data]
+            return value
 
-        return mapped_values(give, self._hollow)
+        return mapped_values(give, self._numbers)
 
     @property
     def state_dict(self) -> StateDict:
@@ -381,11 +371,11 @@ def _distribution(everyone: Sequence[Sequence[Any]]) -> ShardDistribution:
     return ShardDistribution(build_distribution(holders, nbytes))
 
 
-def _stored_keys(comm: Communicator, sharded: StateDict) -> StateDict:
+def _stored_keys(comm: Communicator, values: Sequence[Any]) -> StateDict:
     """A sharded value, without data, for every key that some rank holds. Collective."""
 
     def describe() -> list[Any]:
-        first = {value.key: value for value in reversed(list(sharded_values(sharded)))}
+        first = {value.key: value for value in reversed(values)}
         return [message_of(value) for value in first.values()]
 
     everyone = run_and_gather(comm, describe)
