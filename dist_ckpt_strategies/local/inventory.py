@@ -22,7 +22,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.local.plan import (
     Completeness,
     ExchangePlan,
-    assign_shards,
     build_exchange_plan,
     build_retention,
     group_saves,
@@ -189,10 +188,14 @@ def _plan(
         why = "; ".join([*map(_why_not, saves), *reasons])
         raise NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
     readable = inventory.of_save(target)
-    if target.world_size == size:
-        wanted = {rank: [str(LocalShardId(target.save, rank))] for rank in range(size)}
-    else:
-        wanted = assign_shards(target.save, target.world_size, readable)
+    num_shards = target.world_size  # another number than that of the ranks, if others saved it
+    wanted = {
+        rank: [
+            str(LocalShardId(target.save, number))
+            for number in range(rank % num_shards, num_shards, size)
+        ]
+        for rank in range(size)
+    }
     return readable, build_exchange_plan(readable, wanted)
 
 

@@ -129,7 +129,10 @@ def build_exchange_plan(
     For each rank there are the ids of the shards that it can read, and that it wants. Where no rank
     can read one of them, a NoReplicasAvailableError names it and who wants it.
     """
-    holders = _readers(available)
+    holders: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in sorted(available):
+        for shard_id in set(available[rank]):
+            holders[shard_id].append(rank)
     transfers: list[Transfer] = []
     load: Counter[int] = Counter()
     for receiver in sorted(wanted):
@@ -145,15 +148,6 @@ def build_exchange_plan(
             load[sender] += 1
             transfers.append(Transfer(shard_id, sender, receiver))
     return ExchangePlan(tuple(transfers), own_rank)
-
-
-def _readers(available: Mapping[int, Collection[str]]) -> dict[str, list[int]]:
-    """The ranks that can read each shard, ascending."""
-    readers: dict[str, list[int]] = {}
-    for rank in sorted(available):
-        for shard_id in set(available[rank]):
-            readers.setdefault(shard_id, []).append(rank)
-    return readers
 
 
 def _least_loaded(able: Collection[int], load: Mapping[int, int], receiver: int) -> int:
@@ -183,26 +177,6 @@ def group_saves(found: Iterable[tuple[LocalShardId, int]]) -> tuple[Completeness
         Completeness(save, size, tuple(rank for rank in range(size) if rank not in there))
         for (save, size), there in sorted(ranks.items(), reverse=True)
     )
-
-
-def assign_shards(
-    save: SaveId, old_size: int, available: Mapping[int, Collection[str]]
-) -> dict[int, list[str]]:
-    """Assign the shards of a world of another size to ranks: few each, readable if possible.
-
-    Every rank gets one at least; where there are more ranks than shards, some shards go to several.
-    ``available`` has for each rank of today the ids of the shards that it can read.
-    """
-    assigned: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
-    readers = _readers(available)
-    for old_rank in range(old_size):
-        shard_id = str(LocalShardId(save, old_rank))
-        chosen = min(readers.get(shard_id, assigned), key=lambda rank: (len(assigned[rank]), rank))
-        assigned[chosen].append(shard_id)
-    for place, rank in enumerate(assigned):
-        if not assigned[rank]:
-            assigned[rank].append(str(LocalShardId(save, place % old_size)))
-    return assigned
 
 
 def build_distribution(

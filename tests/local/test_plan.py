@@ -18,7 +18,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.local.plan import (
     Completeness,
-    assign_shards,
     build_cliques,
     build_exchange_plan,
     build_reshard_plan,
@@ -179,14 +178,6 @@ def test_two_saves_of_one_iteration_and_worlds_of_other_sizes_do_not_mix() -> No
         (first, (0, 2)),
         (first, (1,)),
     ]
-
-
-def test_parts_of_a_larger_world_are_taken_by_ranks_that_have_them() -> None:
-    save = SaveId(5, "a")
-    ids = [str(LocalShardId(save, rank)) for rank in range(4)]
-    taken = assign_shards(save, 4, {0: ids[:2], 1: ids[2:]})
-
-    assert taken == {0: ids[:2], 1: ids[2:]}
 
 
 def spec(start: int, stop: int, key: str = "w", rows: int = ROWS) -> ShardSpec:
