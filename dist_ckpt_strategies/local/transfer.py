@@ -97,7 +97,6 @@ def run_replicate(
             prepare,
             lambda: writers[comm.rank].digests.values(),  # noqa: PLW0108 - not there yet
             max_inflight_nbytes=max_bucket_nbytes,
-            compares_digests=False,  # those of the buffers are
         )
         run_collectively(comm, lambda: _finish(comm, writers, sent))
         cleanup.pop_all()
@@ -180,7 +179,6 @@ def run_retrieve(
             lambda: files.prepare(sizes),
             files.find_bad,
             max_inflight_nbytes=max_inflight_nbytes,
-            compares_digests=False,  # those of the buffers are
         )
     reports = sorted(report for of_rank in found for report in of_rank)
     bad = {(rank, shard_id): reason for rank, shard_id, reason in reports}
