@@ -57,7 +57,7 @@ def decode_chunk(
     except (OSError, StorageError):
         raise
     except Exception as error:
-        path = str(directory / array.chunk_name(index))
+        path = f"{root}/{array.chunk_file(index)}"
         kind, text = _meaning(error, engine)
         raise kind(f"{array.key}: {path}: {text}", key=array.key, path=path) from error
 

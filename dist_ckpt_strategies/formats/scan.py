@@ -26,7 +26,6 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.chunks import chunk_name
 from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import (
     COMMON_FORMAT,
@@ -76,16 +75,20 @@ from dist_ckpt_strategies.storage.files import (
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
-    Folder,
+    Directory,
+    block_sizes,
     file_errors,
-    folders_below,
-    nbytes_text,
     read_file,
-    read_folder,
-    reason,
     require_directory,
 )
-from dist_ckpt_strategies.storage.store import Directory, Store, block_sizes
+from dist_ckpt_strategies.storage.folders import (
+    Folder,
+    folders_below,
+    nbytes_text,
+    read_folder,
+    reason,
+)
+from dist_ckpt_strategies.storage.store import Store
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
     from dist_ckpt_strategies.comm.base import Communicator
@@ -298,7 +301,7 @@ def _compared_arrays(
             issues.append(array)
             continue
         expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
-        path_of = partial(chunk_name, array)
+        path_of = array.chunk_file
         found = list(_compared_grid(key, array.grid, path_of, present, expected, "chunks"))
         for path, nbytes in sorted(present.items()):
             size = array.chunk_nbytes if array.is_raw else max(nbytes, 1)

@@ -42,13 +42,11 @@ from dist_ckpt_strategies.local.shard_format import BufferDigests, LocalShard, L
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     PARTIAL_PREFIX,
-    Folder,
+    Directory,
     read_file,
-    read_folder,
-    reason,
     require_directory,
 )
-from dist_ckpt_strategies.storage.store import Directory
+from dist_ckpt_strategies.storage.folders import Folder, read_folder, reason
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator

@@ -29,11 +29,12 @@ from dist_ckpt_strategies.local.shard_format import (
     encode_footer,
     footer_nbytes,
 )
-from dist_ckpt_strategies.storage.file_systems import begin_writeback, pread_into
+from dist_ckpt_strategies.storage.file_systems import begin_writeback
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     file_errors,
     make_directories,
+    pread_into,
     sync_path,
     try_lock,
 )

@@ -70,6 +70,7 @@ from dist_ckpt_strategies.sharded.load import (
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
+    Directory,
     file_errors,
     make_directories,
     read_file,
@@ -83,7 +84,6 @@ from dist_ckpt_strategies.storage.io_pool import (
     run_with_limit,
     time_limit,
 )
-from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 
 VERSION = 1

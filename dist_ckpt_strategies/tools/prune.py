@@ -35,16 +35,16 @@ from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
+    Directory,
     StoreUrl,
     file_errors,
-    folders_below,
     is_elsewhere,
     parsed_address,
-    reason,
     require_directory,
     sync_path,
 )
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.folders import folders_below, reason
+from dist_ckpt_strategies.storage.store import Store
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
     from dist_ckpt_strategies.storage.bucket import Bucket
