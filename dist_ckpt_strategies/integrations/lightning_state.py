@@ -157,6 +157,7 @@ class LightningStateProvider(LoopState):
     def sharded_state_dict(self) -> dict[str, Any]:
         """Tensors and objects for ``save`` and ``load``; ranks are to write even shares."""
         rank, size = self._trainer.global_rank, self._trainer.world_size
+        objects = self.objects()  # first: from then on the parts have the step's own buffers
         named = {
             f"{part}/{name}": tensor.detach()
             for part, tensors in self.parts().items()
@@ -166,8 +167,8 @@ class LightningStateProvider(LoopState):
             key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=(rank + number) % size)
             for number, (key, tensor) in enumerate(named.items())
         }
-        objects = ShardedObject("objects", self.objects(), (1,), (0,), replica_id=rank)
-        return {"tensors": shards, "objects": objects}
+        kept = ShardedObject("objects", objects, (1,), (0,), replica_id=rank)
+        return {"tensors": shards, "objects": kept}
 
     def num_batches_done(self) -> int:
         """Batches of its epoch that the state has seen, and that a new data loader gives again.

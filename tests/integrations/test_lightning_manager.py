@@ -9,22 +9,23 @@ from typing import Any
 
 import pytest
 
-pl = pytest.importorskip("lightning.pytorch")
+pytest.importorskip("lightning.pytorch")
 
-import torch  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager  # noqa: E402
-from dist_ckpt_strategies.integrations.lightning import TieredCheckpointCallback  # noqa: E402
-from tests.support.ranks import RankDiedError, run_processes  # noqa: E402
+from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager
+from dist_ckpt_strategies.integrations.lightning import TieredCheckpointCallback
+from tests.support.ranks import RankDiedError, run_processes
 
 NUM_STEPS = 9
 """Epochs of four batches."""
 
 
-class Model(pl.LightningModule):  # type: ignore[misc]
+class Model(LightningModule):  # type: ignore[misc]
     """Writes down its losses; one rank gets a signal in a step."""
 
     def __init__(self, preempted_in: int | None) -> None:
@@ -39,7 +40,8 @@ class Model(pl.LightningModule):  # type: ignore[misc]
         if self.global_rank == 1 and self.global_step == self.preempted_in:
             os.kill(os.getpid(), signal.SIGTERM)
         self.num_forwards += 1
-        loss = (self.layers(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        wanted = batch[0].sum(1, keepdim=True)
+        loss: torch.Tensor = (self.layers(batch[0]) - wanted).square().mean()
         self.losses.append((self.global_step, float(loss.detach())))
         return loss
 
@@ -60,7 +62,7 @@ def trains(rank: int, root: str, preempted_in: int | None) -> Any:
     callback = TieredCheckpointCallback(manager)
     data = torch.randn(16, 4, generator=torch.Generator().manual_seed(5))
     model = Model(preempted_in)
-    trainer = pl.Trainer(
+    trainer: Any = Trainer(
         accelerator="cpu",
         devices=2,
         strategy=DDPStrategy(find_unused_parameters=True),

@@ -183,7 +183,8 @@ def use_manager(rank: int, scratch: Path) -> dict[str, Any]:
     manager = TieredCheckpointManager(scratch / "run", policy=policy, options=options)
     megatron_lm.install(allow=[Unknown], manager=manager)
     context: dict[str, Any] = {}
-    requests, tracked = [], []
+    requests: list[Any] = []
+    tracked: list[int] = []
     (scratch / "run").mkdir(exist_ok=True)
     for step in (1, 2, 3):
         directory = scratch / "run" / f"iter_{step:07d}"
