@@ -186,20 +186,17 @@ def use_manager(rank: int, scratch: Path) -> dict[str, Any]:
     requests: list[Any] = []
     tracked: list[int] = []
     (scratch / "run").mkdir(exist_ok=True)
-    for step in (1, 2, 3):
+    for step in (1, 2, 3):  # the first one synchronous
         directory = scratch / "run" / f"iter_{step:07d}"
-        is_async = step > 1
-        request = save_checkpoint(
-            module, float(step), directory, context, async_sharded_save=is_async
-        )
-        assert (request is None) != is_async
-        if request is not None:
+        how = {"async_sharded_save": step > 1}
+        if request := save_checkpoint(module, float(step), directory, context, **how):
             request.add_finalize_fn(partial(tracked.append, step))
             requests.append(request)
     for request in requests:  # as a queue does; of the first the manager has seen the end
         request.work.ends_within(60)
         for finalize in request.finalize_fns:
             finalize()
+    manager.close()  # what is old has been removed
     dist.barrier()
     if rank == 0:
         chunk = min((directory / "arrays" / "own").glob("c*"))
@@ -210,8 +207,8 @@ def use_manager(rank: int, scratch: Path) -> dict[str, Any]:
     with pytest.raises(CorruptCheckpointError):  # it was asked for by name
         load_checkpoint(module, directory)
     manager.close()
-    told = [one.step for one in metrics]
-    return {"found": found, "steps": manager.all_steps(), "told": told, "tracked": tracked}
+    steps, told = manager.all_steps(), [one.step for one in metrics]
+    return {"found": found, "steps": steps, "told": told, "tracked": tracked}
 
 
 @pytest.mark.multiprocess
