@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.run import determine_local_world_size
 
@@ -137,6 +138,12 @@ def ranks_of(nproc_per_node: str) -> int:
 
 def run_script(job: Job, logs: Logs) -> int:
     """Run this node of a job in the foreground; its exit code. With 88 it ends the process."""
+    try:
+        get_logging_handler(job.event_log_handler)
+    except KeyError:
+        raise PlanError(
+            f"--event-log-handler: expected null or console, found {job.event_log_handler!r}"
+        ) from None
     output = _Output(logs, job.num_ranks, job.nodes.run_id if job.nodes else "none")
     try:
         code = Supervisor(job, environment(), output.write_line, _write_note).run()

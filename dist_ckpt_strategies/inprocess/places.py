@@ -91,7 +91,6 @@ class Places(RendezvousHandler):
 
     Raises:
         PeerLostError: there is no store at the endpoint, after the time to wait for a node.
-        PeerError: the store is to be hosted here, and cannot be.
         PlanError: the store belongs to a job with other options.
     """
 
@@ -106,7 +105,7 @@ class Places(RendezvousHandler):
         self._on_renewed, self._on_spare, self._on_note = on_renewed, on_spare, on_note
         self.node = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self.place: int | None = None
-        self._host = _hosted(nodes)
+        self._host = _hosted(nodes, on_note)
         self._store = connected_store(nodes)
         self._state = RestartState(self._store)
         self._began = time.monotonic()
@@ -391,16 +390,16 @@ def connected_store(nodes: Nodes) -> JobStore:
         time.sleep(_PAUSE_S)
 
 
-def _hosted(nodes: Nodes) -> Any:
+def _hosted(nodes: Nodes, on_note: Callable[[str], object]) -> Any:
     """The job's store, if its address is one of this machine's and no other agent hosts it."""
     host, port = nodes.endpoint
     if not (nodes.is_store_only or _is_of_this_machine(host)):
         return None
     try:
         return host_store(host, port)
-    except PeerError:
+    except PeerError as error:
         if nodes.is_store_only:
-            raise
+            on_note(f"{error.message}; expected the job's store there, of an agent started before")
         return None
 
 

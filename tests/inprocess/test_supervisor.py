@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -361,3 +362,32 @@ time.sleep(2.0)
 """
     assert jobs.run(body, 1, num_spares=1, max_restarts=0) == 0
     assert jobs.heard.notes == ["a spare has ended without waiting in wait_rank(); it is no spare"]
+
+
+def test_what_a_worker_has_recorded_is_in_the_notes_and_in_the_report_at_the_end(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    if rank == "1":
+        raise ValueError("no such token")
+    wait_for("never")
+main()
+"""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "own.json"))
+
+    with pytest.raises(RestartLimitError, match="rank 1: exit code 1: ValueError: no such token"):
+        jobs.run(body, 2, max_restarts=1, event_log_handler="console")
+
+    why = "rank 1 is gone: exit code 1: ValueError: no such token; a new process takes its place"
+    assert why in jobs.heard.notes
+    report = "\n".join(jobs.heard.notes)
+    assert "script.py --lr 0.1 FAILED" in report
+    assert 'raise ValueError("no such token")' in report
+    own = json.loads((tmp_path / "own.json").read_text())
+    assert own["message"]["message"] == "ValueError: no such token"
+    recorded = capfd.readouterr().err
+    assert recorded.count("torchelastic.worker.status.FAILED") == 3  # two workers, and the agent
+    assert jobs.left() == []
