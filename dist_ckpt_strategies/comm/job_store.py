@@ -88,6 +88,19 @@ class JobStore:
         """Whether each of the keys has been set; one request, however many they are."""
         return bool(self._ask(lambda: self._connections[0].check(list(keys))))
 
+    def has_foreign_keys(self, prefix: str) -> bool:
+        """Whether others have set keys of that prefix; False where torch cannot say (before 2.10).
+
+        It lists all keys.
+        """
+
+        def found() -> bool:
+            store = self._connections[0].underlying_store
+            keys = store.list_keys() if hasattr(store, "list_keys") else ()
+            return any(key.startswith(prefix) for key in keys)
+
+        return bool(self._ask(found))
+
     def wait(self, key: str, timeout_s: float | None = None) -> bool:
         """Whether the key has been set in time; without ``timeout_s``, wait until then.
 

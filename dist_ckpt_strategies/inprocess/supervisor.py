@@ -390,6 +390,12 @@ class Supervisor:
                     f"rank {rank} died after the wrapped block had ended on all ranks: {why}; a "
                     "new process could not catch up with the others"
                 )
+        elif self._store.has_foreign_keys("default_pg/"):
+            raise RestartError(
+                f"rank {rank} died: {why}; the script makes process groups outside of HPWrapper, "
+                "and a new process cannot join those of the others: call init_process_group in "
+                "the wrapped function, or start the script with torchrun"
+            )
         self._count_failure(rank, why)
         spare = self._spare()
         taken = "a new process" if spare is None else f"spare {spare.name}"

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from dist_ckpt_strategies.comm.job_store import JobStore
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import PeerLostError, PlanError
+from dist_ckpt_strategies.errors import PeerLostError, PlanError, StorageError
 from dist_ckpt_strategies.formats.commit import open_save_place
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.places import NODE_MISSING, Nodes, Places
@@ -141,7 +141,7 @@ def test_a_silent_node_loses_its_place_to_a_spare_and_can_neither_renew_nor_comm
     lost.places._is_stopped = False
     with pytest.raises(PeerLostError, match="place/1 of this node belongs to node"):
         lost.places.hold()
-    with pytest.raises(PeerLostError, match=f"{spare.places.node}'s now"):
+    with pytest.raises(StorageError, match=f"{spare.places.node}'s now"):
         commit_to(tmp_path / "after")
     assert not (tmp_path / "after" / "metadata.json").exists()
     assert not other.end.done()

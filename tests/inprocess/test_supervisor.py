@@ -391,3 +391,18 @@ main()
     recorded = capfd.readouterr().err
     assert recorded.count("torchelastic.worker.status.FAILED") == 3  # two workers, and the agent
     assert jobs.left() == []
+
+
+def test_a_script_that_makes_groups_outside_of_the_wrapper_is_not_continued(jobs: Jobs) -> None:
+    body = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if rank == "1":
+    os._exit(3)
+wait_for("never")
+"""
+    with pytest.raises(RestartError, match=r"rank 1 died: exit code 3; .*with torchrun"):
+        jobs.run(body, 2)
+
+    assert jobs.left() == []
