@@ -89,7 +89,7 @@ class JobStore:
         return bool(self._ask(lambda: self._connections[0].check(list(keys))))
 
     def has_foreign_keys(self, prefix: str) -> bool:
-        """Whether others have set keys of that prefix; False where torch cannot say (before 2.10).
+        """Whether others have set keys of that prefix; False where torch cannot say.
 
         It lists all keys.
         """

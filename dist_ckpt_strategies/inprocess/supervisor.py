@@ -28,10 +28,6 @@ from torch.distributed.elastic.multiprocessing.errors import (  # noqa: TID251 -
     ErrorHandler,
     ProcessFailure,
 )
-from torch.distributed.elastic.rendezvous import (  # noqa: TID251 - what Places raises
-    RendezvousClosedError,
-    RendezvousTimeoutError,
-)
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import COORDINATOR, PLACE
@@ -195,11 +191,12 @@ class Supervisor:
     def _keep_place(self, places: Places) -> None:
         """On a thread of its own, until the job ends, or this node's part in it."""
         try:
-            with suppress(RendezvousClosedError):
-                self._post(partial(self._take_place, places.next_rendezvous().rank))
+            place = places.take()
+            if place is not None:
+                self._post(partial(self._take_place, place))
             outcome = places.hold()
-        except RendezvousTimeoutError as error:
-            outcome = GAVE_UP, text_of(error)
+        except RestartError as error:
+            outcome = GAVE_UP, error.message
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing renews the place
             outcome = FENCED, text_of(error)
         self._post(lambda: self._end(*outcome))
