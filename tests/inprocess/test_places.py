@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies.comm.job_store import JobStore
+import dist_ckpt_strategies
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import PeerLostError, PlanError, RestartError, StorageError
 from dist_ckpt_strategies.formats.commit import open_save_place
@@ -18,6 +20,7 @@ from dist_ckpt_strategies.inprocess.places import NODE_MISSING, Nodes, Places
 from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
 from tests.support.ports import HOST, free_port
 from tests.support.processes import until
+from tests.support.ranks import run_processes
 
 TTL_S = 3.0
 LIMIT_S = 60.0
@@ -152,6 +155,24 @@ def commit_to(directory: Path) -> None:
     place.save_id = place.new_save_id()
     place.begin(())
     place.commit(b"{}")
+
+
+@pytest.mark.multiprocess
+def test_a_commit_without_its_place_fails_on_all_ranks(tmp_path: Path) -> None:
+    host = host_store()
+    JobStore(host.host, host.port).set("place/0", "other#7")
+
+    found = run_processes(2, _save_as_lost, f"{host.host}:{host.port}", tmp_path)
+
+    assert all("place/0 of the job was node lost's, and is other's now" in text for text in found)
+    assert not list(tmp_path.glob("**/metadata.json"))
+
+
+def _save_as_lost(_rank: int, address: str, directory: Path) -> str:
+    os.environ |= {"DIST_CKPT_COORDINATOR": address, "DIST_CKPT_PLACE": "place/0=lost"}
+    with pytest.raises(StorageError) as caught:
+        dist_ckpt_strategies.save({"step": 1}, directory)
+    return str(caught.value)
 
 
 def test_a_place_that_is_left_is_taken_at_once(job_of: Callable[..., Job]) -> None:
