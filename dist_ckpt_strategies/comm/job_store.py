@@ -172,7 +172,8 @@ def require_place() -> None:
 def _bound_silence(port: int, limit_s: float) -> None:
     """Have the kernel end this process's connections to a port when the host is silent.
 
-    Torch's client asks for that on none of its sockets, and has no way to it.
+    Torch's client asks for that on none of its sockets, and has no way to it. It also keeps alive
+    the connection of a wait of hours, over which nothing else is sent.
     """
     probe_s = max(1, int(limit_s / _NUM_LOOKS))
     options = {

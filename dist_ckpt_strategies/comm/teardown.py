@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.005
 _DESTROY_S = 1.0
-_EXIT_S = 30.0
+_EXIT_S = 10.0
 GRACE_S = 2.0
 """Longest time for sockets to close before waits are aborted all the same."""
 
