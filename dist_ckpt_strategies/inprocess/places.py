@@ -97,7 +97,7 @@ class Places:
         self._on_renewed, self._on_spare, self._on_note = on_renewed, on_spare, on_note
         self.node = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self.place: int | None = None
-        self._host = _hosted(nodes, on_note)
+        self._host = _hosted(nodes)
         self._store = connected_store(nodes)
         self._state = RestartState(self._store)
         self._began = time.monotonic()
@@ -117,6 +117,8 @@ class Places:
             RestartError: there are as many spare nodes as there may be.
             PeerLostError: see ``hold``.
         """
+        if self._nodes.is_store_only and self._host is None:
+            self._on_note("another agent of this machine hosts the store; the job ends with that")
         self._look_around()
         while self.place is None and self._closed is None and not self._is_stopped:
             self._pause()
@@ -351,16 +353,14 @@ def connected_store(nodes: Nodes) -> JobStore:
         time.sleep(_PAUSE_S)
 
 
-def _hosted(nodes: Nodes, on_note: Callable[[str], object]) -> Any:
+def _hosted(nodes: Nodes) -> Any:
     """The job's store, if its address is one of this machine's and no other agent hosts it."""
     host, port = nodes.endpoint
     if not (nodes.is_store_only or _is_of_this_machine(host)):
         return None
     try:
         return host_store(host, port)
-    except PeerError as error:
-        if nodes.is_store_only:
-            on_note(f"{error.message}; expected the job's store there, of an agent started before")
+    except PeerError:
         return None
 
 
