@@ -118,7 +118,7 @@ class Places:
             PeerLostError: see ``hold``.
         """
         if self._nodes.is_store_only and self._host is None:
-            self._on_note("another agent of this machine hosts the store; the job ends with that")
+            self._on_note("another agent of this machine hosts the store")
         self._look_around()
         while self.place is None and self._closed is None and not self._is_stopped:
             self._pause()
