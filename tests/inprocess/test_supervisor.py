@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
@@ -365,7 +367,7 @@ time.sleep(2.0)
 
 
 def test_what_a_worker_has_recorded_is_in_the_notes_and_in_the_report_at_the_end(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     body = """
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -377,9 +379,11 @@ def main():
 main()
 """
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "own.json"))
+    recorded = BufferingHandler(100)
+    monkeypatch.setattr(logging.getLogger("torchelastic-events-null"), "handlers", [recorded])
 
     with pytest.raises(RestartLimitError, match="rank 1: exit code 1: ValueError: no such token"):
-        jobs.run(body, 2, max_restarts=1, event_log_handler="console")
+        jobs.run(body, 2, max_restarts=1)
 
     why = "rank 1 is gone: exit code 1: ValueError: no such token; a new process takes its place"
     assert why in jobs.heard.notes
@@ -388,8 +392,8 @@ main()
     assert 'raise ValueError("no such token")' in report
     own = json.loads((tmp_path / "own.json").read_text())
     assert own["message"]["message"] == "ValueError: no such token"
-    recorded = capfd.readouterr().err
-    assert recorded.count("torchelastic.worker.status.FAILED") == 3  # two workers, and the agent
+    sources = [json.loads(record.getMessage())["source"] for record in recorded.buffer]
+    assert sources == ["WORKER", "WORKER", "AGENT"]
     assert jobs.left() == []
 
 
