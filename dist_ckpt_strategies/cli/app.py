@@ -495,6 +495,9 @@ def run(
     tee: Annotated[
         str, typer.Option(metavar="STD", help="Write output to files and to the terminal.")
     ] = "0",
+    event_log_handler: Annotated[
+        str, _value(metavar="NAME", help="Where torch's events go: null or console.")
+    ] = "null",
     is_module: Annotated[bool, _flag("--module", "-m", help="SCRIPT names a module.")] = False,
     debug: _Debug = False,
 ) -> int:
@@ -526,5 +529,13 @@ def run(
         is_store_only=store_only,
     )
     command = script_command(script, args or (), is_module=is_module)
-    job = Job(command, num_ranks, spares, max_restarts, heartbeat_timeout, nodes=nodes)
+    job = Job(
+        command,
+        num_ranks,
+        spares,
+        max_restarts,
+        heartbeat_timeout,
+        nodes=nodes,
+        event_log_handler=event_log_handler,
+    )
     return run_script(job, log_dir=log_dir, redirects=redirects, tee=tee)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.run import determine_local_world_size
 
@@ -130,6 +131,12 @@ def run_script(job: Job, *, log_dir: str | None, redirects: str, tee: str) -> in
 
     Workers' lines go where torchrun's options of these names say.
     """
+    try:
+        get_logging_handler(job.event_log_handler)
+    except KeyError:
+        raise PlanError(
+            f"--event-log-handler: expected null or console, found {job.event_log_handler!r}"
+        ) from None
     run_id = job.nodes.run_id if job.nodes else "none"
     output = _Output(job.num_ranks, run_id, log_dir, redirects, tee)
     try:
