@@ -78,7 +78,7 @@ _NUM_COPIES = 2
 
 
 class StoreWriter(ABC):
-    """Writes the arrays of one checkpoint; see ArrayWriter.
+    """Writes the arrays of one checkpoint.
 
     Attributes:
         digests: of each chunk of format 2 written, by key and index: of its inner chunks, then of
@@ -92,7 +92,7 @@ class StoreWriter(ABC):
     _buffers: BounceBuffers
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
-        """See ArrayWriter."""
+        """Write the metadata of new arrays."""
         jobs = []
         for array in arrays:
             layout = zarr2 if array.inner_shape is None else zarr3
@@ -103,7 +103,10 @@ class StoreWriter(ABC):
         return Transfer(jobs, self._num_metadata_threads)
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
-        """See ArrayWriter."""
+        """Issue all writes at once; each covers whole chunks, no chunk is written twice.
+
+        They need not wait for the array's creation.
+        """
         jobs = []
         for write in writes:
             array, regular = write.array, write.array.chunk_at(write.region)
@@ -130,7 +133,10 @@ class StoreWriter(ABC):
 
     @abstractmethod
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
-        """See ArrayWriter."""
+        """Make durable all that was written here, and the names of these arrays' files.
+
+        Those that other ranks wrote included: call it when every rank has written.
+        """
 
     @abstractmethod
     def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
@@ -171,7 +177,7 @@ class DirectoryWriter(StoreWriter):
         self._flush = whole_flush(self._root) if access.is_flushed_whole else None
 
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
-        """See ArrayWriter."""
+        """See StoreWriter."""
         if self._flush is not None:
             return Transfer([Job("", self._root, self._flush)], 1)
         names = {array.directory: array.key for array in arrays}
@@ -226,7 +232,7 @@ class BucketWriter(StoreWriter):
         self._budget = ByteBudget(options.max_inflight_bytes)
 
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:  # noqa: ARG002 - a protocol
-        """See ArrayWriter. What the store has acknowledged is durable."""
+        """See StoreWriter. What the store has acknowledged is durable."""
         return Transfer((), 0)
 
     def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:

@@ -24,10 +24,11 @@ from dist_ckpt_strategies.device import (
     to_host,
     torch_dtype,
 )
+from dist_ckpt_strategies.formats.arrays import StoreWriter
 from dist_ckpt_strategies.sharded.plan import SavePlan, ShardSlice, WriteItem
 from dist_ckpt_strategies.sharded.writer_process import StagedWrite
 from dist_ckpt_strategies.storage.io_pool import InFlight
-from dist_ckpt_strategies.storage.store import ArrayWrite, ArrayWriter
+from dist_ckpt_strategies.storage.store import ArrayWrite
 
 Tensors = Mapping[ShardId, torch.Tensor]
 """This rank's main replicas, each shaped like its region. Left untouched."""
@@ -37,7 +38,7 @@ TensorRegion = tuple[ArraySpec, Region, torch.Tensor]
 
 
 def run_writes(
-    store: ArrayWriter,
+    store: StoreWriter,
     writes: Sequence[TensorRegion],
     options: Options,
     creations: Sequence[ArraySpec] = (),

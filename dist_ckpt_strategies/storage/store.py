@@ -44,29 +44,6 @@ class ArrayReader(Protocol):
         ...
 
 
-class ArrayWriter(Protocol):
-    """Moves regions of named arrays from memory to storage."""
-
-    def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
-        """Write the metadata of new arrays."""
-        ...
-
-    def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
-        """Make durable all that this store has written, and the metadata of these arrays.
-
-        The names of their files too, those that other ranks wrote included: call it when every
-        rank has written.
-        """
-        ...
-
-    def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
-        """Issue all writes at once. Each covers whole chunks, no chunk is written twice.
-
-        They need not wait for the array's creation.
-        """
-        ...
-
-
 class Store(Protocol):
     """A directory, or what stands for one. Names have ``/`` between their parts.
 
