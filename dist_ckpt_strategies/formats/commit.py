@@ -30,7 +30,12 @@ from functools import partial
 from pathlib import Path, PurePath
 
 from dist_ckpt_strategies.config import Options, place_from_environment
-from dist_ckpt_strategies.errors import CheckpointExistsError, StorageError, StrategyError
+from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
+    PeerLostError,
+    StorageError,
+    StrategyError,
+)
 from dist_ckpt_strategies.formats.locations import (
     SAVE_FIELD,
     SAVE_PREFIX,
@@ -367,12 +372,15 @@ def _require_own_place() -> None:
     """Raise where this process's node is no longer part of its job: others may save, too.
 
     Raises:
-        PeerLostError: see ``comm.job_store.require_place``.
+        StorageError: see ``comm.job_store.require_place``.
     """
     if place_from_environment() is not None:
         from dist_ckpt_strategies.comm.job_store import require_place  # noqa: PLC0415 - torch
 
-        require_place()
+        try:
+            require_place()
+        except PeerLostError as error:  # as one of storage: all ranks are told, and raise it
+            raise StorageError(f"not committed, this node is out of the job: {error}") from error
 
 
 SavePlace = DirectoryPlace | BucketPlace

@@ -416,8 +416,7 @@ checkpoint's files by name, None where a listing has none; names beside them."""
 def _files_of_directory(root: Path) -> _Listed | None:
     """None where the directory is not of format 2."""
     top, store = read_folder(root, ""), Directory(root)
-    if top.failure:
-        raise StorageError(f"{root} cannot be listed: {top.failure}", path=str(root))
+    _require_listed(root, top)
     marker = marker_or_issue(store)
     with file_errors(None, root / MANIFEST_NAME):  # which may not be looked into
         is_known = any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME))
@@ -425,10 +424,17 @@ def _files_of_directory(root: Path) -> _Listed | None:
         return None
     files: dict[str, int | None] = {n: size for n, size in top.files.items() if _is_own(n)}
     for folder in folders_below(root, [name for name in FOLDER_NAMES if name in top.folders]):
+        _require_listed(root, folder)
         files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
     names = {*top.files, *top.folders, *top.links, *top.others}
     others = sorted(n for n in names.difference(files, FOLDER_NAMES) if not _is_stale(n))
     return store, marker, files, tuple(others)
+
+
+def _require_listed(root: Path, folder: Folder) -> None:
+    if folder.failure:
+        path = root / folder.key
+        raise StorageError(f"{path} cannot be listed: {folder.failure}", path=str(path))
 
 
 def _files_of_bucket(bucket: Bucket) -> _Listed:
