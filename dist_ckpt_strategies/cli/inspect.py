@@ -367,7 +367,8 @@ def _facts(found: Scan) -> Iterator[tuple[str, str]]:
         yield "saved", f"began {_begun(found.begun)}"
     if found.index is not None:
         layout, versions = found.index.layout.items(), found.index.versions.items()
-        yield "layout", ", ".join(f"{name} {size}" for name, size in layout)
+        if layout:
+            yield "layout", ", ".join(f"{name} {size}" for name, size in layout)
         yield "written by", ", ".join(f"{name} {number}" for name, number in versions)
     if not found.is_foreign:
         num_chunks = sum(one.num_chunks for one in found.arrays)
