@@ -219,7 +219,7 @@ class TieredCheckpointManager:
             provider: the StateProvider, or what has one, that memory fills.
 
         Returns:
-            What was loaded, ``iteration`` the step that training goes on at, and ``attempts`` what
+            What was loaded, ``iteration`` the step at which training continues, and ``attempts`` what
             was refused before, with the reasons; None where there is nothing to load.
 
         Raises:
@@ -293,7 +293,7 @@ class TieredCheckpointManager:
             return False
         if self._running is not None and due is Tier.LOCAL:
             logger.warning(
-                "local save of step %d left out: %s goes on", step, _name(self._running[0])
+                "local save of step %d skipped: %s is still running", step, _name(self._running[0])
             )
             return False
         self._begin(comm, due, step, state_dict)
@@ -426,7 +426,7 @@ class TieredCheckpointManager:
                 run_on_first_rank(comm, self._lease.require)
             request.wait()
         except SaveTimeoutError:
-            raise  # it goes on, and may still end well
+            raise  # it still runs, and may succeed
         except BaseException:
             self._running, self._newest[Tier(begun.tier)] = None, _NONE
             raise
@@ -459,7 +459,7 @@ class TieredCheckpointManager:
         """Remove what is not to be kept, in the background; on rank 0."""
         if self.policy.keep_last or self.policy.keep_every:
             self._is_removal_due.set()
-            if self._pruning is None or not self._pruning.is_alive():  # else it goes on with this
+            if self._pruning is None or not self._pruning.is_alive():  # else it continues with this
                 self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
                 self._pruning.daemon = True
                 self._pruning.start()

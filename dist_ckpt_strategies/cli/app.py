@@ -504,7 +504,7 @@ def run(
     from dist_ckpt_strategies.inprocess.supervisor import Job, script_command  # noqa: PLC0415
 
     if not is_module and not store_only and not Path(script).is_file():
-        raise PlanError(f"SCRIPT: {script or 'nothing'} is no file")
+        raise PlanError(f"SCRIPT: expected a Python file, found {script or 'nothing'}")
     num_ranks = ranks_of(nproc_per_node)
     nodes = nodes_of(
         nnodes,

@@ -227,7 +227,7 @@ class Intent:
         nbytes: size of its shard.
         members: global ranks of its clique.
         device: tells the file system that it writes to from every other.
-        free_nbytes: room there, once it had removed its stale files.
+        free_nbytes: space there, once it has removed its stale files.
         is_async: whether it does so in the background.
     """
 
@@ -241,7 +241,7 @@ class Intent:
 
 
 def require_possible(intents: Sequence[Intent], directory: ShardDirectory) -> None:
-    """Raise unless the ranks save the same iteration, and each file system has room.
+    """Raise unless the ranks save the same iteration, and each file system has space.
 
     Equal intents give equal answers, so no rank raises alone. The last one to look at a file system
     has seen it without the stale files of all.
@@ -290,8 +290,8 @@ def complete_save(
         if () not in missing:
             whose = ", ".join(map(str, missing[0])) if missing else "all"
             raise StorageError(
-                f"the local save of iteration {newest.iteration} is not whole: no rank can read "
-                f"what was written of ranks {whose}"
+                f"the local save of iteration {newest.iteration} is incomplete: no rank can read "
+                f"the shards of ranks {whose}; check these nodes' disks, and save again"
             )
         kept = build_retention([one.save for one in saves if not one.missing], newest, num_kept)
         holders = [comm.rank]

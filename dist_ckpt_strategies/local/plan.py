@@ -308,7 +308,7 @@ def _slices(
     """Parts of held shards that make up a wanted one: one held whole, else all that it meets."""
     who = f"{spec.key}: rank {rank} wants {spec.region}"
     if held is None:
-        raise CoverageError(f"{who}, but no part of the checkpoint has it", key=spec.key)
+        raise CoverageError(f"{who}, but no local shard of the checkpoint has it", key=spec.key)
     if held.shape != spec.array_shape:
         raise ShapeMismatchError(
             f"{spec.key}: shape {held.shape} in the checkpoint, {spec.array_shape} requested by "
@@ -328,7 +328,7 @@ def _slices(
     covered = sum(one.region.numel for one in found)
     if covered != spec.region.numel:
         raise CoverageError(
-            f"{who}, of {spec.region.numel} elements; the parts of the checkpoint hold {covered} "
+            f"{who}, of {spec.region.numel} elements; the checkpoint's local shards hold {covered} "
             "of them",
             key=spec.key,
         )

@@ -78,7 +78,7 @@ def retrieved_objects(
             if name not in found:
                 raise ArrayNotFoundError(
                     f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
-                    "which no part of the checkpoint holds",
+                    "which no local shard of the checkpoint holds",
                     key=name.key,
                 )
         return found

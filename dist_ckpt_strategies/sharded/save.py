@@ -432,7 +432,7 @@ class ShardedSave:
                 names = tuple(None if shard is None else shard.id for shard in shards)
         layouts = sorted({layout for _, _, layout, _ in everyone})
         if len(layouts) > 1:
-            raise PlanError(f"ranks save in different forms: {' and '.join(layouts)}")
+            raise PlanError(f"ranks use different chunk layouts: {' and '.join(layouts)}")
         plan = build_save_plan(
             requests,
             objects,

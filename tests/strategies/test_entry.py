@@ -405,7 +405,7 @@ def test_ranks_that_do_not_share_a_directory_are_told_so(tmp_path: Path) -> None
         assert isinstance(failure, Failure), (rank, failure)
         assert StorageError.__name__ in failure.kinds
         assert failure.global_rank in {2, 3}
-        assert "what rank 0 has written there is not seen here" in failure.text
+        assert "the files of rank 0 are not visible here" in failure.text
         assert failure.path == str(tmp_path / "node1" / "c")
     assert not list(tmp_path.rglob("metadata.json"))
     assert all(".partial-" in str(path) for path in tmp_path.rglob(".zarray"))
