@@ -219,7 +219,7 @@ class TieredCheckpointManager:
             provider: the StateProvider, or what has one, that memory fills.
 
         Returns:
-            What was loaded, ``iteration`` the step at which training continues, and ``attempts`` what
+            What was loaded, ``iteration`` the step from which training continues, ``attempts`` what
             was refused before, with the reasons; None where there is nothing to load.
 
         Raises:

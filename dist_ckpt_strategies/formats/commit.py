@@ -195,7 +195,7 @@ class PlaceBase(ABC):
             if owner is None:
                 raise StorageError(
                     f"{self}: another save to it started before this one ended, or its staged "
-                    "files were removed; nothing became visible; save again, from one job at a time",
+                    "files were removed; nothing became visible; save again from one job at a time",
                     path=str(self),
                 )
             raise StorageError(

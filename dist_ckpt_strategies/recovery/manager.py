@@ -344,7 +344,7 @@ class CheckpointManager:
         return {"global_step": report.step, **asdict(report)}
 
     def decline(self, why: str) -> None:
-        """Release the in-memory state, for a reason that all ranks see: a checkpoint is loaded instead.
+        """Release the in-memory state, for a reason that all ranks see; a checkpoint serves.
 
         Rank-local, called on all ranks alike in place of ``try_checkpointless_load``.
         """
