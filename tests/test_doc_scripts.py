@@ -83,7 +83,7 @@ _LOCAL_BEFORE = f"""
 from pathlib import Path
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from megatron.core.dist_checkpointing import ShardedTensor
-model, iteration = torch.nn.Linear(3, 2), 100
+model, num_iterations, train_step = torch.nn.Linear(3, 2), 101, lambda: None
 earlier = {{name: torch.full_like(value, 7) for name, value in model.state_dict().items()}}
 LocalCheckpointManager("local/checkpoints", "run-7").save(
     BasicTensorAwareStateDict({{"model": earlier}}), 99
