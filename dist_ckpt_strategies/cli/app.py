@@ -244,7 +244,7 @@ def prune(
 
 
 @_command(
-    "dist-ckpt demo --keep /tmp/demo-checkpoint",
+    "dist-ckpt demo --keep demo-checkpoint",
     "0 all states are equal, 1 not, 2 wrong usage, 3 no space.",
 )
 def demo(
