@@ -113,7 +113,7 @@ def test_a_variable_of_object_stores_that_makes_no_sense_is_refused_by_name(
         store_options_from_environment()
 
 
-def test_nccl_is_told_to_leave_the_process_alive_and_nothing_else_is_accepted(
+def test_nccl_leaves_the_process_alive_and_nothing_else_is_accepted(
     environ: dict[str, str],
 ) -> None:
     outlive_nccl_errors()

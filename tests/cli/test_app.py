@@ -221,7 +221,7 @@ def test_a_store_that_does_not_answer_is_reported_within_15_seconds_in_one_line(
     assert time.monotonic() - began < 60  # 120 s is a request's limit
 
 
-def test_the_versions_are_told() -> None:
+def test_the_versions_are_printed() -> None:
     result = CliRunner().invoke(app, ["--version"])
 
     assert result.exit_code == 0

@@ -207,7 +207,7 @@ def test_inspect_says_what_headers_show(session: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_leftovers_of_a_killed_save_are_told_from_files_being_written(
+def test_stale_files_of_a_killed_save_are_distinguished_from_files_being_written(
     command: str, session: Path
 ) -> None:
     (session / "0" / f"{PARTIAL_PREFIX}dead").write_bytes(bytes(700))

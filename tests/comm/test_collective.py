@@ -243,7 +243,7 @@ def test_after_a_timeout_within_a_step_no_rank_waits_a_second_time(four_ranks: C
     assert four_ranks(steps_aside, timeout_s=4.0) == ["in time"] * 3 + ["away"]
 
 
-def test_an_interrupt_is_no_failure_to_agree_on() -> None:
+def test_an_interrupt_is_not_reported_as_a_failure() -> None:
     with pytest.raises(KeyboardInterrupt):
         raises(Communicator(), {0: KeyboardInterrupt})
 
@@ -261,7 +261,7 @@ def says_what_is_no_json(comm: Communicator) -> list[Any]:
 
 
 @pytest.mark.multiprocess
-def test_what_cannot_be_told_is_an_error_on_all_ranks_which_stay_in_step() -> None:
+def test_what_cannot_be_sent_is_an_error_on_all_ranks_which_stay_in_step() -> None:
     text = "rank 2: TypeError: Object of type set is not JSON serializable"
 
     assert over_gloo(says_what_is_no_json)[:4] == [[r != 2, text, r] for r in range(4)]
@@ -309,7 +309,7 @@ def has_no_memory_for_the_others(comm: Communicator) -> list[Any]:
 
 
 @pytest.mark.multiprocess
-def test_bytes_that_one_rank_has_no_room_for_are_an_error_on_all() -> None:
+def test_bytes_that_one_rank_has_no_memory_for_are_an_error_on_all() -> None:
     everyone = [b"x", b"xx", b"xxx", b"xxxx"]
 
     found = over_gloo(has_no_memory_for_the_others)

@@ -278,7 +278,7 @@ def released(rank: int, which: int) -> Any:
 
 
 @pytest.mark.parametrize("which", range(len(waits())))
-def test_a_wait_ends_when_it_is_told_to(which: int) -> None:
+def test_a_wait_can_be_aborted(which: int) -> None:
     _, found = run_processes(2, released, which)
 
     is_ours, text, took_s = found

@@ -64,7 +64,7 @@ def await_all_past(agent: Agent) -> None:
         time.sleep(0.001)
 
 
-def test_each_rank_is_told_its_place(ranks: list[Coordinator]) -> None:
+def test_each_rank_receives_its_place(ranks: list[Coordinator]) -> None:
     places = on_all(ranks, lambda _, me: me.wait_rank(LIMIT_S))
 
     assert [place.global_rank for place in places] == [0, 1, 2, 3]

@@ -257,7 +257,7 @@ time.sleep(60)
     assert jobs.left() == []
 
 
-def test_nothing_that_a_dead_worker_has_started_goes_on_in_a_group_of_its_own(jobs: Jobs) -> None:
+def test_nothing_that_a_dead_worker_started_survives_in_a_group_of_its_own(jobs: Jobs) -> None:
     body = """
 if is_first("dies"):
     child = os.fork()
@@ -352,7 +352,7 @@ wait_for("waits")
     assert jobs.left() == []
 
 
-def test_a_script_that_fails_without_a_rank_has_no_spares_and_goes_on(jobs: Jobs) -> None:
+def test_a_script_that_fails_without_a_rank_has_no_spares_and_continues(jobs: Jobs) -> None:
     body = """
 (here / f"came.{os.environ.get('RANK')}").touch()
 os.environ["RANK"]

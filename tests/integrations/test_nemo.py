@@ -135,7 +135,7 @@ def test_ranks_meet_over_the_base_store_under_keys_of_the_attempt(
     assert strategy.base_store.get("attempt3/a") == b"1"
 
 
-def test_a_state_from_memory_is_not_loaded_again_and_nothing_is_torn_down() -> None:
+def test_a_state_from_memory_is_not_loaded_again_and_nothing_is_destroyed() -> None:
     strategy, _ = made()
 
     strategy.load_model_state_dict({})

@@ -147,7 +147,7 @@ def save_differently(rank: int, root: str) -> tuple[Outcome, Outcome]:
     return refused, save(manager, rank, 2)
 
 
-def test_ranks_that_differ_in_is_async_are_told_so_at_once(tmp_path: Path) -> None:
+def test_ranks_that_differ_in_is_async_raise_at_once(tmp_path: Path) -> None:
     for refused, after in run(4, save_differently, tmp_path):
         assert refused[0] == "PlanError"
         assert "rank 1 saves with is_async=True, rank 0 with is_async=False" in refused[1]
@@ -290,5 +290,5 @@ def make_room(rank: int, root: str) -> dict[str, Any]:
         return {"saved": outcome(lambda: manager.save(state, 1))}
 
 
-def test_what_killed_saves_have_left_is_gone_before_room_is_measured(tmp_path: Path) -> None:
+def test_stale_files_are_removed_before_free_space_is_measured(tmp_path: Path) -> None:
     assert [seen["saved"] for seen in run(4, make_room, tmp_path)] == [SAVED] * 4

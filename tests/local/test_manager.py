@@ -234,7 +234,7 @@ def keep_some(rank: int, root: str) -> dict[str, Any]:
     return seen
 
 
-def test_as_many_saves_are_kept_as_asked_for_and_no_leftovers(tmp_path: Path) -> None:
+def test_as_many_saves_are_kept_as_requested_and_no_stale_files(tmp_path: Path) -> None:
     for seen in run(4, keep_some, tmp_path):
         assert seen["numpy's number"] == SAVED
         assert seen["one kept"] == [2]

@@ -119,7 +119,7 @@ def test_of_two_saves_of_one_iteration_the_later_is_kept() -> None:
 
 
 @given(WORLDS)
-def test_everybody_gets_what_somebody_has(world: tuple[list[set[int]], list[int]]) -> None:
+def test_every_rank_gets_what_some_rank_has(world: tuple[list[set[int]], list[int]]) -> None:
     held, wishes = world
     available = {rank: [str(shard) for shard in shards] for rank, shards in enumerate(held)}
     wanted = {rank: [str(wish)] for rank, wish in enumerate(wishes)}

@@ -100,7 +100,7 @@ def ask_for_what_nobody_has(rank: int) -> list[str]:
     return [*messages, str(refused.value)]
 
 
-def test_what_nobody_has_is_an_error_on_all_members_of_the_clique_and_no_other() -> None:
+def test_what_no_rank_has_is_an_error_on_all_members_of_the_clique_and_no_other() -> None:
     found = run_processes(4, ask_for_what_nobody_has)
 
     assert [len(messages) for messages in found] == [1, 2, 1, 2]

@@ -213,7 +213,7 @@ def test_a_file_system_without_locks_will_do(
     assert files_below(tmp_path) == [str(path.relative_to(tmp_path))]
 
 
-def test_odd_leftovers_are_a_storage_error_or_gone(tmp_path: Path) -> None:
+def test_odd_stale_files_are_a_storage_error_or_removed(tmp_path: Path) -> None:
     holder = tmp_path / "1"
     holder.mkdir()
     os.mkfifo(holder / f"{PARTIAL_PREFIX}pipe")

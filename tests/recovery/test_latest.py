@@ -263,7 +263,7 @@ def lose_local_saves(_rank: int, root: str) -> list[str]:
     return [*said, str(caught.value)]
 
 
-def test_local_saves_that_are_passed_over_are_told_with_the_reason(tmp_path: Path) -> None:
+def test_local_saves_that_are_passed_over_are_listed_with_the_reason(tmp_path: Path) -> None:
     for said in run_processes(NUM_RANKS, lose_local_saves, str(tmp_path)):
         found, damaged, lost = said
         assert found == "local 10"

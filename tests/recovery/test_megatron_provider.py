@@ -107,7 +107,7 @@ def undisturbed() -> list[Any]:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("fault", ["before the vote", "after the vote"])
-def test_a_megatron_training_goes_on_bit_for_bit(fault: str, undisturbed: list[Any]) -> None:
+def test_a_megatron_training_continues_bit_for_bit(fault: str, undisturbed: list[Any]) -> None:
     found = run_processes(4, trained, fault, timeout_s=150)
 
     assert not [one for one in [*found, *undisturbed] if isinstance(one, Exception)], found

@@ -110,7 +110,7 @@ def test_a_lost_rank_gets_the_base_model_and_the_adapter_each_by_itself() -> Non
 
 
 @pytest.mark.multiprocess
-def test_where_nobody_has_the_base_model_all_ranks_know_it() -> None:
+def test_if_no_rank_has_the_base_model_all_ranks_know_it() -> None:
     found = run_processes(2, body, (0, 1))
 
     assert ["ranks 0, 1: has no base model" in one for one in found] == [True, True]
@@ -144,7 +144,7 @@ def _refusing(_shard: FlatShard) -> None:
 
 
 @pytest.mark.multiprocess
-def test_with_checksums_a_base_model_that_is_damaged_in_memory_is_sent_to_nobody() -> None:
+def test_with_checksums_a_base_model_that_is_damaged_in_memory_is_not_sent() -> None:
     assert run_processes(3, base_of_lost_rank, "memory") == [(True, True)] * 3
 
 

@@ -211,7 +211,7 @@ def test_a_bit_that_flips_on_the_way_is_found_by_the_receiver_and_named_everywhe
     assert "from rank" in str(errors[0])
 
 
-def test_objects_that_arrive_damaged_are_found() -> None:
+def test_objects_damaged_in_transit_are_found() -> None:
     def body(comm: Communicator) -> Any:
         old = MemoryProvider({}, step=STEP) if comm.rank else None
         found: Any = _Flipping(comm) if comm.rank == 0 else comm
@@ -276,7 +276,7 @@ def test_a_provider_that_raises_on_one_rank_fails_the_recovery_on_all() -> None:
         assert "rank 1: the state provider's load_objects raised ValueError: no such" in str(error)
 
 
-def test_a_rank_without_memory_for_what_arrives_keeps_nobody_waiting(
+def test_a_rank_without_memory_for_a_message_keeps_no_rank_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def landing(*_: object) -> torch.Tensor:

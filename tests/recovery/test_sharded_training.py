@@ -134,7 +134,7 @@ SCENES = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SCENES)
-def test_training_goes_on_as_if_nothing_had_happened(
+def test_training_continues_as_if_nothing_had_happened(
     name: str, undisturbed: list[dict[str, Any]]
 ) -> None:
     scene = SCENES[name]

@@ -120,7 +120,7 @@ def test_a_provider_that_is_gone_leaves_nothing_on_its_module() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_one_provider_gives_another_one_goes_on_from(name: str) -> None:
+def test_one_provider_continues_from_the_state_of_another(name: str) -> None:
     def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
         found = model(seed)
         optimizer = OPTIMIZERS[name](found.parameters())
@@ -201,7 +201,7 @@ def rates_of(make_schedule: Any, faults: set[int]) -> dict[int, float]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_on_in_a_new_training(name: str) -> None:
+def test_a_schedule_continues_in_a_new_training(name: str) -> None:
     expected = rates_of(SCHEDULES[name], set())
 
     assert len(set(expected.values())) > 1
@@ -244,7 +244,7 @@ def body(rank: int, lost: int | None) -> list[bytes]:
 
 
 @pytest.mark.multiprocess
-def test_a_lost_rank_of_a_data_parallel_training_goes_on_bit_for_bit() -> None:
+def test_a_lost_rank_of_a_data_parallel_training_continues_bit_for_bit() -> None:
     expected = run_processes(3, body, None)
 
     assert run_processes(3, body, 1) == expected

@@ -161,7 +161,7 @@ def attempt(rank: int, variables: dict[str, str], url: str, does_save: bool) -> 
 
 @pytest.mark.parametrize("does_save", [True, False], ids=["save", "load"])
 @pytest.mark.parametrize("store", ["moto"], indirect=True)
-def test_a_silent_server_is_told_of_before_peers_give_up_on_the_rank_that_asks_it(
+def test_a_silent_server_is_reported_before_peers_give_up_on_its_rank(
     proxy: FaultyProxy, bucket: str, does_save: bool
 ) -> None:
     """They would know of a late rank alone, and their process group would be gone."""

@@ -159,7 +159,7 @@ def test_a_marker_of_another_backend_and_a_manifest_of_a_later_version_are_named
 
 
 @BOTH_COMMANDS
-def test_an_unfinished_save_is_told_as_such_with_its_begin(files: Files, command: str) -> None:
+def test_an_unfinished_save_is_reported_with_its_start(files: Files, command: str) -> None:
     host = json.loads(files.inner.read("manifest/save.json"))["host"]
     files.unmark()
 
@@ -200,7 +200,7 @@ def test_a_manifest_that_may_not_be_looked_into_is_named(
 
 
 @BOTH_COMMANDS
-def test_what_is_missing_or_no_checkpoint_is_told_apart(
+def test_what_is_missing_or_no_checkpoint_is_distinguished(
     environment: ObjectStore, bucket: str, command: str
 ) -> None:
     write(f"s3://{bucket}/run/iter_0000003")

@@ -113,7 +113,7 @@ def fail_on_one_rank(rank: int, root: Path, backend: tuple[str, int]) -> list[An
 
 
 @by_format
-def test_a_failure_behind_training_reaches_every_rank_and_publishes_nothing(
+def test_a_failure_in_the_background_reaches_every_rank_and_nothing_becomes_visible(
     backend: tuple[str, int], tmp_path: Path
 ) -> None:
     results = run_processes(4, fail_on_one_rank, tmp_path, backend)

@@ -400,7 +400,7 @@ def save_apart(rank: int, scratch: Path) -> Any:
     return outcome(partial(save, Entry.OURS, state_of(rank, cuts()), root))
 
 
-def test_ranks_that_do_not_share_a_directory_are_told_so(tmp_path: Path) -> None:
+def test_ranks_that_do_not_share_a_directory_raise(tmp_path: Path) -> None:
     for rank, failure in enumerate(run_processes(4, save_apart, tmp_path)):
         assert isinstance(failure, Failure), (rank, failure)
         assert StorageError.__name__ in failure.kinds

@@ -86,7 +86,7 @@ def flipped(content: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_load_is_told_what_to_verify(tmp_path: Path) -> None:
+def test_load_takes_what_to_verify(tmp_path: Path) -> None:
     cuts = {key: on_grid(key, (8, 4), (1, 1)) for key in ("bad", "good")}
     for version in (1, 2):
         root = tmp_path / str(version)
