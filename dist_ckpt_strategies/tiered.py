@@ -476,7 +476,7 @@ class TieredCheckpointManager:
                     older_than_s=max(_MIN_UNFINISHED_S, 2 * self._timeout_s),
                 )
             except StorageError as error:
-                logger.warning("%s: old checkpoints stay for now: %s", self.root, error)
+                logger.warning("%s: old checkpoints could not be removed yet: %s", self.root, error)
             else:
                 names = ", ".join(one.name for one in report.removed)
                 logger.info("%s: removed %s", self.root, names or "nothing")
@@ -489,7 +489,7 @@ class TieredCheckpointManager:
             try:
                 self._finish(comm)
             except StorageError as error:
-                logger.warning("the save before the last one has failed: %s", error)
+                logger.warning("the save before the last one failed: %s", error)
         if self._newest[Tier.GLOBAL] != step:
             self._begin(comm, Tier.GLOBAL, step, state_dict)
         self.close()

@@ -286,7 +286,7 @@ class DirectoryPlace(PlaceBase):
         try:
             run_with_limit(partial(_take_away, self._root, self.location), self)
         except StorageError as error:
-            logger.warning("%s: what the save replaced is still there: %s", self, error)
+            logger.warning("%s: files that the save replaced cannot be removed: %s", self, error)
 
     @limited
     def _commit(self, marker: bytes | None) -> None:

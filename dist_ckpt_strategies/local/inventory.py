@@ -320,4 +320,4 @@ def _failures_logged() -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        logger.warning("shards that no load needs are still there: %s", error)
+        logger.warning("old local shards cannot be removed: %s", error)

@@ -271,7 +271,7 @@ class CheckpointManager:
         if not self.enable_offload or kept is None or isinstance(kept.provider, HeldTensors):
             return
         if kept.phase is Phase.GRADS_FINAL:
-            logger.info("step %d may count or not: its state stays where it is", kept.step)
+            logger.info("step %d may be committed or not: its state is not moved", kept.step)
             return
         if kept.damage(self._checksums()):
             return
@@ -428,7 +428,7 @@ class CheckpointManager:
             return recovery.run(plan, self._finish_step, adopt, on_filling=self._note_filling)
         except UnfinishedStepError as unfinished:
             # That rank's state is inconsistent, and known to be: the next plan has one rank less.
-            logger.warning("%s; is there another copy?", unfinished)
+            logger.warning("%s; trying another copy", unfinished)
             try:
                 return self._recover(comm, new)
             except (PeerTimeoutError, PeerLostError):

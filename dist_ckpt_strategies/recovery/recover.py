@@ -189,7 +189,7 @@ class Recovery:
             self._held = flat_shards(self._shards_of(kept.provider))
             damage = kept.damage(self._checksums)
             if damage:
-                logger.error("the state in memory is not used: %s", "; ".join(damage))
+                logger.error("the in-memory state is damaged and not used: %s", "; ".join(damage))
             shards = () if damage else tuple(shard.facts() for shard in self._held.values())
             held, why = HeldState(kept.step, kept.phase, shards), "".join(damage[:1])
         return RankFacts(

@@ -111,7 +111,7 @@ def _remove_own(mark: Path, owner: int) -> None:
     try:
         mark.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("%s is still there: %s", mark, error)
+        logger.warning("%s cannot be removed: %s", mark, error)
 
 
 def start_on_all(comm: Communicator, prepare: Callable[[], BackgroundWork[T]]) -> BackgroundWork[T]:

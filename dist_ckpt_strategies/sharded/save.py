@@ -281,7 +281,9 @@ class ShardedSave:
             with clean_up_limit():
                 self.writer.place.abandon()
         except StorageError as error:
-            logger.warning("%s: what a refused save has made stays: %s", self.writer.root, error)
+            logger.warning(
+                "%s: files of a refused save cannot be removed: %s", self.writer.root, error
+            )
 
     def run(self) -> SaveReport:
         """Write everything, and commit it. Collective.
