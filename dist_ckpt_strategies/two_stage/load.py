@@ -243,8 +243,7 @@ class CheckpointLoad:
         return converted
 
     def _open_reader(self, *, fills_page_cache: bool) -> ArrayReader:
-        checkpoint = self._checkpoint
-        return checkpoint.buffered_reader if fills_page_cache else checkpoint.array_reader
+        return self._checkpoint.array_reader(fills_page_cache=fills_page_cache)
 
     def _object_content(self, unique_key: str) -> bytes:
         found = ObjectId.parse(unique_key)
