@@ -12,10 +12,10 @@ from tests.support.scripts import results_of
 pytestmark = pytest.mark.multiprocess
 
 BOUNDS = {
-    (1, "save"): (152, 26),
-    (1, "load"): (127, 27),
-    (2, "save"): (168, 28),
-    (2, "load"): (146, 28),
+    (1, "save"): (138, 25),
+    (1, "load"): (120, 25),
+    (2, "save"): (157, 27),
+    (2, "load"): (139, 25),
 }
 """Functions and files at most, by version and call: what was reached on the way to the aims."""
 
