@@ -596,8 +596,7 @@ class _Load:
             result: StateDict = self.direct.run(self._finished)
             return result
         outcome = check_load(comm, self.state, strict, self._stored_keys, self.validates)
-        loaded = self._load_otherwise(outcome.sharded)
-        run_collectively(comm, lambda: self._finished(*loaded))
+        run_collectively(comm, lambda: self._finished(*self._load_otherwise(outcome.sharded)))
         if StrictHandling.requires_returning_mismatch_keys(strict):
             return self.result, outcome.missing, outcome.unexpected
         return self.result
@@ -616,15 +615,18 @@ class _Load:
         return found
 
     def _load_otherwise(self, state: StateDict) -> tuple[StateDict, ...]:
-        """What the strategies load: objects apart, where the sharded one does not take them."""
+        """What the strategies load: objects apart, where the sharded one does not take them.
+
+        Collective. The caller runs it within an error check.
+        """
         comm, sharded, root = self.comm, self.sharded, self.root
         if handles_objects(sharded):
-            return (run_collectively(comm, lambda: sharded.load(state, root)),)
+            return (sharded.load(state, root),)
         objects, tensors = run_collectively(comm, lambda: split_objects(state))
         loaded = run_collectively(
             comm, lambda: self.common_loader.load_sharded_objects(objects, root)
         )
-        return loaded, run_collectively(comm, lambda: sharded.load(tensors, root))
+        return loaded, sharded.load(tensors, root)
 
 
 def _inner(strategy: Any) -> Any:
