@@ -42,9 +42,9 @@ from dist_ckpt_strategies.recovery.latest import (
 )
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
+from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.storage.io_pool import WORK, time_limit
 from dist_ckpt_strategies.storage.lease import Lease
-from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.strategies.entry import load, save_async
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
 from dist_ckpt_strategies.tools.prune import prune
