@@ -42,7 +42,7 @@ def test_inner_chunks_divide_the_chunk_and_are_small(
         assert is_movable or now == before or before >= extent
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3)), max_size=3),
     st.integers(1, 7),
