@@ -146,14 +146,3 @@ def test_no_process_is_left_when_the_command_is_ended(
     assert stderr == ("interrupted\n" if status == 130 else "")
     until(lambda: not any(map(is_running, children)))
     assert sent is signal.SIGKILL or not list(tmp_path.iterdir())
-
-
-def test_a_process_that_dies_ends_the_command(written: Path) -> None:
-    command = [*COMMAND, "verify", str(written), "--nproc", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        children = until(lambda: ranks_of(process.pid))
-        os.kill(children[1], signal.SIGKILL)
-        _, stderr = process.communicate(timeout=LIMIT_S)
-
-    assert process.returncode == 3
-    assert stderr == "error: rank 1 failed (exit status -9)\n"
