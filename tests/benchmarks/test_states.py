@@ -9,7 +9,7 @@ from benchmarks.common.states import (
     Split,
     build_slices,
 )
-from benchmarks.common.worker import Target
+from dist_ckpt_strategies.cli.bench_rank import Target
 
 SIZE = GptSize(num_layers=1, hidden=32, vocabulary=64)
 

@@ -12,8 +12,11 @@ from rich.console import Console
 
 from dist_ckpt_strategies.cli.demo.main import (
     ModelSize,
+    ParallelLayout,
+    RankTask,
     Training,
     run_demo,
+    run_task,
 )
 from dist_ckpt_strategies.errors import CheckpointExistsError
 from tests.support.demo_ranks import run_task_forked
@@ -62,6 +65,20 @@ def test_a_demo_that_fails_names_the_rank_and_the_reason() -> None:
     assert "The demonstration failed." in text
     assert "TP2 x DP2: rank " in text
     assert "ValueError: num_attention_heads (3) must be a multiple of" in " ".join(text.split())
+
+
+@pytest.mark.multiprocess
+def test_a_rank_in_a_process_of_its_own_carries_out_its_task(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcome = run_task(RankTask(ParallelLayout(), SMALL, tmp_path))
+
+    assert sorted(outcome.losses) == list(range(SMALL.num_before_save + SMALL.num_after_save))
+    assert len(outcome.digests) == 4 * 17
+    lines = capfd.readouterr().out.splitlines()
+    for line, step in zip(lines, ("train, ite", "save", "train on, ite"), strict=True):
+        assert line.startswith(f"TP1 x DP1        {step}")
+    assert (tmp_path / "metadata.json").exists()
 
 
 def test_a_directory_that_holds_files_is_refused_before_anything_starts(tmp_path: Path) -> None:

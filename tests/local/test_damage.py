@@ -17,12 +17,17 @@ import pytest
 import xxhash
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.errors import CheckpointError, NoReplicasAvailableError
-from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NoReplicasAvailableError,
+)
+from dist_ckpt_strategies.local.encoding import decode_shard, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.inventory import load_newest
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.local.shard_format import (
     MAGIC,
+    LocalShard,
     LocalShardId,
     SaveId,
     footer_nbytes,
@@ -70,8 +75,8 @@ class Nodes:
         """What a rank loads, or why it does not. Collective."""
         directory = self.directory(comm.rank)
         try:
-            shards = load_newest(comm, directory, "", max_inflight_nbytes=1 << 20)
-            state = decode_shards(shards, default_local_allowed())
+            (shard,) = load_newest(comm, directory, "", max_inflight_nbytes=1 << 20)
+            state = decode_shard(shard, default_local_allowed())
         except CheckpointError as error:
             return error
         return described(state.state_dict)
@@ -163,12 +168,23 @@ def crafted(fields: Mapping[str, Any], content: bytes) -> bytes:
     return content[:first] + new + xxhash.xxh3_128_digest(new + size) + size + MAGIC
 
 
-@pytest.mark.parametrize("fields", [{"kind": "unknown"}, {"kind": "mcore"}])
-def test_a_crafted_state_is_an_error_of_ours(fields: Mapping[str, Any], nodes: Nodes) -> None:
-    copies = [path for path in nodes.files() if "_0_local" in path.name]
-    found = loaded_with(nodes, copies, partial(crafted, fields))
+def without_a_tensor(content: bytes) -> bytes:
+    """A whole file whose description has one tensor less than the state in it."""
+    first = len(content) - footer_nbytes(content[-32:])
+    fields = json.loads(content[first:-32])
+    some = {name: [*fields[name][:-2], fields[name][-1]] for name in ("buffers", "digests")}
+    start = LocalShard.from_message(fields).byte_offsets[-1]
+    cut = LocalShard.from_message(fields | some)
+    description = content[start : start + cut.buffers[-1].nbytes]
+    whole = content[: cut.byte_offsets[-1]] + description + content[first:]
+    return crafted(some, whole)
 
-    assert isinstance(found[0], CheckpointError)
+
+def test_a_crafted_state_is_an_error_of_ours(nodes: Nodes) -> None:
+    copies = [path for path in nodes.files() if "_0_local" in path.name]
+    found = loaded_with(nodes, copies, without_a_tensor)
+
+    assert isinstance(found[0], CorruptCheckpointError)
     assert found[1:] == EXPECTED[1:]
 
 

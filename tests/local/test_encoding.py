@@ -29,8 +29,18 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
-from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
-from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShardId, SaveId
+from dist_ckpt_strategies.local.encoding import (
+    decode_shard,
+    default_local_allowed,
+    encode_state,
+    joined,
+)
+from dist_ckpt_strategies.local.shard_format import (
+    FilledShard,
+    LocalShard,
+    LocalShardId,
+    SaveId,
+)
 from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS, tensor_aware_class
 
 
@@ -58,21 +68,12 @@ def megatrons(state: dict[str, Any] | None = None, **common: Any) -> Any:
     return tensor_aware_class()(common={"iteration": 5} | common, sharded_state_dict=held)
 
 
-def parts_of(*states: Any) -> Any:
-    """What comes back from the shards of these states."""
+def parts_of(state: Any) -> Any:
+    """What comes back from the shard of this state."""
     allowed = default_local_allowed()
-    retrieved = []
-    for rank, state in enumerate(states):
-        encoded = encode_state(
-            state,
-            LocalShardId(SaveId(1, "a"), rank),
-            len(states),
-            "",
-            allowed,
-        )
-        payloads = tuple(payload.clone() for payload in encoded.payloads)
-        retrieved.append(FilledShard(encoded.shard, payloads))
-    return decode_shards(retrieved, allowed)
+    encoded = encode_state(state, LocalShardId(SaveId(1, "a"), 0), 1, "", allowed)
+    payloads = tuple(payload.clone() for payload in encoded.payloads)
+    return decode_shard(FilledShard(encoded.shard, payloads), allowed)
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -122,23 +123,11 @@ def test_what_was_loaded_can_be_taken_out_and_put_back() -> None:
     assert all(map(torch.equal, found.tensors, expected))
 
 
-def test_a_tensor_remembers_the_device_that_it_came_from() -> None:
-    state = megatrons()
-    on_device = state.sharded_state_dict["model"]["layers"][0]
-    on_device.orig_device = "cuda"  # as copy_tensors_to_cpu leaves it
-    model = parts_of(parts_of(state)).sharded_state_dict["model"]
-
-    assert model["layers"][0].orig_device == "cuda"
-    assert not hasattr(model["rows"], "orig_device")
-
-
-def test_parts_of_several_ranks_become_one_state_of_ours() -> None:
-    state = megatrons()
-    state.sharded_state_dict["model"]["layers"][0].orig_device = "cuda"
-    found = parts_of(state, megatrons())
+def test_states_of_several_ranks_become_one_of_ours() -> None:
+    shard = LocalShard(LocalShardId(SaveId(1, "a"), 0), 2, "", "megatron", ())
+    found = joined([parts_of(megatrons()), parts_of(megatrons())], shard, 1)
 
     assert type(found) is MCoreTensorAwareStateDict
-    assert found.devices == ["cpu", "cuda", "cpu", "cpu"]
     assert found.common_state_dict == {"iteration": 5}
     first, second = found.sharded_state_dict.values()
     assert described(second) == described(sharded())
@@ -190,14 +179,6 @@ def test_tensors_of_objects_stay_apart_from_those_of_the_state() -> None:
     assert [tensor.tolist() for tensor in found.tensors] == [[0, 1, 2]]
 
 
-def test_the_device_that_a_tensor_came_from_is_remembered() -> None:
-    state = BasicTensorAwareStateDict(
-        {"a": torch.ones(1), "b": torch.ones(1)}, devices=["cuda", "cpu"]
-    )
-
-    assert parts_of(state).devices == ["cuda", "cpu"]
-
-
 def test_a_class_that_cannot_be_saved_is_named_with_the_one_to_wrap_it_in() -> None:
     with pytest.raises(StrategyError, match=r"a Unknown cannot be saved.*BasicTensorAware"):
         parts_of(Unknown())
@@ -214,14 +195,6 @@ def test_a_hollow_state_is_refused() -> None:
 
     with pytest.raises(PlanError, match="hollow"):
         parts_of(state)
-
-
-def test_a_flattened_range_is_refused_by_name() -> None:
-    state = sharded()
-    state["model"]["rows"].flattened_range = slice(0, 3)
-
-    with pytest.raises(PlanError, match="rows: flattened ranges"):
-        parts_of(megatrons(state))
 
 
 @pytest.mark.parametrize("place", ["common", "object"])

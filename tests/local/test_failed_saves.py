@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -26,7 +25,6 @@ from tests.local.clique_worlds import (
     TIMEOUT_S,
     Outcome,
     cliques,
-    holder_directory,
     iterations_in,
     load,
     manager_of,
@@ -83,7 +81,6 @@ def fail(rank: int, root: str) -> dict[str, Any]:
         "hollow": outcome(lambda: manager.save(hollow if rank == 3 else state, 2)),
         "no state": outcome(lambda: manager.save({} if rank == 3 else state, 2)),  # type: ignore[arg-type]
     }
-    usage = shutil.disk_usage(root)._replace(free=1000)
     rename = os.replace
 
     def replace(old: Any, new: Any, **options: Any) -> None:
@@ -92,13 +89,12 @@ def fail(rank: int, root: str) -> dict[str, Any]:
         rename(old, new, **options)
 
     patches = {
-        "room": Patch(shutil, "disk_usage", lambda _: usage),
         "write": Patch(os, "pwrite", no_space),
         "sync": Patch(os, "fsync", no_space),
         "rename": Patch(os, "replace", replace),
     }
     for name, patch in patches.items():
-        on_rank = patch if rank == 3 or name == "room" else None  # all share a file system here
+        on_rank = patch if rank == 3 else None
         seen[name] = with_patch(on_rank, lambda: save(manager, rank, 3))
         dist.barrier()
         seen[f"left by {name}"] = (iterations_in(root), partials_in(root))
@@ -121,7 +117,6 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_save_before_stays(tmp_path:
         "class": "UnsafeObjectError",
         "hollow": "PlanError",
         "no state": "StrategyError",
-        "room": "StorageError",
         "write": "StorageError",
         "sync": "StorageError",
         "rename": "StorageError",
@@ -130,10 +125,9 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_save_before_stays(tmp_path:
     for seen in run(4, fail, tmp_path):
         assert {name: seen[name][0] for name in kinds} == kinds
         assert "rank 3 saves iteration 3, rank 0 saves 2" in seen["iterations"][1]
-        assert "which has 1000 left" in seen["room"][1]
         for name in ("write", "sync", "rename"):
             assert "rank 3" in seen[name][1]
-        for name in ("room", "write", "sync", "rename"):
+        for name in ("write", "sync", "rename"):
             assert seen[f"left by {name}"] == ([1], []), name
         assert seen["after"] == ("ok", "1")
         assert seen["left alone"] == ([1], [])
@@ -262,33 +256,3 @@ def test_a_rank_that_is_killed_while_it_saves_costs_that_save_only(tmp_path: Pat
         assert seen["loaded"] == ("ok", "1")
         assert seen["saved"] == (SAVED, ("ok", "2"))
         assert seen["left then"] == ([], [2], 8)
-
-
-def make_room(rank: int, root: str) -> dict[str, Any]:
-    """The disk has room for a save, but not for it and what killed saves have left."""
-    manager = manager_of(rank, root, cliques())
-    leftover = holder_directory(root, rank) / ".partial-0"
-    leftover.parent.mkdir(parents=True)
-    leftover.write_bytes(bytes(1 << 20))
-    dist.barrier()
-    remove_file = Path.unlink
-
-    def disk_usage(_: Any) -> Any:
-        used = sum(path.stat().st_size for path in Path(root).rglob(".partial-*"))
-        return usage._replace(free=(5 << 20) - used)
-
-    def slow_unlink(path: Path, *, missing_ok: bool = False) -> None:
-        time.sleep(0.2 * rank)
-        remove_file(path, missing_ok)
-
-    usage = shutil.disk_usage(root)
-    size = 2 << 19
-    state = BasicTensorAwareStateDict({"w": torch.zeros(size // 2, dtype=torch.uint8)})
-    with pytest.MonkeyPatch.context() as changes:
-        changes.setattr(shutil, "disk_usage", disk_usage)
-        changes.setattr(Path, "unlink", slow_unlink)
-        return {"saved": outcome(lambda: manager.save(state, 1))}
-
-
-def test_what_killed_saves_have_left_is_gone_before_room_is_measured(tmp_path: Path) -> None:
-    assert [seen["saved"] for seen in run(4, make_room, tmp_path)] == [SAVED] * 4
