@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -12,18 +11,12 @@ import pytest
 from benchmarks.damage import (
     Case,
     ViolationError,
-    draw_format2,
     format2_case,
     judge_format2,
-    judge_local,
-    violations,
 )
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.errors import CorruptCheckpointError, NoReplicasAvailableError
-from dist_ckpt_strategies.local.shard_files import ShardDirectory
-from tests.faults.files import Fault, Files, Kind, file_map
+from dist_ckpt_strategies.errors import CorruptCheckpointError
+from tests.faults.files import Fault, Files, Kind
 from tests.faults.oracle import Place
-from tests.local.test_shard_files import PART, written
 from tests.support.checkpoints import LARGE, write_format2
 from tests.support.scripts import results_of
 
@@ -86,71 +79,3 @@ def test_every_other_end_than_an_error_that_names_the_file_is_a_violation(
         with pytest.raises(ViolationError):
             judge_format2(files.root, bad, case)
     assert Files.below(files.root).contents == files.contents
-
-
-def test_what_no_load_needs_may_pass(files: Files) -> None:
-    index, chunk = files.index_start(CHUNK), files.contents[CHUNK]
-    flipped = chunk[:index] + bytes([chunk[index] ^ 1]) + chunk[index + 1 :]
-    for case in (
-        changed(files, Fault.FLIP, CHUNK, flipped, index),
-        changed(files, Fault.DELETE, f"arrays/{LARGE}/zarr.json", None),
-        changed(files, Fault.EXTEND, PACK, files.contents[PACK] + b"x"),
-        changed(files, Fault.EXTEND, "metadata.json", files.contents["metadata.json"] + b" "),
-        changed(files, Fault.FLIP, "manifest/save.json", b"?"),
-    ):
-        assert judge_format2(files.root, loads, case) == "what was saved"
-
-
-def test_a_load_that_raises_what_is_no_error_of_ours_is_a_violation_that_names_the_case() -> None:
-    case = Case(7, Fault.FLIP, Kind.CHUNK, {Path("/c/file"): b""})
-
-    with (
-        pytest.raises(ViolationError, match=r"case 7: flip of chunk, [\s\S]*MemoryError"),
-        violations(case),
-    ):
-        raise MemoryError
-
-
-def test_every_kind_of_byte_and_fault_is_drawn(files: Files) -> None:
-    chance = random.Random(1)
-    cases = [draw_format2(files, chance, number) for number in range(600)]
-
-    assert {case.fault for case in cases} == set(Fault)
-    assert {case.what for case in cases} == set(Kind)
-
-
-@pytest.mark.parametrize("expected", [2, 1, None])
-def test_local_checkpoints_come_back_as_expected_on_every_rank(
-    expected: int | None, tmp_path: Path
-) -> None:
-    path = written(ShardDirectory(tmp_path))
-    content = path.read_bytes()
-    case = Case(0, "cut", "end cut off", {path: content[:-1]}, expected)
-
-    def load(
-        outcome: int | None, odd_rank: int, comm: Communicator
-    ) -> int | NoReplicasAvailableError:
-        found = expected if comm.rank != odd_rank else outcome
-        return NoReplicasAvailableError(None, "none") if found is None else found
-
-    judge_local(partial(load, expected, 0), case)
-    for other in {1, 2, None} - {expected}:
-        with pytest.raises(ViolationError):
-            judge_local(partial(load, other, 2), case)
-    with pytest.raises(ViolationError, match="dist-ckpt verify"):
-        judge_local(
-            partial(load, expected, 0), Case(0, "flip", Place.PADDING, {path: content}, expected)
-        )
-    assert path.read_bytes() == content
-
-
-def test_a_map_names_every_byte_of_a_shard(tmp_path: Path) -> None:
-    content = written(ShardDirectory(tmp_path)).read_bytes()
-    spans = file_map(content)
-
-    assert [(span.place, span.end - span.start) for span in spans] == [
-        (Place.TENSOR, PART.buffers[0].nbytes),
-        (Place.HEADER, len(content) - PART.buffers[0].nbytes),
-    ]
-    with pytest.raises(ValueError, match="described as one of 5000"):
-        file_map(b"\0" + content)
