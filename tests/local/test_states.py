@@ -1,17 +1,18 @@
-"""States in files: plain ones, our sharded class, and Megatron-Core's, which needs no NVRx."""
+"""States: plain ones, our sharded class, and Megatron-Core's; in memory, saved and loaded."""
 
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime as dt
 import pathlib
 import random
 import signal
 import subprocess
 import sys
+from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,9 +30,8 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
-from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
-from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShardId, SaveId
 from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS, tensor_aware_class
+from tests.local.clique_worlds import node_directory, run_threads
 
 
 class Unknown:
@@ -59,20 +59,12 @@ def megatrons(state: dict[str, Any] | None = None, **common: Any) -> Any:
 
 
 def parts_of(*states: Any) -> Any:
-    """What comes back from the shards of these states."""
-    allowed = default_local_allowed()
-    retrieved = []
-    for rank, state in enumerate(states):
-        encoded = encode_state(
-            state,
-            LocalShardId(SaveId(1, "a"), rank),
-            len(states),
-            "",
-            allowed,
+    """What one rank loads of the states that as many ranks have saved."""
+    with TemporaryDirectory() as root:
+        run_threads(
+            len(states), lambda node: node.manager(0, node=0).save(states[node.rank], 1), Path(root)
         )
-        payloads = tuple(payload.clone() for payload in encoded.payloads)
-        retrieved.append(FilledShard(encoded.shard, payloads))
-    return decode_shards(retrieved, allowed)
+        return LocalCheckpointManager(node_directory(root, 0)).load()[0]
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -100,6 +92,13 @@ def test_every_field_of_megatrons_state_comes_back() -> None:
     assert found.common_state_dict == {"iteration": 5, "args": [1, "x"]}
     assert not found.is_hollow
     assert [tensor.shape for tensor in found.tensors] == [(2, 3), (3,)]
+    expected = [tensor.clone() for tensor in found.tensors]
+    taken = found.pop_tensors()
+    assert found.is_hollow
+    found.insert_tensors(taken)
+    found.copy_tensors_to_cpu()
+    found.restore_tensor_device()
+    assert all(map(torch.equal, found.tensors, expected))
 
 
 def test_the_state_is_left_as_it_is() -> None:
@@ -108,18 +107,6 @@ def test_the_state_is_left_as_it_is() -> None:
     parts_of(state)
 
     assert [tensor.data_ptr() for tensor in state.tensors] == tensors
-
-
-def test_what_was_loaded_can_be_taken_out_and_put_back() -> None:
-    found = parts_of(megatrons())
-    expected = [tensor.clone() for tensor in found.tensors]
-    taken = found.pop_tensors()
-    assert found.is_hollow
-    found.insert_tensors(taken)
-    found.copy_tensors_to_cpu()
-    found.restore_tensor_device()
-
-    assert all(map(torch.equal, found.tensors, expected))
 
 
 def test_a_tensor_remembers_the_device_that_it_came_from() -> None:
@@ -149,7 +136,7 @@ def test_parts_of_several_ranks_become_one_state_of_ours() -> None:
     "value",
     [
         {1: "a", "1": "b", (1, 2): "c"},
-        collections.OrderedDict([("b", 1), ("a", 2)]),
+        OrderedDict([("b", 1), ("a", 2)]),
         {1, 2, 3},
         frozenset({"x"}),
         torch.Size([2, 3]),
@@ -230,7 +217,7 @@ def test_an_object_of_an_unknown_class_is_refused_by_name(place: str) -> None:
     state["rng"].data = Unknown() if place == "object" else None
     common = {"mine": Unknown()} if place == "common" else {}
 
-    with pytest.raises(UnsafeObjectError, match=r"test_encoding\.Unknown"):
+    with pytest.raises(UnsafeObjectError, match=r"test_states\.Unknown"):
         parts_of(megatrons(state, **common))
 
 
@@ -253,3 +240,102 @@ print(sorted(name for name in sys.modules if name.split(".")[0] == "nvidia_resil
 
     assert done.stdout == "[]\n"
     assert LocalCheckpointManager(tmp_path).session_id == ""
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    left: torch.Tensor
+    right: str
+
+
+def nested() -> dict[str, Any]:
+    return {
+        "w": torch.arange(4),
+        "list": [torch.ones(2), {"x": torch.zeros(1), "n": 5}],
+        "pair": Pair(torch.full((3,), 7.0), "text"),
+        "ordered": OrderedDict(b=torch.tensor(2), a=1),
+    }
+
+
+def test_tensors_are_found_in_nested_dicts_lists_and_tuples_in_order() -> None:
+    state = BasicTensorAwareStateDict(nested())
+
+    assert [tensor.tolist() for tensor in state.tensors] == [
+        [0, 1, 2, 3], [1, 1], [0], [7, 7, 7], 2,
+    ]  # fmt: skip
+
+
+def test_what_is_popped_and_inserted_is_the_same_state_and_the_callers_is_left_as_it_is() -> None:
+    before = nested()
+    inner = before["list"]
+    state = BasicTensorAwareStateDict(before)
+    assert not state.is_hollow
+    tensors = state.pop_tensors()
+    assert state.is_hollow
+    assert before["list"] is inner
+    assert torch.equal(before["w"], torch.arange(4))
+    state.insert_tensors(tensors)
+
+    after = state.state_dict
+    assert (type(after["ordered"]), type(after["pair"])) == (OrderedDict, Pair)
+    assert after["w"] is before["w"]
+    assert next(iter(state.values())) is before["w"]
+
+
+def test_a_dict_of_a_class_of_its_own_stays_one() -> None:
+    class Table(dict[str, Any]):
+        """A dict whose copy is a plain one."""
+
+    table = Table(a=torch.ones(2), b=1)
+    table.note = "x"  # type: ignore[attr-defined]
+    counted = Counter("aab")
+    found = BasicTensorAwareStateDict({"t": table, "c": counted}).state_dict
+
+    assert (type(found["t"]), found["t"].note) == (Table, "x")
+    assert found["t"]["a"] is table["a"]
+    assert (type(found["c"]), found["c"]) == (Counter, counted)
+
+
+def test_a_hollow_state_says_what_to_do() -> None:
+    state = BasicTensorAwareStateDict(nested())
+    state.pop_tensors()
+    for use in (state.pop_tensors, lambda: state.tensors, lambda: state.state_dict):
+        with pytest.raises(PlanError, match="insert_tensors"):
+            use()
+    with pytest.raises(PlanError, match="expected 5 tensors, found 1"):
+        state.insert_tensors([torch.zeros(1)])
+    state.init_tensors()
+    for use in (state.init_tensors, lambda: state.insert_tensors([])):
+        with pytest.raises(PlanError, match="pop_tensors"):
+            use()
+
+
+def test_new_tensors_have_the_old_shapes_and_dtypes() -> None:
+    state = BasicTensorAwareStateDict(nested())
+    old = [(t.shape, t.dtype, t.device) for t in state.pop_tensors()]
+    state.init_tensors()
+
+    assert [(t.shape, t.dtype, t.device) for t in state.tensors] == old
+
+
+def test_copies_on_the_cpu_are_copies() -> None:
+    before = nested()
+    state = BasicTensorAwareStateDict(before)
+    state.copy_tensors_to_cpu()
+    before["w"].zero_()
+    state.restore_tensor_device()
+
+    assert state.state_dict["w"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_go_to_the_cpu_and_back() -> None:
+    before = {"w": torch.arange(4, device="cuda"), "c": torch.ones(2)}
+    state = BasicTensorAwareStateDict(before)
+    state.copy_tensors_to_cpu()
+    assert [t.device.type for t in state.tensors] == ["cpu", "cpu"]
+    state.restore_tensor_device()
+
+    assert [t.device.type for t in state.tensors] == ["cuda", "cpu"]
+    assert state.state_dict["w"].tolist() == [0, 1, 2, 3]
