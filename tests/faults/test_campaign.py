@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(90
 
 @pytest.mark.parametrize(
     "campaign",
-    [Campaign(1, 40, 0, 0), Campaign(2, 40, 0, 0), Campaign(3, 1, 136, 0), Campaign(4, 0, 0, 300)],
+    [Campaign(1, 36, 0, 0), Campaign(3, 1, 136, 0), Campaign(4, 0, 0, 150)],
     ids=str,
 )
 def test_nothing_happens_that_must_not(
