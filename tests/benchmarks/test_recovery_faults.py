@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recovery.job import (
-    InjectedFault,
-    Kind,
+from benchmarks.recovery_faults import (
+    FAULTS_PER_JOB,
+    Campaign,
     Outcome,
-    Point,
     differences,
     recovery_seconds,
 )
-from benchmarks.recovery_faults import FAULTS_PER_JOB, Campaign
+from benchmarks.recovery_training import InjectedFault, Kind, Point
 from tests.support.scripts import results_of
 
 WHOLE = Outcome(
@@ -72,7 +71,7 @@ def test_a_recovery_lasts_until_the_last_rank_is_in_a_step_of_a_later_epoch() ->
         *({"event": "step", "at": 2.0 + rank, "rank": rank, "epoch": 2} for rank in range(4)),
         {"event": "step", "at": 9.0, "rank": 0, "epoch": 2},
     ]
-    fault = InjectedFault(0, 0, Point.FORWARD, Kind.KILL, (2,))
+    fault = InjectedFault(0, 0, Point.FORWARD, Kind.KILL, 2)
     outcome = replace(WHOLE, events=tuple(lines), found_gone=(1.5,))
 
     assert recovery_seconds(outcome, [fault]) == {0: 4.0}

@@ -7,8 +7,6 @@ import datetime as dt
 import pathlib
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +28,7 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
-from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS, tensor_aware_class
+from dist_ckpt_strategies.megatron.types import tensor_aware_class
 from tests.local.clique_worlds import node_directory, run_threads
 
 
@@ -219,27 +217,6 @@ def test_an_object_of_an_unknown_class_is_refused_by_name(place: str) -> None:
 
     with pytest.raises(UnsafeObjectError, match=r"test_states\.Unknown"):
         parts_of(megatrons(state, **common))
-
-
-def test_a_manager_does_not_import_the_class_before_it_sees_one(tmp_path: Path) -> None:
-    module = TENSOR_AWARE_CLASS.rpartition(".")[0]
-    script = f"""
-import sys
-from dist_ckpt_strategies.local import LocalCheckpointManager
-LocalCheckpointManager({str(tmp_path)!r})
-print(sorted(name for name in sys.modules if name.split(".")[0] == "nvidia_resiliency_ext"
-             or name == {module!r}))
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=True,
-    )
-
-    assert done.stdout == "[]\n"
-    assert LocalCheckpointManager(tmp_path).session_id == ""
 
 
 class Pair(NamedTuple):
