@@ -102,7 +102,7 @@ def disturbed(strike: Strike, answers: dict[int, Answer]) -> Iterable[str]:
 
 
 def training(strike: Strike | None, answers: dict[int, Answer]) -> Iterable[str]:
-    return check_training(strike and event(strike), answers, LIMIT_S)
+    return check_training(event(strike) if strike else None, answers, LIMIT_S)
 
 
 VERIFIED = {"g3": 0, "g5": 0, "g7": 1}

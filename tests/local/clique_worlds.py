@@ -225,8 +225,10 @@ class Threads:
         fresh = ThreadWorld(len(members), TIMEOUT_S)
         world = self.worlds.setdefault(tuple(members), fresh)
         found = ThreadCommunicator(world, list(members).index(rank), members)
-        carried: Communicator = self.carriers.get(rank, lambda comm: comm)(found)
-        return carried
+        if rank in self.carriers:
+            carried: Communicator = self.carriers[rank](found)
+            return carried
+        return found
 
 
 class ThreadManager(LocalCheckpointManager):

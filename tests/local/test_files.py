@@ -220,11 +220,13 @@ def test_a_shard_that_cannot_be_finished_does_not_appear(
 def save_beside_one_that_hangs(rank: int, root: Path) -> None:
     """Body of a rank: the second never ends its save, until the first kills it."""
     mark = root / "there"
+
+    def hang(_handle: int) -> None:
+        mark.write_text(str(os.getpid()))
+        time.sleep(60)
+
     if rank:
-        vars(os)["fsync"] = lambda _: (
-            (root / "there").write_text(str(os.getpid())),
-            time.sleep(60),
-        )
+        vars(os)["fsync"] = hang
         save(root, NEW)
     pid = int(until(lambda: mark.exists() and mark.read_text()))
     save(root, NEW + 1)

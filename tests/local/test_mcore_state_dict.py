@@ -153,8 +153,7 @@ def give_on_seeds(rank: int, root: str) -> int:
 def few_wishes(rank: int) -> None:
     """What Megatron-LM asks for before it has a model is nothing; here also one rank does."""
     state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2, 3), "fully_parallel")
-    for nothing in (None, {}):
-        assert state.to_state_dict(nothing)["iteration"] == 3
+    assert state.to_state_dict(None)["iteration"] == state.to_state_dict({})["iteration"] == 3
     wanted: dict[str, Any] | None = state_of(2, 3, is_filled=False) if rank != 3 else None
     found = state.to_state_dict(wanted)
     if rank != 3:

@@ -247,9 +247,10 @@ def test_what_is_popped_and_inserted_is_the_same_state_and_the_callers_is_left_a
     before = nested()
     inner = before["list"]
     state = BasicTensorAwareStateDict(before)
-    assert not state.is_hollow
+    was_hollow = [state.is_hollow]
     tensors = state.pop_tensors()
-    assert state.is_hollow
+    was_hollow.append(state.is_hollow)
+    assert was_hollow == [False, True]
     assert before["list"] is inner
     assert torch.equal(before["w"], torch.arange(4))
     state.insert_tensors(tensors)
