@@ -88,8 +88,8 @@ def saved(one: Failure | None) -> Trained:
     return Trained({}, (SaveResult(GLOBAL_SAVE, 8, one),), None, has_struck=True)
 
 
-def attempted(one: Failure | None, seconds: float = 0.1) -> Any:
-    return one, seconds
+def attempted(one: Failure | None) -> Any:
+    return (one,)
 
 
 def recovery(answers: dict[int, Answer], ledger: Ledger = LEDGER) -> Iterable[str]:
@@ -149,7 +149,7 @@ WRONG: dict[str, Iterable[str]] = {
     "a second death": training(Strike.KILL, everyone(saved(LOST), r2=Gone(-9), r0=Gone(1))),
     "a late store with time": training(Strike.FAIL, everyone(saved(LATE))),
     "an attempt fails by itself": check_attempt(everyone(attempted(OURS)), None),
-    "slow": check_attempt(everyone(attempted(OURS, 4.0)), 2),
+    "late, all": check_attempt(everyone(attempted(failure("", "PeerTimeoutError"))), 2),
     "some alone": check_attempt(everyone(attempted(OURS), r1=attempted(None)), 2),
     "of another": check_attempt(everyone(attempted(replace(OURS, global_rank=1))), 2),
     "a foreign error": check_attempt(everyone(attempted(replace(OURS, is_ours=False))), 2),

@@ -165,6 +165,20 @@ def test_what_is_no_such_file_is_refused_without_waiting(kind: str, newest: Path
     assert loaded(newest.parents[1]) == OLD
 
 
+def test_a_file_that_is_cut_while_it_is_read_is_refused(
+    newest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+
+    def cut_first(handle: int, buffers: Any, offset: int) -> int:
+        if newest.stat().st_size > 8:
+            os.truncate(newest, 8)
+        return preadv(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cut_first)
+    assert loaded(newest.parents[1]) == OLD
+
+
 def test_a_file_of_an_earlier_release_is_named_with_what_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
