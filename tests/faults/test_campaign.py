@@ -1,4 +1,4 @@
-"""A twentieth of the campaigns of ``python -m tests.faults``."""
+"""A tenth of the campaigns of ``python -m tests.faults``."""
 
 from __future__ import annotations
 
