@@ -41,7 +41,6 @@ from benchmarks.common.disks import file_system, fresh, touch_memory, workspace
 from benchmarks.common.processes import RankContext, Ranks, join_gloo, quiet_imports
 from benchmarks.common.rounds import SECONDS, Case, Sample, alternate
 from benchmarks.common.states import GptSize, Shard, build_shards
-from benchmarks.common.worker import Target
 from benchmarks.contenders.one_state import TORCH_DIST, ZARR, ZARR_2, Megatron, stand_in_for_cuda
 
 with quiet_imports():
@@ -49,6 +48,7 @@ with quiet_imports():
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     import dist_ckpt_strategies
+    from dist_ckpt_strategies.cli.bench_rank import Target
 
 BLOCKING, TRAINING = "blocking", "training"
 PARTS = (BLOCKING, TRAINING)

@@ -32,7 +32,7 @@ from benchmarks.common.disks import file_system, workspace
 from benchmarks.common.processes import RankContext, Ranks, join_gloo, quiet_imports
 from benchmarks.common.rounds import Case, load_rounds
 from benchmarks.common.states import GptSize, Shard, build_shards
-from benchmarks.common.worker import Entrant, Target, Worker
+from benchmarks.common.worker import Entrant, Worker
 from benchmarks.contenders.one_state import (
     TORCH_DIST,
     ZARR,
@@ -51,6 +51,7 @@ with quiet_imports():
     )
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+    from dist_ckpt_strategies.cli.bench_rank import Target
     from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
 READ_SHARES, SEND_SHARES = "raw read", "gloo exchange"

@@ -15,9 +15,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -79,10 +81,15 @@ def may_overlap(tensor: torch.Tensor) -> bool:
 def host_view(tensor: torch.Tensor) -> HostArray:
     """The memory of a CPU tensor as a numpy array: same strides, same bytes, no copy."""
     plain = tensor.detach()
-    dtype = DType(str(plain.dtype).removeprefix("torch.")).numpy
+    dtype = _numpy_dtype(plain.dtype)
     if plain.dtype in (torch.bool, torch.complex64, torch.complex128):
         return plain.numpy()
     return plain.view(_SAME_SIZE[dtype.itemsize]).numpy().view(dtype)
+
+
+@cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return DType(str(dtype).removeprefix("torch.")).numpy
 
 
 def is_in_order(tensor: torch.Tensor) -> bool:
@@ -107,6 +114,28 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
     if staged:
         copy_into(*zip(*staged, strict=True))
     return [host_view(host) for host in hosts]
+
+
+def build_batches(staged_nbytes: Sequence[int], budget_nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """Positions of the transfers, batch by batch, in order.
+
+    What needs no staging memory goes into the first batch, so that it is issued at once.
+
+    Args:
+        staged_nbytes: staging memory that each transfer needs, in bytes; 0 for none.
+        budget_nbytes: bound on the sum within a batch; a larger transfer goes alone.
+    """
+    batches: list[list[int]] = [[n for n, size in enumerate(staged_nbytes) if size == 0]]
+    used = 0
+    for number, size in enumerate(staged_nbytes):
+        if size == 0:
+            continue
+        if used and used + size > budget_nbytes:
+            batches.append([])
+            used = 0
+        batches[-1].append(number)
+        used += size
+    return tuple(tuple(batch) for batch in batches if batch)
 
 
 def settle(tensors: Sequence[torch.Tensor]) -> None:

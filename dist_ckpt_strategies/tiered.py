@@ -42,9 +42,9 @@ from dist_ckpt_strategies.recovery.latest import (
 )
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
+from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.storage.io_pool import WORK, time_limit
 from dist_ckpt_strategies.storage.lease import Lease
-from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.strategies.entry import load, save_async
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
 from dist_ckpt_strategies.tools.prune import prune
@@ -183,7 +183,7 @@ class TieredCheckpointManager:
         self.root, self.policy, self.options = str(place), policy, options
         self.local, self.recovery = local, recovery
         self._lease = Lease(Directory(place) if isinstance(place, Path) else place, lease_s)
-        self._is_open = self._is_preempted = False
+        self._is_open = self._is_watching = self._is_preempted = False
         self._handlers: dict[int, Any] = {}
         self._running: tuple[SaveMetrics, LocalSaveRequest] | None = None
         self._newest = {Tier.LOCAL: _NONE, Tier.GLOBAL: _NONE}
@@ -209,7 +209,14 @@ class TieredCheckpointManager:
         self._is_preempted = True
 
     @raises_megatron_errors
-    def load_latest(self, state_dict: StateDict, provider: Any = None) -> Loaded | None:
+    def load_latest(
+        self,
+        state_dict: StateDict,
+        provider: Any = None,
+        *,
+        at_most: int | None = None,
+        **arguments: Any,
+    ) -> Loaded | None:
         """Load the newest state that is whole: from memory, else from disks, the newest first.
 
         Collective. Of a local and a global checkpoint of one step the local one is taken.
@@ -217,6 +224,9 @@ class TieredCheckpointManager:
         Args:
             state_dict: what to load; tensors of ShardedTensors are filled in place.
             provider: the StateProvider, or what has one, that memory fills.
+            at_most: pass over newer steps, to go back in a training; memory is not asked then. The
+                newer ones stay, and a later call without it loads them.
+            arguments: further ones of ``load``, for a global checkpoint.
 
         Returns:
             What was loaded, ``iteration`` the step that training goes on at, and ``attempts`` what
@@ -230,25 +240,21 @@ class TieredCheckpointManager:
         self._open()
         self.wait()
         refused: tuple[Attempt, ...] = ()
-        if self.recovery is not None and provider is not None:
+        if self.recovery is not None and provider is not None and at_most is None:
             report = self.recovery.try_checkpointless_load(provider)
             if report is not None:
                 return Loaded(Tier.MEMORY, report["global_step"], "memory", None, ())
             why = str(self.recovery.last_failure)
             refused = (Attempt(Tier.MEMORY, _NONE, "memory", why),)
-        load_global = partial(
-            load,
-            state_dict,
-            sharded_strategy=self.options.load_strategy,
-            allow=self.options.allow,
-            timeout_s=self.options.timeout_s,
-        )
+        known = {"sharded_strategy": self.options.load_strategy, "allow": self.options.allow}
+        known |= {"timeout_s": self.options.timeout_s} | arguments
         try:
             found = load_latest(
                 self.local,
                 [self.root],
-                load_global,
+                partial(load, state_dict, **known),
                 load_local=lambda state: state.load_into(state_dict),
+                at_most=at_most,
             )
         except CheckpointNotFoundError as error:
             logger.info("nothing to load: %s", error)
@@ -286,6 +292,7 @@ class TieredCheckpointManager:
             CheckpointError: as in ``save_async``.
         """
         comm = self._open()
+        self._handle_signals()
         is_preempted, due = self._poll(comm, step, Tier.GLOBAL if force else self.policy.due(step))
         if is_preempted:
             self._leave(comm, step, state_dict)
@@ -298,8 +305,32 @@ class TieredCheckpointManager:
             return False
         self._begin(comm, due, step, state_dict)
         if not self.options.is_async:
-            self._finish(comm)
+            self._finish()
         return True
+
+    @raises_megatron_errors
+    def begin(
+        self,
+        step: int,
+        state_dict: StateDict | Callable[[], StateDict],
+        **arguments: Any,
+    ) -> LocalSaveRequest:
+        """Begin a global save, whatever the policy says; signals are not looked at. Collective.
+
+        For a loop that decides by itself when to save, and may have a queue that ends saves.
+
+        Args:
+            step: as for ``save``.
+            state_dict: as for ``save``.
+            arguments: further ones of ``save_async``.
+
+        Returns:
+            The request. Its ``wait``, a checkpoint queue, or this manager's next call ends it.
+
+        Raises:
+            CheckpointError: as for ``save``.
+        """
+        return self._begin(self._open(), Tier.GLOBAL, step, state_dict, **arguments)
 
     @raises_megatron_errors
     def wait(self) -> None:
@@ -309,7 +340,7 @@ class TieredCheckpointManager:
             StorageError: it could not be written.
         """
         if self._running is not None:
-            self._finish(self._communicator())
+            self._finish()
 
     @raises_megatron_errors
     def close(self) -> None:
@@ -323,7 +354,7 @@ class TieredCheckpointManager:
             if self._pruning is not None:
                 self._pruning.join(WORK * self._timeout_s)
         finally:
-            self._release()
+            self.release()
 
     def __enter__(self) -> Self:
         """Take the lock. Collective."""
@@ -335,7 +366,7 @@ class TieredCheckpointManager:
         if kind is None:
             self.close()
         else:
-            self._release()
+            self.release()
 
     def _communicator(self) -> Communicator:
         return open_communicator(None, timeout_s=self._timeout_s, purpose="checkpoint manager")
@@ -349,12 +380,17 @@ class TieredCheckpointManager:
             run_on_first_rank(comm, lambda: self._lease.acquire(WORK * self._timeout_s))
         self._is_open = True
         self._last_s = time.monotonic()
+        return comm
+
+    def _handle_signals(self) -> None:
+        if self._is_watching:
+            return
+        self._is_watching = True
         if threading.current_thread() is threading.main_thread():
             for number in self.options.preemption_signals:
                 self._handlers[number] = signal.signal(number, lambda *_: self.preempt())
         elif self.options.preemption_signals:
             logger.warning("preemption_signals: only the main thread can handle signals")
-        return comm
 
     def _poll(self, comm: Communicator, step: int, due: Tier | None) -> tuple[bool, Tier | None]:
         """Whether any rank is preempted, and what is due; ends a save that is done.
@@ -378,7 +414,7 @@ class TieredCheckpointManager:
         if preempted:
             logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
         elif all(is_done for *_, is_done in facts):
-            self._finish(comm)
+            self._finish()
         return bool(preempted), Tier.GLOBAL if facts[0][1] else due
 
     def _begin(
@@ -387,12 +423,13 @@ class TieredCheckpointManager:
         tier: Tier,
         step: int,
         state_dict: StateDict | Callable[[], StateDict],
-    ) -> None:
+        **arguments: Any,
+    ) -> LocalSaveRequest:
         """Begin a save, after the one before has ended. Collective."""
         began = time.monotonic()
         if self._running is not None:
             before, _ = self._running
-            self._finish(comm)
+            self._finish()
             waited_s = time.monotonic() - began
             logger.warning("step %d: training waited %.1f s for %s", step, waited_s, _name(before))
         ready, options = time.monotonic(), self.options
@@ -404,27 +441,38 @@ class TieredCheckpointManager:
             request = self.local.save(shards, step, is_async=True)
             assert request is not None  # noqa: S101 - an asynchronous save returns one
         else:
+            known = {"sharded_strategy": options.strategy, "allow": options.allow}
+            known |= {"timeout_s": options.timeout_s} | arguments
             request = save_async(
                 state,
                 self.directory(step),
-                options.strategy,
                 overwrite=True,
-                allow=options.allow,
-                timeout_s=options.timeout_s,
+                **known,
             )
             self._last_s = time.monotonic()
         self._newest[tier] = step
-        seconds = (ready - began, time.monotonic() - ready)
-        self._running = SaveMetrics(step, tier.value, *seconds), request
+        begun = SaveMetrics(step, tier.value, ready - began, time.monotonic() - ready)
+        self._running = begun, request
+        request.wrap_end(partial(self._end, comm, begun, request))
+        return request
 
-    def _finish(self, comm: Communicator) -> None:
-        """Make the save under way visible, report it, and remove old checkpoints. Collective."""
+    def _finish(self) -> None:
+        """Make the save under way visible. Collective."""
         assert self._running is not None  # noqa: S101 - callers have looked
-        begun, request = self._running
+        self._running[1].wait()
+
+    def _end(
+        self,
+        comm: Communicator,
+        begun: SaveMetrics,
+        request: LocalSaveRequest,
+        commit: Callable[[], None],
+    ) -> None:
+        """Make a save visible, report it, and remove old checkpoints. Collective."""
         try:
             with time_limit(self._timeout_s):
                 run_on_first_rank(comm, self._lease.require)
-            request.wait()
+            commit()
         except SaveTimeoutError:
             raise  # it goes on, and may still end well
         except BaseException:
@@ -435,9 +483,9 @@ class TieredCheckpointManager:
         sizes, *seconds = zip(*run_and_gather(comm, lambda: mine), strict=True)
         if comm.rank == 0:
             try:
-                self._report(begun, sum(sizes), *map(max, seconds))
                 if begun.tier == Tier.GLOBAL:
                     self._begin_removal()
+                self._report(begun, sum(sizes), *map(max, seconds))  # the caller's, which may raise
             except Exception:  # one rank must not leave the others
                 logger.exception("after %s", _name(begun))
 
@@ -487,7 +535,7 @@ class TieredCheckpointManager:
         """Save the step, close, and end the process. Collective."""
         if self._running is not None:
             try:
-                self._finish(comm)
+                self._finish()
             except StorageError as error:
                 logger.warning("the save before the last one has failed: %s", error)
         if self._newest[Tier.GLOBAL] != step:
@@ -495,11 +543,11 @@ class TieredCheckpointManager:
         self.close()
         raise SystemExit(self.options.exit_code)
 
-    def _release(self) -> None:
-        """Give up the lock and the signals. Rank-local."""
+    def release(self) -> None:
+        """Give up the lock and the signals, as they are. Rank-local; again nothing."""
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open = self._is_watching = False
         for number, handler in self._handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
         self._handlers.clear()

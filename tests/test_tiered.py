@@ -265,9 +265,16 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
             assert not manager.save(step, training.state_dict)
         begun = [step for step in range(10, 51) if manager.save(step, training.state_dict)]
         assert not manager.save(50, training.state_dict, force=True)
+        back = manager.load_latest(training.state_dict(), at_most=49)
+        manager.begin(41, training.state_dict, content_metadata={"is": "last"}).wait()
     rates: list[SaveMetrics] = []
-    timed = ManagerOptions(timeout_s=40.0, poll_every_steps=5, metrics=rates.append)
-    policy = SavePolicy(every_minutes=1e-4)
+
+    def broken_metrics(metrics: SaveMetrics) -> None:
+        rates.append(metrics)
+        raise ValueError("no plot today")
+
+    timed = ManagerOptions(timeout_s=40.0, poll_every_steps=5, metrics=broken_metrics)
+    policy = SavePolicy(every_minutes=1e-4, keep_last=1)
     with TieredCheckpointManager(f"{root}/minutes", policy=policy, options=timed) as manager:
         for step in range(1, 13):
             manager.save(step, training.state_dict)
@@ -281,6 +288,7 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
         both = [manager.save(step, training.state_dict) for step in (3, 4)]
     return {
         "begun": begun,
+        "back": back and back.iteration,
         "minutes": [one.step for one in rates],
         "nbytes": {one.nbytes for one in rates},
         "both": both,
@@ -293,9 +301,11 @@ def test_steps_minutes_and_retention_are_as_the_policy_says(tmp_path: Path) -> N
     lines = [json.loads(one) for one in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
     assert first["begun"] == second["begun"] == [10, 20, 30, 40, 50]
-    assert [line["step"] for line in lines] == first["begun"]
+    assert [line["step"] for line in lines] == [*first["begun"], 41]
+    assert first["back"] == second["back"] == 40
     assert all(line["nbytes"] == 2 * 8 * 16 * 4 and line["gb_per_s"] > 0 for line in lines)
     assert TieredCheckpointManager(tmp_path / "steps").latest_step() == 50
+    assert TieredCheckpointManager(tmp_path / "minutes").all_steps() == [10]
     assert (first["minutes"], first["nbytes"]) == ([5, 10], {2 * 8 * 16 * 4})
     assert second["minutes"] == []  # rank 0 alone is told
     assert first["both"] == [True, True]

@@ -7,46 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import torch
-import xxhash
-
 from benchmarks.common.disks import flush_share
-from benchmarks.common.processes import RankContext
+from benchmarks.common.processes import RankContext, quiet_imports
 from benchmarks.common.states import Shard
-from benchmarks.contenders.one_state import Contender, Make, Tensors
+from benchmarks.contenders.one_state import Contender, Make
 
-
-class Target:
-    """Tensors that loads fill, and what they are to be filled with: what they hold now."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-        self._digests = {key: _digest(tensor) for key, tensor in tensors.items()}
-
-    def clear(self) -> None:
-        """Overwrite the tensors, so that a load that does nothing is found out."""
-        for tensor in self._tensors.values():
-            tensor.zero_()
-
-    def accept(self, loaded: Tensors) -> None:
-        """Copy from tensors that are not these themselves."""
-        for key, tensor in self._tensors.items():
-            if loaded[key].data_ptr() != tensor.data_ptr():
-                tensor.copy_(loaded[key])
-
-    def check(self, name: str) -> None:
-        """Compare the tensors with what they are to hold.
-
-        Raises:
-            ValueError: one differs.
-        """
-        for key, tensor in self._tensors.items():
-            if _digest(tensor) != self._digests[key]:
-                raise ValueError(f"{key}: {name} loaded other values than were saved")
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(tensor.view(-1).view(torch.uint8).numpy().data)
+with quiet_imports():
+    from dist_ckpt_strategies.cli.bench_rank import Target
 
 
 @dataclass(frozen=True, slots=True)

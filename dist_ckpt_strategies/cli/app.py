@@ -7,6 +7,7 @@ What a command needs is imported when it runs, so that help appears at once and 
 from __future__ import annotations
 
 import platform
+import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.cli.ranks import CLI, needs_ranks, run_ranks
 from dist_ckpt_strategies.cli.status import reported_failures, require_answers
 from dist_ckpt_strategies.config import environment, update_environment
 from dist_ckpt_strategies.errors import PlanError
@@ -59,7 +61,11 @@ def _command(
         @wraps(function)
         def run(**arguments: Any) -> None:
             with reported_failures(debug=arguments["debug"]):
-                status = function(**arguments)
+                nproc = arguments.get("nproc")
+                if needs_ranks(nproc):
+                    status: int | None = run_ranks(nproc, CLI, sys.argv[1:])
+                else:
+                    status = function(**arguments)
             raise typer.Exit(status or 0)
 
         paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
@@ -382,7 +388,7 @@ def bench(
     ] = 3,
     as_json: _Json = False,
     debug: _Debug = False,
-) -> None:
+) -> int:
     """Measure saves and loads on the file system of DIR, beside one plain stream per rank.
 
     Ranks on the CPU hold equal shards of matrices, as of a GPT, and save and load them with
@@ -393,7 +399,8 @@ def bench(
     """
     from dist_ckpt_strategies.cli.bench import GB, bench_directory  # noqa: PLC0415
 
-    bench_directory(directory, round(size * GB), ranks, repetitions, as_json=as_json)
+    nbytes = round(size * GB)
+    return bench_directory(directory, nbytes, ranks, repetitions, json=as_json, debug=debug)
 
 
 @_command(
@@ -488,6 +495,9 @@ def run(
     tee: Annotated[
         str, typer.Option(metavar="STD", help="Write output to files and to the terminal.")
     ] = "0",
+    event_log_handler: Annotated[
+        str, _value(metavar="NAME", help="Where torch's events go: null or console.")
+    ] = "null",
     is_module: Annotated[bool, _flag("--module", "-m", help="SCRIPT names a module.")] = False,
     debug: _Debug = False,
 ) -> int:
@@ -500,7 +510,7 @@ def run(
 
     Of several nodes, each runs the same command. When a node is lost, a spare node takes its place.
     """
-    from dist_ckpt_strategies.cli.run import Logs, nodes_of, ranks_of, run_script  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.run import nodes_of, ranks_of, run_script  # noqa: PLC0415
     from dist_ckpt_strategies.inprocess.supervisor import Job, script_command  # noqa: PLC0415
 
     if not is_module and not store_only and not Path(script).is_file():
@@ -519,5 +529,13 @@ def run(
         is_store_only=store_only,
     )
     command = script_command(script, args or (), is_module=is_module)
-    job = Job(command, num_ranks, spares, max_restarts, heartbeat_timeout, nodes=nodes)
-    return run_script(job, Logs(log_dir, redirects, tee))
+    job = Job(
+        command,
+        num_ranks,
+        spares,
+        max_restarts,
+        heartbeat_timeout,
+        nodes=nodes,
+        event_log_handler=event_log_handler,
+    )
+    return run_script(job, log_dir=log_dir, redirects=redirects, tee=tee)

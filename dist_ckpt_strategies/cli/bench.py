@@ -1,7 +1,7 @@
 """``dist-ckpt bench``: save and load on a file system, beside one plain stream per rank.
 
-The ranks are processes that call ``bench_rank.measure``. The directory is left as it was, however
-the command ends.
+The command starts its ranks, each of which is the same command in a workspace below the directory.
+The directory is left as it was, however the command ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.ranks import Event, run_ranks
+from dist_ckpt_strategies.cli.ranks import CLI, is_rank, run_ranks
 from dist_ckpt_strategies.cli.render import (
     bytes_text,
     counted,
@@ -26,6 +26,7 @@ from dist_ckpt_strategies.cli.render import (
     print_table,
     printable,
 )
+from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.errors import StorageError
 
 GB = 10**9
@@ -45,44 +46,32 @@ Sample = dict[str, Any]
 
 
 def bench_directory(
-    directory: Path | None, nbytes: int, num_ranks: int, repetitions: int, *, as_json: bool
-) -> None:
-    """Measure saves and loads of a state of about ``nbytes``, and show them.
+    directory: Path | None, nbytes: int, num_ranks: int, repetitions: int, **flags: bool
+) -> int:
+    """Measure saves and loads of a state of about ``nbytes``, show them, return the exit status.
 
     Args:
-        directory: on the file system that is measured; None: the temporary directory.
+        directory: on the file system that is measured; None: the temporary directory. In a rank,
+            the workspace in it.
         nbytes: of the state, about.
         num_ranks: how many hold it in equal shards.
         repetitions: measured rounds.
-        as_json: print one JSON object instead of the table.
+        flags: ``json`` and ``debug``, as on the command line.
 
     Raises:
         StorageError: the directory does not exist or has no space.
         RankError: a rank failed.
     """
     directory = (directory or Path(tempfile.gettempdir())).resolve()
+    timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * nbytes / GB
+    if is_rank():
+        _measure(directory, nbytes, repetitions, timeout_s, as_json=flags["json"])
+        return Status.FINE
     _require_space(directory, nbytes)
-    lacking = {
-        name: package
-        for name, package in _PACKAGES.items()
-        if importlib.util.find_spec(package) is None
-    }
-    candidates = [BASELINE, *(name for name in BACKENDS if name not in lacking)]
-    state, samples = _measured(directory, nbytes, num_ranks, repetitions, candidates)
-    timings = _timings(samples, candidates, state["nbytes"])
-    if as_json:
-        options = {"path": str(directory), "num_ranks": num_ranks, "repetitions": repetitions}
-        results = {"lacking": lacking, "timings": timings, "samples": samples}
-        print_json("bench", options | state | results)
-        return
-    console = Console(highlight=False)
-    what = f"{bytes_text(state['nbytes'])}, {counted(state['num_arrays'], 'array')}"
-    rounds = f"{counted(num_ranks, 'rank')}, {counted(repetitions, 'round')}"
-    console.print(f"{printable(str(directory))}: {what}, {rounds}", soft_wrap=True, markup=False)
-    titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
-    print_table(console, titles, [*map(_row, timings)], titles[1:])
-    for name, package in lacking.items():
-        console.print(f"{name} was not measured: {package} is not installed", soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="dist-ckpt-bench-", dir=directory) as workspace:
+        options = ["--size", str(nbytes / GB), "--repetitions", str(repetitions)]
+        options += [f"--{name}" for name, is_set in flags.items() if is_set]
+        return run_ranks(num_ranks, CLI, ["bench", workspace, *options], timeout_s=timeout_s)
 
 
 def _require_space(directory: Path, nbytes: int) -> None:
@@ -97,41 +86,47 @@ def _require_space(directory: Path, nbytes: int) -> None:
         )
 
 
-def _measured(
-    directory: Path, nbytes: int, num_ranks: int, repetitions: int, candidates: list[str]
-) -> tuple[dict[str, int], list[Sample]]:
-    """The size of the state, and the samples of the measured rounds."""
-    state: dict[str, int] = {}
+def _measure(
+    workspace: Path, nbytes: int, repetitions: int, timeout_s: float, *, as_json: bool
+) -> None:
+    """Measure on one rank; the first shows the results. Collective."""
+    from dist_ckpt_strategies.cli.bench_rank import BenchRank  # noqa: PLC0415 - loads torch
+    from dist_ckpt_strategies.comm.torch_communicator import open_communicator  # noqa: PLC0415
+
+    lacking = {
+        name: package
+        for name, package in _PACKAGES.items()
+        if importlib.util.find_spec(package) is None
+    }
+    candidates = [BASELINE, *(name for name in BACKENDS if name not in lacking)]
+    comm = open_communicator(None, timeout_s=timeout_s, purpose="bench")
+    rank = BenchRank(comm, nbytes, workspace)
     samples: list[Sample] = []
-    timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * nbytes / GB
-    with (
-        open_bars() as open_bar,
-        tempfile.TemporaryDirectory(prefix="dist-ckpt-bench-", dir=directory) as workspace,
-    ):
+    with open_bars() as open_bar:
         show = open_bar("saving and loading")
         num_samples = len(STEPS) * len(candidates) * (repetitions + 1)
-
-        def take(event: Event) -> None:
-            if event.pop("event") == "state":
-                state.update(event)
-            else:
-                samples.append(event)
-                show(len(samples), num_samples)
-
-        run_ranks(
-            "dist_ckpt_strategies.cli.bench_rank:measure",
-            {
-                "workspace": Path(workspace),
-                "nbytes": nbytes,
-                "repetitions": repetitions,
-                "candidates": candidates,
-            },
-            num_ranks,
-            timeout_s=timeout_s,
-            on_event=take,
-            silence_s=2 * timeout_s,
-        )
-    return state, [sample for sample in samples if sample["repetition"] > 0]
+        for sample in rank.samples(candidates, repetitions):
+            samples.append(sample)
+            show(len(samples), num_samples)
+    if comm.rank:
+        return
+    samples = [sample for sample in samples if sample["repetition"] > 0]
+    timings = _timings(samples, candidates, rank.nbytes)
+    directory = str(workspace.parent)
+    if as_json:
+        options = {"path": directory, "num_ranks": comm.size, "repetitions": repetitions}
+        state = {"nbytes": rank.nbytes, "num_arrays": rank.num_arrays}
+        results = {"lacking": lacking, "timings": timings, "samples": samples}
+        print_json("bench", options | state | results)
+        return
+    console = Console(highlight=False)
+    what = f"{bytes_text(rank.nbytes)}, {counted(rank.num_arrays, 'array')}"
+    rounds = f"{counted(comm.size, 'rank')}, {counted(repetitions, 'round')}"
+    console.print(f"{printable(directory)}: {what}, {rounds}", soft_wrap=True, markup=False)
+    titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
+    print_table(console, titles, [*map(_row, timings)], titles[1:])
+    for name, package in lacking.items():
+        console.print(f"{name} was not measured: {package} is not installed", soft_wrap=True)
 
 
 def _timings(samples: list[Sample], candidates: list[str], nbytes: int) -> list[dict[str, Any]]:

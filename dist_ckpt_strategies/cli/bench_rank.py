@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli.bench import BACKENDS, STEPS, drop_cache
+from dist_ckpt_strategies.cli.bench import BACKENDS, STEPS, Sample, drop_cache
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import (
+    run_and_gather,
+    run_collectively,
+    run_on_first_rank,
+)
 
 _NUM_LAYERS = 24
 _SHAPES = {"qkv": (3, 1), "proj": (1, 1), "fc1": (4, 1), "fc2": (4, 1), "norm": (1, 0)}
@@ -30,7 +35,7 @@ _SHAPES = {"qkv": (3, 1), "proj": (1, 1), "fc1": (4, 1), "fc2": (4, 1), "norm": 
 _MEAN_ITEMSIZE = 3
 """Half of the layers are float32, half bfloat16."""
 
-Tensors = dict[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 
 
 def build_state(nbytes: int, rank: int, num_ranks: int) -> Tensors:
@@ -55,90 +60,128 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def _digests(tensors: Tensors) -> dict[str, int]:
-    return {key: xxhash.xxh3_64_intdigest(_bytes(tensor)) for key, tensor in tensors.items()}
+def _digest(tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(_bytes(tensor))
 
 
-def measure(task: dict[str, Any], comm: Communicator, report: Callable[..., None]) -> None:
-    """Save and load with every candidate in turn, and report each as a sample. Collective."""
-    dist_ckpt_strategies.register()
-    tensors = build_state(task["nbytes"], comm.rank, comm.size)
-    nbytes = sum(comm.all_gather(sum(tensor.nbytes for tensor in tensors.values())))
-    report("state", nbytes=nbytes, num_arrays=len(tensors))
-    # torch_dist calls both, also for tensors on the CPU.
-    with (
-        patch.object(torch.cuda, "synchronize", lambda _device=None: None),
-        patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-    ):
-        for repetition in range(task["repetitions"] + 1):
-            # Forwards and backwards in turn, so that what each leaves behind affects all.
-            for name in task["candidates"][:: -1 if repetition % 2 else 1]:
-                directory = task["workspace"] / f"{name} {repetition}"
-                for step, seconds in _save_and_load(tensors, name, directory, comm):
-                    report(
-                        "sample", step=step, contender=name, repetition=repetition, seconds=seconds
-                    )
+class Target:
+    """Tensors that loads fill, and what they are to be filled with: what they hold now."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._digests = {key: _digest(tensor) for key, tensor in tensors.items()}
+
+    def clear(self) -> None:
+        """Overwrite the tensors, so that a load that does nothing is found out."""
+        for tensor in self._tensors.values():
+            tensor.zero_()
+
+    def accept(self, loaded: Tensors) -> None:
+        """Copy from tensors that are not these themselves."""
+        for key, tensor in self._tensors.items():
+            if loaded[key].data_ptr() != tensor.data_ptr():
+                tensor.copy_(loaded[key])
+
+    def check(self, name: str) -> None:
+        """Compare the tensors with what they are to hold.
+
+        Raises:
+            ValueError: one differs.
+        """
+        for key, tensor in self._tensors.items():
+            if _digest(tensor) != self._digests[key]:
+                raise ValueError(f"{key}: {name} loaded other values than were saved")
 
 
-def _save_and_load(
-    tensors: Tensors, name: str, directory: Path, comm: Communicator
-) -> Iterator[tuple[str, float]]:
-    """The steps and their seconds. Collective."""
-    if comm.rank == 0:
-        directory.mkdir()
-    digests = _digests(tensors)
-    save: Callable[[Tensors, Path], None] = write_stream
-    load: Callable[[Tensors, Path], None] = read_stream
-    target = directory / f"rank{comm.rank}.bin"
-    if name in BACKENDS:
-        save, load = partial(_save, backend=BACKENDS[name], comm=comm), partial(_load, comm=comm)
-        target = directory
-    yield STEPS[0], _seconds(partial(save, tensors, target), comm)
-    for tensor in tensors.values():
-        tensor.zero_()  # a load that does nothing is detected
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    own_files = files[comm.rank :: comm.size]
-    drop_cache(own_files)
-    yield STEPS[1], _seconds(partial(load, tensors, target), comm)
-    for key, digest in _digests(tensors).items():
-        if digest != digests[key]:
-            raise ValueError(f"{key}: {name} loaded other values than were saved")
-    comm.all_gather(None)
-    # Truncated now and removed at the end: some file systems are slow at making directories right
-    # after many files were removed.
-    for path in own_files:
-        os.truncate(path, 0)
+class BenchRank:
+    """One rank's share of the state. Every method is collective over the communicator.
+
+    Args:
+        comm: the ranks.
+        nbytes: of the state on all of them together, about.
+        workspace: an empty directory.
+    """
+
+    def __init__(self, comm: Communicator, nbytes: int, workspace: Path) -> None:
+        dist_ckpt_strategies.register()
+        self._comm, self._workspace = comm, workspace
+        self._tensors = build_state(nbytes, comm.rank, comm.size)
+        own_nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        self.nbytes = sum(comm.all_gather(own_nbytes))
+        self.num_arrays = len(self._tensors)
+
+    def samples(self, candidates: Sequence[str], repetitions: int) -> Iterator[Sample]:
+        """Save and load with every candidate in turn; each step is a sample."""
+        # torch_dist calls both, also for tensors on the CPU.
+        with (
+            patch.object(torch.cuda, "synchronize", lambda _device=None: None),
+            patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        ):
+            for repetition in range(repetitions + 1):
+                # Forwards and backwards in turn, so that what each leaves behind affects all.
+                for name in candidates[:: -1 if repetition % 2 else 1]:
+                    directory = self._workspace / f"{name} {repetition}"
+                    of_name = {"contender": name, "repetition": repetition}
+                    for step, seconds in self._save_and_load(name, directory):
+                        yield {"step": step, **of_name, "seconds": seconds}
+
+    def _save_and_load(self, name: str, directory: Path) -> Iterator[tuple[str, float]]:
+        """The steps and their seconds."""
+        tensors, comm = self._tensors, self._comm
+        target = Target(tensors)
+        stream = directory / f"rank{comm.rank}.bin"
+        save, load = partial(write_stream, tensors, stream), partial(read_stream, tensors, stream)
+        if name in BACKENDS:
+            save = partial(self._save, directory, BACKENDS[name])
+            load = partial(self._load, directory, target)
+
+        def forget() -> list[Path]:
+            target.clear()
+            files = sorted(path for path in directory.rglob("*") if path.is_file())
+            own_files = files[comm.rank :: comm.size]
+            drop_cache(own_files)
+            return own_files
+
+        def finish() -> None:
+            target.check(name)
+            # Truncated now and removed at the end: some file systems are slow at making
+            # directories right after many files were removed.
+            for path in own_files:
+                os.truncate(path, 0)
+
+        run_on_first_rank(comm, directory.mkdir)
+        yield STEPS[0], self._seconds(save)
+        own_files = run_collectively(comm, forget)
+        yield STEPS[1], self._seconds(load)
+        run_collectively(comm, finish)
+
+    def _seconds(self, step: Callable[[], None]) -> float:
+        """From the first rank's start to the last rank's end."""
+
+        def timed() -> list[float]:
+            began = time.perf_counter()
+            step()
+            return [began, time.perf_counter()]
+
+        times = run_and_gather(self._comm, timed)
+        return float(max(ended for _, ended in times) - min(began for began, _ in times))
+
+    def _save(self, directory: Path, backend: tuple[str, int]) -> None:
+        state = {"iteration": 1, **self._sharded()}
+        dist_checkpointing.save(state, str(directory), backend)
+
+    def _load(self, directory: Path, target: Target) -> None:
+        target.accept(dist_checkpointing.load(self._sharded(), str(directory)))
+
+    def _sharded(self) -> dict[str, Any]:
+        comm = self._comm
+        return {
+            key: ShardedTensor.from_rank_offsets(key, tensor, (0, comm.rank, comm.size))
+            for key, tensor in self._tensors.items()
+        }
 
 
-def _seconds(step: Callable[[], None], comm: Communicator) -> float:
-    """From the first rank's start to the last rank's end. Collective."""
-    comm.all_gather(None)
-    began = time.perf_counter()
-    step()
-    times = comm.all_gather([began, time.perf_counter()])
-    return float(max(ended for _, ended in times) - min(began for began, _ in times))
-
-
-def _save(tensors: Tensors, directory: Path, backend: tuple[str, int], comm: Communicator) -> None:
-    state = {"iteration": 1, **_sharded(tensors, comm)}
-    dist_checkpointing.save(state, str(directory), backend)
-
-
-def _load(tensors: Tensors, directory: Path, comm: Communicator) -> None:
-    loaded = dist_checkpointing.load(_sharded(tensors, comm), str(directory))
-    for key, tensor in tensors.items():
-        if loaded[key].data_ptr() != tensor.data_ptr():
-            tensor.copy_(loaded[key])
-
-
-def _sharded(tensors: Tensors, comm: Communicator) -> dict[str, Any]:
-    return {
-        key: ShardedTensor.from_rank_offsets(key, tensor, (0, comm.rank, comm.size))
-        for key, tensor in tensors.items()
-    }
-
-
-def write_stream(tensors: Mapping[str, torch.Tensor], path: Path, *, flushes: bool = True) -> None:
+def write_stream(tensors: Tensors, path: Path, *, flushes: bool = True) -> None:
     """The baseline: this rank's bytes into one file of its own."""
     with path.open("wb") as file:
         for tensor in tensors.values():
@@ -148,7 +191,7 @@ def write_stream(tensors: Mapping[str, torch.Tensor], path: Path, *, flushes: bo
             os.fsync(file.fileno())
 
 
-def read_stream(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def read_stream(tensors: Tensors, path: Path) -> None:
     """Fill the tensors with what ``write_stream`` has written of them."""
     with path.open("rb") as file:
         for tensor in tensors.values():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from dist_ckpt_strategies.cli.ranks import WatchOf, is_reporting, run_tool
+from dist_ckpt_strategies.cli.ranks import is_reporting, tool_ranks
 from dist_ckpt_strategies.cli.render import (
     bytes_text,
     counted,
@@ -20,7 +20,6 @@ from dist_ckpt_strategies.cli.render import (
     printable,
 )
 from dist_ckpt_strategies.cli.status import Status
-from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import MIB
 from dist_ckpt_strategies.storage.files import parsed_address
 from dist_ckpt_strategies.tools.convert import ConvertOptions, ConvertReport, convert, upgrade
@@ -34,11 +33,6 @@ from dist_ckpt_strategies.tools.diff import (
 
 _MB = 1_000_000
 _MAX_SHOWN = 100
-_TOOLS: Final[Mapping[str, tuple[Callable[..., Any], str]]] = {
-    "convert": (convert, "converting"),
-    "upgrade": (upgrade, "upgrading"),
-    "diff": (diff, "comparing"),
-}
 
 
 def convert_checkpoint(
@@ -49,10 +43,11 @@ def convert_checkpoint(
     Args:
         tool: ``convert`` or ``upgrade``.
         arguments: those of the library function; ``memory`` in MiB, ``max_file`` in MB.
-        nproc: processes of this node that share the work; see ``run_tool``.
+        nproc: as the option; this process is one of them.
         as_json: print one JSON object.
     """
-    report: ConvertReport = _run(tool, arguments, nproc)
+    function, description = (convert, "converting") if tool == "convert" else (upgrade, "upgrading")
+    report: ConvertReport = _run(function, description, arguments, nproc)
     source, target = arguments["source"], arguments["target"]
     if is_reporting(nproc) and as_json:
         paths = {"source": _absolute(source), "target": _absolute(target)}
@@ -68,7 +63,7 @@ def diff_checkpoints(arguments: dict[str, Any], nproc: int | None, *, as_json: b
 
     The arguments are as for ``convert_checkpoint``.
     """
-    report: DiffReport = _run("diff", arguments, nproc)
+    report: DiffReport = _run(diff, "comparing", arguments, nproc)
     if is_reporting(nproc) and as_json:
         print_json("diff", _diff_fields(arguments["a"], arguments["b"], report))
     elif is_reporting(nproc):
@@ -76,20 +71,15 @@ def diff_checkpoints(arguments: dict[str, Any], nproc: int | None, *, as_json: b
     return Status.FINE if report.is_equal else Status.DAMAGED
 
 
-def _run(tool: str, arguments: dict[str, Any], nproc: int | None) -> Any:
+def _run(
+    tool: Callable[..., Any], description: str, arguments: dict[str, Any], nproc: int | None
+) -> Any:
     # Processes of one node share its cores.
     num_threads = None if nproc is None else max(2, ConvertOptions().threads // nproc)
     memory, max_file = arguments.pop("memory"), arguments.pop("max_file", None)
     options = ConvertOptions(memory * MIB, max_file and max_file * _MB, num_threads)
-    task = {"tool": tool, "options": options, **arguments}
-    with open_bars(in_bytes=True) as open_bar:
-        return run_tool(f"{__name__}:run_shared", task, nproc, open_bar)
-
-
-def run_shared(*, tool: str, comm: Communicator | None, watch_of: WatchOf, **arguments: Any) -> Any:
-    """Call a tool's library function; collective if ``comm`` has several ranks."""
-    function, description = _TOOLS[tool]
-    return function(**arguments, watch=watch_of(description), comm=comm)
+    with open_bars(in_bytes=True) as open_bar, tool_ranks(nproc) as comm:
+        return tool(**arguments, options=options, watch=open_bar(description), comm=comm)
 
 
 def _compared(report: ConvertReport | DiffReport) -> str:

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from dist_ckpt_strategies.cli.ranks import WatchOf, is_reporting, run_tool
+from dist_ckpt_strategies.cli.ranks import is_reporting, tool_ranks
 from dist_ckpt_strategies.cli.render import (
     bytes_text,
     counted,
@@ -42,9 +42,6 @@ from dist_ckpt_strategies.formats.issues import (
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy, scan_local, verify_local
 from dist_ckpt_strategies.storage.files import StoreUrl, parsed_address
-
-if TYPE_CHECKING:  # torch takes a while to import
-    from dist_ckpt_strategies.comm.base import Communicator
 
 _FORMAT2 = 2
 _NUM_FIRST = 3
@@ -119,8 +116,17 @@ def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Stat
         CheckpointNotFoundError: there is no checkpoint.
     """
     began = time.monotonic()
-    with open_bars() as open_bar:
-        summary = run_tool(f"{__name__}:verified", {"address": address}, nproc, open_bar)
+    place = parsed_address(address, what="DIR")
+    with open_bars() as open_bar, tool_ranks(nproc) as comm:
+        ranks = Ranks(comm)
+        if isinstance(place, Path):
+            ranks.run_on_first(lambda: place.is_dir() and complete_commit(place))
+        found = ranks.run(lambda: _scanned(place, open_bar("reading directories")))
+        check: Callable[..., tuple[Issue, ...]] = (
+            verify_local if isinstance(found, LocalScan) else verify
+        )
+        issues = check(found, open_bar("reading files"), comm=comm)
+    summary = replace(summary_of(found), issues=issues)
     seconds = time.monotonic() - began
     if is_reporting(nproc) and as_json:
         speed = summary.fields["nbytes"] / max(seconds, 1e-9)
@@ -129,19 +135,6 @@ def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Stat
     elif is_reporting(nproc):
         _print_verification(summary, seconds)
     return status_of_issues(summary.issues)
-
-
-def verified(*, address: str, comm: Communicator | None, watch_of: WatchOf) -> Summary:
-    """A checkpoint, with all that is wrong with it. Collective if ``comm`` has several ranks."""
-    place, ranks = parsed_address(address, what="DIR"), Ranks(comm)
-    if isinstance(place, Path):
-        ranks.run_on_first(lambda: place.is_dir() and complete_commit(place))
-    found = ranks.run(lambda: _scanned(place, watch_of("reading directories")))
-    check: Callable[..., tuple[Issue, ...]] = (
-        verify_local if isinstance(found, LocalScan) else verify
-    )
-    issues = check(found, watch_of("reading files"), comm=comm)
-    return replace(summary_of(found), issues=issues)
 
 
 def _scanned(place: Path | StoreUrl, watch: Watch | None) -> Scan | LocalScan:

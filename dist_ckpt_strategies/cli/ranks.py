@@ -1,209 +1,179 @@
-"""Rank processes of ``demo``, ``bench`` and ``--nproc``, which end with their parent.
+"""Ranks on this node for ``--nproc``, ``bench`` and ``demo``; they end with their parent.
 
-Each is ``python -m dist_ckpt_strategies.cli.ranks FD`` and calls one function. It gets its task
-through that connection, and sends events (rank 0 alone) and its result or failure.
+Each is ``python -m dist_ckpt_strategies.cli.ranks``: it joins a gloo world and runs a module, with
+the variables that torchrun sets. Rank 0 writes to its parent's output.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, Pipe, wait
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
+from rich.console import Console
+
+from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.comm.shared_work import open_world
 from dist_ckpt_strategies.config import (
     environment,
     options_from_environment,
     rank_from_environment,
 )
-from dist_ckpt_strategies.errors import CheckpointError, PlanError
-from dist_ckpt_strategies.formats.issues import Watch
+from dist_ckpt_strategies.errors import CheckpointError, PeerTimeoutError, PlanError
 
 if TYPE_CHECKING:  # torch takes a while to import, and the parent goes without
     from dist_ckpt_strategies.comm.base import Communicator
 
-Event = dict[str, Any]
-"""What rank 0 reports; ``event`` says which kind."""
-
-WatchOf = Callable[[str], Watch]
-"""Opens a progress bar with a description."""
+CLI = "dist_ckpt_strategies.cli"
+"""The command, as a module."""
 
 _START_S = 120.0
 """Longest time until all ranks have imported torch and found each other, in seconds."""
-_STOP_TIMEOUT_S = 3.0
+_GRACE_S = 5.0
+"""How long the others may take to report that a rank was killed, in seconds."""
+_POLL_S = 0.05
 _NUM_TAIL_LINES = 15
 
 _Process = subprocess.Popen[bytes]
-_Failure = tuple[float, str, CheckpointError | None]
-"""When it happened, what to say of it, and the error if that is one of this package."""
 
 
 class RankError(CheckpointError):
-    """A rank failed, or the ranks made no progress; a note has the end of its output."""
+    """A rank failed, and rank 0 did not say so."""
+
+
+def is_rank() -> bool:
+    """Whether ``run_ranks`` has started this process."""
+    spec = sys.modules["__main__"].__spec__
+    return spec is not None and spec.name == __name__
 
 
 def is_reporting(nproc: int | None) -> bool:
-    """Whether this process prints what a tool has found; other ranks of torchrun do not."""
-    return nproc is not None or rank_from_environment()[0] == 0
+    """Whether this process prints what a tool has found; all other ranks do not."""
+    return nproc == 1 or rank_from_environment()[0] == 0
 
 
-def run_tool(
-    function: str, arguments: Mapping[str, Any], nproc: int | None, watch_of: WatchOf
-) -> Any:
-    """Call a function on all ranks that share a tool's work; returns its result.
-
-    Collective under torchrun.
-
-    Args:
-        function: ``module:name``; called with the arguments, ``comm`` and ``watch_of``.
-        arguments: plain values.
-        nproc: new processes of this node; None: the ranks of torchrun, else this process alone.
-        watch_of: for progress.
+def needs_ranks(nproc: int | None) -> TypeGuard[int]:
+    """Whether a command is to be run by new ranks, and not by this process.
 
     Raises:
         PlanError: torchrun has started several ranks, and ``nproc`` asks for more.
-        RankError: a process ended before the function did.
     """
-    rank, size = rank_from_environment()
-    if size > 1 and nproc is not None and nproc > 1:
+    if nproc is None or nproc == 1 or is_rank():
+        return False
+    if (size := rank_from_environment()[1]) > 1:
         raise PlanError(
             f"--nproc {nproc}: WORLD_SIZE says that this is one of {size} ranks already; leave "
             "--nproc out, or unset RANK and WORLD_SIZE"
         )
-    if (nproc or size) == 1:
-        return resolve_name(function)(**arguments, comm=None, watch_of=watch_of)
+    return True
+
+
+@contextmanager
+def tool_ranks(nproc: int | None) -> Iterator[Communicator | None]:
+    """The ranks, of ours or torchrun's, that share a tool's work; None for this process alone.
+
+    Collective.
+    """
+    rank, size = rank_from_environment()
+    if nproc == 1 or size == 1:
+        yield None
+        return
     timeout_s = options_from_environment().timeout_s
-    if nproc is None:
-        with open_world(rank, size, None, start_s=_START_S, timeout_s=timeout_s) as comm:
-            return resolve_name(function)(**arguments, comm=comm, watch_of=watch_of)
-    bars: dict[str, Watch] = {}
+    if is_rank():
+        from dist_ckpt_strategies.comm.torch_communicator import open_communicator  # noqa: PLC0415
 
-    def show(event: Event) -> None:
-        description = event["event"]
-        if description not in bars:
-            bars[description] = watch_of(description)
-        bars[description](event["done"], event["total"])
-
-    try:
-        task = (function, dict(arguments))
-        return run_ranks(f"{__name__}:tool_rank", task, nproc, timeout_s=timeout_s, on_event=show)
-    except RankError as error:
-        if error.__cause__ is None:
-            raise
-        raise error.__cause__ from None
-
-
-def tool_rank(
-    task: tuple[str, dict[str, Any]], comm: Communicator, report: Callable[..., None]
-) -> Any:
-    """Call a tool's function on one rank that ``run_tool`` has started."""
-    function, arguments = task
-
-    def watch_of(description: str) -> Watch:
-        return lambda done, total: report(description, done=done, total=total)
-
-    return resolve_name(function)(**arguments, comm=comm, watch_of=watch_of)
+        yield open_communicator(None, timeout_s=timeout_s, purpose="tool")
+        return
+    with open_world(rank, size, None, start_s=_START_S, timeout_s=timeout_s) as comm:
+        yield comm
 
 
 def run_ranks(
-    function: str,
-    task: Any,
-    num_ranks: int,
-    *,
-    timeout_s: float,
-    on_event: Callable[[Event], None],
-    silence_s: float | None = None,
-) -> Any:
-    """Call a function on new processes, the ranks of a gloo world; on return none is left.
+    num_ranks: int, module: str, arguments: Sequence[str], *, timeout_s: float = _START_S
+) -> int:
+    """Run a module on new processes, the ranks of a gloo world; on return none is left.
 
     Args:
-        function: ``module:name``; called with the task, the ranks' communicator, and what reports
-            an event on rank 0.
-        task: for every rank; pickled.
         num_ranks: how many processes.
-        timeout_s: longest wait of a rank for another one, in seconds.
-        on_event: called with every event, in order, in this thread.
-        silence_s: longest time without an event, in seconds; None: any.
+        module: what each runs as ``__main__``; with ``dist_ckpt_strategies.cli`` the command.
+        arguments: of the module.
+        timeout_s: longest wait in a collective of the world.
 
     Returns:
-        What the function returned on rank 0.
+        The exit status of rank 0, which reports failures to stderr.
 
     Raises:
-        RankError: a rank failed (the first one is named; the cause is its error, if that is one of
-            this package), or there was no event for too long.
+        RankError: a rank was killed, or failed without rank 0.
     """
-    with _leaving_on_sigterm(), TemporaryDirectory(prefix="dist-ckpt-ranks-") as directory:
-        scratch = Path(directory)
-        job = (num_ranks, directory, timeout_s, function, task)
-        with _started(num_ranks, scratch, job) as processes:
-            running: dict[Any, int] = {one: rank for rank, one in enumerate(processes)}
-            found: dict[str, dict[int, Any]] = {"result": {}, "failure": {}}
-            has_failed = False
-            # After a failure only what the others have sent before.
-            while running and (ready := wait([*running], 0.0 if has_failed else silence_s)):
-                connection: Any
-                for connection in ready:
-                    try:
-                        kind, content = connection.recv()
-                    except (EOFError, ConnectionError):  # its process has ended
-                        del running[connection]
-                        has_failed |= bool(processes[connection].wait())
-                        continue
-                    if kind == "event":
-                        on_event(content)
-                    else:
-                        found[kind][running[connection]] = content
-            if has_failed:
-                raise _failure([*processes.values()], found["failure"], scratch)
-            if running:
-                names = ", ".join(map(str, running.values()))
-                text = f"rank(s) {names} still running, but nothing happened for {silence_s:g} s"
-                raise _noted(RankError(text), scratch, min(running.values()))
-        return found["result"][0]
+    with _leaving_on_sigterm(), TemporaryDirectory(prefix="dist-ckpt-ranks-") as scratch:
+        logs = [Path(scratch, f"rank{rank}.log") for rank in range(num_ranks)]
+        alive, ours = os.pipe()
+        # -P: a file of the user's working directory must not pass for a module.
+        command = [sys.executable, "-P", "-m", __name__, str(alive), f"{scratch}/store"]
+        command += [str(max(_START_S, timeout_s)), module, *arguments]
+        processes: list[_Process] = []
+        try:
+            for rank in range(num_ranks):
+                with logs[rank].open("wb") as log:
+                    output = log if rank else None
+                    processes.append(
+                        subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                            command,
+                            pass_fds=[alive],
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=output,
+                            env=_rank_environment(rank, num_ranks),
+                            start_new_session=True,  # Ctrl-C reaches the parent alone
+                        )
+                    )
+            codes = _codes_at_end(processes)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            Console(stderr=True).show_cursor()  # which a killed rank may have hidden
+            os.close(alive)
+            os.close(ours)
+        return _status(codes, logs)
 
 
-def _failure(
-    processes: list[_Process], failures: Mapping[int, _Failure], scratch: Path
-) -> RankError:
-    """The failure of the rank that failed first: ended by a signal, or with the earliest record.
-
-    A rank records its failure before it ends, and the failures that this causes on others come
-    later; so the earliest record is the cause, whichever process ended first.
-    """
-    codes = {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
-    killed = [rank for rank, code in codes.items() if code < 0]
-    if killed or not failures:
-        first = min(killed or codes)
-        error = RankError(f"rank {first} failed (exit status {codes[first]})")
-    else:
-        first = min(failures, key=lambda rank: failures[rank][0])
-        _, text, cause = failures[first]
-        error = RankError(f"rank {first}: {text}")
-        error.__cause__ = cause
-    return _noted(error, scratch, first)
+def _codes_at_end(processes: Sequence[_Process]) -> list[int | None]:
+    """The exit codes when all have ended, or one was killed and others had time to report it."""
+    left_s = _GRACE_S
+    while left_s > 0:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            break
+        if any(code is not None and code < 0 for code in codes):
+            left_s -= _POLL_S
+        time.sleep(_POLL_S)
+    return codes
 
 
-def _noted(error: RankError, scratch: Path, rank: int) -> RankError:
-    output = _log_path(scratch, rank).read_text(encoding="utf-8", errors="replace")
-    tail = "\n".join(output.splitlines()[-_NUM_TAIL_LINES:])
-    for shown in filter(None, (error, error.__cause__)):
-        shown.add_note(f"the end of the output of rank {rank}:\n{tail}")
-    return error
-
-
-def _log_path(scratch: Path, rank: int) -> Path:
-    return scratch / f"rank{rank}.log"
+def _status(codes: Sequence[int | None], logs: Sequence[Path]) -> int:
+    """The exit status of rank 0, unless it was killed, or another rank failed without it."""
+    failed = [rank for rank, code in enumerate(codes) if code]
+    if not failed:
+        return 0
+    if (status := codes[0]) is not None and status > 0:
+        return status
+    first = min(failed, key=lambda rank: (codes[rank] or 0) > 0)  # what was killed comes first
+    error = RankError(f"rank {first} failed (exit status {codes[first]})")
+    output = logs[first].read_text(encoding="utf-8", errors="replace").splitlines()
+    error.add_note("\n".join(output[-_NUM_TAIL_LINES:]))
+    raise error
 
 
 @contextmanager
@@ -220,44 +190,14 @@ def _leaving_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-@contextmanager
-def _started(num_ranks: int, scratch: Path, job: tuple[Any, ...]) -> Iterator[dict[Any, _Process]]:
-    """The processes of all ranks, by the connections to them; on leaving none is left."""
-    processes: dict[Any, _Process] = {}
-    try:
-        for rank in range(num_ranks):
-            ours, theirs = Pipe()
-            with theirs, _log_path(scratch, rank).open("wb") as log:
-                processes[ours] = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                    # -P: a file of the user's working directory must not pass for a module.
-                    [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=_rank_environment(),
-                )
-            with suppress(ConnectionError):  # it has ended, which is noticed later
-                ours.send((rank, *job))
-        yield processes
-    finally:
-        for connection in processes:
-            connection.close()
-        deadline = time.monotonic() + _STOP_TIMEOUT_S
-        for process in processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.wait()
-
-
-def _rank_environment() -> dict[str, str]:
+def _rank_environment(rank: int, num_ranks: int) -> dict[str, str]:
     """This package importable, no GPU, gloo on the loopback device.
 
     Gloo would otherwise choose the device that the host's name resolves to, which on many
     laptops and in many containers cannot be reached.
     """
     found = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    found |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     root = str(Path(__file__).resolve().parents[2])
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [root, found.get("PYTHONPATH")]))
     if sys.platform == "linux":
@@ -265,41 +205,31 @@ def _rank_environment() -> dict[str, str]:
     return found
 
 
-def main(connection: Connection) -> None:
-    """Be one rank: call the function in its world, and send the result or the failure."""
-    # A session of our own: Ctrl-C reaches the parent alone, which then stops its ranks.
-    os.setsid()
+def main(alive: str, store: str, timeout_s: str, module: str, *arguments: str) -> None:
+    """Be one rank; see ``run_ranks``. The first argument is read until the parent's end."""
+    threading.Thread(target=_end_with_parent, args=(int(alive),), daemon=True).start()
     warnings.simplefilter("ignore")
-    rank, num_ranks, scratch, timeout_s, function, task = connection.recv()
-    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
 
-    def report(event: str, **fields: Any) -> None:
-        if rank == 0:
-            connection.send(("event", {"event": event, **fields}))
+    import torch  # noqa: PLC0415 - the parent does without
+    from torch._C._distributed_c10d import FileStore  # noqa: PLC0415
 
+    torch.set_num_threads(1)
+    rank, size = rank_from_environment()
+    limit_s = float(timeout_s)
     try:
-        import torch  # noqa: PLC0415 - the parent does without
-        from torch._C._distributed_c10d import FileStore  # noqa: PLC0415
-
-        torch.set_num_threads(1)
-        call = resolve_name(function)
-        store = FileStore(f"{scratch}/store", num_ranks)
-        start_s = max(_START_S, timeout_s)
-        with open_world(rank, num_ranks, store, start_s=start_s, timeout_s=timeout_s) as comm:
-            result = call(task, comm, report)
-        connection.send(("result", result if rank == 0 else None))
-    except BaseException as error:
-        cause = error if isinstance(error, CheckpointError) else None
-        connection.send(("failure", (time.monotonic(), f"{type(error).__name__}: {error}", cause)))
-        raise
+        with open_world(rank, size, FileStore(store, size), start_s=limit_s, timeout_s=limit_s):
+            sys.argv[1:] = arguments
+            runpy.run_module(module, run_name="__main__")
+    except PeerTimeoutError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(Status.FAILED)
 
 
-def _end_with_parent(connection: Connection) -> None:
-    """End this process, and all that it has started, when the parent closes its end or dies."""
-    with suppress(EOFError, OSError):
-        connection.recv()
+def _end_with_parent(alive: int) -> None:
+    """End this process, and all that it has started, when the parent has ended."""
+    os.read(alive, 1)
     os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    main(*sys.argv[1:])

@@ -12,10 +12,10 @@ import itertools
 import os
 import select
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.run import determine_local_world_size
 
@@ -47,32 +47,23 @@ def _write(target: IO[Any] | None, line: bytes) -> None:
             return  # see above
 
 
-@dataclass(frozen=True, slots=True)
-class Logs:
-    """Where workers' lines go, as torchrun's options of these names say."""
-
-    log_dir: str | None = None
-    redirects: str = "0"
-    tee: str = "0"
-
-
 class _Output:
-    """Writes workers' lines to the terminal, and to files where options ask for them."""
+    """Writes workers' lines to the terminal, and to files where torchrun's options ask for them."""
 
-    def __init__(self, logs: Logs, num_ranks: int, run_id: str) -> None:
+    def __init__(
+        self, num_ranks: int, run_id: str, log_dir: str | None, redirects: str, tee: str
+    ) -> None:
         self._num_ranks = num_ranks
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._shown = set(itertools.product(range(num_ranks), ("stdout", "stderr")))
-        if logs == Logs():
+        if log_dir is None and redirects == tee == "0":
             return
         try:
-            redirects, tee = Std.from_str(logs.redirects), Std.from_str(logs.tee)
+            specs = DefaultLogsSpecs(log_dir, Std.from_str(redirects), Std.from_str(tee))
         except ValueError as error:
             raise PlanError(f"--redirects, --tee: {error}") from error
         variables = {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": "0"}
-        found = DefaultLogsSpecs(logs.log_dir, redirects, tee).reify(
-            {rank: dict(variables) for rank in range(num_ranks)}
-        )
+        found = specs.reify({rank: dict(variables) for rank in range(num_ranks)})
         for name, paths, shown in (
             ("stdout", found.stdouts, found.tee_stdouts),
             ("stderr", found.stderrs, found.tee_stderrs),
@@ -135,9 +126,19 @@ def ranks_of(nproc_per_node: str) -> int:
     return int(found)
 
 
-def run_script(job: Job, logs: Logs) -> int:
-    """Run this node of a job in the foreground; its exit code. With 88 it ends the process."""
-    output = _Output(logs, job.num_ranks, job.nodes.run_id if job.nodes else "none")
+def run_script(job: Job, *, log_dir: str | None, redirects: str, tee: str) -> int:
+    """Run this node of a job in the foreground; its exit code. With 88 it ends the process.
+
+    Workers' lines go where torchrun's options of these names say.
+    """
+    try:
+        get_logging_handler(job.event_log_handler)
+    except KeyError:
+        raise PlanError(
+            f"--event-log-handler: expected null or console, found {job.event_log_handler!r}"
+        ) from None
+    run_id = job.nodes.run_id if job.nodes else "none"
+    output = _Output(job.num_ranks, run_id, log_dir, redirects, tee)
     try:
         code = Supervisor(job, environment(), output.write_line, _write_note).run()
     except PeerLostError as error:  # there is no store

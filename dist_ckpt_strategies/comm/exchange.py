@@ -73,11 +73,10 @@ Blocks = tuple[Sequence[Outgoing], Sequence[Incoming]]
 def exchange(
     comm: Communicator,
     prepare: Callable[[], Blocks],
-    finish: Callable[[], Message] = lambda: None,
+    finish: Callable[[], Message] | None = None,
     *,
     complete: Callable[[], None] = lambda: None,
     max_inflight_nbytes: int,
-    compares_digests: bool = True,
 ) -> list[Message]:
     """Carry the blocks of all ranks; returns what ``finish`` returned on every rank, by rank.
 
@@ -88,21 +87,20 @@ def exchange(
     Args:
         comm: the ranks.
         prepare: makes this rank's blocks; what it raises, every rank raises, as of the next two.
-        finish: called when all has been taken.
-        complete: called where digests are compared, once all are equal on this rank.
+        finish: called when all has been taken, where the caller compares what arrived itself.
+            Without it, digests are compared, and a block that is not as it was sent is a
+            CorruptCheckpointError.
+        complete: without ``finish``, called once all digests are equal on this rank.
         max_inflight_nbytes: bound on what travels at once in each direction; where ranks give
             different ones, the least counts. Takes up to five times as much memory.
-        compares_digests: raise a CorruptCheckpointError where a block is not as it was sent.
-            Without, the caller compares.
     """
     with ExitStack() as stack:
         made: list[_Rounds] = []
 
         def begin() -> list[int]:
             outgoing, incoming = prepare()
-            made.append(
-                _Rounds(comm, outgoing, incoming, max_inflight_nbytes, digests=compares_digests)
-            )
+            digests = finish is None
+            made.append(_Rounds(comm, outgoing, incoming, max_inflight_nbytes, digests=digests))
             stack.enter_context(made[0].threads)
             return [max_inflight_nbytes, made[0].num_peers]
 
@@ -111,19 +109,19 @@ def exchange(
         rounds = made[0]
         rounds.run(max(1, min(share, MESSAGE_NBYTES)))
 
-        def end() -> list[Any]:
+        def end() -> Message:
             rounds.require_success()
-            return [rounds.sent_digests(), finish()]
+            return finish() if finish else rounds.sent_digests()
 
         answers = run_and_gather(comm, end)
 
         def check() -> None:
-            rounds.compare([digests for digests, _ in answers])
+            rounds.compare(answers)
             complete()
 
-        if compares_digests:
+        if finish is None:
             run_collectively(comm, check)
-    return [answer for _, answer in answers]
+    return answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +280,6 @@ class _Rounds:
 
     def sent_digests(self) -> Message:
         """Of each block that went to another rank, in order, by receiver."""
-        if self._digests is None:
-            return None
         return {str(rank): self._found(rank, is_sent=True) for rank in self._outgoing}
 
     def compare(self, claimed: Sequence[Mapping[str, Sequence[str]]]) -> None:

@@ -88,6 +88,19 @@ class JobStore:
         """Whether each of the keys has been set; one request, however many they are."""
         return bool(self._ask(lambda: self._connections[0].check(list(keys))))
 
+    def has_foreign_keys(self, prefix: str) -> bool:
+        """Whether others have set keys of that prefix; False where torch cannot say.
+
+        It lists all keys.
+        """
+
+        def found() -> bool:
+            store = self._connections[0].underlying_store
+            keys = store.list_keys() if hasattr(store, "list_keys") else ()
+            return any(key.startswith(prefix) for key in keys)
+
+        return bool(self._ask(found))
+
     def wait(self, key: str, timeout_s: float | None = None) -> bool:
         """Whether the key has been set in time; without ``timeout_s``, wait until then.
 
@@ -159,7 +172,8 @@ def require_place() -> None:
 def _bound_silence(port: int, limit_s: float) -> None:
     """Have the kernel end this process's connections to a port when the host is silent.
 
-    Torch's client asks for that on none of its sockets, and has no way to it.
+    Torch's client asks for that on none of its sockets, and has no way to it. It also keeps alive
+    the connection of a wait of hours, over which nothing else is sent.
     """
     probe_s = max(1, int(limit_s / _NUM_LOOKS))
     options = {

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.005
 _DESTROY_S = 1.0
+_EXIT_S = 10.0
 GRACE_S = 2.0
 """Longest time for sockets to close before waits are aborted all the same."""
 
@@ -33,7 +34,7 @@ _undestroyed: list[tuple[Any, list[Any]]] = []
 """Gloo groups of earlier attempts, each with works that had not completed."""
 
 
-def num_undestroyed_groups() -> int:
+def num_undestroyed_groups(timeout_s: float = _DESTROY_S) -> int:
     """Destroy gloo groups of earlier attempts whose works have all completed; how many are left.
 
     The destructor of a group waits for the group's timeout where gloo has forgotten the buffer of
@@ -53,12 +54,27 @@ def num_undestroyed_groups() -> int:
             ready.append(group)
         del group
     if ready:
-        _drop_in_a_thread(ready).join(_DESTROY_S)
+        _drop_in_a_thread(ready).join(timeout_s)
     return len(_undestroyed)
 
 
+def _take_down(groups: list[InterruptibleGloo]) -> None:
+    for group in groups:
+        inner, pending = group.take_down()
+        if inner is not None:
+            _undestroyed.append((inner, pending))
+        del inner
+
+
 @atexit.register
-def _keep_undestroyed() -> None:
+def _end_groups() -> None:
+    """Destroy the groups that the script has left, or keep them for ever.
+
+    A thread of gloo that was held up since its work completed may be the last to hold a tensor. To
+    release it while the interpreter exits aborts the process. The destructor waits for the threads.
+    """
+    _take_down(InterruptibleGloo.abort_all())
+    num_undestroyed_groups(_EXIT_S)
     for group, _ in _undestroyed:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -139,11 +155,7 @@ class Communication:
         # that was interrupted counts too, and leaves nothing to destroy: this rank's next world
         # would look for the others under a name that they do not have.
         dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way
-        for group in aborted:
-            inner, pending = group.take_down()
-            if inner is not None:
-                _undestroyed.append((inner, pending))
-            del inner
+        _take_down(aborted)
         num_undestroyed_groups()
         others = [[group] for group in groups if not isinstance(group, InterruptibleGloo)]
         groups.clear()

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -18,15 +19,6 @@ CRC_NBYTES = 4
 
 RUN_NBYTES = 2 << 20
 """Inner chunks are handled this many bytes at a time: they stay in the processor's cache."""
-
-
-def num_inner_chunks(array: ArraySpec, index: Shape) -> int:
-    """How many inner chunks the file of a chunk holds."""
-    inner = array.inner_shape
-    assert inner is not None  # noqa: S101 - callers pass arrays of format 2
-    chunk = array.chunk_shape
-    rest = map(operator.sub, array.shape, map(operator.mul, index, chunk))
-    return math.prod([-(-min(c, r) // i) for c, r, i in zip(chunk, rest, inner, strict=True)])
 
 
 class Run(NamedTuple):
@@ -73,32 +65,11 @@ class InnerGrid(NamedTuple):
     index_nbytes: int
     file_nbytes: int
 
-    @classmethod
-    def of(cls, array: ArraySpec, index: Shape) -> InnerGrid:
+    @staticmethod
+    def of(array: ArraySpec, index: Shape) -> InnerGrid:
         """The grid of the chunk at ``index`` of an array that has inner chunks."""
-        inner = array.inner_shape
-        assert inner is not None  # noqa: S101 - callers pass arrays of format 2
-        chunk = array.chunk_shape
-        offset = tuple(map(operator.mul, index, chunk))
-        held = tuple(map(min, chunk, map(operator.sub, array.shape, offset)))
-        counts = tuple([-(-h // i) for h, i in zip(held, inner, strict=True)])
-        slot_counts = tuple(map(operator.floordiv, chunk, inner))
-        raw = math.prod(inner) * array.dtype.itemsize
-        stored = raw + CRC_NBYTES * array.has_crc32c
-        num_chunks = math.prod(counts)
-        index_nbytes = math.prod(slot_counts) * INDEX_ENTRY_NBYTES + CRC_NBYTES
-        return cls(
-            region=Region(offset, held),
-            inner_shape=inner,
-            counts=counts,
-            slot_counts=slot_counts,
-            raw_nbytes=raw,
-            stored_nbytes=stored,
-            num_chunks=num_chunks,
-            data_nbytes=num_chunks * stored,
-            index_nbytes=index_nbytes,
-            file_nbytes=num_chunks * stored + index_nbytes,
-        )
+        shapes = (array.shape, array.chunk_shape, array.inner_shape)
+        return _grid_at(index, *shapes, array.dtype.itemsize, CRC_NBYTES * array.has_crc32c)
 
     def region_of(self, offset: Shape, shape: Shape | None = None) -> Region:
         """The array's region of one inner chunk, or of several; cut at the array's edge."""
@@ -142,6 +113,34 @@ class InnerGrid(NamedTuple):
                 for at, num in zip(offset, self.counts, strict=True):
                     first = first * num + at
                 yield Run(first, offset, shape, count * size)
+
+
+@lru_cache(maxsize=1024)
+def _grid_at(
+    index: Shape, shape: Shape, chunk: Shape, inner: Shape | None, itemsize: int, crc_nbytes: int
+) -> InnerGrid:
+    """See ``InnerGrid.of``. The arrays of all layers have few grids between them."""
+    assert inner is not None  # noqa: S101 - callers pass arrays of format 2
+    offset = tuple(map(operator.mul, index, chunk))
+    held = tuple(map(min, chunk, map(operator.sub, shape, offset)))
+    counts = tuple([-(-h // i) for h, i in zip(held, inner, strict=True)])
+    slot_counts = tuple(map(operator.floordiv, chunk, inner))
+    raw = math.prod(inner) * itemsize
+    num_chunks = math.prod(counts)
+    data_nbytes = num_chunks * (raw + crc_nbytes)
+    index_nbytes = math.prod(slot_counts) * INDEX_ENTRY_NBYTES + CRC_NBYTES
+    return InnerGrid(
+        region=Region(offset, held),
+        inner_shape=inner,
+        counts=counts,
+        slot_counts=slot_counts,
+        raw_nbytes=raw,
+        stored_nbytes=raw + crc_nbytes,
+        num_chunks=num_chunks,
+        data_nbytes=data_nbytes,
+        index_nbytes=index_nbytes,
+        file_nbytes=data_nbytes + index_nbytes,
+    )
 
 
 MIN_SPAN_NBYTES = 64 << 10

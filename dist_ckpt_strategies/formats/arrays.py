@@ -25,10 +25,9 @@ from dist_ckpt_strategies.formats.chunks import (
     InnerChunks,
     at_region,
     bits_of,
-    chunk_name,
     decode_run,
-    directory_name,
-    encode_chunk,
+    encode_inner,
+    encode_raw,
     memory_of,
     missing_chunk,
     opened_chunk,
@@ -46,17 +45,23 @@ from dist_ckpt_strategies.storage.file_systems import (
     Bytes,
     file_access,
     is_cached,
-    pread_into,
     read_aligned,
     read_direct,
     start_direct,
     stop_direct,
     whole_flush,
+)
+from dist_ckpt_strategies.storage.files import (
+    Directory,
+    directories_above,
+    file_errors,
+    new_file,
+    pread_into,
+    sync_path,
     write_buffered,
 )
-from dist_ckpt_strategies.storage.files import directories_above, file_errors, new_file, sync_path
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer, raise_if_cancelled
-from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite, Directory, HostArray, Store
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite, HostArray, Store
 
 FindRecord = Callable[[str], ArrayRecord]
 """Gives what the manifest says about the array of a key."""
@@ -73,7 +78,7 @@ _NUM_COPIES = 2
 
 
 class StoreWriter(ABC):
-    """Writes the arrays of one checkpoint; see ArrayWriter.
+    """Writes the arrays of one checkpoint.
 
     Attributes:
         digests: of each chunk of format 2 written, by key and index: of its inner chunks, then of
@@ -83,29 +88,31 @@ class StoreWriter(ABC):
     _store: Store
     _num_metadata_threads: int
     _num_write_threads: int
-    digests: dict[tuple[str, Shape], list[int]]
+    digests: dict[tuple[str, Shape], bytes]
+    _buffers: BounceBuffers
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
-        """See ArrayWriter."""
+        """Write the metadata of new arrays."""
         jobs = []
         for array in arrays:
             layout = zarr2 if array.inner_shape is None else zarr3
-            name = f"{directory_name(array)}/{layout.METADATA_NAME}"
+            name = f"{array.directory}/{layout.METADATA_NAME}"
             content = np.frombuffer(layout.metadata_content(array), np.uint8)
             write = partial(self._write, array.key, name, content.size, [content])
             jobs.append(Job(array.key, self._store.path(name), write))
         return Transfer(jobs, self._num_metadata_threads)
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
-        """See ArrayWriter."""
+        """Issue all writes at once; each covers whole chunks, no chunk is written twice.
+
+        They need not wait for the array's creation.
+        """
         jobs = []
         for write in writes:
             array, regular = write.array, write.array.chunk_at(write.region)
-            chunks = _chunks_of(write)
-            if regular is not None:
-                chunks = iter([(regular, (write.region, write.source))])
-            for index, block in chunks:
-                path = self._store.path(chunk_name(array, index))
+            whole = (regular, (write.region, write.source))
+            for index, block in _chunks_of(write) if regular is None else [whole]:
+                path = self._store.path(array.chunk_file(index))
                 jobs.append(Job(array.key, path, partial(self.write_chunk, array, index, [block])))
         return Transfer(jobs, self._num_write_threads)
 
@@ -115,17 +122,21 @@ class StoreWriter(ABC):
         Raises:
             StorageError: it cannot be written.
         """
-        is_plain = array.inner_shape is None
-        nbytes = array.chunk_nbytes if is_plain else InnerGrid.of(array, index).file_nbytes
-        digests: list[int] = []
-        pieces = encode_chunk(array, index, blocks, digests)
-        self._write(array.key, chunk_name(array, index), nbytes, pieces)
-        if digests:
-            self.digests[array.key, index] = digests
+        name = array.chunk_file(index)
+        if array.inner_shape is None:
+            self._write(array.key, name, array.chunk_nbytes, encode_raw(blocks))
+            return
+        grid, digests = InnerGrid.of(array, index), bytearray()
+        pieces = encode_inner(grid, array.dtype, blocks, self._buffers, digests)
+        self._write(array.key, name, grid.file_nbytes, pieces)
+        self.digests[array.key, index] = bytes(digests)
 
     @abstractmethod
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
-        """See ArrayWriter."""
+        """Make durable all that was written here, and the names of these arrays' files.
+
+        Those that other ranks wrote included: call it when every rank has written.
+        """
 
     @abstractmethod
     def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
@@ -166,10 +177,10 @@ class DirectoryWriter(StoreWriter):
         self._flush = whole_flush(self._root) if access.is_flushed_whole else None
 
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
-        """See ArrayWriter."""
+        """See StoreWriter."""
         if self._flush is not None:
             return Transfer([Job("", self._root, self._flush)], 1)
-        names = {directory_name(array): array.key for array in arrays}
+        names = {array.directory: array.key for array in arrays}
         paths = directories_above(self._root, names)
         jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
         return Transfer(jobs, self._num_write_threads)
@@ -215,13 +226,13 @@ class BucketWriter(StoreWriter):
     """
 
     def __init__(self, bucket: Bucket, options: Options) -> None:
-        self._store, self.digests = bucket, {}
+        self._store, self.digests, self._buffers = bucket, {}, BounceBuffers()
         self._num_metadata_threads = min(options.io_threads, MAX_REQUESTS)
         self._num_write_threads = self._num_metadata_threads
         self._budget = ByteBudget(options.max_inflight_bytes)
 
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:  # noqa: ARG002 - a protocol
-        """See ArrayWriter. What the store has acknowledged is durable."""
+        """See StoreWriter. What the store has acknowledged is durable."""
         return Transfer((), 0)
 
     def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
@@ -256,14 +267,14 @@ class Format1Reader:
             if spans is not None:
                 memory = target.reshape(-1).view(np.uint8)
                 for chunk in spans:
-                    path = f"{self._root}/{chunk_name(array, chunk.index)}"
+                    path = f"{self._root}/{array.chunk_file(chunk.index)}"
                     for share in span_shares(chunk, memory):
                         run = partial(self._read_spans, array, path, share)
                         jobs.append(Job(array.key, path, run))
                 continue
             num_threads = max(num_threads, self._options.io_threads)
             for index in read.region.cells(array.chunk_shape):
-                path = f"{self._root}/{chunk_name(array, index)}"
+                path = f"{self._root}/{array.chunk_file(index)}"
                 jobs.append(Job(array.key, path, partial(self._read_chunk, read, index, path)))
         return Transfer(jobs, num_threads)
 
@@ -348,7 +359,7 @@ class Format2Reader(ABC):
             array = read.array
             record = None if self._find is None else self._find(array.key)
             for index in read.region.cells(array.chunk_shape):
-                path, grid = self._store.path(chunk_name(array, index)), InnerGrid.of(array, index)
+                path, grid = self._store.path(array.chunk_file(index)), InnerGrid.of(array, index)
                 listed = record.chunks[index] if record else None
                 chunk = InnerChunks(array, index, grid, path, listed)
                 jobs += [
@@ -442,7 +453,7 @@ class BucketReader(Format2Reader):
 
     def _read_runs(self, read: ArrayRead, chunk: InnerChunks, runs: Sequence[Run]) -> None:
         """See Format2Reader. Where the runs end the data, the index is read too: for the size."""
-        array, grid, name = read.array, chunk.grid, chunk_name(read.array, chunk.index)
+        array, grid, name = read.array, chunk.grid, read.array.chunk_file(chunk.index)
         start = runs[0].first * grid.stored_nbytes
         end = (runs[-1].first + runs[-1].num_chunks) * grid.stored_nbytes
         is_last = end == grid.data_nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +17,7 @@ from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import BucketWriter, DirectoryWriter, StoreWriter
 from dist_ckpt_strategies.formats.commit import open_save_place
-from dist_ckpt_strategies.formats.locations import Location, require_path
+from dist_ckpt_strategies.formats.locations import Location, require_path, store_at
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -41,7 +41,7 @@ from dist_ckpt_strategies.formats.objects import (
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.store import Store
 
 _OBJECT_THREADS = 8
 
@@ -66,9 +66,11 @@ class CheckpointWriter:
         root: the checkpoint.
         chunk_layout: what a chunk's file consists of; an object has a few hundred MB at most.
         place: where the save writes until its commit.
+        store: that place, as files; after ``require``.
         arrays: writes the arrays; after ``require``.
     """
 
+    store: Store
     arrays: StoreWriter
 
     def __init__(
@@ -81,23 +83,22 @@ class CheckpointWriter:
         keeps_old: bool,
         overwrite: bool,
     ) -> None:
-        self.version = version
+        self.version, self.root = version, root
         self._is_format1 = version == 1
-        self.root = root
         self.chunk_layout = ChunkLayout.BOUNDED if isinstance(root, Bucket) else ChunkLayout.INNER
         if self._is_format1:
             require_path(root, "format ('zarr', 1)")
             self.chunk_layout = ChunkLayout.WHOLE
-        self.place = open_save_place(root, options, keeps_old=keeps_old, overwrite=overwrite)
+        self.place = open_save_place(
+            root,
+            options,
+            keeps_old=keeps_old,
+            overwrite=overwrite,
+            is_format2=not self._is_format1,
+        )
         self.options, self._global_rank = options, global_rank
         self._objects: list[Fields] = []
         self._num_packs = 0
-
-    @property
-    def store(self) -> Store:
-        """The place of the save, as files."""
-        location = self.place.location
-        return location if isinstance(location, Bucket) else Directory(location)
 
     def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
         """What will be stored of an object.
@@ -109,18 +110,15 @@ class CheckpointWriter:
             return plain_content(obj)
         return dump_loadable(obj, name=name, allow=allow)
 
-    def begin(self, keys: Collection[str]) -> None:
-        """Make the place of the save; on the first rank. ``keys`` of all arrays and objects."""
-        self.place.begin(keys, is_format2=not self._is_format1)
-
     def require(self, owner: str) -> None:
-        """Open ``arrays`` in the place that ``begin`` has made on the rank called ``owner``.
+        """Open ``arrays`` in the place that the rank called ``owner`` has made.
 
         Raises:
             StorageError: this rank does not see it.
         """
         self.place.require(owner)
         location = self.place.location
+        self.store = store_at(location)
         if isinstance(location, Bucket):
             self.arrays = BucketWriter(location, self.options)
         else:
@@ -131,8 +129,6 @@ class CheckpointWriter:
 
         May be called again, with others. Small plain values go to the manifest.
         """
-        if not objects:
-            return
         location = self.place.location
         if self._is_format1 and isinstance(location, Path):
             jobs = []
@@ -165,7 +161,7 @@ class CheckpointWriter:
             arrays: those that this rank has created or written to.
             firsts: the first key that each segment may list; the empty one first.
         """
-        chunks: dict[str, dict[Shape, list[int]]] = defaultdict(dict)
+        chunks: dict[str, dict[Shape, bytes]] = defaultdict(dict)
         for (key, index), digests in self.arrays.digests.items():
             chunks[key][index] = digests
         found: dict[int, tuple[list[Fields], list[Fields]]] = defaultdict(lambda: ([], []))
@@ -210,8 +206,7 @@ class CheckpointWriter:
         """
         segments = [SegmentEntry(*entry) for entry in entries]
         # Megatron-Core's own save has put the common state into the checkpoint already.
-        above = self.root if isinstance(self.root, Bucket) else Directory(self.root)
-        for store in (self.store, above) if common is None else ():
+        for store in (self.store, store_at(self.root)) if common is None else ():
             with suppress(IncompleteCheckpointError):
                 common = common or store.read(COMMON_NAME)
         self.store.write(INDEX_NAME, index_content(segments, common, layout))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +23,12 @@ from dist_ckpt_strategies.formats.arrays import (
 )
 from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import FileCheck
-from dist_ckpt_strategies.formats.locations import Location, content_of, require_something
+from dist_ckpt_strategies.formats.locations import (
+    Location,
+    content_of,
+    require_something,
+    store_at,
+)
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     FileDigest,
@@ -42,7 +47,7 @@ from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
 from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, limited, run_with_limit
-from dist_ckpt_strategies.storage.store import ArrayReader, Directory, Store
+from dist_ckpt_strategies.storage.store import ArrayReader
 
 
 @limited
@@ -67,15 +72,13 @@ class Format1Checkpoint:
     def __init__(self, root: Path, options: Options) -> None:
         self._root, self._options = root, options
 
-    @cached_property
-    def array_reader(self) -> ArrayReader:
-        """Reads the arrays that ``find`` gives."""
-        return Format1Reader(self._root, self._options)
+    def array_reader(self, *, fills_page_cache: bool = False) -> ArrayReader:
+        """Reads the arrays that ``find`` gives.
 
-    @property
-    def buffered_reader(self) -> ArrayReader:
-        """The same, without direct I/O: what it reads stays in the page cache for others."""
-        return Format1Reader(self._root, self._options.with_changes(direct_io=False))
+        Without direct I/O if ``fills_page_cache``: what it reads stays there for others.
+        """
+        direct_io = False if fills_page_cache else None
+        return Format1Reader(self._root, self._options.with_changes(direct_io=direct_io))
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """The arrays of these keys, sorted by key. One metadata file is read for each.
@@ -158,7 +161,7 @@ class Format2Checkpoint:
         root = self._root
         if isinstance(root, Path):
             run_with_limit(partial(require_directory, root), root)
-        self.file_store: Store = root if isinstance(root, Bucket) else Directory(root)
+        self.file_store = store_at(root)
         try:  # asked for by its name: lists of an object store may not know of it yet
             self.manifest = Manifest(self.file_store)
         except IncompleteCheckpointError:
@@ -167,17 +170,9 @@ class Format2Checkpoint:
             raise
         self.identity = self.manifest.digest
 
-    @cached_property
-    def array_reader(self) -> ArrayReader:
+    def array_reader(self, *, fills_page_cache: bool = False) -> ArrayReader:
         """See Format1Checkpoint."""
-        return self._reader(self._options)
-
-    @property
-    def buffered_reader(self) -> ArrayReader:
-        """See Format1Checkpoint."""
-        return self._reader(self._options.with_changes(direct_io=False))
-
-    def _reader(self, options: Options) -> ArrayReader:
+        options = self._options.with_changes(direct_io=False if fills_page_cache else None)
         find = None if options.verify is Verify.OFF else self.manifest.find
         if isinstance(self._root, Bucket):
             return BucketReader(self._root, options, find)

@@ -7,8 +7,9 @@ import operator
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -23,10 +24,9 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
 )
-from dist_ckpt_strategies.formats import zarr3
-from dist_ckpt_strategies.formats.manifest import ChunkRecord
-from dist_ckpt_strategies.storage.file_systems import Bytes
-from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.formats.manifest import DIGEST_NBYTES, ChunkRecord
+from dist_ckpt_strategies.storage.file_systems import BounceBuffers, Bytes
+from dist_ckpt_strategies.storage.files import READ_AT_ONCE, file_errors
 from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES
 from dist_ckpt_strategies.storage.store import HostArray
 
@@ -34,29 +34,16 @@ Blocks = Iterable[tuple[Region, HostArray]]
 """The elements of a chunk in the order of its file: regions of the array, and their elements, with
 any strides. In format 1 a region may reach past the array's edge, where its elements end."""
 
-Digests = Mapping[tuple[str, Shape], list[int]]
-"""Of each chunk, by key and index: of its inner chunks, then of its index."""
+Digests = Mapping[tuple[str, Shape], bytes]
+"""Of each chunk, by key and index: of its inner chunks, then of its index; see ``digests_of``."""
 
 _MAX_COPY_NBYTES = 4 << 20
 _ABSENT = 2**64 - 1
 _CRC = struct.Struct("<I")
-_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 
 _BITS: Mapping[int, npt.DTypeLike] = MappingProxyType(
     {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 )
-
-
-def directory_name(array: ArraySpec) -> str:
-    """The directory of an array, below the checkpoint's."""
-    return array.key if array.inner_shape is None else zarr3.array_directory(array.key)
-
-
-def chunk_name(array: ArraySpec, index: Shape) -> str:
-    """The file of a chunk, below the checkpoint's directory."""
-    if array.inner_shape is None:
-        return f"{array.key}/{array.chunk_name(index)}"
-    return f"{zarr3.array_directory(array.key)}/{'.'.join(['c', *map(str, index)])}"
 
 
 def missing_chunk(array: ArraySpec, path: str) -> IncompleteCheckpointError:
@@ -97,7 +84,7 @@ def opened_chunk(array: ArraySpec, path: str, nbytes: int | None) -> Iterator[in
     """
     with file_errors(array.key, path):
         try:
-            handle = os.open(path, _READ)
+            handle = os.open(path, READ_AT_ONCE)
         except FileNotFoundError:
             raise missing_chunk(array, path) from None
         try:
@@ -124,42 +111,48 @@ class InnerChunks:
         if record is None:
             return
         digests = digests_of(content.reshape(run.num_chunks, -1))
-        for number, found in enumerate(digests, run.first):
-            expected = record.digests[number]
-            if found != expected:
-                raise damaged_chunk(
-                    self.array,
-                    self.path,
-                    f"(chunk {self.index}, written by rank {record.writer}) is damaged: inner "
-                    f"chunk {number} has digest {found:016x}, expected {expected:016x}",
-                )
+        start = run.first * DIGEST_NBYTES
+        listed = record.digests[start : start + len(digests)]
+        for number, found, expected in differing(digests, listed):
+            raise damaged_chunk(
+                self.array,
+                self.path,
+                f"(chunk {self.index}, written by rank {record.writer}) is damaged: inner "
+                f"chunk {run.first + number} has digest {found}, expected {expected}",
+            )
 
 
-def encode_chunk(
-    array: ArraySpec, index: Shape, blocks: Blocks, digests: list[int]
+def encode_raw(blocks: Blocks) -> Iterator[Bytes]:
+    """All bytes of the file of a chunk of format 1, piece by piece."""
+    for region, elements in blocks:
+        for block in _in_order(bits_of(elements), region.shape):
+            yield block.reshape(-1).view(np.uint8)
+
+
+def encode_inner(
+    grid: InnerGrid, dtype: DType, blocks: Blocks, buffers: BounceBuffers, digests: bytearray
 ) -> Iterator[Bytes]:
-    """All bytes of a chunk's file, piece by piece.
+    """All bytes of the file of a chunk of format 2, each piece until the next is asked for.
 
-    In format 2 the digests of the inner chunks, then that of the index, are added to ``digests``.
+    The digests of the inner chunks, then that of the index, are added to ``digests``. What does not
+    lie in memory as in the file is gathered in one of the buffers.
     """
-    if array.inner_shape is None:
-        for region, elements in blocks:
-            for block in _in_order(bits_of(elements), region.shape):
-                yield block.reshape(-1).view(np.uint8)
-        return
-    grid = InnerGrid.of(array, index)
     for region, elements in blocks:
         counts = tuple(-(-n // i) for n, i in zip(region.shape, grid.inner_shape, strict=True))
         part = grid._replace(region=region, counts=counts)
         for run in part.runs():
-            content = memory_of(part, run, region, elements)
-            if content is None:
-                content = np.zeros(run.num_chunks * grid.stored_nbytes, np.uint8)
-                for inner, outer in _pairs(part, run, array.dtype, content, region, elements):
-                    np.copyto(inner, outer)
-            digests += digests_of(content.reshape(run.num_chunks, -1))
-            yield content
-    entries = _index_of(grid)
+            nbytes = run.num_chunks * grid.stored_nbytes
+            own = memory_of(part, run, region, elements)
+            with buffers.borrowed(nbytes) if own is None else nullcontext(own) as memory:
+                content = memory[:nbytes]
+                if own is None:
+                    if _whole_region(part, run, region) is None:  # padding is zeros
+                        content.fill(0)
+                    for inner, outer in _pairs(part, run, dtype, content, region, elements):
+                        np.copyto(inner, outer)
+                digests += digests_of(content.reshape(run.num_chunks, -1))
+                yield content
+    entries = _index_of(grid.counts, grid.slot_counts, grid.stored_nbytes)
     digests += digests_of(entries[None])
     yield entries
 
@@ -249,19 +242,29 @@ def at_region(elements: HostArray, region: Region) -> HostArray:
     return view
 
 
-def digests_of(chunks: Bytes) -> list[int]:
-    """The digest of each row."""
-    digest = xxhash.xxh3_64_intdigest
-    return [digest(chunk.data) for chunk in chunks]
+def digests_of(chunks: Bytes) -> bytes:
+    """The digests of all rows, ``DIGEST_NBYTES`` each."""
+    digest = xxhash.xxh3_64_digest
+    return b"".join([digest(chunk.data) for chunk in chunks])
 
 
-def _index_of(grid: InnerGrid) -> Bytes:
+def differing(found: bytes, listed: bytes) -> Iterator[tuple[int, str, str]]:
+    """The digests that differ: number, the one found and the one listed, in hexadecimal."""
+    if found != listed:
+        for at in range(0, len(found), DIGEST_NBYTES):
+            one, other = found[at : at + DIGEST_NBYTES], listed[at : at + DIGEST_NBYTES]
+            if one != other:
+                yield at // DIGEST_NBYTES, one.hex(), other.hex()
+
+
+@lru_cache(maxsize=32)
+def _index_of(counts: Shape, slot_counts: Shape, stored_nbytes: int) -> Bytes:
     """The index at the end of the file: offset and size of each inner chunk, and a CRC32C."""
-    entries = np.full((*grid.slot_counts, 2), _ABSENT, "<u8")
-    held = entries[Region.whole(grid.counts).slices()]
-    numbers = np.arange(grid.num_chunks, dtype="<u8").reshape(grid.counts)
-    held[..., 0] = numbers * grid.stored_nbytes
-    held[..., 1] = grid.stored_nbytes
+    entries = np.full((*slot_counts, 2), _ABSENT, "<u8")
+    held = entries[Region.whole(counts).slices()]
+    numbers = np.arange(math.prod(counts), dtype="<u8").reshape(counts)
+    held[..., 0] = numbers * stored_nbytes
+    held[..., 1] = stored_nbytes
     content = entries.tobytes()
     return np.frombuffer(content + _CRC.pack(google_crc32c.value(content)), np.uint8)
 

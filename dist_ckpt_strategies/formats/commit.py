@@ -30,7 +30,12 @@ from functools import partial
 from pathlib import Path, PurePath
 
 from dist_ckpt_strategies.config import Options, place_from_environment
-from dist_ckpt_strategies.errors import CheckpointExistsError, StorageError, StrategyError
+from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
+    PeerLostError,
+    StorageError,
+    StrategyError,
+)
 from dist_ckpt_strategies.formats.locations import (
     SAVE_FIELD,
     SAVE_PREFIX,
@@ -48,6 +53,7 @@ from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
+    Directory,
     file_errors,
     is_elsewhere,
     make_directories,
@@ -62,7 +68,6 @@ from dist_ckpt_strategies.storage.io_pool import (
     run_with_limit,
     storage_error,
 )
-from dist_ckpt_strategies.storage.store import Directory
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +161,7 @@ class PlaceBase(ABC):
         keeps_old: leave an earlier checkpoint in a directory whole until the commit. Not where the
             caller has replaced its ``common.pt`` already.
         overwrite: replace arrays and objects that belong to no finished checkpoint, too.
+        is_format2: whether the save is of format ("zarr", 2), with folders of its own.
 
     Attributes:
         save_id: of this save. The first rank makes it, the others take it from there.
@@ -164,10 +170,16 @@ class PlaceBase(ABC):
     save_id = ""
 
     def __init__(
-        self, root: Location, options: Options, *, keeps_old: bool, overwrite: bool
+        self,
+        root: Location,
+        options: Options,
+        *,
+        keeps_old: bool,
+        overwrite: bool,
+        is_format2: bool = False,
     ) -> None:
         self._root, self._timeout_s = root, options.timeout_s
-        self._keeps_old, self._overwrite = keeps_old, overwrite
+        self._keeps_old, self._overwrite, self._is_format2 = keeps_old, overwrite, is_format2
         self._replaces = True
 
     def __str__(self) -> str:
@@ -224,12 +236,11 @@ class DirectoryPlace(PlaceBase):
         return uuid.uuid4().hex
 
     @limited
-    def begin(self, keys: Collection[str] | None, *, is_format2: bool = False) -> None:
+    def begin(self, keys: Collection[str] | None) -> None:
         """Make the place, on the first rank, and remove what earlier saves have not finished.
 
         Args:
             keys: of the save's arrays and objects; unknown: only ``overwrite`` replaces anything.
-            is_format2: whether it is of format ("zarr", 2), with folders of its own.
 
         Raises:
             CheckpointExistsError: there are arrays or objects of other keys and no marker, or
@@ -243,7 +254,7 @@ class DirectoryPlace(PlaceBase):
             make_directories(root)
             require_directory(root)
             present = set(os.listdir(root))  # noqa: PTH208 - the names alone
-        if is_format2 and not (root / SAVE_NAME).is_file():
+        if self._is_format2 and not (root / SAVE_NAME).is_file():
             for name in sorted(present.intersection(FOLDER_NAMES)):
                 raise CheckpointExistsError(
                     f"{root / name} is not of a checkpoint of format ('zarr', 2), which would put "
@@ -259,7 +270,7 @@ class DirectoryPlace(PlaceBase):
         with file_errors(None, root):
             self.location.mkdir()
             (self.location / _LOCK_NAME).touch()
-        if is_format2:
+        if self._is_format2:
             Directory(self.location).write(SAVE_NAME, begun_content(self.save_id))
 
     @limited
@@ -327,12 +338,7 @@ class BucketPlace(PlaceBase):
         last = int((current_id(self._root) or "0").partition("-")[0])
         return f"{max(last + 1, time.time_ns() // 1000):017d}-{uuid.uuid4().hex}"
 
-    def begin(
-        self,
-        keys: Collection[str] | None,  # noqa: ARG002 - nothing else has its prefix
-        *,
-        is_format2: bool = True,  # noqa: ARG002 - there is no other
-    ) -> None:
+    def begin(self, keys: Collection[str] | None) -> None:  # noqa: ARG002 - only its own prefix
         """Make the place, on the first rank, and remove what earlier saves have not finished."""
         _remove_others(self._root, current_place(self._root))
         self.location.write(SAVE_NAME, begun_content(self.save_id))
@@ -366,23 +372,24 @@ def _require_own_place() -> None:
     """Raise where this process's node is no longer part of its job: others may save, too.
 
     Raises:
-        PeerLostError: see ``comm.job_store.require_place``.
+        StorageError: see ``comm.job_store.require_place``.
     """
     if place_from_environment() is not None:
         from dist_ckpt_strategies.comm.job_store import require_place  # noqa: PLC0415 - torch
 
-        require_place()
+        try:
+            require_place()
+        except PeerLostError as error:  # as one of storage: all ranks are told, and raise it
+            raise StorageError(f"not committed, this node is out of the job: {error}") from error
 
 
 SavePlace = DirectoryPlace | BucketPlace
 
 
-def open_save_place(
-    location: Location, options: Options, *, keeps_old: bool, overwrite: bool
-) -> SavePlace:
+def open_save_place(location: Location, options: Options, **how: bool) -> SavePlace:
     """Where the files of a save to a location go until its commit; see PlaceBase."""
     kind = BucketPlace if isinstance(location, Bucket) else DirectoryPlace
-    return kind(location, options, keeps_old=keeps_old, overwrite=overwrite)
+    return kind(location, options, **how)
 
 
 def _require_replaceable(root: Path, keys: Collection[str]) -> None:

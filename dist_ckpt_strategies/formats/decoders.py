@@ -57,7 +57,7 @@ def decode_chunk(
     except (OSError, StorageError):
         raise
     except Exception as error:
-        path = str(directory / array.chunk_name(index))
+        path = f"{root}/{array.chunk_file(index)}"
         kind, text = _meaning(error, engine)
         raise kind(f"{array.key}: {path}: {text}", key=array.key, path=path) from error
 
@@ -99,21 +99,8 @@ def _meaning(error: Exception, engine: Engine) -> tuple[type[StorageError], str]
 
 
 def array_store_spec(path: Path) -> dict[str, Any]:
-    """The TensorStore spec of a format 1 array; a missing chunk does not read as zeros.
-
-    Raises:
-        StorageError: TensorStore cannot name the directory.
-    """
-    found = path.absolute()
-    if ".." in found.parts:
-        found = found.resolve()
-    if "\\" in str(found):
-        raise StorageError(
-            f"{found}: TensorStore takes the backslash for '/'; rename the directory, or "
-            "choose engine='zarr'",
-            path=str(found),
-        )
-    plain = Path("/", *found.parts[1:])  # with one leading slash
+    """The TensorStore spec of a format 1 array; a missing chunk does not read as zeros."""
+    plain = Path("/", *path.resolve().parts[1:])  # with one leading slash
     return {
         "driver": "zarr",
         "kvstore": {"driver": "file", "path": str(plain)},

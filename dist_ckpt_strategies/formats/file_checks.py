@@ -14,9 +14,10 @@ import numpy as np
 from dist_ckpt_strategies.core.array import ArraySpec, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from dist_ckpt_strategies.formats.chunks import chunk_name, digests_of, missing_chunk
+from dist_ckpt_strategies.formats.chunks import differing, digests_of, missing_chunk
 from dist_ckpt_strategies.formats.issues import FileCheck, Issue, Problem
 from dist_ckpt_strategies.formats.manifest import (
+    DIGEST_NBYTES,
     ArrayRecord,
     ChunkRecord,
     FileDigest,
@@ -24,9 +25,10 @@ from dist_ckpt_strategies.formats.manifest import (
     Span,
     digest_of,
 )
-from dist_ckpt_strategies.formats.zarr3 import METADATA_NAME, array_directory, metadata_content
-from dist_ckpt_strategies.storage.files import COMMON_NAME, nbytes_text
-from dist_ckpt_strategies.storage.store import Store, WrongSizeError, block_sizes
+from dist_ckpt_strategies.formats.zarr3 import METADATA_NAME, metadata_content
+from dist_ckpt_strategies.storage.files import COMMON_NAME, WrongSizeError, block_sizes
+from dist_ckpt_strategies.storage.folders import nbytes_text
+from dist_ckpt_strategies.storage.store import Store
 
 
 def manifest_files(
@@ -45,14 +47,15 @@ def manifest_files(
     """
     for record in arrays:
         array, content = record.array, metadata_content(record.array)
-        name, listed = f"{array_directory(array.key)}/{METADATA_NAME}", FileDigest.of(content)
+        name, listed = f"{array.directory}/{METADATA_NAME}", FileDigest.of(content)
         yield _whole_file(store, array.key, name, listed, "what other readers need to know")
         grid = InnerGrid.of(array, (0,) * len(array.shape))
         for index, chunk in record.chunks.items():
-            nbytes = (len(chunk.digests) - 1) * grid.stored_nbytes + grid.index_nbytes
+            num_chunks = len(chunk.digests) // DIGEST_NBYTES - 1
+            nbytes = num_chunks * grid.stored_nbytes + grid.index_nbytes
             expected = f"{nbytes_text(nbytes)} {_where(index, chunk)}"
             run = partial(_check_chunk, store, array, index, chunk)
-            yield FileCheck(array.key, chunk_name(array, index), nbytes, run, expected)
+            yield FileCheck(array.key, array.chunk_file(index), nbytes, run, expected)
     packs: dict[str, list[tuple[Span, ObjectRecord]]] = {}
     for one in objects:
         if one.span is not None:
@@ -87,16 +90,16 @@ def _check_chunk(
     store: Store, array: ArraySpec, index: Shape, record: ChunkRecord
 ) -> Iterator[Issue]:
     """Every inner chunk of a chunk's file whose digest differs, and the index where its does."""
-    grid, name, where = InnerGrid.of(array, index), chunk_name(array, index), _where(index, record)
+    grid, name, where = InnerGrid.of(array, index), array.chunk_file(index), _where(index, record)
     step = max(1, store.block_nbytes // grid.stored_nbytes) * grid.stored_nbytes
     sizes = block_sizes(grid.data_nbytes, step)
-    digests: list[int] = []
+    digests = bytearray()
     try:
         blocks = store.read_blocks(name, [*sizes[:-1], sizes[-1] + grid.index_nbytes])
         for nbytes, block in zip(sizes, blocks, strict=True):
             content = np.frombuffer(block, np.uint8)
             digests += digests_of(content[:nbytes].reshape(-1, grid.stored_nbytes))
-            if len(digests) == grid.num_chunks:
+            if len(digests) == grid.num_chunks * DIGEST_NBYTES:
                 digests += digests_of(content[None, nbytes:])
     except IncompleteCheckpointError:
         raise missing_chunk(array, store.path(name)) from None
@@ -104,11 +107,10 @@ def _check_chunk(
         expected = f"{nbytes_text(error.expected)} {where}"
         yield Issue(Problem.WRONG_SIZE, array.key, name, expected, error.found)
         return
-    for number, (found, listed) in enumerate(zip(digests, record.digests, strict=True)):
-        if found != listed:
-            what = "its index" if number == grid.num_chunks else f"inner chunk {number}"
-            expected = f"{what} with digest {listed:016x} {where}"
-            yield Issue(Problem.DAMAGED, array.key, name, expected, f"{found:016x}")
+    for number, found, listed in differing(bytes(digests), record.digests):
+        what = "its index" if number == grid.num_chunks else f"inner chunk {number}"
+        expected = f"{what} with digest {listed} {where}"
+        yield Issue(Problem.DAMAGED, array.key, name, expected, found)
 
 
 def _check_pack(

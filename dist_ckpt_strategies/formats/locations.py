@@ -30,12 +30,14 @@ from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
+    Directory,
     file_errors,
     parsed_address,
     read_file,
     require_directory,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
+from dist_ckpt_strategies.storage.store import Store
 
 Location = Path | Bucket
 
@@ -111,6 +113,11 @@ def located(checkpoint_dir: str | Path | Bucket, options: Options | None) -> Loc
     return Bucket(found, options.reached_stores() if options else store_options_from_environment())
 
 
+def store_at(location: Location) -> Store:
+    """The files at a location."""
+    return location if isinstance(location, Bucket) else Directory(location)
+
+
 def require_path(location: Location, what: str) -> Path:
     """The location as a directory.
 
@@ -164,20 +171,22 @@ def read_marker(location: Location) -> CheckpointMarker:
         )
     try:
         found = CheckpointMarker.from_json(content)
-        return _corrected(found, location) if isinstance(location, Path) else found
+        if found.sharded_backend == "torch_dist" and isinstance(location, Path):
+            found = _corrected(found, location)
     except (ValueError, TypeError) as error:
         raise IncompleteCheckpointError(
             f"{location} is incomplete: {path} is not whole ({error})", path=path
         ) from error
+    return found
 
 
 def _corrected(marker: CheckpointMarker, root: Path) -> CheckpointMarker:
-    """The marker with the format that lies there, where it says torch_dist.
+    """The marker, which says torch_dist, with the format that lies there.
 
     Megatron-Core 0.17 and later have a FullyParallelSaveStrategyWrapper call whatever it saves
     torch_dist, unless it is given ``backend`` and ``version``.
     """
-    if marker.sharded_backend != "torch_dist" or (root / ".metadata").exists():
+    if (root / ".metadata").exists():
         return marker
     has_index = (root / INDEX_NAME).exists()
     if not has_index and next(array_keys(root), None) is None:
@@ -204,8 +213,13 @@ def are_safetensors(names: Iterable[str]) -> bool:
     return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
 
 
+@limited
 def is_finished(location: Location) -> bool:
     """Whether there is a checkpoint with a whole marker."""
+    if isinstance(location, Path):
+        with file_errors(None, location):
+            if not (location / MARKER_NAME).exists():
+                return False
     try:
         read_marker(location)
     except (CheckpointNotFoundError, IncompleteCheckpointError):

@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import xxhash
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Shape
-from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
+from dist_ckpt_strategies.core.array import ARRAYS_NAME, ArraySpec, DType, ObjectId, Shape
+from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     IncompatibleVersionError,
 )
-from dist_ckpt_strategies.formats.zarr3 import ARRAYS_NAME
 from dist_ckpt_strategies.storage.store import Store
 
 MANIFEST_NAME = "manifest"
@@ -44,7 +42,7 @@ _HEADER = {"schema": SCHEMA, "version": _VERSION}
 
 _PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
 
-_HEX = "{:016x}".format
+DIGEST_NBYTES = 8
 
 _DIGEST_LEAD = b'{"digest":"'
 _DIGEST_HEX = 32
@@ -52,22 +50,20 @@ _DIGEST_HEX = 32
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
+class ChunkRecord(NamedTuple):
     """The file of one chunk.
 
     Attributes:
         writer: global rank that wrote it.
-        digests: XXH3 of each inner chunk in the order of the file, then of its index; 8 bytes
-            each, as there may be millions.
+        digests: XXH3 of each inner chunk in the order of the file, then of its index;
+            ``DIGEST_NBYTES`` each.
     """
 
     writer: int
-    digests: Sequence[int]
+    digests: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayRecord:
+class ArrayRecord(NamedTuple):
     """An array, and the file of each chunk by its index in the chunk grid."""
 
     array: ArraySpec
@@ -164,7 +160,7 @@ def digest_of(content: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def array_fields(array: ArraySpec, writer: int, digests: Mapping[Shape, list[int]]) -> Fields:
+def array_fields(array: ArraySpec, writer: int, digests: Mapping[Shape, bytes]) -> Fields:
     """An array, and its files that a rank has written, of JSON types.
 
     Args:
@@ -182,7 +178,7 @@ def array_fields(array: ArraySpec, writer: int, digests: Mapping[Shape, list[int
         "inner_shape": list(array.inner_shape),
         "crc32c": array.has_crc32c,
         "chunks": [
-            {"index": list(index), "writer": writer, "digests": "".join(map(_HEX, found))}
+            {"index": list(index), "writer": writer, "digests": found.hex()}
             for index, found in sorted(digests.items())
         ],
     }
@@ -207,15 +203,16 @@ def array_record(fields: Fields) -> ArrayRecord:
     array = ArraySpec(
         key, shape, dtype, chunk_shape, inner_shape=inner_shape, has_crc32c=has_crc32c
     )
-    chunks = {}
-    for chunk in fields["chunks"]:
-        digests = np.frombuffer(bytes.fromhex(chunk["digests"]), ">u8").astype("u8").data
-        chunks[_numbers(chunk["index"])] = ChunkRecord(int(chunk["writer"]), digests)
+    chunks = {
+        _numbers(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
+        for chunk in fields["chunks"]
+    }
     if len(chunks) != array.num_chunks:
         raise ValueError(f"{key}: {len(chunks)} of {array.num_chunks} chunks")
     for index in array.chunk_indices():
-        found, expected = len(chunks[index].digests), num_inner_chunks(array, index) + 1
-        if found != expected:
+        expected = InnerGrid.of(array, index).num_chunks + 1
+        found, rest = divmod(len(chunks[index].digests), DIGEST_NBYTES)
+        if found != expected or rest:
             raise ValueError(f"{key}: chunk {index} has {found} digests, expected {expected}")
     return ArrayRecord(array, chunks)
 
@@ -322,7 +319,7 @@ def _parse_index(content: bytes, path: str) -> ManifestIndex:
 
 
 def _numbers(found: Any) -> Shape:
-    if not isinstance(found, list) or any(type(n) is not int or n < 0 for n in found):
+    if not isinstance(found, list) or [n for n in found if type(n) is not int or n < 0]:
         raise ValueError(f"{found!r}, expected a list of whole numbers")
     return tuple(found)
 

@@ -26,7 +26,6 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.chunks import chunk_name
 from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import (
     COMMON_FORMAT,
@@ -76,16 +75,20 @@ from dist_ckpt_strategies.storage.files import (
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
-    Folder,
+    Directory,
+    block_sizes,
     file_errors,
-    folders_below,
-    nbytes_text,
     read_file,
-    read_folder,
-    reason,
     require_directory,
 )
-from dist_ckpt_strategies.storage.store import Directory, Store, block_sizes
+from dist_ckpt_strategies.storage.folders import (
+    Folder,
+    folders_below,
+    nbytes_text,
+    read_folder,
+    reason,
+)
+from dist_ckpt_strategies.storage.store import Store
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
     from dist_ckpt_strategies.comm.base import Communicator
@@ -298,7 +301,7 @@ def _compared_arrays(
             issues.append(array)
             continue
         expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
-        path_of = partial(chunk_name, array)
+        path_of = array.chunk_file
         found = list(_compared_grid(key, array.grid, path_of, present, expected, "chunks"))
         for path, nbytes in sorted(present.items()):
             size = array.chunk_nbytes if array.is_raw else max(nbytes, 1)
@@ -413,8 +416,7 @@ checkpoint's files by name, None where a listing has none; names beside them."""
 def _files_of_directory(root: Path) -> _Listed | None:
     """None where the directory is not of format 2."""
     top, store = read_folder(root, ""), Directory(root)
-    if top.failure:
-        raise StorageError(f"{root} cannot be listed: {top.failure}", path=str(root))
+    _require_listed(root, top)
     marker = marker_or_issue(store)
     with file_errors(None, root / MANIFEST_NAME):  # which may not be looked into
         is_known = any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME))
@@ -422,10 +424,17 @@ def _files_of_directory(root: Path) -> _Listed | None:
         return None
     files: dict[str, int | None] = {n: size for n, size in top.files.items() if _is_own(n)}
     for folder in folders_below(root, [name for name in FOLDER_NAMES if name in top.folders]):
+        _require_listed(root, folder)
         files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
     names = {*top.files, *top.folders, *top.links, *top.others}
     others = sorted(n for n in names.difference(files, FOLDER_NAMES) if not _is_stale(n))
     return store, marker, files, tuple(others)
+
+
+def _require_listed(root: Path, folder: Folder) -> None:
+    if folder.failure:
+        path = root / folder.key
+        raise StorageError(f"{path} cannot be listed: {folder.failure}", path=str(path))
 
 
 def _files_of_bucket(bucket: Bucket) -> _Listed:

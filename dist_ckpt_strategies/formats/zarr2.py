@@ -44,15 +44,15 @@ def metadata_content(array: ArraySpec) -> bytes:
 
     The arrays of all layers have few descriptions between them, and indented JSON takes its time.
     """
-    return _content(array.shape, array.chunk_shape, dtype_name(array.dtype))
+    return _content(array.shape, array.chunk_shape, array.dtype)
 
 
 @lru_cache(maxsize=256)
-def _content(shape: Shape, chunk_shape: Shape, dtype: str) -> bytes:
+def _content(shape: Shape, chunk_shape: Shape, dtype: DType) -> bytes:
     fields = {
         "chunks": chunk_shape,
         "compressor": None,
-        "dtype": dtype,
+        "dtype": dtype_name(dtype),
         "fill_value": None,
         "filters": None,
         "order": "C",

@@ -9,42 +9,24 @@ Source: the Zarr v3 specification.
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
-
-import xxhash
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 
-ARRAYS_NAME = "arrays"
 METADATA_NAME = "zarr.json"
-
-_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
-_MAX_NAME_NBYTES = 200
-_KEPT_OF_LONG_NBYTES = 150
-
-
-def array_directory(key: str) -> str:
-    """The directory of an array, below the checkpoint's: ``arrays/KEY`` for a plain key.
-
-    Other bytes are written as ``%`` and two hexadecimal digits. A name too long for file systems is
-    cut, and ends in ``%`` and a digest of the whole. No two keys have the same.
-    """
-    if _PLAIN.fullmatch(key) and len(key) <= _MAX_NAME_NBYTES:
-        return f"{ARRAYS_NAME}/{key}"
-    content = key.encode(errors="surrogatepass")
-    name = "".join(
-        chr(byte) if byte in _SAFE_BYTES and (place or byte != ord(".")) else f"%{byte:02X}"
-        for place, byte in enumerate(content)
-    )
-    if len(name) > _MAX_NAME_NBYTES or not name:
-        name = f"{name[:_KEPT_OF_LONG_NBYTES]}%{xxhash.xxh3_128_hexdigest(content)}"
-    return f"{ARRAYS_NAME}/{name}"
+_END = "}}}"
+"""Of the file: what stands behind the key, the last value in it."""
 
 
 def metadata_content(array: ArraySpec) -> bytes:
-    """The bytes of ``zarr.json``."""
+    """The bytes of ``zarr.json``. The arrays of all layers have few descriptions between them."""
+    return (_before_key(replace(array, key="")) + json.dumps(array.key) + _END).encode()
+
+
+@lru_cache(maxsize=256)
+def _before_key(array: ArraySpec) -> str:
     assert array.inner_shape is not None  # noqa: S101 - callers pass arrays of format 2
     little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
     checksum = {"name": "crc32c"}
@@ -52,18 +34,18 @@ def metadata_content(array: ArraySpec) -> bytes:
     metadata = {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": list(array.shape),
+        "shape": array.shape,
         "data_type": array.dtype.value,
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": list(array.chunk_shape)},
+            "configuration": {"chunk_shape": array.chunk_shape},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [
             {
                 "name": "sharding_indexed",
                 "configuration": {
-                    "chunk_shape": list(array.inner_shape),
+                    "chunk_shape": array.inner_shape,
                     "codecs": inner_codecs,
                     "index_codecs": [little_endian, checksum],
                     "index_location": "end",
@@ -73,7 +55,8 @@ def metadata_content(array: ArraySpec) -> bytes:
         "fill_value": _fill_value(array.dtype),
         "attributes": {"dist_ckpt_strategies": {"key": array.key}},
     }
-    return json.dumps(metadata).encode()  # with indent, json takes ten times as long
+    # With indent, json takes ten times as long.
+    return json.dumps(metadata).removesuffix(f'""{_END}')
 
 
 def _fill_value(dtype: DType) -> Any:

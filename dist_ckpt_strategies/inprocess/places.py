@@ -19,16 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
-
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
-from dist_ckpt_strategies.errors import PeerError, PeerLostError, PlanError
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, PlanError, RestartError
 from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
 from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
 
@@ -77,10 +69,10 @@ class Nodes:
         return self.ttl_s / _FENCES_PER_TTL
 
 
-class Places(RendezvousHandler):
+class Places:
     """One node's part in the places of its job.
 
-    All that asks the store for long is for one thread: ``next_rendezvous``, then ``hold``.
+    All that asks the store for long is for one thread: ``take``, then ``hold``.
 
     Args:
         nodes: of the job.
@@ -91,7 +83,6 @@ class Places(RendezvousHandler):
 
     Raises:
         PeerLostError: there is no store at the endpoint, after the time to wait for a node.
-        PeerError: the store is to be hosted here, and cannot be.
         PlanError: the store belongs to a job with other options.
     """
 
@@ -119,23 +110,20 @@ class Places(RendezvousHandler):
         self._is_finished = self._is_stopped = False
         self._require_same_job()
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Take a place that is vacant, or wait for one.
+    def take(self) -> int | None:
+        """Take a place that is vacant, or wait for one; None where the job has ended before.
 
         Raises:
-            RendezvousClosedError: the job has ended; see ``hold``.
-            RendezvousTimeoutError: there are as many spare nodes as there may be.
+            RestartError: there are as many spare nodes as there may be.
             PeerLostError: see ``hold``.
         """
+        if self._nodes.is_store_only and self._host is None:
+            self._on_note("another agent of this machine hosts the store")
         self._look_around()
-        while self.place is None:
-            if self._closed is not None or self._is_stopped:
-                raise RendezvousClosedError
+        while self.place is None and self._closed is None and not self._is_stopped:
             self._pause()
             self._look_around()
-        store: Any = self._store
-        address = RendezvousStoreInfo(*self._nodes.endpoint)
-        return RendezvousInfo(store, self.place, self._nodes.num_nodes, address)
+        return self.place
 
     def hold(self) -> tuple[int, str]:
         """Keep the place until the job ends; its exit code, and why.
@@ -159,11 +147,11 @@ class Places(RendezvousHandler):
         self._closed = tuple(json.loads(found))
 
     def stop(self) -> None:
-        """Have ``next_rendezvous`` and ``hold`` return soon."""
+        """Have ``take`` and ``hold`` return soon."""
         self._is_stopped = True
         self._has_news.set()
 
-    def shutdown(self) -> bool:
+    def shutdown(self) -> None:
         """Leave the job, after ``stop``, once no worker of this node is left.
 
         A store that is hosted here stays until the others know the end of the job.
@@ -175,32 +163,6 @@ class Places(RendezvousHandler):
             elif self._key and not self._is_done():
                 self._write(f"{self.node}#{_LEFT}")
         self._store.close()
-        return True
-
-    def get_backend(self) -> str:
-        """See RendezvousHandler."""
-        return "places"
-
-    def get_run_id(self) -> str:
-        """See RendezvousHandler."""
-        return self._nodes.run_id
-
-    @property
-    def use_agent_store(self) -> bool:
-        """See RendezvousHandler."""
-        return True
-
-    def is_closed(self) -> bool:
-        """See RendezvousHandler."""
-        return self._closed is not None
-
-    def set_closed(self) -> None:
-        """See RendezvousHandler."""
-        self.close(0, "")
-
-    def num_nodes_waiting(self) -> int:
-        """No node waits for the others to start anew."""
-        return 0
 
     def _require_same_job(self) -> None:
         nodes = self._nodes
@@ -311,7 +273,7 @@ class Places(RendezvousHandler):
         """Take one of the spare nodes' keys, so that no more wait than may.
 
         Raises:
-            RendezvousTimeoutError: all are taken, for longer than a node is waited for.
+            RestartError: all are taken, for longer than a node is waited for.
         """
         for number in range(self._nodes.num_spare_nodes):
             key = f"spare/{number}"
@@ -321,7 +283,7 @@ class Places(RendezvousHandler):
                 self._on_spare()
                 return
         if time.monotonic() - self._began > self._nodes.wait_s:
-            raise RendezvousTimeoutError(
+            raise RestartError(
                 f"all {self._nodes.num_nodes} places and those of {self._nodes.num_spare_nodes} "
                 "spare nodes (--spare-nodes) are taken by other nodes"
             )
@@ -399,8 +361,6 @@ def _hosted(nodes: Nodes) -> Any:
     try:
         return host_store(host, port)
     except PeerError:
-        if nodes.is_store_only:
-            raise
         return None
 
 

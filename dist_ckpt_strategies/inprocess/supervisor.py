@@ -5,22 +5,28 @@ The nodes of a job are in ``places.py``.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
+import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 
-from torch.distributed.elastic.rendezvous import (  # noqa: TID251 - what Places raises
-    RendezvousClosedError,
-    RendezvousTimeoutError,
+from torch.distributed.elastic import events  # noqa: TID251 - the launcher
+from torch.distributed.elastic.multiprocessing.errors import (  # noqa: TID251 - the launcher
+    ChildFailedError,
+    ErrorHandler,
+    ProcessFailure,
 )
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
@@ -44,6 +50,8 @@ _PATIENCE_S = 1.0
 _AWAY_S = 0.5
 _POLL_S = 0.1
 _CHUNK = 1 << 16
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torch's ``@record`` writes what a process has raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,7 @@ class Job:
         heartbeat_timeout_s: seconds of silence after which a worker is taken for hung; 0: never.
         grace_s: seconds that workers get to end by themselves after a signal.
         nodes: of the job; None: this one alone, with a store of its own.
+        event_log_handler: torch's name of what its events go to.
     """
 
     command: tuple[str, ...]
@@ -67,6 +76,7 @@ class Job:
     heartbeat_timeout_s: float = 30.0
     grace_s: float = 5.0
     nodes: Nodes | None = None
+    event_log_handler: str = "null"
 
 
 class Supervisor:
@@ -113,13 +123,15 @@ class Supervisor:
             )
             self._store = connected_store(job.nodes)
         self._environment = _environment(job, environment, self._address)
+        self._own_error_file = environment.get(_ERROR_FILE)
+        self._errors = TemporaryDirectory(prefix="dist-ckpt-errors-")
         self._state = RestartState(self._store)
         self._workers: dict[str, WorkerProcess] = {}
         self._ranks: dict[str, int] = {}
         self._finished: set[int] = set()
         self._signals: list[int] = []
         self._outcome: tuple[int, str] | None = None
-        self._failures: Counter[int] = Counter()
+        self._failures: defaultdict[int, list[ProcessFailure]] = defaultdict(list)
         self._num_started = self._place = 0
 
     def run(self) -> int:
@@ -142,12 +154,19 @@ class Supervisor:
                     self._run_until_the_end()
                 else:
                     self._run_as_one_of_several(self._places)
+            except RestartError:
+                self._report_failures()
+                self._record("FAILED", None)
+                raise
             finally:
                 self._selector.unregister(inbox)
                 self._end_all()
         if self._outcome is None:
             return _SIGNAL_CODE + self._signals[0]
         code, why = self._outcome
+        self._record("FAILED" if code else "SUCCEEDED", None)
+        if code == GAVE_UP:
+            self._report_failures()
         if why:
             self._on_note(why)
         return code
@@ -172,11 +191,12 @@ class Supervisor:
     def _keep_place(self, places: Places) -> None:
         """On a thread of its own, until the job ends, or this node's part in it."""
         try:
-            with suppress(RendezvousClosedError):
-                self._post(partial(self._take_place, places.next_rendezvous().rank))
+            place = places.take()
+            if place is not None:
+                self._post(partial(self._take_place, place))
             outcome = places.hold()
-        except RendezvousTimeoutError as error:
-            outcome = GAVE_UP, text_of(error)
+        except RestartError as error:
+            outcome = GAVE_UP, error.message
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing renews the place
             outcome = FENCED, text_of(error)
         self._post(lambda: self._end(*outcome))
@@ -255,7 +275,7 @@ class Supervisor:
         worker = WorkerProcess(
             name,
             self._job.command,
-            {**self._environment, **place},
+            {**self._environment, **place, _ERROR_FILE: self._error_file(name)},
             self._job.heartbeat_timeout_s,
             lambda stream, line: self._on_line(str(self._ranks.get(name, "spare")), stream, line),
         )
@@ -280,19 +300,25 @@ class Supervisor:
             return
         code = self._take_away(worker)
         rank = self._ranks.get(worker.name)
+        failure = self._failure(worker, rank, code)
         why = reason_of(code)
         if worker.is_hung:
             why = f"no sign of life for {self._job.heartbeat_timeout_s:g} s"
+        elif isinstance(failure.message, dict):
+            why += f": {failure.message['message']}"
         if rank is None:
             self._lose_spare(worker.name, code, why)
             return
         epoch = self._state.joined(worker.name)
-        if code != 0:
-            self._replace(worker, rank, epoch, why)
-        elif epoch is not None and not self._state.is_done(epoch):
-            self._replace(worker, rank, epoch, f"{why} in the middle of the wrapped block")
-        else:
+        if code == 0 and (epoch is None or self._state.is_done(epoch)):
+            self._record("SUCCEEDED", rank)
             self._finish(rank)
+            return
+        if code == 0:
+            why += " in the middle of the wrapped block"
+        self._record("FAILED", rank, failure)
+        self._failures[rank].append(failure)
+        self._replace(worker, rank, epoch, why)
 
     def _finish(self, rank: int) -> None:
         self._finished.add(rank)
@@ -302,6 +328,45 @@ class Supervisor:
             self._end(0, "")
         else:
             self._places.finish()
+
+    def _failure(self, worker: WorkerProcess, rank: int | None, code: int) -> ProcessFailure:
+        """What is known of a worker's end, with what ``@record`` has written."""
+        local_rank = -1 if rank is None else rank % self._job.num_ranks
+        try:
+            return ProcessFailure(local_rank, worker.pid, code, self._error_file(worker.name))
+        except (ValueError, KeyError, TypeError):  # it was killed while it wrote the file
+            return ProcessFailure(local_rank, worker.pid, code, "")
+
+    def _record(self, state: str, rank: int | None, failure: ProcessFailure | None = None) -> None:
+        """Record torch's event of the end of a worker, or of this agent."""
+        nodes = self._job.nodes
+        metadata = {
+            "run_id": "none" if nodes is None else nodes.run_id,
+            "global_rank": rank,
+            "group_rank": self._place,
+            "hostname": socket.gethostname(),
+            "state": state,
+            "raw_error": failure and json.dumps(failure.error_file_data),
+            "agent_restarts": sum(map(len, self._failures.values())),
+        }
+        source = events.EventSource.AGENT if rank is None else events.EventSource.WORKER
+        name = f"torchelastic.worker.status.{state}"
+        events.record(events.Event(name, source, metadata=metadata), self._job.event_log_handler)
+
+    def _error_file(self, name: str) -> str:
+        return str(Path(self._errors.name, f"{name.rpartition('/')[2]}.json"))
+
+    def _report_failures(self) -> None:
+        """As torchrun does: the last failure of each rank of this node, with its traceback."""
+        if not self._failures:
+            return
+        last = {rank: failures[-1] for rank, failures in sorted(self._failures.items())}
+        found = ChildFailedError(" ".join(self._job.command), last)
+        for line in str(found).strip().splitlines():
+            self._on_note(line)
+        _, first = found.get_first_failure()
+        if self._own_error_file and Path(first.error_file).exists():
+            ErrorHandler().dump_error_file(first.error_file, first.exitcode)
 
     def _lose_spare(self, name: str, code: int, why: str) -> None:
         if code == 0 or (code > 0 and not self._state.is_ready(name)):
@@ -322,6 +387,12 @@ class Supervisor:
                     f"rank {rank} died after the wrapped block had ended on all ranks: {why}; a "
                     "new process could not catch up with the others"
                 )
+        elif self._store.has_foreign_keys("default_pg/"):
+            raise RestartError(
+                f"rank {rank} died: {why}; the script makes process groups outside of HPWrapper, "
+                "and a new process cannot join those of the others: call init_process_group in "
+                "the wrapped function, or start the script with torchrun"
+            )
         self._count_failure(rank, why)
         spare = self._spare()
         taken = "a new process" if spare is None else f"spare {spare.name}"
@@ -332,11 +403,10 @@ class Supervisor:
 
     def _count_failure(self, rank: int | None, why: str) -> None:
         num_failures = self._store.add("failures")
-        if rank is not None:
-            self._failures[rank] += 1
         if num_failures <= self._job.max_restarts:
             return
-        counts = ", ".join(f"rank {r} {n}x" for r, n in self._failures.most_common(8))
+        by_number = sorted(self._failures.items(), key=lambda item: -len(item[1]))
+        counts = ", ".join(f"rank {r} {len(found)}x" for r, found in by_number[:8])
         who = "a spare" if rank is None else f"rank {rank}"
         raise RestartLimitError(
             f"{num_failures} workers have died ({counts or 'spares'}), "
@@ -392,6 +462,7 @@ class Supervisor:
         callback that raises does not keep any of them alive.
         """
         with ExitStack() as ending:
+            ending.callback(self._errors.cleanup)
             ending.callback(self._store.close)
             ending.callback(self._selector.close)
             if self._places is not None:

@@ -1,4 +1,4 @@
-"""Lightning trainings that survive faults: a callback, a checkpoint connector, faults on purpose.
+"""Lightning trainings that survive faults: callbacks, a checkpoint connector, faults on purpose.
 
 Needs Lightning: the package ``lightning``, or else ``pytorch_lightning``.
 """
@@ -27,7 +27,8 @@ from dist_ckpt_strategies.integrations.lightning_state import (
     peft_callback_of,
     wrapper_of,
 )
-from dist_ckpt_strategies.recovery import PEFTCheckpointManager, Phase
+from dist_ckpt_strategies.recovery import Loaded, PEFTCheckpointManager, Phase, Tier
+from dist_ckpt_strategies.tiered import TieredCheckpointManager
 
 __all__ = [
     "CheckpointlessCallback",
@@ -38,6 +39,7 @@ __all__ = [
     "InjectedFaultError",
     "LightningStateProvider",
     "PlannedFault",
+    "TieredCheckpointCallback",
 ]
 
 _FITTING = "fit"
@@ -212,6 +214,61 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         self.tried_adapter_checkpointless = True
         manager.params_to_save = set(params_to_save)
         return manager.try_checkpointless_load(trainer) is not None
+
+
+class TieredCheckpointCallback(_Callback):  # type: ignore[misc]
+    """Saves a Lightning training by a TieredCheckpointManager, and goes on from the newest state.
+
+    ``fit`` needs no ``ckpt_path``: it begins with what the manager loads, if there is anything.
+    Saved is what LightningStateProvider has, under the number of the trainer's ``global_step``;
+    the manager's policy says when. Needs a strategy whose ranks all hold everything. Give it as
+    the last of the callbacks.
+
+    Args:
+        manager: closed when the training ends. One with ``recovery`` asks memory first, beside a
+            CheckpointlessCallback; a CheckpointlessCompatibleConnector is not needed then.
+
+    Attributes:
+        loaded: what the manager has found; None before that, and where there was nothing.
+    """
+
+    def __init__(self, manager: TieredCheckpointManager) -> None:
+        super().__init__()
+        self.manager = manager
+        self.loaded: Loaded | None = None
+        self._provider: Any = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Load the newest state. Collective."""
+        provider = getattr(trainer, "state_provider", None)
+        if not isinstance(provider, LightningStateProvider):
+            provider = trainer.state_provider = LightningStateProvider(trainer)
+        self._provider = provider
+        self.loaded = self.manager.load_latest(provider.sharded_state_dict(), trainer)
+        if self.loaded is not None and self.loaded.tier is not Tier.MEMORY:
+            provider.load_objects(self.loaded.state["objects"])
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Have the data go on from there; see Lightning."""
+        if not any(getattr(one, "enable_checkpointless", False) for one in trainer.callbacks):
+            self._provider.begin_training(lambda: None)
+
+    def on_train_batch_end(self, trainer: Any, *_a: Any, **_kw: Any) -> None:
+        """Save the step, if it has ended and the policy says so. Collective."""
+        if not trainer.fit_loop._should_accumulate():  # noqa: SLF001
+            self.manager.save(trainer.global_step, self._state_dict)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Close the manager. Collective."""
+        self.manager.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give up the manager's lock: other ranks may be elsewhere."""
+        self.manager.release()
+
+    def _state_dict(self) -> dict[str, Any]:
+        self._provider.capture()
+        return self._provider.sharded_state_dict()  # type: ignore[no-any-return]
 
 
 class CheckpointlessCompatibleConnector(_CheckpointConnector):  # type: ignore[misc]

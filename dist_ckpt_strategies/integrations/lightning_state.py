@@ -14,6 +14,7 @@ import torch
 
 from dist_ckpt_strategies.errors import RestartError, StrategyError
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
+from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.recovery.provider import ReplicatedState
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
@@ -152,6 +153,22 @@ class LightningStateProvider(LoopState):
                 loop.reset_restart_stage()
         super().begin_training(on_final_gradients)
         call_after_closure(self._trainer.precision_plugin, on_final_gradients)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Tensors and objects for ``save`` and ``load``; ranks are to write even shares."""
+        rank, size = self._trainer.global_rank, self._trainer.world_size
+        objects = self.objects()  # first: from then on the parts have the step's own buffers
+        named = {
+            f"{part}/{name}": tensor.detach()
+            for part, tensors in self.parts().items()
+            for name, tensor in tensors.items()
+        }
+        shards = {
+            key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=(rank + number) % size)
+            for number, (key, tensor) in enumerate(named.items())
+        }
+        kept = ShardedObject("objects", objects, (1,), (0,), replica_id=rank)
+        return {"tensors": shards, "objects": kept}
 
     def num_batches_done(self) -> int:
         """Batches of its epoch that the state has seen, and that a new data loader gives again.

@@ -6,9 +6,12 @@ and on the main branch.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import sys
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,8 +35,11 @@ from dist_ckpt_strategies.strategies.zarr import (
     EitherFormatLoadShardedStrategy,
     ZarrSaveShardedStrategy,
 )
+from dist_ckpt_strategies.tiered import TieredCheckpointManager
 
-__all__ = ["install", "use_local_manager"]
+__all__ = ["install"]
+
+logger = logging.getLogger(__name__)
 
 _TORCH_DIST = "torch_dist"
 _STATE_DICT_MODULE = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
@@ -46,6 +52,7 @@ def install(
     sharded_strategy: tuple[str, int] = ("zarr", 2),
     allow: Allowed = (),
     options: Options | None = None,
+    manager: TieredCheckpointManager | None = None,
 ) -> None:
     """Have Megatron-LM save and load by this package. Rank-local; call it alike on every rank.
 
@@ -59,10 +66,16 @@ def install(
             all three are loaded.
         allow: further classes that objects of a checkpoint may be of.
         options: timeouts and memory bounds; by default from the environment.
+        manager: takes the checkpoints below its ``root``, which is what ``--save`` and ``--load``
+            name: keeps other jobs away, goes back to an older one where one is damaged, reports
+            metrics and removes old ones. When to save is for the flags to say, and a SIGTERM for
+            ``--exit-signal-handler``. Its ``local`` is used by ``--non-persistent-ckpt-type
+            local``.
 
     Raises:
         MissingDependencyError: Megatron-LM's sources are not on the path.
-        StrategyError: they are of a release that cannot be served, or there is no such format.
+        StrategyError: they are of a release that cannot be served, or there is no such format, or
+            one that Megatron-Core writes and a manager.
     """
     try:
         checkpointing: Any = import_module("megatron.training.checkpointing")
@@ -80,27 +93,28 @@ def install(
         )
     theirs = found.theirs if isinstance(found, _Checkpointing) else found
     chosen = options or options_from_environment()
-    ours = _Checkpointing(theirs, sharded_strategy, tuple(allow), chosen)
+    ours = _Checkpointing(checkpointing, theirs, sharded_strategy, tuple(allow), chosen, manager)
+    if manager is not None:
+        atexit.register(manager.release)
     if has_registry():  # there Megatron-Core looks up who reads the common state
         register(replace_common=True, replace=True, allow=allow, options=chosen)
-    use_local_manager(partial(LocalCheckpointManager, allow=allow, timeout_s=chosen.timeout_s))
+    make: Any = partial(LocalCheckpointManager, allow=allow, timeout_s=chosen.timeout_s)
+    if manager is not None and manager.local is not None:
+        make = partial(_the_same, manager.local)
+    _provide_local(make)
     checkpointing.dist_checkpointing = ours
 
 
-def use_local_manager(manager: Any) -> None:
-    """Have ``--non-persistent-ckpt-type local`` save and load through a manager. Rank-local.
+def _the_same(manager: LocalCheckpointManager, *_: Any, **__: Any) -> LocalCheckpointManager:
+    return manager
+
+
+def _provide_local(make: Any) -> None:
+    """Have ``--non-persistent-ckpt-type local`` save and load by a manager that ``make`` returns.
 
     Megatron-LM takes its local checkpoints from nvidia-resiliency-ext, by imports within
     ``pretrain``. They find this package's classes then, whether that one is installed or not.
-
-    Args:
-        manager: a LocalCheckpointManager, such as a TieredCheckpointManager's, or what has its
-            ``save``, ``load``, ``find_latest`` and ``local_ckpt_dir``; or a callable that
-            Megatron-LM calls with ``--non-persistent-local-ckpt-dir`` and the ``repl_strategy``
-            that follows from ``--replication``.
     """
-    is_made = hasattr(manager, "find_latest") and not isinstance(manager, type)
-    make = (lambda *_, **__: manager) if is_made else manager
     _provide("ckpt_managers.local_manager", LocalCheckpointManager=make)
     _provide("replication.strategies", CliqueReplicationStrategy=CliqueReplicationStrategy)
     _provide("replication.group_utils")
@@ -139,14 +153,26 @@ class _Checkpointing:
     """
 
     def __init__(
-        self, theirs: Any, sharded_strategy: tuple[str, int], allow: Allowed, options: Options
+        self,
+        checkpointing: Any,
+        theirs: Any,
+        sharded_strategy: tuple[str, int],
+        allow: Allowed,
+        options: Options,
+        manager: TieredCheckpointManager | None,
     ) -> None:
         self.theirs = theirs
         self._saver: ZarrSaveShardedStrategy | None = None  # one for all saves: it keeps the plan
         if sharded_strategy[0] != _TORCH_DIST:
             self._saver = ZarrSaveShardedStrategy(*sharded_strategy, options=options, allow=allow)
+        elif manager is not None:
+            raise StrategyError(
+                "manager: expected sharded_strategy=('zarr', 2) or ('zarr', 1) beside it, found "
+                "torch_dist, which Megatron-Core writes"
+            )
         self._allow = allow
         self._options = options
+        self._manager, self._checkpointing = manager, checkpointing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.theirs, name)
@@ -183,15 +209,27 @@ class _Checkpointing:
             wrapper.base_strategy = saver
             wrapper.backend, wrapper.version = saver.backend, saver.version
             saver = wrapper
-        request = save(
-            sharded_state_dict,
-            checkpoint_dir,
-            saver,
-            overwrite=True,
-            allow=self._allow,
-            **arguments,
-        )
+        arguments |= {"sharded_strategy": saver, "allow": self._allow}
+        step = self._step_of(checkpoint_dir)
+        if self._manager is None or step is None:
+            request = save(sharded_state_dict, checkpoint_dir, overwrite=True, **arguments)
+        else:
+            is_async = arguments.pop("async_sharded_save", False)
+            request = self._manager.begin(step, sharded_state_dict, **arguments)
+            if not is_async:
+                request.wait()
+                return None
         return request.for_nvrx() if request is not None and queue == "nvrx" else request
+
+    def _step_of(self, checkpoint_dir: str) -> int | None:
+        """The step, if this is where the manager has it. Rank-local."""
+        number = Path(checkpoint_dir).name.removeprefix("iter_")
+        if self._manager is None or not number.isdecimal():
+            return None
+        if self._manager.directory(int(number)) == str(located(checkpoint_dir, self._options)):
+            return int(number)
+        logger.warning("%s: not below the manager's root %s", checkpoint_dir, self._manager.root)
+        return None
 
     def load(
         self,
@@ -228,4 +266,14 @@ class _Checkpointing:
             loader = TwoStageDataParallelLoadShardedStrategy(
                 sharded_strategy.parallelization_group, base_strategy=loader
             )
-        return load(sharded_state_dict, checkpoint_dir, loader, allow=self._allow, **arguments)
+        step = self._step_of(checkpoint_dir)
+        arguments |= {"sharded_strategy": loader, "allow": self._allow}
+        if (
+            self._manager is not None
+            and step is not None
+            and self._checkpointing.get_args().ckpt_step is None
+        ):
+            found = self._manager.load_latest(sharded_state_dict, at_most=step, **arguments)
+            if found is not None:
+                return found.state
+        return load(sharded_state_dict, checkpoint_dir, **arguments)

@@ -58,10 +58,6 @@ class NemoStateProvider(LoopState, MegatronStateProvider):
         name = "a loader without datamodule" if module is None else type(module).__name__
         return f"{name} has no state_dict that says where the data goes on"
 
-    def update_shard(self) -> None:
-        """Update this rank's shard, within the trainer's step."""
-        MegatronStateProvider.apply_update(self)
-
     def _other_objects(self) -> dict[str, Any]:
         module = self._trainer.datamodule
         return {
@@ -75,11 +71,11 @@ class NemoStateProvider(LoopState, MegatronStateProvider):
 
 
 def guard_optimizer(
-    optimizer: Any, provider: NemoStateProvider, manager: CheckpointManager
+    optimizer: Any, provider: MegatronStateProvider, manager: CheckpointManager
 ) -> None:
     """Put a step in the place of ``optimizer.step`` that commits it and holds the lock.
 
-    The state counts as inconsistent until the end of Lightning's step, where its loops are
+    The state counts as inconsistent until the end of the loop's step, where what it counts is
     captured. The lock is held until then, except while the ranks gather their weights.
 
     The step returns what Megatron-Core's own does: whether the update was made, the norm of the

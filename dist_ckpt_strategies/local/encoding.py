@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,11 +24,6 @@ from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_pi
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
 from dist_ckpt_strategies.local.shard_format import (
-    BASIC,
-    MCORE,
-    MEGATRON,
-    OWN,
-    RESHARDED_KINDS,
     BufferSpec,
     FilledShard,
     LocalShard,
@@ -36,29 +31,20 @@ from dist_ckpt_strategies.local.shard_format import (
 )
 from dist_ckpt_strategies.local.state_dicts import (
     BasicTensorAwareStateDict,
+    ListedTensors,
     TensorPlace,
-    put_tensors,
-    take_tensors,
 )
-from dist_ckpt_strategies.megatron.shards import (
-    StateDict,
-    mapped_values,
-    message_of,
-    sharded_values,
-    value_from_message,
-)
+from dist_ckpt_strategies.megatron.shards import sharded_values
 from dist_ckpt_strategies.megatron.types import (
     TENSOR_AWARE_CLASS,
-    CheckpointingException,
     ShardedObject,
-    ShardedTensor,
     default_allowed,
     tensor_aware_class,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
 
 _NAME = "the local state"
-_TENSOR, _OBJECT = "sharded tensor", "sharded object"
+_MEGATRON = "megatron"
 
 
 def default_local_allowed(allow: Allowed = ()) -> Allowed:
@@ -72,83 +58,62 @@ def default_local_allowed(allow: Allowed = ()) -> Allowed:
         dt.timezone,
         pathlib.PurePosixPath,
     ]
-    return (*default_allowed(), *plain, TensorPlace, *allow)
+    states = [BasicTensorAwareStateDict, MCoreTensorAwareStateDict, TensorPlace]
+    return (*default_allowed(), *plain, *states, *allow)
 
 
 def encode_state(
     state: Any, shard_id: LocalShardId, world_size: int, session_id: str, allowed: Allowed
 ) -> FilledShard:
-    """Split a state into tensors and the rest. It is left as it is.
+    """Split a state into tensors and the rest, the state without them. It is left as it is.
 
     Raises:
         StrategyError: it is no TensorAwareStateDict.
         UnsafeObjectError: it holds an object of a class that is not allowed.
         PlanError: it is hollow, or a tensor cannot be stored.
     """
-    kind, tensors, hollow = _split(state)
+    if not (hasattr(state, "pop_tensors") and hasattr(state, "insert_tensors")):
+        raise StrategyError(
+            f"a {type(state).__qualname__} cannot be saved: expected a TensorAwareStateDict; "
+            "wrap the state in BasicTensorAwareStateDict"
+        )
+    if state.is_hollow:
+        raise PlanError("the state is hollow: call insert_tensors or init_tensors first")
+    kind = _kind_of(state)
+    if kind == _MEGATRON:
+        state = MCoreTensorAwareStateDict(state.common_state_dict, state.sharded_state_dict)
+    tensors = list(state.pop_tensors())
     try:
+        hollow = {"devices": [tensor.device.type for tensor in tensors], "state": state}
         content = bytearray(dump_loadable(hollow, name=_NAME, allow=allowed))
     finally:
-        if kind == OWN:
-            state.insert_tensors(list(tensors.values()))
+        state.insert_tensors(tensors)
+    numbered = [f"tensor {number}" for number in range(len(tensors))]
+    names = state.names if isinstance(state, ListedTensors) else numbered
     buffers = []
-    for name, tensor in tensors.items():
+    for name, tensor in zip(names, tensors, strict=True):
         require_plain(tensor, key=name)
         buffers.append(
             BufferSpec(name, DType.named(str(tensor.dtype), key=name), tuple(tensor.shape))
         )
     buffers.append(BufferSpec("description", DType.UINT8, (len(content),)))
-    payloads = [tensor.detach() for tensor in tensors.values()]
     return FilledShard(
         LocalShard(shard_id, world_size, session_id, kind, tuple(buffers)),
-        (*payloads, torch.frombuffer(content, dtype=torch.uint8)),
+        (*(tensor.detach() for tensor in tensors), torch.frombuffer(content, dtype=torch.uint8)),
     )
 
 
-def _split(state: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
-    """The kind of a state, its tensors by name, and the rest; one of a user's class is hollow."""
-    if isinstance(state, BasicTensorAwareStateDict):
-        hollow = {"devices": state.devices, "state": state.hollow}
-        return BASIC, state.named_tensors(), hollow
+def _kind_of(state: Any) -> str:
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(state).__mro__}
-    kind = MEGATRON if TENSOR_AWARE_CLASS in names else MCORE
-    if not (kind == MEGATRON or isinstance(state, MCoreTensorAwareStateDict)):
-        if not (hasattr(state, "pop_tensors") and hasattr(state, "insert_tensors")):
-            raise StrategyError(
-                f"a {type(state).__qualname__} cannot be saved: expected a TensorAwareStateDict; "
-                "wrap the state in BasicTensorAwareStateDict"
-            )
-        _require_filled(state)
-        taken = dict(enumerate(state.pop_tensors()))
-        hollow = {"devices": [tensor.device.type for tensor in taken.values()], "state": state}
-        return OWN, {f"tensor {number}": tensor for number, tensor in taken.items()}, hollow
-    _require_filled(state)
-    ours = _from_megatrons(state) if kind == MEGATRON else state
-    tensors: dict[str, torch.Tensor] = {}
-
-    def place(value: Any) -> Any:
-        number = None
-        if isinstance(value, ShardedObject):
-            return (_OBJECT, message_of(value), value.data)
-        if value.data is not None:
-            number = len(tensors)
-            tensors[f"{value.key} ({number})"] = value.data
-        return (_TENSOR, message_of(value), number)
-
-    sharded = mapped_values(place, ours.sharded_state_dict)
-    common = take_tensors(ours.common_state_dict, tensors, "common")
-    return kind, tensors, {"devices": ours.devices, "sharded": sharded, "common": common}
+    if TENSOR_AWARE_CLASS in names:
+        return _MEGATRON
+    if isinstance(state, MCoreTensorAwareStateDict):
+        return "mcore"
+    return "basic" if isinstance(state, BasicTensorAwareStateDict) else "own"
 
 
-def _require_filled(state: Any) -> None:
-    if state.is_hollow:
-        raise PlanError("the state is hollow: call insert_tensors or init_tensors first")
-
-
-def decode_shards(
-    retrieved: Sequence[FilledShard], allowed: Allowed, *, on_host: bool = True
-) -> Any:
-    """The state of one shard file, or of several of one save.
+def decode_shard(filled: FilledShard, allowed: Allowed, *, on_host: bool = True) -> Any:
+    """The state of a shard file.
 
     With ``on_host``, or without a GPU, its tensors stay there; else each is moved to the device
     that it was on.
@@ -158,61 +123,44 @@ def decode_shards(
         CorruptCheckpointError: its description makes no sense.
     """
     on_host = on_host or not torch.cuda.is_available()
-    states = [_decoded(one, allowed, on_host=on_host) for one in retrieved]
-    (state, *others), kind = states, retrieved[0].shard.kind
-    if others:
-        state = MCoreTensorAwareStateDict(  # Megatron-Core's fits one layout only
-            state.common_state_dict,
-            {str(number): state.sharded_state_dict for number, state in enumerate(states)},
-            devices=[device for state in states for device in state.devices],
-        )
-    elif kind == MEGATRON:
-        state = _as_megatrons(state)
-    if not (on_host or kind == OWN):
-        state.restore_tensor_device(non_blocking=False)
-    return state
-
-
-def _decoded(filled: FilledShard, allowed: Allowed, *, on_host: bool) -> Any:
-    """A state of this package's classes, or of a user's."""
-    shard = filled.shard
-    kinds = [BASIC, OWN, *sorted(RESHARDED_KINDS)]
-    if shard.kind not in kinds:
-        raise StrategyError(
-            f"{shard.shard_id}: a state of kind {shard.kind!r}: expected one of {kinds}"
-        )
+    shard_id = filled.shard.shard_id
     *tensors, content = filled.payloads
-
-    def fill(value: Any) -> Any:
-        kind, message, held = value
-        made = value_from_message(message)
-        made.data = tensors[held] if kind == _TENSOR and held is not None else held
-        return made
-
-    found = load_pickle(content.numpy().tobytes(), str(shard.shard_id), _NAME, allowed)
+    found = load_pickle(content.numpy().tobytes(), str(shard_id), _NAME, allowed)
     try:
-        devices = found["devices"]
-        if shard.kind == BASIC:
-            return BasicTensorAwareStateDict(put_tensors(found["state"], tensors), devices=devices)
-        if shard.kind == OWN:
-            pairs = zip(tensors, devices, strict=True)
-            state = found["state"]
-            state.insert_tensors([t if on_host else t.to(device) for t, device in pairs])
-            return state
-        common = put_tensors(found["common"], tensors)
-        sharded = mapped_values(fill, found["sharded"])
-        return MCoreTensorAwareStateDict(common, sharded, devices=devices)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        CheckpointingException,
-    ) as error:
+        state, devices = found["state"], found["devices"]
+        pairs = zip(tensors, devices, strict=True)
+        state.insert_tensors([t if on_host else t.to(device) for t, device in pairs])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"{shard.shard_id}: the state's description is damaged: {error}"
+            f"{shard_id}: the state's description is damaged: {error}"
         ) from error
+    return _as_megatrons(state, devices) if filled.shard.kind == _MEGATRON else state
+
+
+def _as_megatrons(state: MCoreTensorAwareStateDict, devices: Sequence[str]) -> Any:
+    """The same as a state of Megatron-Core's class; each tensor remembers its device."""
+    sharded = state.sharded_state_dict
+    held = (v for v in sharded_values(sharded) if not isinstance(v, ShardedObject))
+    for tensor, device in zip([v for v in held if v.data is not None], devices, strict=True):
+        if device != tensor.data.device.type:
+            tensor.orig_device = device
+    return tensor_aware_class()(common=state.common_state_dict, sharded_state_dict=sharded)
+
+
+def joined(states: Sequence[Any], shard: LocalShard, num_ranks: int) -> MCoreTensorAwareStateDict:
+    """The states of shards of a save of another number of ranks as one; all share the common state.
+
+    Raises:
+        PlanError: they are not of Megatron-Core.
+    """
+    if not all(hasattr(state, "sharded_state_dict") for state in states):
+        raise PlanError(
+            f"iteration {shard.shard_id.save.iteration} was saved by {shard.world_size} ranks, "
+            f"and {num_ranks} load it; states of kind {shard.kind} fit the number of ranks that "
+            "saved them; MCoreTensorAwareStateDict fits any"
+        )
+    sharded = {str(number): state.sharded_state_dict for number, state in enumerate(states)}
+    return MCoreTensorAwareStateDict(states[0].common_state_dict, sharded)
 
 
 @limited
@@ -226,33 +174,5 @@ def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
                 break
     else:
         return None
-    return load_pickle(content.tobytes(), one.path, _NAME, allowed)["common"]
-
-
-def _from_megatrons(state: Any) -> MCoreTensorAwareStateDict:
-    """Megatron-Core's state as one of ours."""
-    for value in sharded_values(state.sharded_state_dict):
-        message_of(value)  # refuses what a copy without data would lose
-    devices = [
-        getattr(tensor, "orig_device", tensor.data.device.type)
-        for tensor in _held(state.sharded_state_dict)
-    ]
-    return MCoreTensorAwareStateDict(
-        state.common_state_dict, state.sharded_state_dict, devices=devices
-    )
-
-
-def _as_megatrons(state: MCoreTensorAwareStateDict) -> Any:
-    """The same as a state of Megatron-Core's class; each tensor remembers its device."""
-    sharded = state.sharded_state_dict
-    for tensor, device in zip(_held(sharded), state.devices, strict=True):
-        if device != tensor.data.device.type:
-            tensor.orig_device = device
-    return tensor_aware_class()(common=state.common_state_dict, sharded_state_dict=sharded)
-
-
-def _held(sharded: StateDict) -> Iterator[Any]:
-    """The ShardedTensors that have data."""
-    for value in sharded_values(sharded):
-        if isinstance(value, ShardedTensor) and value.data is not None:
-            yield value
+    found = load_pickle(content.tobytes(), one.path, _NAME, allowed)
+    return found["state"].common_state_dict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,20 +17,17 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     NoReplicasAvailableError,
-    PlanError,
     StorageError,
 )
 from dist_ckpt_strategies.local.plan import (
     Completeness,
     ExchangePlan,
-    assign_shards,
     build_exchange_plan,
     build_retention,
     group_saves,
 )
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
 from dist_ckpt_strategies.local.shard_format import (
-    RESHARDED_KINDS,
     FilledShard,
     LocalShardId,
     SaveId,
@@ -44,15 +41,11 @@ _MAX_SHOWN = 8
 
 
 class Copy(NamedTuple):
-    """A file whose description is good, in the directory of its holder.
-
-    ``world_size`` and ``kind``, how the state is encoded, are as the file states them.
-    """
+    """A file whose description is good, in the directory of its holder."""
 
     holder: int
     shard_id: LocalShardId
     world_size: int
-    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +62,7 @@ class Inventory:
     def saves(self) -> tuple[Completeness, ...]:
         """What there is of each save, the newest first."""
         return group_saves(
-            (copy.shard_id, copy.world_size, copy.kind)
-            for copy in chain.from_iterable(self.copies.values())
+            (copy.shard_id, copy.world_size) for copy in chain.from_iterable(self.copies.values())
         )
 
     def of_save(self, save: Completeness) -> dict[int, dict[str, Copy]]:
@@ -119,7 +111,7 @@ def gather_inventory(
                 continue
             save = one.shard_id.save
             if shard.session_id == session_id and save.iteration >= at_least:
-                key = (one.holder, save.iteration, save.stamp, shard.world_size, shard.kind)
+                key = (one.holder, save.iteration, save.stamp, shard.world_size)
                 kept[key].append(one.shard_id.global_rank)
         return [[*key, ranks] for key, ranks in kept.items()]
 
@@ -127,10 +119,10 @@ def gather_inventory(
     everyone = run_and_gather(comm, partial(run_with_limit, listing, directory))
     restart_limit()
     for node, rows in zip(nodes, everyone, strict=True):
-        for holder, iteration, stamp, world_size, kind, ranks in rows:
+        for holder, iteration, stamp, world_size, ranks in rows:
             save = SaveId(iteration, stamp)
             shards = (LocalShardId(save, rank) for rank in ranks)
-            copies[node] += [Copy(holder, shard, world_size, kind) for shard in shards]
+            copies[node] += [Copy(holder, shard, world_size) for shard in shards]
     return Inventory(nodes, copies)
 
 
@@ -161,7 +153,6 @@ def load_newest(
     Raises:
         CheckpointNotFoundError: there is no local checkpoint at all.
         NoReplicasAvailableError: of each save some shard is lost; says which.
-        PlanError: it was saved by another number of ranks.
     """
     inventory = gather_inventory(comm, directory, session_id, at_least)
     reasons: list[str] = []
@@ -197,16 +188,14 @@ def _plan(
         why = "; ".join([*map(_why_not, saves), *reasons])
         raise NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
     readable = inventory.of_save(target)
-    if target.world_size == size:
-        wanted = {rank: [str(LocalShardId(target.save, rank))] for rank in range(size)}
-    elif target.kinds.issubset(RESHARDED_KINDS):
-        wanted = assign_shards(target.save, target.world_size, readable)
-    else:
-        raise PlanError(
-            f"iteration {target.save.iteration} was saved by {target.world_size} ranks, and "
-            f"{size} load it; shards of kind {', '.join(sorted(target.kinds))} fit "
-            "the number of ranks that saved them; MCoreTensorAwareStateDict fits any"
-        )
+    num_shards = target.world_size  # another number than that of the ranks, if others saved it
+    wanted = {
+        rank: [
+            str(LocalShardId(target.save, number))
+            for number in range(rank % num_shards, num_shards, size)
+        ]
+        for rank in range(size)
+    }
     return readable, build_exchange_plan(readable, wanted)
 
 
@@ -215,62 +204,6 @@ def _why_not(one: Completeness) -> str:
     more = len(one.missing) - _MAX_SHOWN
     text = f"{shown} and {more} more" if more > 0 else shown
     return f"iteration {one.save.iteration}: no rank has the shards of ranks {text}"
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """What one rank is about to save.
-
-    Attributes:
-        iteration: of the training.
-        stamp: the save's, if this is the first rank.
-        nbytes: size of its shard.
-        members: global ranks of its clique.
-        device: tells the file system that it writes to from every other.
-        free_nbytes: room there, once it had removed its stale files.
-        is_async: whether it does so in the background.
-    """
-
-    iteration: int
-    stamp: str
-    nbytes: int
-    members: Sequence[int]
-    device: str
-    free_nbytes: int
-    is_async: bool
-
-
-def require_possible(intents: Sequence[Intent], directory: ShardDirectory) -> None:
-    """Raise unless the ranks save the same iteration, and each file system has room.
-
-    Equal intents give equal answers, so no rank raises alone. The last one to look at a file system
-    has seen it without the stale files of all.
-    """
-    first = intents[0]
-    for rank, intent in enumerate(intents):
-        if intent.iteration != first.iteration or intent.iteration < 0:
-            raise PlanError(
-                f"rank {rank} saves iteration {intent.iteration}, rank 0 saves {first.iteration}; "
-                "expected one number, 0 or more"
-            )
-        if intent.is_async != first.is_async:
-            raise PlanError(
-                f"rank {rank} saves with is_async={intent.is_async}, rank 0 with "
-                f"is_async={first.is_async}; give the same on all ranks"
-            )
-    needed: Counter[str] = Counter()
-    free: Counter[str] = Counter()
-    for intent in intents:
-        needed[intent.device] += sum(intents[member].nbytes for member in intent.members)
-        free[intent.device] = max(free[intent.device], intent.free_nbytes)
-    for rank, intent in enumerate(intents):
-        if needed[intent.device] > free[intent.device]:
-            raise StorageError(
-                f"{directory}: the shards of this save need {needed[intent.device]} bytes on the "
-                f"file system of rank {rank}, which has {free[intent.device]} left; free some, or "
-                "keep fewer saves or copies",
-                path=str(directory),
-            )
 
 
 def complete_save(

@@ -26,14 +26,17 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
+from dist_ckpt_strategies.local.encoding import (
+    decode_shard,
+    default_local_allowed,
+    encode_state,
+    joined,
+)
 from dist_ckpt_strategies.local.inventory import (
-    Intent,
     complete_save,
     gather_inventory,
     load_newest,
     remove_shards,
-    require_possible,
 )
 from dist_ckpt_strategies.local.replication import (
     DEFAULT_BUCKET_NBYTES,
@@ -159,7 +162,7 @@ class LocalCheckpointManager:
             PlanError: ranks differ in the iteration, in ``is_async`` or in the session, or have
                 called another method; or a tensor cannot be stored.
             UnsafeObjectError: the state holds an object of a class that is not allowed.
-            StorageError: there is no room for it, or a shard cannot be written.
+            StorageError: a shard cannot be written, such as for want of room.
             StrategyError: the state is no TensorAwareStateDict; or, with ``is_async``,
                 the strategy's group is the one that training uses, or sends over NCCL.
             PeerError: the same on another rank.
@@ -251,9 +254,13 @@ class LocalCheckpointManager:
                 max_inflight_nbytes=self.max_bucket_bytes,
                 at_least=at_least,
             )
-        state = run_collectively(
-            comm, lambda: decode_shards(shards, self._allowed, on_host=on_host)
-        )
+
+        def decode() -> Any:
+            states = [decode_shard(one, self._allowed, on_host=on_host) for one in shards]
+            shard = shards[0].shard
+            return states[0] if shard.world_size == comm.size else joined(states, shard, comm.size)
+
+        state = run_collectively(comm, decode)
         own = LocalShardId(shards[0].shard.shard_id.save, comm.rank)
         logger.log(report_level(comm), "rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
@@ -296,18 +303,16 @@ class LocalCheckpointManager:
         *,
         is_async: bool,
     ) -> FilledShard:
-        """Encode the state, once all ranks know of the save and have room. Collective.
+        """Encode the state, once all ranks know of the save. Collective.
 
         One collective: training waits for it.
         """
-        me = comm.rank
         held: list[FilledShard] = []
 
         def describe() -> list[Any]:
             _require_usable(strategy, is_async=is_async)
             with time_limit(self.timeout_s, OPENING):
-                self._directory.remove_stale_files(me)
-                device, free = self._directory.room()
+                self._directory.remove_stale_files(comm.rank)
                 if strategy is not None:
                     with uncounted():
                         strategy.let_finish(WORK * self.timeout_s)
@@ -316,17 +321,25 @@ class LocalCheckpointManager:
             except TypeError:
                 text = f"iteration: expected a whole number, found {iteration!r}"
                 raise PlanError(text) from None
-            placeholder = LocalShardId(SaveId(number, "0"), me)
+            placeholder = LocalShardId(SaveId(number, "0"), comm.rank)
             held.append(encode_state(state, placeholder, comm.size, self.session_id, self._allowed))
-            members = strategy.global_ranks if strategy else (me,)
-            stamp = f"{time.time_ns():016x}{os.urandom(2).hex()}"
-            nbytes = held[0].shard.nbytes
-            return [number, stamp, nbytes, members, device, free, bool(is_async)]
+            return [number, bool(is_async), f"{time.time_ns():016x}{os.urandom(2).hex()}"]
 
-        intents = [Intent(*answer) for answer in run_and_gather(comm, describe)]
-        require_possible(intents, self._directory)
-        save = self._newest = SaveId(intents[0].iteration, intents[0].stamp)
-        shard = replace(held[0].shard, shard_id=LocalShardId(save, me))
+        answers = run_and_gather(comm, describe)
+        number, is_in_background, stamp = answers[0]
+        for rank, (other, other_is, _) in enumerate(answers):
+            if other != number or number < 0:
+                raise PlanError(
+                    f"rank {rank} saves iteration {other}, rank 0 saves {number}; expected one "
+                    "number, 0 or more"
+                )
+            if other_is != is_in_background:
+                raise PlanError(
+                    f"rank {rank} saves with is_async={other_is}, rank 0 with "
+                    f"is_async={is_in_background}; give the same on all ranks"
+                )
+        save = self._newest = SaveId(number, stamp)
+        shard = replace(held[0].shard, shard_id=LocalShardId(save, comm.rank))
         return FilledShard(shard, held[0].payloads)
 
     @raises_megatron_errors

@@ -129,7 +129,10 @@ def build_exchange_plan(
     For each rank there are the ids of the shards that it can read, and that it wants. Where no rank
     can read one of them, a NoReplicasAvailableError names it and who wants it.
     """
-    holders = _readers(available)
+    holders: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in sorted(available):
+        for shard_id in set(available[rank]):
+            holders[shard_id].append(rank)
     transfers: list[Transfer] = []
     load: Counter[int] = Counter()
     for receiver in sorted(wanted):
@@ -147,15 +150,6 @@ def build_exchange_plan(
     return ExchangePlan(tuple(transfers), own_rank)
 
 
-def _readers(available: Mapping[int, Collection[str]]) -> dict[str, list[int]]:
-    """The ranks that can read each shard, ascending."""
-    readers: dict[str, list[int]] = {}
-    for rank in sorted(available):
-        for shard_id in set(available[rank]):
-            readers.setdefault(shard_id, []).append(rank)
-    return readers
-
-
 def _least_loaded(able: Collection[int], load: Mapping[int, int], receiver: int) -> int:
     """The receiver itself if it is able, else the rank that sends least so far."""
     return receiver if receiver in able else min(able, key=lambda rank: (load[rank], rank))
@@ -168,47 +162,21 @@ class Completeness:
     save: SaveId
     world_size: int
     missing: tuple[int, ...]
-    kinds: frozenset[str] = frozenset()
 
 
-def group_saves(found: Iterable[tuple[LocalShardId, int, str]]) -> tuple[Completeness, ...]:
-    """What there is of each save, the newest first, given id, world size and kind of each shard.
+def group_saves(found: Iterable[tuple[LocalShardId, int]]) -> tuple[Completeness, ...]:
+    """What there is of each save, the newest first, given id and world size of each shard.
 
     Shards that state different world sizes are of different saves, the largest world first.
     """
-    kinds: defaultdict[tuple[SaveId, int], dict[int, str]] = defaultdict(dict)
-    for shard_id, world_size, kind in found:
+    ranks: defaultdict[tuple[SaveId, int], set[int]] = defaultdict(set)
+    for shard_id, world_size in found:
         if shard_id.global_rank < world_size:
-            kinds[shard_id.save, world_size][shard_id.global_rank] = kind
+            ranks[shard_id.save, world_size].add(shard_id.global_rank)
     return tuple(
-        Completeness(
-            save,
-            world_size,
-            tuple(rank for rank in range(world_size) if rank not in of_save),
-            frozenset(of_save.values()),
-        )
-        for (save, world_size), of_save in sorted(kinds.items(), reverse=True)
+        Completeness(save, size, tuple(rank for rank in range(size) if rank not in there))
+        for (save, size), there in sorted(ranks.items(), reverse=True)
     )
-
-
-def assign_shards(
-    save: SaveId, old_size: int, available: Mapping[int, Collection[str]]
-) -> dict[int, list[str]]:
-    """Assign the shards of a world of another size to ranks: few each, readable if possible.
-
-    Every rank gets one at least; where there are more ranks than shards, some shards go to several.
-    ``available`` has for each rank of today the ids of the shards that it can read.
-    """
-    assigned: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
-    readers = _readers(available)
-    for old_rank in range(old_size):
-        shard_id = str(LocalShardId(save, old_rank))
-        chosen = min(readers.get(shard_id, assigned), key=lambda rank: (len(assigned[rank]), rank))
-        assigned[chosen].append(shard_id)
-    for place, rank in enumerate(assigned):
-        if not assigned[rank]:
-            assigned[rank].append(str(LocalShardId(save, place % old_size)))
-    return assigned
 
 
 def build_distribution(

@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-import torch
-
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
@@ -28,9 +26,9 @@ from dist_ckpt_strategies.config import (
     local_world_size,
     options_from_environment,
 )
-from dist_ckpt_strategies.device import TensorBytes, torch_dtype
+from dist_ckpt_strategies.device import TensorBytes, host_memory
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
+from dist_ckpt_strategies.local.encoding import decode_shard, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.plan import (
     Clique,
     ExchangePlan,
@@ -40,6 +38,7 @@ from dist_ckpt_strategies.local.plan import (
 )
 from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShard, LocalShardId, SaveId
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
+from dist_ckpt_strategies.local.transfer import filled_shard
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
 
@@ -293,13 +292,13 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         ``states`` gives what this rank sends, by id; ``transfers`` says who sends what to whom, in
         ranks of ``comm``, given each member's ids.
         """
+        allowed = default_local_allowed()
         encoded: dict[str, FilledShard] = {}
         received: dict[Transfer, FilledShard] = {}
 
         def encode() -> dict[str, Any]:
             self.let_finish(limit_of_wait(self._timeout_s))
             me = LocalShardId(_IN_MEMORY, comm.global_rank(comm.rank))
-            allowed = default_local_allowed()
             for id_, state in states().items():
                 encoded[id_] = encode_state(state, me, 1, "", allowed)
             return {id_: one.shard.to_message() for id_, one in encoded.items()}
@@ -308,30 +307,23 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         ids = [list(of_rank) for of_rank in fields]
 
         def prepare() -> Blocks:
-            moved = [t for t in transfers(ids) if t.sender != t.receiver]
             outgoing, incoming = [], []
-            for t in moved:
-                if t.sender == comm.rank:
-                    own = TensorBytes(encoded[t.id_].payloads)
+            for t in transfers(ids):
+                if t.sender == comm.rank != t.receiver:
+                    one = encoded[t.id_]
+                    own = TensorBytes(one.payloads, one.shard.byte_offsets)
                     outgoing.append(Outgoing(t.id_, t.receiver, own.nbytes, own.read))
-                if t.receiver == comm.rank:
+                elif t.receiver == comm.rank != t.sender:
                     shard = LocalShard.from_message(fields[t.sender][t.id_])
-                    memory = tuple(
-                        torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="cpu")
-                        for one in shard.buffers
-                    )
-                    one = received[t] = FilledShard(shard, memory)
-                    target = TensorBytes(one.payloads)
+                    target = TensorBytes([host_memory(shard.nbytes, is_pinned=False)])
+                    received[t] = filled_shard(shard, *target.tensors)
                     incoming.append(Incoming(t.id_, t.sender, target.nbytes, target.write))
             return outgoing, incoming
 
         exchange(comm, prepare, max_inflight_nbytes=self.max_bucket_bytes)
-
-        def decode() -> dict[Transfer, TensorAwareStateDict]:
-            allowed = default_local_allowed()
-            return {t: decode_shards([one], allowed) for t, one in received.items()}
-
-        return ids, run_collectively(comm, decode)
+        return ids, run_collectively(
+            comm, lambda: {t: decode_shard(one, allowed) for t, one in received.items()}
+        )
 
 
 EagerT = TypeVar("EagerT", bound=ReplicationStrategy)

@@ -38,17 +38,15 @@ from dist_ckpt_strategies.formats.issues import (
 from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import run_checks
 from dist_ckpt_strategies.local.shard_files import RANK, SUFFIX, ShardReader, lock_unless_written
-from dist_ckpt_strategies.local.shard_format import LocalShard, LocalShardId
+from dist_ckpt_strategies.local.shard_format import BufferDigests, LocalShard, LocalShardId
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     PARTIAL_PREFIX,
-    Folder,
+    Directory,
     read_file,
-    read_folder,
-    reason,
     require_directory,
 )
-from dist_ckpt_strategies.storage.store import Directory
+from dist_ckpt_strategies.storage.folders import Folder, read_folder, reason
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
@@ -154,15 +152,14 @@ def check_shard(root: Path, path: str) -> Iterator[Issue]:
     memory = np.empty(_BLOCK_NBYTES, np.uint8)
     try:
         with ShardReader(root / path) as reader:
-            shard = reader.shard
-            starts = shard.byte_offsets
-            for buffer, start, expected in zip(shard.buffers, starts, reader.digests, strict=True):
-                digest = xxhash.xxh3_64()
-                for begin in range(0, buffer.nbytes, _BLOCK_NBYTES):
-                    block = memory[: min(_BLOCK_NBYTES, buffer.nbytes - begin)]
-                    reader.read(start + begin, block)
-                    digest.update(block.data)
-                if (found := digest.intdigest()) != expected:
+            digests = BufferDigests(reader.shard)
+            for start in range(0, reader.shard.nbytes, _BLOCK_NBYTES):
+                block = memory[: reader.shard.nbytes - start]
+                reader.read(start, block)
+                digests.take(start, block)
+            pairs = zip(reader.shard.buffers, reader.digests, digests.values(), strict=True)
+            for buffer, expected, found in pairs:
+                if found != expected:
                     text = f"digest {expected:016x}"
                     yield Issue(Problem.DAMAGED, buffer.name, path, text, f"{found:016x}")
     except CheckpointError as error:

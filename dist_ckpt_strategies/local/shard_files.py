@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,6 @@ import numpy as np
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local.shard_format import (
     END_NBYTES,
-    MAGIC,
     BufferDigests,
     Bytes,
     Digest,
@@ -31,11 +29,12 @@ from dist_ckpt_strategies.local.shard_format import (
     encode_footer,
     footer_nbytes,
 )
-from dist_ckpt_strategies.storage.file_systems import begin_writeback, pread_into
+from dist_ckpt_strategies.storage.file_systems import begin_writeback
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     file_errors,
     make_directories,
+    pread_into,
     sync_path,
     try_lock,
 )
@@ -129,13 +128,6 @@ class ShardDirectory:
             for path in _entries(directory):
                 if path.name.startswith(PARTIAL_PREFIX):
                     _remove_unlocked(path)
-
-    @limited
-    def room(self) -> tuple[str, int]:
-        """What tells the file system from others, on any machine, and the bytes left on it."""
-        with file_errors(None, self.root):
-            make_directories(self.root)
-            return f"{_boot_id()}:{self.root.stat().st_dev}", shutil.disk_usage(self.root).free
 
     @limited
     def name(self) -> str:
@@ -267,7 +259,7 @@ class ShardReader:
     def _read_footer(self, handle: int) -> None:
         size = os.fstat(handle).st_size
         end = os.pread(handle, END_NBYTES, max(0, size - END_NBYTES))
-        nbytes = footer_nbytes(end, os.pread(handle, len(MAGIC), 0))
+        nbytes = footer_nbytes(end)
         self.footer = os.pread(handle, nbytes, size - nbytes) if nbytes <= size else end
         self.shard, self.digests = decode_footer(self.footer)
         if size != self.shard.nbytes + nbytes:

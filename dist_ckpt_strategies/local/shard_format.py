@@ -19,17 +19,10 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 if TYPE_CHECKING:  # torch takes a while to import
     import torch
 
-BASIC, MCORE, MEGATRON, OWN = "basic", "mcore", "megatron", "own"
-"""Kinds of states in shard files; the last is any other TensorAwareStateDict."""
-
-RESHARDED_KINDS = frozenset({MCORE, MEGATRON})
-"""Those whose shards another number of ranks can use."""
-
 END_NBYTES = 32
 """Digest and size of the description, and MAGIC: what a file ends with."""
 
-MAGIC = b"DCKPART3"
-_OLDER_MAGIC = b"DCKPART1"
+MAGIC = b"DCKPART4"
 _ALIGNMENT = 64
 _MAX_WORLD_SIZE = 1 << 24
 _MAX_EXTENT = 1 << 58
@@ -105,8 +98,7 @@ class LocalShard:
     """A shard without its bytes.
 
     ``session_id`` is that of the manager, ``kind`` that of the state's class. The buffers are the
-    state's tensors in order, then those of its common state, then the state without its tensors,
-    pickled.
+    state's tensors in order, then the state without its tensors, pickled.
     """
 
     shard_id: LocalShardId
@@ -181,18 +173,13 @@ def encode_footer(shard: LocalShard, digests: Sequence[Digest]) -> bytes:
     return description + xxhash.xxh3_128_digest(description + size) + size + MAGIC
 
 
-def footer_nbytes(end: bytes, start: bytes = b"") -> int:
-    """Size of the footer, given a file's last 32 bytes; a CorruptCheckpointError if it has none.
-
-    By its first 8 bytes, ``start``, a file of an earlier release is recognised.
-    """
+def footer_nbytes(end: bytes) -> int:
+    """Size of the footer, given a file's last 32 bytes; a CorruptCheckpointError if it has none."""
     if len(end) < END_NBYTES or not end.endswith(MAGIC):
-        why = (
-            "another release wrote it; load it with that release"
-            if start == _OLDER_MAGIC
-            else f"expected a local checkpoint, which ends with {MAGIC!r}, found {end[-8:]!r}"
+        raise CorruptCheckpointError(
+            f"expected a local checkpoint, which ends with {MAGIC!r} in this release, found "
+            f"{end[-8:]!r}"
         )
-        raise CorruptCheckpointError(why)
     return int.from_bytes(end[-16:-8], "little") + END_NBYTES
 
 

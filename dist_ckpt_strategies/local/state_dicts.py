@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -61,19 +61,21 @@ class TensorAwareStateDict(ABC):
 
 
 class ListedTensors(TensorAwareStateDict):
-    """What this package's classes have in common: their tensors are a list.
+    """What this package's classes have in common: their tensors are a list, with ``names``.
 
     Methods raise a PlanError where the state is hollow and should not be, or the other way round.
     """
 
-    def _hold(self, tensors: Iterable[torch.Tensor], devices: Sequence[str] | None = None) -> None:
-        """Begin with these tensors; by default each belongs to the device that it is on."""
-        self._tensors: list[torch.Tensor] | None = list(tensors)
+    def _hold(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Begin with these tensors; each belongs to the kind of device that it is on."""
+        self.names = list(named)
+        self._tensors: list[torch.Tensor] | None = list(named.values())
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
-        if devices is None:
-            self._devices = [tensor.device for tensor in self._tensors]
-        else:
-            self._devices = [torch.device(device) for device in devices]
+        self._devices = [tensor.device.type for tensor in self._tensors]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: all but what ``pop_tensors`` notes again."""
+        return {**vars(self), "_shapes": []}
 
     def require_tensors(self) -> list[torch.Tensor]:
         """The tensors; PlanError if the state is hollow."""
@@ -84,11 +86,6 @@ class ListedTensors(TensorAwareStateDict):
     def _require_hollow(self) -> None:
         if self._tensors is not None:
             raise PlanError("the state is not hollow: call pop_tensors first")
-
-    @property
-    def devices(self) -> list[str]:
-        """The kind of device that each tensor belongs to."""
-        return [device.type for device in self._devices]
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -125,18 +122,15 @@ class ListedTensors(TensorAwareStateDict):
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
         """See TensorAwareStateDict."""
-        cpu = torch.device("cpu")
         self._tensors = [
-            tensor.detach().to(cpu, non_blocking=non_blocking, copy=True)
+            tensor.detach().to("cpu", non_blocking=non_blocking, copy=True)
             for tensor in self.require_tensors()
         ]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
         """See TensorAwareStateDict."""
         self._tensors = [
-            tensor
-            if tensor.device.type == device.type
-            else tensor.to(device, non_blocking=non_blocking)
+            tensor if tensor.device.type == device else tensor.to(device, non_blocking=non_blocking)
             for tensor, device in zip(self.require_tensors(), self._devices, strict=True)
         ]
 
@@ -152,47 +146,34 @@ class BasicTensorAwareStateDict(ListedTensors):
 
     The caller's containers are left as they are: what is taken out and put in concerns this object
     alone. The tensors themselves are shared until ``copy_tensors_to_cpu``.
-
-    ``devices`` are the kinds of device that the tensors belong to, in order; by default those that
-    they are on. ``hollow`` is the state with a TensorPlace for each tensor.
     """
 
-    def __init__(self, state_dict: Any, *, devices: Sequence[str] | None = None) -> None:
+    def __init__(self, state_dict: Any) -> None:
         found: dict[str, torch.Tensor] = {}
-        self.hollow = take_tensors(state_dict, found)
-        self._names = tuple(found)
-        self._hold(found.values(), devices)
+
+        def take(held: Any, place: str) -> Any:
+            if not isinstance(held, torch.Tensor):
+                return held
+            found[place if place not in found else f"{place} ({len(found)})"] = held
+            return TensorPlace(len(found) - 1)
+
+        self._hollow = _mapped(take, state_dict, "")
+        self._hold(found)
 
     @property
     def state_dict(self) -> Any:
         """The state with its tensors in their places; new containers each time."""
-        return put_tensors(self.hollow, self.require_tensors())
+        tensors = self.require_tensors()
+        return _mapped(
+            lambda held, _: tensors[held] if isinstance(held, TensorPlace) else held,
+            self._hollow,
+            "",
+        )
 
     def values(self) -> ValuesView[Any]:
         """The values of the state dict's first level."""
         found: ValuesView[Any] = self.state_dict.values()
         return found
-
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by their places in the state, in order."""
-        return dict(zip(self._names, self.require_tensors(), strict=True))
-
-
-def take_tensors(value: Any, found: dict[str, torch.Tensor], where: str = "") -> Any:
-    """The same containers, with a TensorPlace for each tensor, which goes to ``found``."""
-
-    def take(held: Any, place: str) -> Any:
-        if not isinstance(held, torch.Tensor):
-            return held
-        found[place if place not in found else f"{place} ({len(found)})"] = held
-        return TensorPlace(len(found) - 1)
-
-    return _mapped(take, value, where)
-
-
-def put_tensors(hollow: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """What ``take_tensors`` was given, with these tensors; new containers."""
-    return _mapped(lambda v, _: tensors[v] if isinstance(v, TensorPlace) else v, hollow, "")
 
 
 def _mapped(convert: Callable[[Any, str], Any], value: Any, where: str) -> Any:

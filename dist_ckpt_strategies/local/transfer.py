@@ -97,7 +97,6 @@ def run_replicate(
             prepare,
             lambda: writers[comm.rank].digests.values(),  # noqa: PLW0108 - not there yet
             max_inflight_nbytes=max_bucket_nbytes,
-            compares_digests=False,  # those of the buffers are
         )
         run_collectively(comm, lambda: _finish(comm, writers, sent))
         cleanup.pop_all()
@@ -180,7 +179,6 @@ def run_retrieve(
             lambda: files.prepare(sizes),
             files.find_bad,
             max_inflight_nbytes=max_inflight_nbytes,
-            compares_digests=False,  # those of the buffers are
         )
     reports = sorted(report for of_rank in found for report in of_rank)
     bad = {(rank, shard_id): reason for rank, shard_id, reason in reports}
@@ -226,7 +224,7 @@ class _Files:
                 continue
             footer_nbytes, nbytes = sizes[t.sender][t.id_]
             if t.receiver == self._rank:
-                arrival = self.arrivals[t] = _Arrival(nbytes)
+                arrival = self.arrivals[t] = _Arrival(nbytes, footer_nbytes)
             if t.sender == self._rank == t.receiver:
                 self._own_reads += arrival.begin_reads(self._sources[t.id_], threads)
             elif t.sender == self._rank:
@@ -234,8 +232,8 @@ class _Files:
                 outgoing.append(Outgoing(t.id_, t.receiver, footer_nbytes, source.read_footer))
                 outgoing.append(Outgoing(t.id_, t.receiver, nbytes, source.read))
             elif t.receiver == self._rank:
-                take = partial(arrival.take_footer, footer_nbytes)
-                incoming.append(Incoming(t.id_, t.sender, footer_nbytes, take))
+                footer = TensorBytes([arrival.footer])
+                incoming.append(Incoming(t.id_, t.sender, footer_nbytes, footer.write))
                 incoming.append(Incoming(t.id_, t.sender, nbytes, arrival.take, arrival.place))
         return outgoing, incoming
 
@@ -301,9 +299,9 @@ class _Arrival:
     New memory comes in large pages where the system has them: it is touched for the first time.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, footer_nbytes: int) -> None:
+        self.footer = host_memory(footer_nbytes, is_pinned=False)
         self._memory = host_memory(nbytes, is_pinned=False)
-        self._footer = bytearray()
         self._shard: LocalShard | None = None
         self._expected: Sequence[Digest] = ()
         self._digests: BufferDigests | None = None
@@ -338,20 +336,16 @@ class _Arrival:
         """Where bytes of the buffers belong."""
         return self._memory[start : start + nbytes]
 
-    def take_footer(self, nbytes: int, _start: int, content: torch.Tensor) -> None:
-        """The next bytes of the footer, which has so many in all."""
-        self._footer += to_host([content])[0].tobytes()
-        if len(self._footer) == nbytes:
+    def take(self, start: int, content: torch.Tensor) -> None:
+        """The next bytes of the buffers, in their place already; the footer came before them."""
+        if self._digests is None and self._failure is None:
             try:
-                shard, digests = decode_footer(bytes(self._footer))
+                shard, digests = decode_footer(self.footer.numpy().tobytes())
                 if shard.nbytes != self._memory.numel():
                     raise CorruptCheckpointError(f"{shard.shard_id} has {shard.nbytes} bytes")
                 self._describe(shard, digests)
             except CheckpointError as error:
                 self._failure = str(error)
-
-    def take(self, start: int, content: torch.Tensor) -> None:
-        """The next bytes of the buffers, in their place already."""
         if self._digests is not None:
             self._digests.take(start, content.numpy())
 
@@ -367,17 +361,22 @@ class _Arrival:
         return None
 
     def shard(self) -> FilledShard:
-        """The file, once it is known to be whole.
-
-        Each tensor has a storage of its own: saving it would save its neighbours too otherwise.
-        """
+        """The file, once it is known to be whole."""
         assert self._shard is not None  # noqa: S101 - it has no damage
-        content, payloads = self._memory.numpy(), []
-        for buffer, start in zip(self._shard.buffers, self._shard.byte_offsets, strict=True):
-            dtype = torch_dtype(buffer.dtype)
-            if buffer.nbytes:
-                own = torch.from_numpy(content[start : start + buffer.nbytes]).view(dtype)
-            else:
-                own = torch.empty(0, dtype=dtype, device="cpu")
-            payloads.append(own.reshape(buffer.shape))
-        return FilledShard(self._shard, tuple(payloads))
+        return filled_shard(self._shard, self._memory)
+
+
+def filled_shard(shard: LocalShard, memory: torch.Tensor) -> FilledShard:
+    """A shard whose bytes are, or will be, in memory with the layout of its file.
+
+    Each tensor has a storage of its own: saving it would save its neighbours too otherwise.
+    """
+    content, payloads = memory.numpy(), []
+    for buffer, start in zip(shard.buffers, shard.byte_offsets, strict=True):
+        dtype = torch_dtype(buffer.dtype)
+        if buffer.nbytes:
+            own = torch.from_numpy(content[start : start + buffer.nbytes]).view(dtype)
+        else:
+            own = torch.empty(0, dtype=dtype, device="cpu")
+        payloads.append(own.reshape(buffer.shape))
+    return FilledShard(shard, tuple(payloads))

@@ -114,6 +114,7 @@ def load_latest(
     load_global: Callable[[Any], Any] | None = None,
     *,
     load_local: Callable[[Any], Any] | None = None,
+    at_most: int | None = None,
 ) -> Loaded:
     """Load the newest checkpoint that is whole, and fall back one by one where one is not.
 
@@ -134,6 +135,7 @@ def load_latest(
             every file is there, of the size that it should have, is named and not loaded.
         load_local: turns what the local manager's ``load`` gave into the state that is wanted, on
             every rank: ``lambda found: found.load_into(sharded_state_dict)``.
+        at_most: pass over newer iterations; local ones all, if the newest of them is newer.
 
     Raises:
         CheckpointNotFoundError: there is none; at most saves that never came to an end.
@@ -154,6 +156,10 @@ def load_latest(
     attempts: list[Attempt] = []
     with time_limit(timeout_s):
         found = _find_global(comm, global_dirs)
+    if at_most is not None:
+        found = [one for one in found if one[0] <= at_most]
+        if local_manager is not None and local_manager.find_latest() > at_most:
+            local_manager = None
     for candidate in [*found, None]:  # at last, local ones of any iteration
         at_least = candidate[0] if candidate else 0
         loaded = _from_local(local_manager, at_least, load_local, attempts)

@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from dist_ckpt_strategies.errors import CorruptCheckpointError, NoReplicasAvailableError
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    NoReplicasAvailableError,
+    ShapeMismatchError,
+)
 
 
 class Phase(IntEnum):
@@ -30,11 +34,6 @@ class Phase(IntEnum):
 
 
 _MAX_SHOWN = 8
-_MAX_SOURCES = 8
-"""Ranks that send one replicated shard to a receiver; more would only add messages."""
-
-_ALIGNMENT_NBYTES = 4096
-"""Where a shard is split over its sources: multiples of it, so that few tensors are cut oddly."""
 
 
 class Role(StrEnum):
@@ -93,19 +92,13 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class ByteCopy:
-    """Bytes of a replicated shard, from a rank that has them to one that wants them."""
+class ShardCopy:
+    """A replicated shard, from a rank that has it to one that wants it."""
 
     receiver: int
     shard_id: str
-    start: int
     nbytes: int
     source: int
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"{self.shard_id}: bytes {self.start} to {self.start + self.nbytes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +110,7 @@ class RecoveryPlan:
         roles: of every rank.
         holders: for each shard the ranks that hold it at the target, once steps are finished. Not
             there: shards that are gathered.
-        copies: sorted by receiver, shard and first byte.
+        copies: sorted by receiver and shard.
         object_sources: for every rank whose objects it takes; its own where it has them. Tensors
             and objects of one rank need not come from the same other one.
         random_sources: for every rank who has its random states; itself where it has them.
@@ -127,7 +120,7 @@ class RecoveryPlan:
     target: int
     roles: tuple[Role, ...]
     holders: tuple[tuple[str, tuple[int, ...]], ...]
-    copies: tuple[ByteCopy, ...]
+    copies: tuple[ShardCopy, ...]
     object_sources: tuple[int, ...]
     random_sources: tuple[int, ...]
     needs_gather: bool
@@ -194,15 +187,19 @@ def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
     )
 
 
-def find_layout_conflict(facts: Sequence[RankFacts]) -> tuple[str, int, int] | None:
-    """The first shard whose tensors are not the same everywhere, and two ranks that differ."""
-    first: dict[str, tuple[int, str, int]] = {}
+def require_equal_layouts(facts: Sequence[RankFacts]) -> None:
+    """Raise a ShapeMismatchError unless the tensors of each shard are the same everywhere."""
+    first: dict[str, tuple[int, ShardFacts]] = {}
     for rank, one in enumerate(facts):
         for shard in (*one.wanted, *(one.held.shards if one.held else ())):
-            known = first.setdefault(shard.shard_id, (rank, shard.layout, shard.nbytes))
-            if known[1:] != (shard.layout, shard.nbytes):
-                return shard.shard_id, known[0], rank
-    return None
+            other, known = first.setdefault(shard.shard_id, (rank, shard))
+            if known != shard:
+                raise ShapeMismatchError(
+                    f"{shard.shard_id}: tensors differ between ranks {other} ({known.nbytes} "
+                    f"bytes) and {rank} ({shard.nbytes} bytes): expected the same names, dtypes "
+                    "and shapes wherever a shard has one id",
+                    key=shard.shard_id,
+                )
 
 
 def require_equal_copies(digests: Sequence[Mapping[str, str]]) -> None:
@@ -255,7 +252,7 @@ def _copies(
     holders: Mapping[str, tuple[int, ...]],
     target: int,
     skipped: set[str],
-) -> Iterator[ByteCopy]:
+) -> Iterator[ShardCopy]:
     ranks_with = {shard_id: frozenset(ranks) for shard_id, ranks in holders.items()}
     for receiver, one in enumerate(facts):
         for shard in one.wanted:
@@ -274,21 +271,9 @@ def _copies(
                     f"needs it: {_reasons(lost)}",
                     key=shard.shard_id,
                 )
-            yield from _split(shard, receiver, sources)
-
-
-def _split(shard: ShardFacts, receiver: int, holders: Sequence[int]) -> Iterator[ByteCopy]:
-    """The bytes of a shard, evenly over holders; of many, each receiver takes others."""
-    first, count = receiver * _MAX_SOURCES, min(len(holders), _MAX_SOURCES)
-    sources = sorted(holders[(first + number) % len(holders)] for number in range(count))
-    start = 0
-    for number, source in enumerate(sources, start=1):
-        end = shard.nbytes * number // count
-        if number < count:
-            end -= end % _ALIGNMENT_NBYTES
-        if end > start:
-            yield ByteCopy(receiver, shard.shard_id, start, end - start, source)
-            start = end
+            if shard.nbytes:  # several receivers of a shard have different sources
+                source = sources[receiver % len(sources)]
+                yield ShardCopy(receiver, shard.shard_id, shard.nbytes, source)
 
 
 def _why_not(one: RankFacts, role: Role) -> str:

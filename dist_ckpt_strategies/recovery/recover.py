@@ -19,7 +19,7 @@ from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, excha
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.device import TensorBytes
-from dist_ckpt_strategies.errors import CheckpointError, RestartError, ShapeMismatchError, text_of
+from dist_ckpt_strategies.errors import CheckpointError, RestartError, text_of
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,
     RankFacts,
@@ -27,8 +27,8 @@ from dist_ckpt_strategies.recovery.plan import (
     Role,
     build_recovery_plan,
     evenly_spaced,
-    find_layout_conflict,
     require_equal_copies,
+    require_equal_layouts,
 )
 from dist_ckpt_strategies.recovery.provider import (
     InMemoryCheckpoint,
@@ -109,7 +109,7 @@ class Recovery:
         """Objects and random states as bytes: for others by rank, and for this rank."""
 
     def plan(self) -> RecoveryPlan:
-        """The plan, or the same error on all ranks; where tensors differ it names them.
+        """The plan, or the same error on all ranks.
 
         Collective: one gather.
         """
@@ -119,9 +119,7 @@ class Recovery:
 
         contents = map(base64.b85decode, run_and_gather(self._comm, describe))
         facts = [pickle.loads(content) for content in contents]  # noqa: S301 - of this job
-        conflict = find_layout_conflict(facts)
-        if conflict is not None:
-            raise self._conflict(*conflict)
+        require_equal_layouts(facts)
         return build_recovery_plan(facts)
 
     def compare(self, plan: RecoveryPlan) -> None:
@@ -323,31 +321,6 @@ class Recovery:
             copied_nbytes=self._copied_nbytes,
             gathered=plan.needs_gather,
             seconds=seconds,
-        )
-
-    def _conflict(self, shard_id: str, first: int, second: int) -> ShapeMismatchError:
-        """The error that names the tensors that differ. Collective."""
-        comm = self._comm
-
-        def describe() -> list[dict[str, str]]:
-            both = (self._wanted, self._held) if comm.rank in {first, second} else ()
-            return [dict(shards[shard_id].lines()) for shards in both if shard_id in shards]
-
-        answers = run_and_gather(comm, describe)
-        mine, missing = answers[first][0], "no such tensor"
-        differences: list[str] = []
-        for theirs in (*answers[second], *answers[first]):
-            differences = differences or [
-                f"{name}: {mine.get(name, missing)} and {theirs.get(name, missing)}"
-                for name in sorted(mine.keys() | theirs.keys())
-                if mine.get(name) != theirs.get(name)
-            ]
-        shown = "; ".join(differences[:_MAX_SHOWN])
-        num_more = len(differences) - _MAX_SHOWN
-        return ShapeMismatchError(
-            f"{shard_id}: tensors differ between ranks {comm.global_rank(first)} and "
-            f"{comm.global_rank(second)}: {shown}{f', and {num_more} more' * (num_more > 0)}",
-            key=shard_id,
         )
 
 

@@ -13,7 +13,7 @@ import xxhash
 from dist_ckpt_strategies.comm.exchange import Incoming, Outgoing
 from dist_ckpt_strategies.device import TensorBytes, may_overlap, require_plain, to_host
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.recovery.plan import ByteCopy, ShardFacts
+from dist_ckpt_strategies.recovery.plan import ShardCopy, ShardFacts
 
 _DIGEST_CHUNK_NBYTES = 64 << 20
 
@@ -34,16 +34,13 @@ class FlatShard(TensorBytes):
             require_plain(tensors[name], key=f"{shard_id}: {name}")
         super().__init__([tensors[name] for name in self.names])
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Name of each tensor, and its dtype and shape in words."""
-        return [
-            (name, f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}")
-            for name, tensor in zip(self.names, self.tensors, strict=True)
-        ]
-
     def facts(self) -> ShardFacts:
         """What the planner needs to know."""
-        layout = xxhash.xxh3_64_hexdigest(json.dumps(self.lines()).encode())
+        lines = [
+            (name, str(tensor.dtype), list(tensor.shape))
+            for name, tensor in zip(self.names, self.tensors, strict=True)
+        ]
+        layout = xxhash.xxh3_64_hexdigest(json.dumps(lines).encode())
         return ShardFacts(self.shard_id, self.nbytes, layout)
 
     def tensor_digests(self) -> dict[str, str]:
@@ -60,23 +57,19 @@ class FlatShard(TensorBytes):
         """One digest of all bytes."""
         return xxhash.xxh3_64_hexdigest("".join(self.tensor_digests().values()).encode())
 
-    def outgoing(self, copy: ByteCopy) -> Outgoing:
-        """The bytes of a copy, to be sent."""
+    def outgoing(self, copy: ShardCopy) -> Outgoing:
+        """The shard, to be sent."""
+        return Outgoing(self.shard_id, copy.receiver, self.nbytes, self.read)
 
-        def read(start: int, buffer: torch.Tensor) -> torch.Tensor:
-            return self.read(copy.start + start, buffer)
-
-        return Outgoing(copy.name, copy.receiver, copy.nbytes, read)
-
-    def incoming(self, copy: ByteCopy, device: torch.device) -> Incoming:
-        """Where the bytes of a copy arrive, over a communicator of this device."""
+    def incoming(self, copy: ShardCopy, device: torch.device) -> Incoming:
+        """The shard, to be filled over a communicator of this device."""
         return Incoming(
-            copy.name,
+            self.shard_id,
             copy.source,
-            copy.nbytes,
-            lambda start, content: self.write(copy.start + start, content),
-            lambda start, nbytes: self.landing(copy.start + start, nbytes, device),
-            copy.shard_id,
+            self.nbytes,
+            self.write,
+            lambda start, nbytes: self.landing(start, nbytes, device),
+            self.shard_id,
         )
 
     def require_fillable(self) -> None:

@@ -147,54 +147,26 @@ def _take_over(mine: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state, without a change to any parameter.
+    """Let an optimizer have its state before the first step, which is zeros.
 
-    It takes a step of rate zero on gradients of zero; then what it has made is set to zero.
+    Another one of its class makes it, in a step of a stand-in for each parameter.
     """
-    params = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad and not optimizer.state.get(param)
-    ]
-    if not params:
-        return
-    if any(group.get("dampening") for group in optimizer.param_groups) or (
-        type(optimizer).__name__ not in _ZERO_AT_FIRST
-    ):
-        raise StrategyError(
-            f"{type(optimizer).__name__}: its state before the first step is not known; make it "
-            "first, and give the optimizer with it"
-        )
-    _step_in_place(optimizer, params)
-    for param in params:
-        for key, value in optimizer.state[param].items():
-            optimizer.state[param][key] = value.zero_() if _is_tensor(value) else value
-
-
-@torch.no_grad()
-def _step_in_place(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    before = [(param.clone(), param.grad) for param in params]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    others = [
-        (param, param.grad)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if not any(param is one for one in params)
-    ]
-    try:
-        for param, _ in others:
-            param.grad = None
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for param, (value, grad) in zip(params, before, strict=True):
-            param.copy_(value)
-            param.grad = grad
-        for param, grad in others:
-            param.grad = grad
+    kind: Any = type(optimizer)
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for param in group["params"]:
+            if not param.requires_grad or optimizer.state.get(param):
+                continue
+            if group.get("dampening") or kind.__name__ not in _ZERO_AT_FIRST:
+                raise StrategyError(
+                    f"{kind.__name__}: its state before the first step is not known; "
+                    "make it first, and give the optimizer with it"
+                )
+            stand_in = nn.Parameter(torch.zeros_like(param))
+            stand_in.grad = torch.zeros_like(param)
+            other = kind([{"params": [stand_in], **options}])
+            other.step()
+            optimizer.state[param] = {
+                key: value.zero_() if _is_tensor(value) else value
+                for key, value in other.state[stand_in].items()
+            }

@@ -21,7 +21,15 @@ from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
 from dist_ckpt_strategies.core.report import LoadReport
-from dist_ckpt_strategies.device import may_overlap, require_plain
+from dist_ckpt_strategies.device import (
+    build_batches,
+    copy_into,
+    host_buffer,
+    host_view,
+    may_overlap,
+    require_plain,
+    torch_dtype,
+)
 from dist_ckpt_strategies.errors import (
     DTypeMismatchError,
     PlanError,
@@ -41,8 +49,9 @@ from dist_ckpt_strategies.megatron.shards import (
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.checks import VALIDATED, require_validated
-from dist_ckpt_strategies.sharded.transfer import run_reads
+from dist_ckpt_strategies.sharded.transfer import TensorRegion
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, restart_limit
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +211,7 @@ class ShardedLoad:
             if read.source is not None and read.target is not None:
                 part = target[read.target.slices()] if read.is_padded else target
                 reads.append((read.array, read.source, part))
-        run_reads(self._checkpoint.array_reader, reads, self._options)
+        run_reads(self._checkpoint.array_reader(), reads, self._options)
         nbytes = sum(source.numel * array.dtype.itemsize for array, source, _ in reads)
         report = LoadReport(len(self._plan), nbytes, time.monotonic() - started)
         if self._objects:
@@ -223,6 +232,41 @@ class ShardedLoad:
 
         jobs = (Job(found.key, found.unique_key, partial(read, found)) for found in self._objects)
         Transfer(jobs, 1).wait(self._options.timeout_s)
+
+
+def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
+    """Fill every tensor, of any dtype, from storage.
+
+    CPU tensors of the stored dtype are read into directly, all at once. Others are read through
+    memory of the stored dtype, pinned for CUDA, batch by batch, and converted as ``copy_`` does;
+    that takes at most ``max_inflight_bytes`` (or the largest tensor).
+    """
+    sizes = []
+    for array, region, tensor in reads:
+        is_direct = tensor.device.type == "cpu" and tensor.dtype == torch_dtype(array.dtype)
+        needs_staging = not is_direct or tensor.is_conj() or tensor.is_neg()
+        sizes.append(region.numel * array.dtype.itemsize if needs_staging else 0)
+    for batch in build_batches(sizes, options.max_inflight_bytes):
+        staged = [sizes[number] > 0 for number in batch]
+        _run_batch(store, [reads[number] for number in batch], staged, options)
+
+
+def _run_batch(
+    store: ArrayReader, reads: Sequence[TensorRegion], staged: Sequence[bool], options: Options
+) -> None:
+    """A function, so that the memory of a batch is free before the next one takes its own."""
+    hosts = [
+        host_buffer(region.shape, array.dtype, like=tensor) if is_staged else tensor
+        for (array, region, tensor), is_staged in zip(reads, staged, strict=True)
+    ]
+    requests = [
+        ArrayRead(array, region, host_view(host))
+        for (array, region, _), host in zip(reads, hosts, strict=True)
+    ]
+    store.begin_reads(requests).wait(options.timeout_s)
+    pairs = [(t, host) for (_, _, t), host in zip(reads, hosts, strict=True) if host is not t]
+    if pairs:
+        copy_into(*zip(*pairs, strict=True))
 
 
 def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> StateDict:

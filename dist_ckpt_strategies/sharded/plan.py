@@ -31,7 +31,7 @@ from dist_ckpt_strategies.core.chunk_grids import (
     regular_chunk_shape,
     require_partition,
 )
-from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
+from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 
 _MAX_LISTED = 8
@@ -465,6 +465,6 @@ def _described_nbytes(array: ArraySpec) -> int:
     """About the bytes that the manifest has about an array."""
     if not array.num_chunks:
         return _ENTRY_NBYTES + len(array.key)
-    digests = num_inner_chunks(array, (0,) * len(array.shape)) + 1
+    digests = InnerGrid.of(array, (0,) * len(array.shape)).num_chunks + 1
     of_chunks = array.num_chunks * (_CHUNK_NBYTES + digests * _DIGEST_NBYTES)
     return _ENTRY_NBYTES + len(array.key) + of_chunks

@@ -245,7 +245,7 @@ class ShardedSave:
         self._described = [messages, options.max_inflight_bytes, layout, self._validates]
         self._own, last = digest_of(self._described), self.cache.planned
         if self.comm.rank == 0 and last is not None and last.own == self._own:
-            writer.begin(last.keys)
+            writer.place.begin(last.keys)
         common = self._common.digest if self._common else ""
         return [self._own, last and last.digest, self.save_id, common]
 
@@ -328,7 +328,8 @@ class ShardedSave:
 
     def write_small_files(self) -> None:
         """Write this rank's objects, and on the first rank the common state. Rank-local."""
-        self.writer.write_objects(self._objects)
+        if self._objects:
+            self.writer.write_objects(self._objects)
         if self._common and self._common.content is not None:
             self.writer.store.write(COMMON_NAME, self._common.content)
 
@@ -452,7 +453,7 @@ class ShardedSave:
         )
         keys = frozenset(array.key for array in arrays).union(object_keys)
         if comm.rank == 0:
-            self.writer.begin(keys)
+            self.writer.place.begin(keys)
         me = comm.global_rank(comm.rank)
         share = plan.share_of(me)
         report = SaveReport(

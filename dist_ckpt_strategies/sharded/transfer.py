@@ -18,17 +18,17 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardId
 from dist_ckpt_strategies.device import (
     Slot,
+    build_batches,
     copy_into,
-    host_buffer,
-    host_view,
     is_in_order,
     to_host,
     torch_dtype,
 )
+from dist_ckpt_strategies.formats.arrays import StoreWriter
 from dist_ckpt_strategies.sharded.plan import SavePlan, ShardSlice, WriteItem
 from dist_ckpt_strategies.sharded.writer_process import StagedWrite
 from dist_ckpt_strategies.storage.io_pool import InFlight
-from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
+from dist_ckpt_strategies.storage.store import ArrayWrite
 
 Tensors = Mapping[ShardId, torch.Tensor]
 """This rank's main replicas, each shaped like its region. Left untouched."""
@@ -38,7 +38,7 @@ TensorRegion = tuple[ArraySpec, Region, torch.Tensor]
 
 
 def run_writes(
-    store: ArrayWriter,
+    store: StoreWriter,
     writes: Sequence[TensorRegion],
     options: Options,
     creations: Sequence[ArraySpec] = (),
@@ -65,63 +65,6 @@ def run_writes(
                 for number, host in zip(batch, hosts, strict=True)
             ]
             in_flight.follow_with(store.begin_writes(requests))
-
-
-def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
-    """Fill every tensor, of any dtype, from storage.
-
-    CPU tensors of the stored dtype are read into directly, all at once. Others are read through
-    memory of the stored dtype, pinned for CUDA, batch by batch, and converted as ``copy_`` does;
-    that takes at most ``max_inflight_bytes`` (or the largest tensor).
-    """
-    sizes = []
-    for array, region, tensor in reads:
-        is_direct = tensor.device.type == "cpu" and tensor.dtype == torch_dtype(array.dtype)
-        needs_staging = not is_direct or tensor.is_conj() or tensor.is_neg()
-        sizes.append(region.numel * array.dtype.itemsize if needs_staging else 0)
-    for batch in build_batches(sizes, options.max_inflight_bytes):
-        staged = [sizes[number] > 0 for number in batch]
-        _run_batch(store, [reads[number] for number in batch], staged, options)
-
-
-def _run_batch(
-    store: ArrayReader, reads: Sequence[TensorRegion], staged: Sequence[bool], options: Options
-) -> None:
-    """A function, so that the memory of a batch is free before the next one takes its own."""
-    hosts = [
-        host_buffer(region.shape, array.dtype, like=tensor) if is_staged else tensor
-        for (array, region, tensor), is_staged in zip(reads, staged, strict=True)
-    ]
-    requests = [
-        ArrayRead(array, region, host_view(host))
-        for (array, region, _), host in zip(reads, hosts, strict=True)
-    ]
-    store.begin_reads(requests).wait(options.timeout_s)
-    pairs = [(t, host) for (_, _, t), host in zip(reads, hosts, strict=True) if host is not t]
-    if pairs:
-        copy_into(*zip(*pairs, strict=True))
-
-
-def build_batches(staged_nbytes: Sequence[int], budget_nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Positions of the transfers, batch by batch, in order.
-
-    What needs no staging memory goes into the first batch, so that it is issued at once.
-
-    Args:
-        staged_nbytes: staging memory that each transfer needs, in bytes; 0 for none.
-        budget_nbytes: bound on the sum within a batch; a larger transfer goes alone.
-    """
-    batches: list[list[int]] = [[n for n, size in enumerate(staged_nbytes) if size == 0]]
-    used = 0
-    for number, size in enumerate(staged_nbytes):
-        if size == 0:
-            continue
-        if used and used + size > budget_nbytes:
-            batches.append([])
-            used = 0
-        batches[-1].append(number)
-        used += size
-    return tuple(tuple(batch) for batch in batches if batch)
 
 
 def stage_plan(

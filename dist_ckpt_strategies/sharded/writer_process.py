@@ -26,9 +26,10 @@ import numpy as np
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
+from dist_ckpt_strategies.formats.arrays import StoreWriter
 from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.storage.io_pool import WORK, InFlight, time_limit
-from dist_ckpt_strategies.storage.store import ArrayWrite, ArrayWriter
+from dist_ckpt_strategies.storage.store import ArrayWrite
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class WriteJob:
 
     creations: tuple[ArraySpec, ...]
     writes: tuple[StagedWrite, ...]
-    open_writer: Callable[[], ArrayWriter]
+    open_writer: Callable[[], StoreWriter]
     timeout_s: float
 
     def run(self, memory: memoryview) -> Digests:
@@ -87,7 +88,7 @@ class WriteJob:
                 in_flight.follow_with(writer.begin_writes(requests))
             touched = {a.key: a for a in (*self.creations, *(w.array for w in self.writes))}
             writer.begin_syncs(list(touched.values())).wait(self.timeout_s)
-        return dict(getattr(writer, "digests", {}))
+        return writer.digests
 
 
 def is_supported() -> bool:

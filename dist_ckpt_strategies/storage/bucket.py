@@ -21,8 +21,7 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.storage.files import StoreUrl
-from dist_ckpt_strategies.storage.store import WrongSizeError
+from dist_ckpt_strategies.storage.files import StoreUrl, WrongSizeError
 
 _DETAIL = re.compile(r" \[[a-z0-9_-]+='.*", re.DOTALL)
 """What TensorStore appends: codes, ids and the body of the response."""

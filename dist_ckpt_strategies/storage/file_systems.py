@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.storage.files import file_errors
-from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES, limited, raise_if_cancelled
+from dist_ckpt_strategies.storage.files import READ_AT_ONCE, file_errors
+from dist_ckpt_strategies.storage.io_pool import limited, raise_if_cancelled
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -60,7 +60,6 @@ _ARCHITECTURES = {"x86_64", "aarch64"}
 _BEGIN_WRITEBACK = 2
 """SYNC_FILE_RANGE_WRITE."""
 
-_LOOK = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 _NOT_SUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 _IN_MEMORY = {"tmpfs", "ramfs"}
@@ -249,7 +248,7 @@ def begin_readahead(paths: Sequence[str]) -> None:
     """Announce files that are read next, and do not wait; nothing where the first is cached."""
     for number, path in enumerate(paths):
         with suppress(OSError):
-            handle = os.open(path, _LOOK)
+            handle = os.open(path, READ_AT_ONCE)
             try:
                 if number == 0 and is_cached(handle, 0):
                     return
@@ -359,24 +358,3 @@ def read_aligned(handle: int, byte_offset: int, nbytes: int, buffer: Bytes) -> B
         if got == 0 or got % BLOCK_NBYTES:
             break
     return buffer[skipped : min(done, skipped + nbytes)]
-
-
-def pread_into(handle: int, byte_offset: int, target: Bytes) -> int:
-    """Fill ``target`` from a position of the file; returns the bytes that there were."""
-    done = 0
-    while done < target.size:
-        raise_if_cancelled()
-        some = target[done : done + MAX_SLICE_NBYTES]
-        got = os.preadv(handle, [some.data], byte_offset + done)
-        if got == 0:
-            break
-        done += got
-    return done
-
-
-def write_buffered(handle: int, content: Bytes) -> None:
-    """Write every byte behind what was written last, a slice at a time."""
-    done = 0
-    while done < content.size:
-        raise_if_cancelled()
-        done += os.write(handle, content[done : done + MAX_SLICE_NBYTES].data)

@@ -1,4 +1,4 @@
-"""Addresses of checkpoints, durable small files, directory syncs, locks, and what lies below."""
+"""Addresses of checkpoints, files and directories: durable writes, reads, syncs, locks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
     StrategyError,
 )
-from dist_ckpt_strategies.storage.io_pool import raise_if_cancelled, storage_error
+from dist_ckpt_strategies.storage.folders import nbytes_text
+from dist_ckpt_strategies.storage.io_pool import (
+    MAX_SLICE_NBYTES,
+    limited,
+    raise_if_cancelled,
+    storage_error,
+)
+
+if TYPE_CHECKING:
+    from dist_ckpt_strategies.storage.file_systems import Bytes
 
 MARKER_NAME = "metadata.json"
 """The last file of a checkpoint; a directory below that has one is a checkpoint of its own."""
@@ -38,9 +48,8 @@ PARTIAL_PREFIX = ".partial-"
 MAX_JSON_NBYTES = 1 << 20
 """A metadata file has a few hundred bytes; of a longer one no more than this is read."""
 
+READ_AT_ONCE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-
-_LEAST_READ_NBYTES = 4096
 
 SCHEMES = ("s3", "gs")
 
@@ -171,19 +180,23 @@ def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> b
     Raises:
         OSError: it is no regular file, for one, such as a pipe, which could keep us waiting.
     """
-    with open(path, "rb", opener=open_at_once) as file:  # buffered: one call gives 2 GiB at most
-        status = os.fstat(file.fileno())
+    handle = os.open(path, READ_AT_ONCE)
+    try:
+        status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
-        file.seek(byte_offset)
         # A read of a megabyte takes memory for one, whatever the file has.
-        held = max(status.st_size - byte_offset, _LEAST_READ_NBYTES)
-        return file.read(min(max_nbytes, held))
-
-
-def open_at_once(path: str, flags: int) -> int:
-    """An opener that does not wait for the writer of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
+        held = max(status.st_size - byte_offset, 0)
+        wanted = held if max_nbytes < 0 else min(max_nbytes, held)
+        content = os.pread(handle, wanted, byte_offset)
+        while len(content) < wanted:  # one call gives 2 GiB at most
+            more = os.pread(handle, wanted - len(content), byte_offset + len(content))
+            if not more:
+                break
+            content += more
+        return content
+    finally:
+        os.close(handle)
 
 
 def is_directory(entry: os.DirEntry[str]) -> bool:
@@ -302,80 +315,6 @@ def sync_directories(root: Path, names: Mapping[str, str]) -> None:
             sync_path(path)
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """One directory.
-
-    Attributes:
-        key: its path relative to the root of the tree, ``/`` between parts; empty for the root.
-        files: size in bytes of each regular file in it, by name.
-        folders: names of the directories in it, sorted.
-        links: names of links to directories in it, sorted.
-        others: names of what is none of these, such as pipes and links to nothing, sorted.
-        failure: why it could not be read; None where it could.
-    """
-
-    key: str
-    files: dict[str, int]
-    folders: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    failure: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the files in it."""
-        return sum(self.files.values())
-
-    def path_of(self, name: str) -> str:
-        """What ``key`` is for the directory, for something in it."""
-        return f"{self.key}/{name}" if self.key else name
-
-
-def read_folder(root: Path, key: str) -> Folder:
-    """One directory; empty where it is gone."""
-    files: dict[str, int] = {}
-    folders: list[str] = []
-    links: list[str] = []
-    others: list[str] = []
-    try:
-        with os.scandir(os.path.join(root, key)) as entries:  # noqa: PTH118 - 10,000 times
-            for entry in entries:
-                try:
-                    if entry.is_dir():
-                        (links if entry.is_symlink() else folders).append(entry.name)
-                    elif entry.is_file():
-                        files[entry.name] = entry.stat().st_size
-                    else:
-                        others.append(entry.name)
-                except OSError:  # a link in a circle; gone meanwhile
-                    others.append(entry.name)
-    except FileNotFoundError:
-        return Folder(key, {})
-    except OSError as error:
-        return Folder(key, {}, failure=reason(error))
-    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)), tuple(sorted(others)))
-
-
-def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
-    """The directories of those keys and all below them; links are not followed."""
-    waiting = list(keys)
-    while waiting:
-        folder = read_folder(root, waiting.pop())
-        yield folder
-        waiting.extend(map(folder.path_of, folder.folders))
-
-
-def nbytes_text(nbytes: int) -> str:
-    """Such as ``1 byte`` and ``4096 bytes``."""
-    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
-
-
-def reason(error: OSError) -> str:
-    """What the operating system says, without the path."""
-    return error.strerror or type(error).__name__
-
-
 _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 """What file systems answer that have no locks; files of theirs count as not locked."""
 
@@ -398,3 +337,135 @@ def try_lock(handle: int, *, waits: bool = False) -> bool:
         if error.errno not in _UNKNOWN:
             raise
     return True
+
+
+def pread_into(handle: int, byte_offset: int, target: Bytes) -> int:
+    """Fill ``target`` from a position of the file; returns the bytes that there were."""
+    done = 0
+    while done < target.size:
+        raise_if_cancelled()
+        some = target[done : done + MAX_SLICE_NBYTES]
+        got = os.preadv(handle, [some.data], byte_offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def write_buffered(handle: int, content: Bytes) -> None:
+    """Write every byte behind what was written last, a slice at a time."""
+    done = 0
+    while done < content.size:
+        raise_if_cancelled()
+        done += os.write(handle, content[done : done + MAX_SLICE_NBYTES].data)
+
+
+class WrongSizeError(CorruptCheckpointError):
+    """A file has another size than it should have.
+
+    Args:
+        path: the file.
+        expected: bytes.
+        found: in words; an object store only shows whether it is larger.
+    """
+
+    def __init__(self, path: str, expected: int, found: str) -> None:
+        super().__init__(f"{path} has {found}, expected {nbytes_text(expected)}", path=path)
+        self.expected = expected
+        self.found = found
+
+
+_BLOCK_NBYTES = 2 << 20
+"""Read at a time from a file system, so that it stays in the processor's cache."""
+
+
+def block_sizes(nbytes: int, block_nbytes: int) -> list[int]:
+    """The sizes of blocks that make up so many bytes, for ``read_blocks``; at least one."""
+    return [min(block_nbytes, nbytes - at) for at in range(0, max(nbytes, 1), block_nbytes)]
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A directory of a file system; see Store."""
+
+    root: Path
+    block_nbytes = _BLOCK_NBYTES
+
+    @property
+    def num_readers(self) -> int:
+        """See Store: one thread for each processor."""
+        return len(os.sched_getaffinity(0))
+
+    def __str__(self) -> str:
+        """See Store."""
+        return str(self.root)
+
+    def path(self, name: str) -> str:
+        """See Store."""
+        return f"{self.root}/{name}"
+
+    @limited
+    def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
+        """See Store."""
+        path = self.path(name)
+        with file_errors(None, path):
+            return read_file(path, nbytes, byte_offset)
+
+    def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
+        """See Store."""
+        import numpy as np  # noqa: PLC0415 - takes a while, and few processes need it
+
+        path, memory, byte_offset = self.path(name), np.empty(max(sizes), np.uint8), 0
+        with file_errors(None, path):
+            found = Path(path).stat().st_size
+            if found != sum(sizes):
+                raise WrongSizeError(path, sum(sizes), nbytes_text(found))
+            handle = os.open(path, READ_AT_ONCE)
+            try:
+                for nbytes in sizes:
+                    block = memory[:nbytes]
+                    if pread_into(handle, byte_offset, block) != nbytes:
+                        raise OSError(0, "it ended while it was read")
+                    yield block.data
+                    byte_offset += nbytes
+            finally:
+                os.close(handle)
+
+    @limited
+    def write(self, name: str, content: bytes) -> None:
+        """See Store."""
+        path = Path(self.path(name))
+        with file_errors(None, path):
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                sync_path(path.parent.parent)
+            write_file(path, content)
+
+    @limited
+    def create(self, name: str, content: bytes) -> bool:
+        """Make a file unless there is one; whether it was made. At first it may be seen empty."""
+        path = self.path(name)
+        with file_errors(None, path):
+            try:
+                with new_file(path) as handle:
+                    os.write(handle, content)
+            except FileExistsError:
+                return False
+            except OSError:
+                Path(path).unlink(missing_ok=True)  # a full disk has room for its name
+                raise
+        return True
+
+    @limited
+    def names(self, start: str = "") -> Sequence[str]:
+        """What is right below the directory and has a name that starts with ``start``."""
+        with file_errors(None, self.root), suppress(FileNotFoundError):
+            return [name for name in os.listdir(self.root) if name.startswith(start)]  # noqa: PTH208
+        return []
+
+    @limited
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files; those that are not there are passed over."""
+        for name in names:
+            with file_errors(None, self.path(name)):
+                Path(self.path(name)).unlink(missing_ok=True)

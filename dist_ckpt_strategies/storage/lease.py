@@ -31,8 +31,8 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.storage.processes import has_ended, process_name
-from dist_ckpt_strategies.storage.store import Directory
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.commit import invalidate
 from dist_ckpt_strategies.formats.locations import (
-    Location,
     content_of,
     located,
     require_path,
+    store_at,
 )
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
@@ -41,10 +41,8 @@ from dist_ckpt_strategies.megatron.types import (
     SaveCommonStrategy,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
-from dist_ckpt_strategies.storage.store import Directory, Store
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 from dist_ckpt_strategies.tools.readers import open_reader
 
@@ -99,7 +97,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
             content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed())
             if isinstance(root, Path):
                 invalidate(root)
-            _store(root).write(COMMON_NAME, content)
+            store_at(root).write(COMMON_NAME, content)
 
         with time_limit(self.options.timeout_s):
             run_on_first_rank(comm, write)
@@ -150,7 +148,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         """
         options, allow = self.options, self.allowed()
         root = content_of(located(checkpoint_dir, options))
-        store = _store(root)
+        store = store_at(root)
         path = store.path(COMMON_NAME)
         with time_limit(options.timeout_s):
             try:
@@ -198,7 +196,3 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
 
     def _directory(self, checkpoint_dir: str | Path) -> Path:
         return require_path(located(checkpoint_dir, self.options), _OBJECT_FILES)
-
-
-def _store(root: Location) -> Store:
-    return root if isinstance(root, Bucket) else Directory(root)

@@ -35,6 +35,7 @@ from dist_ckpt_strategies.formats.locations import (
     located,
     read_marker,
     require_path,
+    store_at,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
 from dist_ckpt_strategies.megatron.shards import (
@@ -66,7 +67,6 @@ from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit
-from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (
@@ -368,7 +368,7 @@ class _Save:
         if self.common.save is not None:
             self.common.save(place.location)
         elif self.common.content is not None:
-            Directory(place.location).write(COMMON_NAME, self.common.content)
+            store_at(place.location).write(COMMON_NAME, self.common.content)
 
     def _write_objects(self, objects: StateDict, root: Location) -> None:
         if not handles_objects(self.common_saver):
@@ -442,8 +442,6 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
             raise invalid
         place = located(checkpoint_dir, options)
         try:
-            if comm.rank == 0:
-                complete_commit(place)
             root = content_of(place)
             formats = astuple(read_marker(root))
             loader = _fitting(root, action, sharded_strategy and chosen, formats[:2], timeout_s)
@@ -452,17 +450,31 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         except (CheckpointNotFoundError, IncompleteCheckpointError):
             if is_last or not isinstance(place, Path):
                 raise
-            return None  # the first rank may have completed a commit, or another node has it
+            if comm.rank == 0:
+                complete_commit(place)
+            return None  # that may have completed an interrupted one, or another node has it
         state, nonpersistent, factories = split_for_load(sharded_state_dict)
-        loader = _with_options(
-            loader,
-            root,
-            state,
-            Verify.FULL if verify_integrity else verify,
-            strict_dtype=strict_dtype,
-        )
-        way = (loader, commons, parsed_strict(strict), validate_access_integrity)
-        loads[:] = [_Load(comm, root, *way, state, factories, merged(result, nonpersistent))]
+        if verify_integrity or verify is not None or strict_dtype:
+            loader = _with_options(
+                loader,
+                root,
+                state,
+                Verify.FULL if verify_integrity else verify,
+                strict_dtype=strict_dtype,
+            )
+        loads[:] = [
+            _Load(
+                comm,
+                root,
+                loader,
+                commons,
+                parsed_strict(strict),
+                validate_access_integrity,
+                state,
+                factories,
+                merged(result, nonpersistent),
+            )
+        ]
         return loads[0].describe(
             checkpoint_dir, (getattr(_inner(chosen), "group", None), options.timeout_s)
         )
@@ -521,8 +533,6 @@ def _with_options(
             f"{type(loader).__name__} does not read itself; set verify on the strategy that does, "
             "or in its options"
         )
-    if verify is None and not strict_dtype:
-        return loader
     if hasattr(loader, "with_options"):
         return loader.with_options(verify=verify, strict_dtype=strict_dtype or None)
     if strict_dtype:
@@ -596,8 +606,7 @@ class _Load:
             result: StateDict = self.direct.run(self._finished)
             return result
         outcome = check_load(comm, self.state, strict, self._stored_keys, self.validates)
-        loaded = self._load_otherwise(outcome.sharded)
-        run_collectively(comm, lambda: self._finished(*loaded))
+        run_collectively(comm, lambda: self._finished(*self._load_otherwise(outcome.sharded)))
         if StrictHandling.requires_returning_mismatch_keys(strict):
             return self.result, outcome.missing, outcome.unexpected
         return self.result
@@ -616,15 +625,18 @@ class _Load:
         return found
 
     def _load_otherwise(self, state: StateDict) -> tuple[StateDict, ...]:
-        """What the strategies load: objects apart, where the sharded one does not take them."""
+        """What the strategies load: objects apart, where the sharded one does not take them.
+
+        Collective. The caller runs it within an error check.
+        """
         comm, sharded, root = self.comm, self.sharded, self.root
         if handles_objects(sharded):
-            return (run_collectively(comm, lambda: sharded.load(state, root)),)
+            return (sharded.load(state, root),)
         objects, tensors = run_collectively(comm, lambda: split_objects(state))
         loaded = run_collectively(
             comm, lambda: self.common_loader.load_sharded_objects(objects, root)
         )
-        return loaded, run_collectively(comm, lambda: sharded.load(tensors, root))
+        return loaded, sharded.load(tensors, root)
 
 
 def _inner(strategy: Any) -> Any:
@@ -644,7 +656,7 @@ def _opened(
 
     Ranks and options are those of the strategy, where it is one of this package.
     """
-    options, group, found, invalid = Options(), None, None, None
+    options, group, found, invalid = None, None, None, None
     try:
         options = options_from_environment()  # reported if invalid, whatever the strategy's are
         with allowing(allow):
@@ -662,6 +674,7 @@ def _opened(
                 )
     except Exception as error:  # noqa: BLE001 - see above
         invalid = error
+    options = options or Options()
     purpose = action.value.partition("_")[0]
     comm = open_communicator(group, timeout_s=options.timeout_s, purpose=purpose, detail=detail)
     return comm, options, found, invalid

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from dist_ckpt_strategies.comm.base import Communicator, Message
@@ -42,7 +41,7 @@ from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
 from dist_ckpt_strategies.local.encoding import default_local_allowed, read_common
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
+from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict, filled
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
 from dist_ckpt_strategies.local.scan import BACKEND, SESSION
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
@@ -71,6 +70,7 @@ from dist_ckpt_strategies.sharded.load import (
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
+    Directory,
     file_errors,
     make_directories,
     read_file,
@@ -84,7 +84,6 @@ from dist_ckpt_strategies.storage.io_pool import (
     run_with_limit,
     time_limit,
 )
-from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 
 VERSION = 1
@@ -310,26 +309,18 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             return self._manager(root, digest)
 
         state, _ = run_collectively(comm, require_common).load(on_host=True)
-        own: dict[int, torch.Tensor] = {}
 
         def check() -> Conversions:
-            content = state.common_state_dict
             values = sharded_values(sharded_state_dict)
             tensors = [value for value in values if isinstance(value, ShardedTensor)]
-            stored = {key: dtype for key, _, dtype in content["stored"]["arrays"]}
-            converted = conversions(tensors, stored, is_strict=self.options.strict_dtype)
-            own.update({id(t): destination(t) for t in tensors if t.data is not None})
-            return converted
-
-        def fill(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
-            if tensor.data is None:
-                return loaded.to(tensor.dtype)
-            own[id(tensor)].detach().copy_(loaded)
-            return own[id(tensor)]
+            for tensor in tensors:
+                destination(tensor)
+            stored = {key: kind for key, _, kind in state.common_state_dict["stored"]["arrays"]}
+            return conversions(tensors, stored, is_strict=self.options.strict_dtype)
 
         with time_limit(self.options.timeout_s):
             converted = run_and_gather(comm, check)
-        loaded = dict(state.loaded(comm, sharded_state_dict, fill))
+        loaded = dict(state.loaded(comm, sharded_state_dict, filled))
         warn_of_conversions(comm, checkpoint_dir, converted)
         return loaded
 

@@ -35,16 +35,16 @@ from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
+    Directory,
     StoreUrl,
     file_errors,
-    folders_below,
     is_elsewhere,
     parsed_address,
-    reason,
     require_directory,
     sync_path,
 )
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.folders import folders_below, reason
+from dist_ckpt_strategies.storage.store import Store
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
     from dist_ckpt_strategies.storage.bucket import Bucket
@@ -330,14 +330,12 @@ def _directory_status(directory: Path) -> tuple[Status, int | None, float]:
     """What a directory is, the bytes in it, and when it became that."""
     complete_commit(directory)
     marker = directory / MARKER_NAME
-    if has_marker := marker.exists():
-        status, _, _ = _scanned(directory)
-    else:
-        with os.scandir(directory) as entries:
-            is_ours = any(map(_is_stale, entries)) or read_begun(Directory(directory)) is not None
-        status = Status.UNFINISHED if is_ours else Status.OTHER
-    if status is Status.OTHER:
-        return status, None, 0.0
+    if marker.exists():
+        status, nbytes, _ = _scanned(directory)
+        return status, nbytes, marker.stat().st_mtime
+    with os.scandir(directory) as entries:
+        if not (any(map(_is_stale, entries)) or read_begun(Directory(directory))):
+            return Status.OTHER, None, 0.0
     nbytes, changed_s = 0, 0.0
     for folder in folders_below(directory, [""]):
         if folder.failure:
@@ -347,7 +345,7 @@ def _directory_status(directory: Path) -> tuple[Status, int | None, float]:
         for name in ("", *folder.files):
             with suppress(OSError):  # it has gone meanwhile
                 changed_s = max(changed_s, os.lstat(directory / folder.path_of(name)).st_mtime)
-    return status, nbytes, marker.stat().st_mtime if has_marker else changed_s
+    return Status.UNFINISHED, nbytes, changed_s
 
 
 def _scanned(place: Location) -> tuple[Status, int | None, float]:

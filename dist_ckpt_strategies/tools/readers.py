@@ -26,8 +26,8 @@ from dist_ckpt_strategies.formats.checkpoints import (
 from dist_ckpt_strategies.formats.locations import Location, read_marker, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, plain_value, require_archive
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME
-from dist_ckpt_strategies.storage.store import ArrayRead, Directory, HostArray
+from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
+from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
 
 
@@ -110,7 +110,7 @@ class ZarrReader(CheckpointReader):
         is_format2 = isinstance(checkpoint, Format2Checkpoint)
         super().__init__(root, Format.ZARR2 if is_format2 else Format.ZARR1)
         self._checkpoint, self._timeout_s = checkpoint, timeout_s
-        self._reader = checkpoint.array_reader
+        self._reader = checkpoint.array_reader()
         self._specs = checkpoint.find(checkpoint.keys())
         self.arrays = tuple(
             SourceArray(a.key, a.shape, a.dtype, a.chunk_shape, granularity=a.inner_shape)

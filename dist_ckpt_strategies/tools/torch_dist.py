@@ -47,8 +47,13 @@ from dist_ckpt_strategies.formats.objects import (
     load_pickle,
     plain_content,
 )
-from dist_ckpt_strategies.storage.file_systems import write_buffered
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, new_file, read_file
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    file_errors,
+    new_file,
+    read_file,
+    write_buffered,
+)
 from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.plan_convert import FileTask, Format, SourceArray
 from dist_ckpt_strategies.tools.readers import CheckpointReader

@@ -19,9 +19,14 @@ from dist_ckpt_strategies.formats.commit import SavePlace
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, plain_value
 from dist_ckpt_strategies.sharded.plan import build_manifest_plan
-from dist_ckpt_strategies.storage.file_systems import write_buffered
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, sync_path
-from dist_ckpt_strategies.storage.store import Directory, HostArray
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    Directory,
+    file_errors,
+    sync_path,
+    write_buffered,
+)
+from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.plan_convert import (
     SAFETENSORS_DTYPES,
     ConvertPlan,
@@ -110,18 +115,14 @@ class ZarrWriter(TargetWriter):
         self._timeout_s = writer.options.timeout_s
         self.marker = CheckpointMarker("zarr", writer.version)
 
-    def begin(self) -> None:
-        """See TargetWriter."""
-        self._writer.begin(self.plan.keys)
-
     def open(self, owner: str, arrays: Sequence[ArraySpec]) -> None:
         """See TargetWriter."""
         self._writer.require(owner)
         self._created = arrays
         self._writer.arrays.begin_creates(arrays).wait(self._timeout_s)
 
-    def write(self, task: FileTask, read: ReadBlock) -> list[int]:
-        """See TargetWriter. Gives the digests of the chunk's file, in format 2."""
+    def write(self, task: FileTask, read: ReadBlock) -> str:
+        """See TargetWriter. Gives the digests of the chunk's file, in format 2, in hexadecimal."""
         (item,) = task.items
         array, index = item.array, item.array.chunk_at(item.region)
         assert index is not None  # noqa: S101 - the plan has an item for each chunk
@@ -139,7 +140,7 @@ class ZarrWriter(TargetWriter):
                     yield region, read(item, region)
 
         self._writer.arrays.write_chunk(array, index, blocks())
-        return self._writer.arrays.digests.get((array.key, index), [])
+        return self._writer.arrays.digests.get((array.key, index), b"").hex()
 
     def flush(self, tasks: Sequence[FileTask]) -> None:
         """See TargetWriter."""
@@ -156,7 +157,10 @@ class ZarrWriter(TargetWriter):
             return
         chunks = ((self.plan.tasks[number].items[0], found) for number, found in records.items())
         writer.arrays.digests.update(
-            {(item.array.key, item.array.chunk_at(item.region) or ()): d for item, d in chunks}
+            {
+                (item.array.key, item.array.chunk_at(item.region) or ()): bytes.fromhex(found)
+                for item, found in chunks
+            }
         )
         keys = (object_id.key for object_id in self.plan.objects)
         segments = build_manifest_plan(arrays, keys, _MAX_SEGMENTS)
@@ -175,12 +179,13 @@ class ZarrWriter(TargetWriter):
             content = source.object_content(object_id)
             if self._writer.version == 1 and (plain := plain_value(content)) is not None:
                 content = dump_object(plain.value, name=object_id.unique_key)
-            if held + len(content) > MAX_OBJECT_NBYTES:
+            if batch and held + len(content) > MAX_OBJECT_NBYTES:
                 self._writer.write_objects(batch)
                 batch, held = {}, 0
             batch[object_id] = content
             held += len(content)
-        self._writer.write_objects(batch)
+        if batch:
+            self._writer.write_objects(batch)
 
 
 class SafetensorsWriter(TargetWriter):

@@ -27,7 +27,7 @@ from dist_ckpt_strategies.device import (
     torch_dtype,
 )
 from dist_ckpt_strategies.errors import CheckpointError
-from dist_ckpt_strategies.sharded.transfer import run_reads
+from dist_ckpt_strategies.sharded.load import run_reads
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
 from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, Slice

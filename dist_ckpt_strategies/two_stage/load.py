@@ -19,7 +19,6 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.collective import (
     run_and_gather,
     run_and_gather_bytes,
-    run_collectively,
 )
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
@@ -96,8 +95,12 @@ class CheckpointLoad:
         restart_limit()
         parsed = {answer: json.loads(answer) for answer in set(answers)}
         budgets, _, have_objects, all_names = zip(*parsed.values(), strict=True)
-        budget, names = min(budgets), sorted(set(chain.from_iterable(all_names)))
+        if any(have_objects):
+            self._find_requesters()
         caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
+        if all(cache and cache.is_storage for cache in caches):
+            return self._prepare_alone([cache.name for cache in caches])
+        budget, names = min(budgets), sorted(set(chain.from_iterable(all_names)))
         self._arrays = self._find(names)
         converted: list[Any] = []
 
@@ -110,22 +113,26 @@ class CheckpointLoad:
             return f"{int(_stays_cached(caches, comm.rank, nbytes))}\n{regions}".encode()
 
         requests = run_and_gather_bytes(comm, describe)
-        if any(have_objects):
-            self._find_requesters()
         distinct = {request: request.decode().partition("\n") for request in set(requests)}
         fits = all(stays_cached == "1" for stays_cached, _, _ in distinct.values())
         cache_names = tuple(cache.name if cache and fits else None for cache in caches)
-        if all(cache and cache.is_storage for cache in caches):
-            self._plan = GroupPlan((), frozenset(), cache_names)  # every rank reads from memory
-        else:
-            regions = [distinct[request][2] for request in requests]
-            self._plan = build_group_plan(
-                regions, self._arrays, cache_names, max_inflight_bytes=budget
-            )
+        regions = [distinct[request][2] for request in requests]
+        self._plan = build_group_plan(regions, self._arrays, cache_names, max_inflight_bytes=budget)
         return converted[0]
 
+    def _prepare_alone(self, cache_names: Sequence[str]) -> Any:
+        """Plan that every rank reads all that it requests, where storage is memory. Rank-local."""
+        self._plan = GroupPlan((), frozenset(), tuple(cache_names))
+        found = self._checkpoint.find(sorted({tensor.key for tensor in self._tensors}))
+        self._arrays = [*found.values()]
+        numbers = {key: number for number, key in enumerate(found)}
+        own = [numbers[tensor.key] for tensor in self._tensors]
+        return self._choose_targets([(number, self._arrays[number]) for number in own])
+
     def run(self, allowed: Callable[[], Allowed]) -> tuple[StateDict, BroadcastReport]:
-        """Read and send everything; a state dict of the structure of the request. Collective.
+        """Read and send everything; a state dict of the structure of the request.
+
+        Collective. The caller runs it within an error check.
 
         Args:
             allowed: returns the classes that objects may be unpickled to.
@@ -147,17 +154,14 @@ class CheckpointLoad:
         )
         contents = self._object_contents() if self._requesters else {}
 
-        def finish() -> StateDict:
-            allow = allowed() if self._objects else ()
-            loaded: dict[int, Any] = {}
-            for found in self._objects:
-                name = object_id(found)
-                content, path = contents[name.unique_key], self._object_path(name)
-                loaded[id(found)] = load_content(content, path, name.unique_key, allow)
-            loaded |= {id(t): r for t, r in zip(self._tensors, self._results, strict=True)}
-            return mapped_values(lambda value: loaded[id(value)], self._state_dict)
-
-        return run_collectively(comm, finish), report
+        allow = allowed() if self._objects else ()
+        loaded: dict[int, Any] = {}
+        for found in self._objects:
+            name = object_id(found)
+            content, path = contents[name.unique_key], self._object_path(name)
+            loaded[id(found)] = load_content(content, path, name.unique_key, allow)
+        loaded |= {id(t): r for t, r in zip(self._tensors, self._results, strict=True)}
+        return mapped_values(lambda value: loaded[id(value)], self._state_dict), report
 
     def _request(self) -> bytes:
         root = self._open()
@@ -239,8 +243,7 @@ class CheckpointLoad:
         return converted
 
     def _open_reader(self, *, fills_page_cache: bool) -> ArrayReader:
-        checkpoint = self._checkpoint
-        return checkpoint.buffered_reader if fills_page_cache else checkpoint.array_reader
+        return self._checkpoint.array_reader(fills_page_cache=fills_page_cache)
 
     def _object_content(self, unique_key: str) -> bytes:
         found = ObjectId.parse(unique_key)

@@ -11,7 +11,7 @@ from benchmarks.common.states import (
     build_equal_shards,
     build_slices,
 )
-from benchmarks.common.worker import Target
+from dist_ckpt_strategies.cli.bench_rank import Target
 
 SIZE = GptSize(num_layers=1, hidden=32, vocabulary=64)
 

@@ -19,7 +19,6 @@ from dist_ckpt_strategies.cli.demo.main import (
     run_demo,
     run_task,
 )
-from dist_ckpt_strategies.cli.ranks import Event
 from dist_ckpt_strategies.errors import CheckpointExistsError
 from tests.support.demo_ranks import run_task_forked
 
@@ -70,14 +69,16 @@ def test_a_demo_that_fails_names_the_rank_and_the_reason() -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_rank_in_a_process_of_its_own_carries_out_its_task(tmp_path: Path) -> None:
-    events: list[Event] = []
-    outcome = run_task(RankTask(ParallelLayout(), SMALL, tmp_path), events.append)
+def test_a_rank_in_a_process_of_its_own_carries_out_its_task(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcome = run_task(RankTask(ParallelLayout(), SMALL, tmp_path))
 
     assert sorted(outcome.losses) == list(range(SMALL.num_before_save + SMALL.num_after_save))
     assert len(outcome.digests) == 4 * 17
-    done = [event["event"] for event in events if "seconds" in event]
-    assert done == ["train, iterations 0-9", "save", "train on, iterations 10-12"]
+    lines = capfd.readouterr().out.splitlines()
+    for line, step in zip(lines, ("train, ite", "save", "train on, ite"), strict=True):
+        assert line.startswith(f"TP1 x DP1        {step}")
     assert (tmp_path / "metadata.json").exists()
 
 

@@ -40,6 +40,7 @@ def script(directory: Path, body: str) -> Path:
         ["--rdzv-backend", "etcd-v2"],
         ["--spare-nodes", "1"],
         ["--tee", "7"],
+        ["--event-log-handler", "kafka"],
     ],
 )
 def test_bad_options_are_wrong_usage(options: list[str], tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""``python -m tests.cluster --seed 7``: random faults of a job, one after the other."""
+"""``python -m tests.cluster --seed 7``: random faults of a job, one after the other.
+
+Each is drawn from the seed and its number alone: ``--seed 7 --only 12`` does the twelfth again.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="do this fault alone")
     parser.add_argument("--kind", action="append", choices=list(faults.ALL), help="default: all")
     parser.add_argument("--nodes", type=int, default=4, help="with ranks; one more is a spare")
     parser.add_argument("--ranks", type=int, default=2, help="of each node")
-    parser.add_argument("--save-every", type=int, default=0, help="steps between local checkpoints")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints")
     parser.add_argument("--directory", type=Path, help="where to write")
     options = parser.parse_args()
     if why_not():
@@ -48,7 +52,6 @@ def campaign(directory: Path, options: argparse.Namespace) -> int:
         save_every=options.save_every,
     )
     names = [f"n{number}" for number in range(shape.num_nodes + shape.num_spare_nodes)]
-    draw = random.Random(options.seed)
     seconds: dict[str, list[float]] = {}
     say(f"seed {options.seed}, {shape}")
     with Cluster(directory, [STORE, *names]) as cluster:
@@ -57,14 +60,18 @@ def campaign(directory: Path, options: argparse.Namespace) -> int:
         job.start(STORE, *names)
         job.go_on(began)
         job.await_spares()
-        for number in range(options.faults):
+        numbers = range(1, options.faults + 1) if options.only is None else [options.only]
+        for number in numbers:
+            draw = random.Random(f"{options.seed}/{number}")
             kind = draw.choice(options.kind or list(faults.ALL))
-            say(f"{time.monotonic() - began:7.1f} s  {number + 1}: {kind}")
+            say(f"{time.monotonic() - began:7.1f} s  {number}/{numbers[-1]}: {kind}")
             took = faults.happen(job, faults.ALL[kind], draw)
             seconds.setdefault(kind, []).append(took)
-            say(f"  the next step came after {took:.2f} s")
+            say(f"  the next step came after {took:.2f} s; all are at step {job.step()}")
         codes = job.finish()
         job.require_right()
+        if shape.save_every:
+            say(f"{job.require_whole_checkpoints()} checkpoints are whole")
         if any(codes.values()):
             say(job.told())
     medians = {kind: round(statistics.median(found), 2) for kind, found in seconds.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -81,7 +82,7 @@ class Note:
         at: time by the clock of the machine.
         rank: of the world.
         process: node, boot id and process number of who did it.
-        what: "step", or what the state came from: "begin", "memory", "disk".
+        what: "step", "save", or what the state came from: "begin", "memory", "disk".
         step: that the state is at.
         digest: of the state.
     """
@@ -274,6 +275,18 @@ class Job:
             if note.digest != expected[note.rank][note.step]
         ]
         assert not wrong, "\n".join([*wrong[:8], self.told()])
+
+    def require_whole_checkpoints(self) -> int:
+        """Check the digests of all finished checkpoints that nodes share; how many there are."""
+        roots = [path.parent for path in sorted(self.shared.glob("global/*/metadata.json"))]
+        command = [sys.executable, "-m", "dist_ckpt_strategies.cli", "verify"]
+        for root in roots:
+            done = subprocess.run(
+                [*command, str(root)], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{root}: {done.stdout}{done.stderr}"
+        assert roots, "no checkpoint was finished"
+        return len(roots)
 
 
 def twice_written(notes: Iterable[Note]) -> Iterable[str]:

@@ -27,6 +27,7 @@ from tests.support.sharded_training import (
     ShardedTraining,
     from_local,
     make_groups,
+    shards_of,
     state_digest,
     to_local,
 )
@@ -69,6 +70,8 @@ def train(note: Callable[..., None], orders: list[int], call: HPCallWrapper | No
     while not has_ended(training.step):
         if disk is not None and training.step and training.step % SAVE_EVERY == 0:
             disk.save(to_local(training), training.step)
+            save_globally(training)
+            note("save", training)
         manager.begin_step()
         training.forward_backward()
         training.reduce_gradients()
@@ -97,6 +100,24 @@ def local_checkpoints() -> LocalCheckpointManager:
     return LocalCheckpointManager("disk", repl_strategy=cliques, keep=2, timeout_s=TIMEOUT_S)
 
 
+def save_globally(training: ShardedTraining) -> None:
+    """Into a directory of the step, which all nodes share; again where the step is done again."""
+    from megatron.core.dist_checkpointing import ShardedTensor  # noqa: PLC0415
+
+    import dist_ckpt_strategies  # noqa: PLC0415 - with Megatron-Core
+
+    shard, replica = training.groups.shard, dist.get_rank() // NUM_SHARDS
+    state: dict[str, object] = {
+        name: ShardedTensor.from_rank_offsets(
+            name, tensor, (0, shard, NUM_SHARDS), replica_id=replica
+        )
+        for name, tensor in shards_of(training).items()
+    }
+    directory = SHARED / "global" / f"iter_{training.step:07d}"
+    state["step"] = training.step
+    dist_ckpt_strategies.save(state, directory, ("zarr", 2), overwrite=True)
+
+
 def has_ended(step: int) -> bool:
     """All ranks say the same: the last step is written down well before it comes."""
     try:
@@ -111,6 +132,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if SAVE_EVERY:
         import_module("dist_ckpt_strategies.local.manager")
+        import_module("dist_ckpt_strategies.strategies.entry")
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     me = f"{socket.gethostname()}.{boot_id}.{os.getpid()}"
     (SHARED / "ready" / me).touch()

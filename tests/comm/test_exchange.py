@@ -59,7 +59,10 @@ def carry(
         return outgoing, incoming
 
     exchange(
-        comm, failing("prepare", prepare), failing("finish", lambda: 7), max_inflight_nbytes=budget
+        comm,
+        failing("prepare", prepare),
+        complete=failing("complete", lambda: None),
+        max_inflight_nbytes=budget,
     )
     return {n: target for n, target in targets.items() if blocks[n][1] == comm.rank}
 
@@ -87,7 +90,7 @@ def test_every_block_arrives_bit_for_bit(world: tuple[int, list[Block], int]) ->
             assert torch.equal(target, noise(blocks[number], number))
 
 
-@pytest.mark.parametrize("fails", ["prepare", "read", "take", "landing", "finish"])
+@pytest.mark.parametrize("fails", ["prepare", "read", "take", "landing", "complete"])
 def test_a_failure_of_one_rank_is_raised_by_all_and_no_rank_waits(fails: str) -> None:
     blocks = [(0, 1, 900), (1, 2, 900), (2, 0, 900), (1, 0, 50)]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,3 +350,52 @@ def megatrons_layout(rank: int, creates_gloo: bool) -> Any:
 @pytest.mark.parametrize("creates_gloo", [False, True])
 def test_megatrons_parallel_layout_works_over_it(creates_gloo: bool) -> None:
     assert run_processes(SIZE, megatrons_layout, creates_gloo) == [6.0] * SIZE
+
+
+EXITS = """
+import os, sys
+import torch, torch.distributed as dist
+import dist_ckpt_strategies.comm.teardown
+from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
+
+torch.set_num_threads(1)
+register_interruptible_gloo()
+for _ in range(8):
+    if (pid := os.fork()) == 0:
+        break
+    assert os.waitpid(pid, 0)[1] == 0
+else:
+    os._exit(0)
+
+def main():
+    dist.init_process_group("interruptible_gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for task in os.listdir("/proc/self/task"):
+        if "pt_gloo" in open(f"/proc/self/task/{task}/comm").read():
+            os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))
+    dist.all_reduce(torch.ones(1))
+
+main()
+"""
+
+
+def test_a_process_ends_well_though_a_thread_of_gloo_is_held_up(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text(EXITS)
+    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        done = subprocess.run(
+            [sys.executable, tmp_path / "exits.py"],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert done.returncode == 0, done.stderr

@@ -87,4 +87,4 @@ def test_a_scalar_is_one_chunk_called_0() -> None:
 
     assert list(scalar.chunk_indices()) == list(Region.whole(()).cells(scalar.chunk_shape)) == [()]
     assert (scalar.num_chunks, scalar.nbytes, scalar.chunk_nbytes) == (1, 8, 8)
-    assert scalar.chunk_name(()) == "0"
+    assert scalar.chunk_file(()) == "step/0"

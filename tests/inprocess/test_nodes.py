@@ -197,12 +197,15 @@ def test_a_dead_worker_is_replaced_alone_and_too_many_of_all_nodes_end_the_job(
     agents = [cluster.start(*job, "--node-rank", str(number)) for number in range(2)]
     workers = [cluster.worker(f"rank{rank}") for rank in range(2)]
 
+    late = cluster.start("--store-only", *job)
+
     os.kill(workers[0], signal.SIGKILL)
     until(lambda: len(cluster.workers("rank0")) == 2)
     assert is_running(workers[1])
+    until(lambda: "another agent of this machine hosts the store" in cluster.output(late))
     os.kill(workers[1], signal.SIGKILL)
 
-    assert [cluster.end_of(agent) for agent in agents] == [1, 1]
+    assert [cluster.end_of(agent) for agent in (*agents, late)] == [1, 1, 1]
     for agent in agents:
         assert "2 workers have died (rank 1 1x), 1 restarts are allowed" in cluster.output(agent)
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from dist_ckpt_strategies.comm.job_store import JobStore
+import dist_ckpt_strategies
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import PeerLostError, PlanError
+from dist_ckpt_strategies.errors import PeerLostError, PlanError, RestartError, StorageError
 from dist_ckpt_strategies.formats.commit import open_save_place
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.places import NODE_MISSING, Nodes, Places
 from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
 from tests.support.ports import HOST, free_port
 from tests.support.processes import until
+from tests.support.ranks import run_processes
 
 TTL_S = 3.0
 LIMIT_S = 60.0
@@ -56,7 +58,7 @@ class Node:
         self.notes: list[str] = []
         self.is_spare = False
         self.places = Places(nodes, self.renewed.append, self._note_spare, self.notes.append)
-        self.got: Future[tuple[int, int]] = Future()
+        self.got: Future[int] = Future()
         self.end: Future[tuple[int, str]] = pool.submit(self._live)
 
     def _note_spare(self) -> None:
@@ -64,14 +66,15 @@ class Node:
 
     def _live(self) -> tuple[int, str]:
         try:
-            info = self.places.next_rendezvous()
+            place = self.places.take()
         except BaseException as error:
             self.got.set_exception(error)
             raise
-        self.got.set_result((info.rank, info.world_size))
+        assert place is not None
+        self.got.set_result(place)
         return self.places.hold()
 
-    def place(self) -> tuple[int, int]:
+    def place(self) -> int:
         return self.got.result(LIMIT_S)
 
     def falls_silent(self) -> None:
@@ -101,9 +104,9 @@ def test_each_node_gets_a_place_and_the_job_ends_when_all_have_finished(
 ) -> None:
     job = job_of(2, num_spare_nodes=1)
     first = job.node(node_rank=1)
-    assert first.place() == (1, 2)
+    assert first.place() == 1
     second = job.node()
-    assert second.place() == (0, 2)
+    assert second.place() == 0
     spare = job.node()
     until(lambda: spare.is_spare)
 
@@ -113,7 +116,7 @@ def test_each_node_gets_a_place_and_the_job_ends_when_all_have_finished(
     second.places.finish()
 
     assert [node.end.result(LIMIT_S) for node in (first, second)] == [(0, "")] * 2
-    until(spare.places.is_closed)
+    until(lambda: spare.places._closed is not None)
 
 
 def test_a_silent_node_loses_its_place_to_a_spare_and_can_neither_renew_nor_commit(
@@ -121,7 +124,7 @@ def test_a_silent_node_loses_its_place_to_a_spare_and_can_neither_renew_nor_comm
 ) -> None:
     job = job_of(2, num_spare_nodes=1)
     other, lost = job.node(), job.node()
-    assert (other.place(), lost.place()) == ((0, 2), (1, 2))
+    assert (other.place(), lost.place()) == (0, 1)
     spare = job.node()
     until(lambda: spare.is_spare)
     state = RestartState(JobStore(HOST, job.port))
@@ -133,7 +136,7 @@ def test_a_silent_node_loses_its_place_to_a_spare_and_can_neither_renew_nor_comm
 
     lost.falls_silent()
 
-    assert spare.place() == (1, 2)
+    assert spare.place() == 1
     fault = state.fault(1)
     assert fault is not None
     assert (fault.global_rank, fault.mode) == (2, FaultMode.DEATH)
@@ -141,7 +144,7 @@ def test_a_silent_node_loses_its_place_to_a_spare_and_can_neither_renew_nor_comm
     lost.places._is_stopped = False
     with pytest.raises(PeerLostError, match="place/1 of this node belongs to node"):
         lost.places.hold()
-    with pytest.raises(PeerLostError, match=f"{spare.places.node}'s now"):
+    with pytest.raises(StorageError, match=f"{spare.places.node}'s now"):
         commit_to(tmp_path / "after")
     assert not (tmp_path / "after" / "metadata.json").exists()
     assert not other.end.done()
@@ -154,16 +157,34 @@ def commit_to(directory: Path) -> None:
     place.commit(b"{}")
 
 
+@pytest.mark.multiprocess
+def test_a_commit_without_its_place_fails_on_all_ranks(tmp_path: Path) -> None:
+    host = host_store()
+    JobStore(host.host, host.port).set("place/0", "other#7")
+
+    found = run_processes(2, _save_as_lost, f"{host.host}:{host.port}", tmp_path)
+
+    assert all("place/0 of the job was node lost's, and is other's now" in text for text in found)
+    assert not list(tmp_path.glob("**/metadata.json"))
+
+
+def _save_as_lost(_rank: int, address: str, directory: Path) -> str:
+    os.environ |= {"DIST_CKPT_COORDINATOR": address, "DIST_CKPT_PLACE": "place/0=lost"}
+    with pytest.raises(StorageError) as caught:
+        dist_ckpt_strategies.save({"step": 1}, directory)
+    return str(caught.value)
+
+
 def test_a_place_that_is_left_is_taken_at_once(job_of: Callable[..., Job]) -> None:
     job = job_of(2, num_spare_nodes=1, ttl_s=300.0)
     first, second = job.node(), job.node()
-    assert (first.place(), second.place()) == ((0, 2), (1, 2))
+    assert (first.place(), second.place()) == (0, 1)
     spare = job.node()
     until(lambda: spare.is_spare)
     second.leaves()
     spare.places._has_news.set()  # it would look every 30 s
 
-    assert spare.place() == (1, 2)
+    assert spare.place() == 1
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -172,11 +193,11 @@ def test_a_node_that_none_replaces_ends_the_job_everywhere_by_its_name(
 ) -> None:
     job = job_of(3, wait_s=1.0)
     rest = [job.node(), job.node()]
-    assert [node.place() for node in rest] == [(0, 3), (1, 3)]
+    assert [node.place() for node in rest] == [0, 1]
     name = "no node has come"
     if comes:
         lost = job.node()
-        assert lost.place() == (2, 3)
+        assert lost.place() == 2
         lost.falls_silent()
         name = lost.places.node.rpartition(":")[0]
 
@@ -189,17 +210,17 @@ def test_a_node_that_none_replaces_ends_the_job_everywhere_by_its_name(
 
 def test_a_node_too_many_is_told_so(job_of: Callable[..., Job]) -> None:
     job = job_of(1, num_spare_nodes=1)
-    assert job.node().place() == (0, 1)
+    assert job.node().place() == 0
     spare = job.node()
     until(lambda: spare.is_spare)
 
-    with pytest.raises(RendezvousTimeoutError, match=r"1 places and those of 1 spare nodes"):
+    with pytest.raises(RestartError, match=r"1 places and those of 1 spare nodes"):
         job.node(wait_s=0.5).place()
 
 
 def test_a_node_with_other_options_is_refused(job_of: Callable[..., Job]) -> None:
     job = job_of(2)
-    assert job.node().place() == (0, 2)
+    assert job.node().place() == 0
 
     with pytest.raises(PlanError, match=r"of another job.*--nnodes.*2.*--nnodes.*3"):
         job.node(num_nodes=3)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
@@ -330,3 +333,49 @@ time.sleep(2.0)
 """
     assert jobs.run(body, 1, num_spares=1, max_restarts=0) == 0
     assert jobs.heard.notes == ["a spare has ended without waiting in wait_rank(); it is no spare"]
+
+
+def test_what_a_worker_has_recorded_is_in_the_notes_and_in_the_report_at_the_end(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    body = """
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    if rank == "1":
+        raise ValueError("no such token")
+    wait_for("never")
+main()
+"""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "own.json"))
+    recorded = BufferingHandler(100)
+    monkeypatch.setattr(logging.getLogger("torchelastic-events-null"), "handlers", [recorded])
+
+    with pytest.raises(RestartLimitError, match="rank 1: exit code 1: ValueError: no such token"):
+        jobs.run(body, 2, max_restarts=1)
+
+    why = "rank 1 is gone: exit code 1: ValueError: no such token; a new process takes its place"
+    assert why in jobs.heard.notes
+    report = "\n".join(jobs.heard.notes)
+    assert "script.py --lr 0.1 FAILED" in report
+    assert 'raise ValueError("no such token")' in report
+    own = json.loads((tmp_path / "own.json").read_text())
+    assert own["message"]["message"] == "ValueError: no such token"
+    sources = [json.loads(record.getMessage())["source"] for record in recorded.buffer]
+    assert sources == ["WORKER", "WORKER", "AGENT"]
+    assert jobs.left() == []
+
+
+def test_a_script_that_makes_groups_outside_of_the_wrapper_is_not_continued(jobs: Jobs) -> None:
+    body = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if rank == "1":
+    os._exit(3)
+wait_for("never")
+"""
+    with pytest.raises(RestartError, match=r"rank 1 died: exit code 3; .*with torchrun"):
+        jobs.run(body, 2)
+
+    assert jobs.left() == []

@@ -16,6 +16,7 @@ import torch
 pl = pytest.importorskip("lightning.pytorch")
 boring = pytest.importorskip("lightning.pytorch.demos.boring_classes")
 
+from dist_ckpt_strategies import SavePolicy, TieredCheckpointManager  # noqa: E402
 from dist_ckpt_strategies.errors import StrategyError  # noqa: E402
 from dist_ckpt_strategies.inprocess import CheckpointlessFinalizeCleanup, HPCallWrapper, HPWrapper  # noqa: E402
 from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
@@ -24,8 +25,9 @@ from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
     FaultPoint,
     HPFaultInjectionCallback,
     PlannedFault,
+    TieredCheckpointCallback,
 )
-from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager  # noqa: E402
+from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager, Tier  # noqa: E402
 from tests.integrations import lightning_job  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
@@ -99,8 +101,12 @@ def run_alone(
     faults: list[PlannedFault],
     loops: dict[str, Any],
     manager: CheckpointManager | None = None,
+    loaded: list[Any] | None = None,
 ) -> Any:
-    """One rank in this process: its final state and counts, and the losses of all attempts."""
+    """One rank in this process: its final state and counts, and the losses of all attempts.
+
+    With ``loaded`` a TieredCheckpointManager does the loading, and what it loads is put there.
+    """
     scratch.mkdir()
     manager = manager or CheckpointManager()
 
@@ -121,11 +127,21 @@ def run_alone(
             enable_model_summary=False,
             **loops,
         )
-        trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
+        if loaded is None:
+            trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
+        else:
+            tiers = TieredCheckpointManager(
+                scratch / "run", recovery=manager, policy=SavePolicy(every_steps=2)
+            )
+            trainer.callbacks.append(TieredCheckpointCallback(tiers))
         trainer.wrapper = call
         model = lightning_job.Model(scratch / "lines")
         batches = lightning_job.loader(shuffle=False, num_samples=20)
-        trainer.fit(model, batches, batches)
+        try:
+            trainer.fit(model, batches, batches)
+        finally:
+            if loaded is not None:
+                loaded.append(trainer.callbacks[-1].loaded)
         return lightning_job.digest(model, trainer), trainer.global_step, trainer.current_epoch
 
     wrapper = HPWrapper(checkpoint_manager=manager, finalize=CheckpointlessFinalizeCleanup())
@@ -175,6 +191,20 @@ def test_faults_one_after_the_other_at_any_point_of_an_epoch_change_nothing(
         found = run_alone(tmp_path / str(number), faults, loops)
 
         assert found == undisturbed, faults
+
+
+def test_a_manager_of_all_tiers_asks_memory_first(tmp_path: Path) -> None:
+    loops: dict[str, Any] = {"max_epochs": 3}
+    loaded: list[Any] = []
+    faults = [PlannedFault(0, 3, FaultPoint.FORWARD), PlannedFault(0, 6, FaultPoint.AFTER_BACKWARD)]
+    undisturbed = run_alone(tmp_path / "undisturbed", [], loops)
+
+    assert run_alone(tmp_path / "faults", faults, loops, loaded=loaded) == undisturbed
+    assert [one and (one.tier, one.iteration) for one in loaded] == [
+        None,
+        (Tier.MEMORY, 3),
+        (Tier.MEMORY, 6),
+    ]
 
 
 class Trainer:

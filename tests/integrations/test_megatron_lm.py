@@ -7,6 +7,8 @@ core_v0.16.1's makes, with the same arguments, and with those that the main bran
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
+from dist_ckpt_strategies import ManagerOptions, SaveMetrics, SavePolicy, TieredCheckpointManager
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
@@ -49,6 +52,7 @@ def checkpointing() -> Any:
     """What is imported as Megatron-LM's checkpointing.py."""
     module: Any = ModuleType(NAME)
     module.dist_checkpointing = dist_checkpointing
+    module.get_args = lambda: Namespace(ckpt_step=None)
     sys.modules["megatron.training"] = ModuleType("megatron.training")
     sys.modules[NAME] = module
     return module
@@ -171,14 +175,59 @@ def test_the_calls_of_megatron_lm_save_and_load_by_this_package(tmp_path: Path) 
     assert all(f'"{key}": {value!r}'.replace("'", '"') in text for key, value in ZARR_2.items())
 
 
+def use_manager(rank: int, scratch: Path) -> dict[str, Any]:
+    module = checkpointing()
+    metrics: list[SaveMetrics] = []
+    options = ManagerOptions(timeout_s=60, metrics=metrics.append)
+    policy = SavePolicy(keep_last=2)
+    manager = TieredCheckpointManager(scratch / "run", policy=policy, options=options)
+    megatron_lm.install(allow=[Unknown], manager=manager)
+    context: dict[str, Any] = {}
+    requests: list[Any] = []
+    tracked: list[int] = []
+    (scratch / "run").mkdir(exist_ok=True)
+    for step in (1, 2, 3):  # the first one synchronous
+        directory = scratch / "run" / f"iter_{step:07d}"
+        how = {"async_sharded_save": step > 1}
+        if request := save_checkpoint(module, float(step), directory, context, **how):
+            request.add_finalize_fn(partial(tracked.append, step))
+            requests.append(request)
+    for request in requests:  # as a queue does; of the first the manager has seen the end
+        request.work.ends_within(60)
+        for finalize in request.finalize_fns:
+            finalize()
+    manager.close()  # what is old has been removed
+    dist.barrier()
+    if rank == 0:
+        chunk = min((directory / "arrays" / "own").glob("c*"))
+        chunk.write_bytes(bytes(byte ^ 1 for byte in chunk.read_bytes()))
+    dist.barrier()
+    found = load_checkpoint(module, directory)
+    module.get_args = lambda: Namespace(ckpt_step=3)
+    with pytest.raises(CorruptCheckpointError):  # it was asked for by name
+        load_checkpoint(module, directory)
+    manager.close()
+    steps, told = manager.all_steps(), [one.step for one in metrics]
+    return {"found": found, "steps": steps, "told": told, "tracked": tracked}
+
+
+@pytest.mark.multiprocess
+def test_a_manager_takes_the_checkpoints_of_megatron_lm(tmp_path: Path) -> None:
+    first, second = run_processes(NUM_RANKS, use_manager, tmp_path, timeout_s=90)
+
+    expected = {"found": 2.0, "steps": [2, 3], "tracked": [2, 3]}
+    assert first == expected | {"told": [1, 2, 3]}
+    assert second == expected | {"told": []}
+
+
 def use_local_checkpoints(rank: int, scratch: Path, own: bool) -> list[Any]:
     """As ``pretrain``, ``save_checkpoint`` and ``load_checkpoint`` go, without NVRx."""
     checkpointing()
     sys.modules["nvidia_resiliency_ext"] = None  # type: ignore[assignment]
-    megatron_lm.install(allow=[Unknown])
     kept = LocalCheckpointManager(scratch / "kept", keep=2, allow=[Unknown])
-    if own:
-        megatron_lm.use_local_manager(kept)
+    policy = SavePolicy(local_every_steps=2)
+    tiered = TieredCheckpointManager(scratch / "global", local=kept, policy=policy)
+    megatron_lm.install(allow=[Unknown], manager=tiered if own else None)
 
     # The names are there for the ways in which Megatron-LM imports them.
     from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (  # noqa: PLC0415

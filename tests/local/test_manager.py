@@ -218,11 +218,6 @@ def fail_below(patch: pytest.MonkeyPatch, call: str, directory: Path, name: str 
     patch.setattr(os, call, fails)
 
 
-def no_room(patch: pytest.MonkeyPatch, root: str) -> None:
-    usage = shutil.disk_usage(root)._replace(free=1000)
-    patch.setattr(shutil, "disk_usage", lambda _: usage)
-
-
 class Unknown:
     """A class that nobody has allowed."""
 
@@ -264,7 +259,6 @@ def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all_and_the_save_before
         "_1_local" if factor else "_local"
     )  # of the two shards of a clique, one has been finished
     breaks: list[tuple[str, Callable[[], None]]] = [
-        ("which has 1000 left", lambda: no_room(monkeypatch, root)),
         ("rank 3", lambda: fail_below(monkeypatch, "pwrite", last)),
         ("rank 3", lambda: fail_below(monkeypatch, "fsync", last)),
         ("rank 3", lambda: fail_below(monkeypatch, "replace", last, file)),
@@ -285,35 +279,6 @@ def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all_and_the_save_before
         assert (node.save(manager, 5), node.load(manager)) == (SAVED, ("ok", "5"))
 
     run_threads(4, body, tmp_path)
-
-
-def test_what_killed_saves_have_left_is_gone_before_room_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk has room for a save, but not for it and what killed saves have left."""
-    usage, remove_file = shutil.disk_usage(tmp_path), Path.unlink
-    for rank in range(4):
-        leftover = holder_directory(str(tmp_path), rank) / ".partial-0"
-        leftover.parent.mkdir(parents=True)
-        leftover.write_bytes(bytes(1 << 20))
-
-    def disk_usage(_: Any) -> Any:
-        used = sum(1 << 20 for _ in tmp_path.rglob(".partial-0"))
-        return usage._replace(free=(5 << 20) - used)
-
-    def slow_unlink(path: Path, missing_ok: bool = False) -> None:  # noqa: FBT002
-        time.sleep(0.1 * int(path.parent.name))
-        remove_file(path, missing_ok)
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    monkeypatch.setattr(Path, "unlink", slow_unlink)
-    state = BasicTensorAwareStateDict({"w": torch.zeros(1 << 19, dtype=torch.uint8)})
-
-    def body(node: Node) -> Outcome:
-        manager = node.manager()
-        return outcome(lambda: manager.save(state, 1))
-
-    assert run_threads(4, body, tmp_path) == [SAVED] * 4
 
 
 # Saves in the background

@@ -18,7 +18,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.local.plan import (
     Completeness,
-    assign_shards,
     build_cliques,
     build_exchange_plan,
     build_reshard_plan,
@@ -155,23 +154,23 @@ def test_a_plan_says_what_a_rank_has_to_have() -> None:
 def test_a_survey_lists_the_newest_save_first_and_what_is_missing() -> None:
     old, new = SaveId(5, "a"), SaveId(9, "b")
     found = [
-        (LocalShardId(old, 0), 2, "x"),
-        (LocalShardId(old, 1), 2, "y"),
-        (LocalShardId(new, 1), 2, "x"),
+        (LocalShardId(old, 0), 2),
+        (LocalShardId(old, 1), 2),
+        (LocalShardId(new, 1), 2),
     ]
 
     assert group_saves([*found, found[-1]]) == (
-        Completeness(new, 2, (0,), frozenset("x")),
-        Completeness(old, 2, (), frozenset("xy")),
+        Completeness(new, 2, (0,)),
+        Completeness(old, 2, ()),
     )
 
 
 def test_two_saves_of_one_iteration_and_worlds_of_other_sizes_do_not_mix() -> None:
     first, second = SaveId(5, "a"), SaveId(5, "b")
     found = [
-        (LocalShardId(first, 0), 2, ""),
-        (LocalShardId(second, 1), 2, ""),
-        (LocalShardId(first, 1), 3, ""),
+        (LocalShardId(first, 0), 2),
+        (LocalShardId(second, 1), 2),
+        (LocalShardId(first, 1), 3),
     ]
 
     assert [(one.save, one.missing) for one in group_saves(found)] == [
@@ -179,14 +178,6 @@ def test_two_saves_of_one_iteration_and_worlds_of_other_sizes_do_not_mix() -> No
         (first, (0, 2)),
         (first, (1,)),
     ]
-
-
-def test_parts_of_a_larger_world_are_taken_by_ranks_that_have_them() -> None:
-    save = SaveId(5, "a")
-    ids = [str(LocalShardId(save, rank)) for rank in range(4)]
-    taken = assign_shards(save, 4, {0: ids[:2], 1: ids[2:]})
-
-    assert taken == {0: ids[:2], 1: ids[2:]}
 
 
 def spec(start: int, stop: int, key: str = "w", rows: int = ROWS) -> ShardSpec:

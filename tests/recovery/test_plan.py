@@ -82,12 +82,7 @@ def require_whole(one: RankFacts, rank: int, plan: RecoveryPlan) -> None:
         is_gathered = plan.needs_gather and shard.shard_id in one.gathered
         is_kept = shard.shard_id in plan.local_shards(rank)
         assert is_gathered + is_kept + bool(copies) == 1 or not shard.nbytes
-        at = 0
-        for copy in copies:
-            assert copy.start == at
-            assert copy.nbytes > 0
-            at += copy.nbytes
-        assert not copies or at == shard.nbytes
+        assert [copy.nbytes for copy in copies] in ([], [shard.nbytes])
 
 
 def is_covered(facts: Sequence[RankFacts], target: int) -> bool:
@@ -147,19 +142,6 @@ def test_plans_of_any_world_are_sound_or_say_who_is_missing(
     assert build_recovery_plan(list(facts)) == plan
 
 
-@given(st.integers(0, 200_000), st.integers(1, 5))
-def test_the_bytes_of_a_part_are_split_evenly(nbytes: int, num_holders: int) -> None:
-    shard = ShardFacts("p", nbytes, "l")
-    held = HeldState(STEP, Phase.RUNNING, (shard,))
-    facts = [RankFacts((shard,), (), held, "", ((STEP, range(num_holders + 1)),))] * num_holders
-    plan = build_recovery_plan([*facts, RankFacts((shard,), (), None)])
-
-    require_sound([*facts, RankFacts((shard,), (), None)], plan)
-    sizes = [copy.nbytes for copy in plan.copies]
-    assert sum(sizes) == nbytes
-    assert not sizes or max(sizes) <= nbytes / num_holders + 2 * 4096
-
-
 def test_where_both_holders_of_a_shard_are_lost_the_part_and_its_ranks_are_named() -> None:
     states = [(STEP, Phase.COMMITTED), None, (STEP, Phase.COMMITTED), (STEP, Phase.UPDATING)]
     with pytest.raises(
@@ -217,7 +199,7 @@ def test_ranks_of_an_even_group_are_one_range(ranks: range) -> None:
     assert evenly_spaced(ranks) == (ranks,) * bool(ranks)
 
 
-def test_facts_do_not_grow_with_the_world_and_a_receiver_has_few_sources() -> None:
+def test_facts_do_not_grow_with_the_world_and_each_receiver_has_a_source_of_its_own() -> None:
     """As with plain data parallelism: all ranks hold the same, and replicate to all."""
     sizes = []
     for size in (64, 1024):
@@ -230,8 +212,7 @@ def test_facts_do_not_grow_with_the_world_and_a_receiver_has_few_sources() -> No
         plan = build_recovery_plan(facts)
         for receiver in (size - 2, size - 1):
             require_whole(facts[receiver], receiver, plan)
-        assert len(plan.copies) <= 2 * 8
-        assert len({copy.source for copy in plan.copies}) > 8
+        assert len({copy.source for copy in plan.copies}) == len(plan.copies) == 2
     assert sizes[1] <= sizes[0] + 2
 
 

@@ -96,7 +96,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("num_holders", [1, 2, 3])
-def test_every_dtype_and_layout_arrives_bit_for_bit_from_all_holders(num_holders: int) -> None:
+def test_every_dtype_and_layout_arrives_bit_for_bit(num_holders: int) -> None:
     def body(comm: Communicator) -> tuple[RecoveryReport, dict[int, bytes], MemoryProvider]:
         is_holder = comm.rank < num_holders
         old = MemoryProvider({"a": one_of_everything(1)}, step=STEP) if is_holder else None
@@ -109,7 +109,7 @@ def test_every_dtype_and_layout_arrives_bit_for_bit_from_all_holders(num_holders
         assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
         assert (new.step, new.objects()) == (STEP, {"step": STEP})
         if rank == num_holders:
-            assert report.sources == tuple(range(num_holders))
+            assert report.sources == (0,)
             assert report.received_nbytes == sum(t.nbytes for t in expected.values())
             # Its own, and those of the rank that sent them.
             assert random_states == {r: b"%d at %d" % (r, STEP) for r in (0, rank)}
@@ -177,7 +177,7 @@ def test_a_bit_that_flips_on_the_way_is_found_by_the_receiver_and_named_everywhe
     assert all(isinstance(error, CorruptCheckpointError) for error in errors)
     assert all(isinstance(error, PeerError) for error in errors[1:])
     assert {error.global_rank for error in errors} == {0}
-    assert "a: bytes" in str(errors[0])
+    assert "a from rank 1 arrived damaged" in str(errors[0])
     assert "from rank" in str(errors[0])
 
 
@@ -212,12 +212,12 @@ def test_copies_that_differ_in_memory_are_found_where_they_are_compared() -> Non
 @pytest.mark.parametrize(
     ("tensor", "shown"),
     [
-        (torch.zeros(2, 2, dtype=torch.bfloat16), "x: float32 (2, 2) and bfloat16 (2, 2)"),
-        (torch.zeros(4), "x: float32 (2, 2) and float32 (4,)"),
-        (None, "x: float32 (2, 2) and no such tensor"),
+        (torch.zeros(2, 2, dtype=torch.bfloat16), "0 (16 bytes) and 1 (8 bytes)"),
+        (torch.zeros(4), "0 (16 bytes) and 1 (16 bytes)"),
+        (None, "0 (16 bytes) and 1 (0 bytes)"),
     ],
 )
-def test_tensors_that_differ_are_named_before_any_byte_is_sent(
+def test_a_shard_whose_tensors_differ_is_named_before_any_byte_is_sent(
     tensor: torch.Tensor | None, shown: str
 ) -> None:
     def body(comm: Communicator) -> Any:
@@ -229,7 +229,7 @@ def test_tensors_that_differ_are_named_before_any_byte_is_sent(
 
     for error in run_ranks(2, body):
         assert isinstance(error, ShapeMismatchError)
-        assert f"a: tensors differ between ranks 0 and 1: {shown}" in str(error)
+        assert f"a: tensors differ between ranks {shown}" in str(error)
 
 
 def test_a_provider_that_raises_on_one_rank_fails_the_recovery_on_all() -> None:

@@ -13,8 +13,8 @@ from dist_ckpt_strategies.cli.ranks import RankError
 from tests.support.ranks import run_processes
 
 
-def run_task_forked(task: RankTask, _on_event: object = None) -> Outcome:
-    """What ``cli.demo.main.run_task`` does, without events.
+def run_task_forked(task: RankTask) -> Outcome:
+    """What ``cli.demo.main.run_task`` does.
 
     Raises:
         RankError: ranks failed; the first of them is named.
@@ -22,11 +22,13 @@ def run_task_forked(task: RankTask, _on_event: object = None) -> Outcome:
     results = run_processes(task.layout.num_ranks, _begin_and_carry_out, task, timeout_s=240.0)
     for rank, result in enumerate(results):
         if isinstance(result, Exception):
-            raise RankError(f"rank {rank}: {type(result).__name__}: {result}") from result
+            raise RankError(
+                f"{task.layout}: rank {rank}: {type(result).__name__}: {result}"
+            ) from result
     outcome: Outcome = results[0]
     return outcome
 
 
 def _begin_and_carry_out(_rank: int, task: RankTask) -> Outcome:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return carry_out(task, None, lambda *_, **__: None)
+    return carry_out(task)

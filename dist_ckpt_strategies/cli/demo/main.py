@@ -7,23 +7,22 @@ the checkpoint and train on too: their state must be bit-identical, and their lo
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.ranks import Event, RankError, run_ranks
+from dist_ckpt_strategies.cli.ranks import RankError, run_ranks
 from dist_ckpt_strategies.cli.render import print_table
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.errors import CheckpointExistsError
 
+_RANK_MODULE = "dist_ckpt_strategies.cli.demo.rank"
 FULLY_RESHARDABLE = "fully_reshardable"
 _LOSS_TOLERANCE = 0.02
-_TIMEOUT_S = 120.0
 _WEIGHTS = "weights"
 _OPTIMIZER_PREFIX = "optimizer.state."
 _KIND_NAMES = {"param": "fp32 master", "fp32_param": "fp32 master"}
@@ -102,6 +101,14 @@ class RankTask:
     resumes: bool = False
     two_stage: bool = False
 
+    @classmethod
+    def from_json(cls, text: str) -> RankTask:
+        """The task of which ``asdict`` was written."""
+        fields = json.loads(text)
+        layout, training = ParallelLayout(**fields.pop("layout")), fields.pop("training")
+        size, checkpoint = ModelSize(**training.pop("size")), Path(fields.pop("checkpoint"))
+        return cls(layout, Training(size, **training), checkpoint, **fields)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -111,25 +118,25 @@ class Outcome:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-TaskRunner = Callable[[RankTask, Callable[[Event], None]], Outcome]
-"""Carries out a task, and calls its second argument with each event."""
-
-
-def run_task(task: RankTask, on_event: Callable[[Event], None]) -> Outcome:
-    """Carry out a task with one new process per rank of its layout.
+def run_task(task: RankTask) -> Outcome:
+    """Carry out a task with one new process per rank of its layout; rank 0 prints its steps.
 
     Raises:
-        RankError: a rank failed, or there was no event for too long.
+        RankError: a rank failed.
     """
-    outcome: Outcome = run_ranks(
-        "dist_ckpt_strategies.cli.demo.rank:carry_out",
-        task,
-        task.layout.num_ranks,
-        timeout_s=_TIMEOUT_S,
-        on_event=on_event,
-        silence_s=2 * _TIMEOUT_S,
-    )
-    return outcome
+    with tempfile.TemporaryDirectory(prefix="dist-ckpt-demo-") as scratch:
+        found = Path(scratch, "outcome.json")
+        arguments = [json.dumps(asdict(task), default=str), str(found)]
+        try:
+            status = run_ranks(task.layout.num_ranks, _RANK_MODULE, arguments)
+        except RankError as error:
+            error.args = (f"{task.layout}: {error.message}",)
+            raise
+        if status:
+            raise RankError(f"{task.layout}: rank 0 failed (exit status {status}), see above")
+        outcome = json.loads(found.read_text())
+    losses = {int(iteration): loss for iteration, loss in outcome["losses"].items()}
+    return Outcome(losses, outcome["digests"])
 
 
 def compare_digests(
@@ -157,7 +164,7 @@ def run_demo(
     console: Console,
     *,
     training: Training | None = None,
-    start: TaskRunner = run_task,
+    start: Callable[[RankTask], Outcome] = run_task,
 ) -> Status:
     """Run the demonstration; what went wrong is shown.
 
@@ -192,14 +199,18 @@ def run_demo(
 
 
 def _train_and_resume(
-    checkpoint: Path, console: Console, training: Training, start: TaskRunner, problems: list[str]
+    checkpoint: Path,
+    console: Console,
+    training: Training,
+    start: Callable[[RankTask], Outcome],
+    problems: list[str],
 ) -> None:
     """All steps, a line for each, and the table; ``problems`` gets what is not as it should be.
 
     Raises:
         RankError: a rank failed.
     """
-    reference = _carry_out(RankTask(_TRAIN_LAYOUT, training, checkpoint), console, start)
+    reference = start(RankTask(_TRAIN_LAYOUT, training, checkpoint))
     num_before = training.num_before_save
     if reference.losses[num_before - 1] >= reference.losses[0]:
         problems.append(f"the loss did not fall in {num_before} iterations")
@@ -207,7 +218,7 @@ def _train_and_resume(
     for layout in _RESUMED_LAYOUTS:
         two_stage = layout is _RESUMED_LAYOUTS[-1]
         task = RankTask(layout, training, checkpoint, resumes=True, two_stage=two_stage)
-        found = _carry_out(task, console, start)
+        found = start(task)
         row = {"read by": str(layout)}
         for kind, (count, differing) in compare_digests(reference.digests, found.digests).items():
             row[kind] = f"{'NO' if differing else 'yes'} {count - len(differing)}/{count}"
@@ -224,24 +235,3 @@ def _train_and_resume(
     rows = tuple(tuple(row.values()) for row in table)
     marked = {number for number, row in enumerate(rows) if "NO" in " ".join(row)}
     print_table(console, list(table[0]), rows, ("loss diff",), marked)
-
-
-def _carry_out(task: RankTask, console: Console, start: TaskRunner) -> Outcome:
-    """Start the ranks afresh, wait until all have ended, and show each of their steps."""
-    layout = task.layout
-    live: Any = console.status(f"{layout}: start {layout.num_ranks} processes")
-
-    def show(event: Event) -> None:
-        """The phase in a live line, and each that is over in a line of its own."""
-        if "seconds" in event:
-            line = f"{layout!s:<16} {event['event']:<48} {event['seconds']:6.1f} s"
-            console.print(line, highlight=False, markup=False)
-        else:
-            live.update(f"{layout}: {event['event']}")
-
-    try:
-        with live if console.is_terminal else nullcontext():
-            return start(task, show)
-    except RankError as error:
-        error.args = (f"{layout}: {error.message}",)
-        raise

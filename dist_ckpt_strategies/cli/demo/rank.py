@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import resources
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,15 +55,14 @@ _SEED = 1234
 _TEXT = "alice29.txt"
 
 
-def carry_out(task: RankTask, _comm: object, report: Callable[..., None]) -> Outcome:
+def carry_out(task: RankTask) -> Outcome:
     """Carry out a task on one rank, over the world's process group. Collective: world."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist_ckpt_strategies.register()
     with cpu_stand_ins():
         parallel_state.initialize_model_parallel(task.layout.tp, task.layout.pp)
-        report("build the model")
-        rank = _Rank(task, report)
+        rank = _Rank(task)
         (rank.resume if task.resumes else rank.train)()
     return Outcome(rank.losses, rank.digests)
 
@@ -111,8 +114,8 @@ class _Rank:
     The parallel layout has to be set up in Megatron's parallel_state.
     """
 
-    def __init__(self, task: RankTask, report: Callable[..., None]) -> None:
-        self._task, self._report = task, report
+    def __init__(self, task: RankTask) -> None:
+        self._task = task
         self.losses: dict[int, float] = {}
         self.digests: dict[str, str] = {}
         text = (resources.files("dist_ckpt_strategies.cli") / "data" / _TEXT).read_bytes()
@@ -173,17 +176,17 @@ class _Rank:
     def _iterate(self, step: str, first: int, count: int) -> None:
         with self._step(f"{step}, iterations {first}-{first + count - 1}"):
             for iteration in range(first, first + count):
-                self.losses[iteration] = loss = self._train_on_batch(iteration)
-                self._report(f"iteration {iteration}, loss {loss:.3f}")
+                self.losses[iteration] = self._train_on_batch(iteration)
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
-        """Report a step; it is over when the last rank has left it."""
-        self._report(name)
+        """Print a step on rank 0 when the last rank has left it."""
         began = time.monotonic()
         yield
         dist.barrier()
-        self._report(name, seconds=time.monotonic() - began)
+        if dist.get_rank() == 0:
+            seconds = time.monotonic() - began
+            print(f"{self._task.layout!s:<16} {name:<48} {seconds:6.1f} s", flush=True)  # noqa: T201
 
     def _train_on_batch(self, iteration: int) -> float:
         """Train on the batch of this iteration; the loss before the change, over all ranks."""
@@ -233,7 +236,6 @@ class _Rank:
 
     def _take_digests(self) -> None:
         """Of every weight and optimizer state, whole and in model space."""
-        self._report("take digests")
         state = self._sharded_state_dict(
             is_loading=False, distrib_optim_sharding_type=FULLY_RESHARDABLE
         )
@@ -284,3 +286,9 @@ def _gather_digests(state: Mapping[str, Any]) -> dict[str, str]:
 def _digest(tensor: torch.Tensor) -> str:
     content = xxhash.xxh3_128_hexdigest(host_view(tensor).tobytes())
     return f"{tensor.dtype} {tuple(tensor.shape)} {content}"
+
+
+if __name__ == "__main__":
+    done = carry_out(RankTask.from_json(sys.argv[1]))
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(asdict(done)))
