@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recovery.job import (
-    Outcome,
-    differences,
-)
+from benchmarks.recovery_faults import Outcome, differences
 from tests.support.scripts import results_of
 
 WHOLE = Outcome(

@@ -209,7 +209,7 @@ def test_a_schedule_continues_in_a_new_training(name: str) -> None:
 
 
 def body(rank: int, lost: int | None) -> list[bytes]:
-    """Data parallel over all ranks; where a rank is lost, in the third step, after the vote."""
+    """Data parallel over all ranks; a rank is lost in the third step, after the vote."""
     manager = CheckpointManager(timeout_s=60)
 
     def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
@@ -243,9 +243,14 @@ def body(rank: int, lost: int | None) -> list[bytes]:
     return [*state_of(found).values(), bits(torch.rand(3))]
 
 
-@pytest.mark.multiprocess
-def test_a_lost_rank_of_a_data_parallel_training_continues_bit_for_bit() -> None:
-    expected = run_processes(3, body, None)
+def with_and_without(rank: int) -> list[list[bytes]]:
+    """Body of a rank."""
+    return [body(rank, lost) for lost in (None, 1)]
 
-    assert run_processes(3, body, 1) == expected
+
+@pytest.mark.multiprocess
+def test_a_lost_rank_of_a_data_parallel_training_goes_on_bit_for_bit() -> None:
+    expected, found = zip(*run_processes(3, with_and_without), strict=True)
+
+    assert found == expected
     assert len({tuple(one[:-1]) for one in expected}) == 1
