@@ -110,11 +110,9 @@ class StoreWriter(ABC):
         jobs = []
         for write in writes:
             array, regular = write.array, write.array.chunk_at(write.region)
-            chunks: Iterable[tuple[Shape, tuple[Region, HostArray]]]
-            if regular is None:
-                chunks = _chunks_of(write)
-            else:
-                chunks = [(regular, (write.region, write.source))]
+            chunks = _chunks_of(write)
+            if regular is not None:
+                chunks = iter([(regular, (write.region, write.source))])
             for index, block in chunks:
                 path = self._store.path(array.chunk_file(index))
                 jobs.append(Job(array.key, path, partial(self.write_chunk, array, index, [block])))
