@@ -23,11 +23,10 @@ import typer
 from benchmarks.common.command_line import NOWHERE, Out, Smoke, TimeoutS, open_output
 from benchmarks.common.processes import RankContext, Ranks, join_gloo
 from benchmarks.common.rounds import alternate
+from benchmarks.recovery_training import NUM_RANKS, NUM_SHARDS, step
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.sharded_training import ShardedTraining, make_groups
 
-NUM_RANKS = 4
-_NUM_SHARDS = 2
 PLAIN, RECOVERY, CHECKSUMS = "plain", "recovery", "recovery and checksums"
 NAMES = (PLAIN, RECOVERY, CHECKSUMS)
 _REFERENCE_STEP_S = 0.5
@@ -39,42 +38,30 @@ class Worker:
     def __init__(self, context: RankContext) -> None:
         """Join the others. Collective."""
         join_gloo(context)
-        self._groups = make_groups(_NUM_SHARDS)
+        self._groups = make_groups(NUM_SHARDS)
         self._training = ShardedTraining(self._groups)
 
     def train(self, contender: str, num_steps: int) -> float:
         """Seconds of some steps. Collective."""
-        if contender == PLAIN:
-            return self._plain(num_steps)
         manager = CheckpointManager(enable_checksum=contender == CHECKSUMS)
-        manager.track(self._training, replica_group=self._groups.twins)
-        self._recoverable_step(manager)
+        if contender != PLAIN:
+            manager.track(self._training, replica_group=self._groups.twins)
+            step(self._training, manager)
         began = time.perf_counter()
         for _ in range(num_steps):
-            self._recoverable_step(manager)
+            if contender == PLAIN:
+                self._plain_step()
+            else:
+                step(self._training, manager)
         return time.perf_counter() - began
 
-    def _plain(self, num_steps: int) -> float:
+    def _plain_step(self) -> None:
         training = self._training
-        began = time.perf_counter()
-        for _ in range(num_steps):
-            training.forward_backward()
-            training.reduce_gradients()
-            training.apply_update()
-            training.gather_weights()
-            training.set_step(training.step + 1)
-        return time.perf_counter() - began
-
-    def _recoverable_step(self, manager: CheckpointManager) -> None:
-        training = self._training
-        manager.begin_step()
         training.forward_backward()
         training.reduce_gradients()
-        manager.vote()
-        with manager.updating():
-            training.apply_update()
+        training.apply_update()
         training.gather_weights()
-        manager.end_step()
+        training.set_step(training.step + 1)
 
 
 def make_worker(context: RankContext) -> Worker:

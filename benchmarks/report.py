@@ -44,7 +44,6 @@ BENCHMARKS: Final[Mapping[str, tuple[str, ...]]] = {
     "recovery_faults": (),
     "startup": (),
     "planning": (),
-    "damage": (),
 }
 """Everything that is run, in this order (what is timed comes first), and what each is told."""
 

@@ -229,7 +229,7 @@ class TieredCheckpointManager:
             arguments: further ones of ``load``, for a global checkpoint.
 
         Returns:
-            What was loaded, ``iteration`` the step that training goes on at, and ``attempts`` what
+            What was loaded, ``iteration`` the step from which training continues, ``attempts`` what
             was refused before, with the reasons; None where there is nothing to load.
 
         Raises:
@@ -300,7 +300,7 @@ class TieredCheckpointManager:
             return False
         if self._running is not None and due is Tier.LOCAL:
             logger.warning(
-                "local save of step %d left out: %s goes on", step, _name(self._running[0])
+                "local save of step %d skipped: %s is still running", step, _name(self._running[0])
             )
             return False
         self._begin(comm, due, step, state_dict)
@@ -474,7 +474,7 @@ class TieredCheckpointManager:
                 run_on_first_rank(comm, self._lease.require)
             commit()
         except SaveTimeoutError:
-            raise  # it goes on, and may still end well
+            raise  # it still runs, and may succeed
         except BaseException:
             self._running, self._newest[Tier(begun.tier)] = None, _NONE
             raise
@@ -507,7 +507,7 @@ class TieredCheckpointManager:
         """Remove what is not to be kept, in the background; on rank 0."""
         if self.policy.keep_last or self.policy.keep_every:
             self._is_removal_due.set()
-            if self._pruning is None or not self._pruning.is_alive():  # else it goes on with this
+            if self._pruning is None or not self._pruning.is_alive():  # else it continues with this
                 self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
                 self._pruning.daemon = True
                 self._pruning.start()
@@ -524,7 +524,7 @@ class TieredCheckpointManager:
                     older_than_s=max(_MIN_UNFINISHED_S, 2 * self._timeout_s),
                 )
             except StorageError as error:
-                logger.warning("%s: old checkpoints stay for now: %s", self.root, error)
+                logger.warning("%s: old checkpoints could not be removed yet: %s", self.root, error)
             else:
                 names = ", ".join(one.name for one in report.removed)
                 logger.info("%s: removed %s", self.root, names or "nothing")
@@ -537,7 +537,7 @@ class TieredCheckpointManager:
             try:
                 self._finish()
             except StorageError as error:
-                logger.warning("the save before the last one has failed: %s", error)
+                logger.warning("the save before the last one failed: %s", error)
         if self._newest[Tier.GLOBAL] != step:
             self._begin(comm, Tier.GLOBAL, step, state_dict)
         self.close()

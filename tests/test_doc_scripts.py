@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,7 +83,7 @@ _LOCAL_BEFORE = f"""
 from pathlib import Path
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from megatron.core.dist_checkpointing import ShardedTensor
-model, iteration = torch.nn.Linear(3, 2), 100
+model, num_iterations, train_step = torch.nn.Linear(3, 2), 101, lambda: None
 earlier = {{name: torch.full_like(value, 7) for name, value in model.state_dict().items()}}
 LocalCheckpointManager("local/checkpoints", "run-7").save(
     BasicTensorAwareStateDict({{"model": earlier}}), 99
@@ -276,3 +279,16 @@ def test_the_code_of_every_page_is_run_somewhere() -> None:
 
     assert with_code == {*SCRIPTS, *ELSEWHERE}
     assert all((ROOT / test).exists() for test in ELSEWHERE.values())
+
+
+@pytest.mark.multiprocess
+def test_the_terminal_pictures_can_be_drawn(tmp_path: Path) -> None:
+    script = ROOT / "docs" / "pictures.py"
+    command = [sys.executable, str(script), "--out", str(tmp_path), "verify"]
+    variables = {"PYTHONPATH": str(ROOT)}
+
+    subprocess.run(command, env=os.environ | variables, timeout=250, check=True)
+
+    drawn = (tmp_path / "verify.svg").read_text().replace("&#160;", " ")
+    assert "$ dist-ckpt verify checkpoint" in drawn
+    assert "arrays/decoder.layers.mlp.linear_fc2.weight/c.1.0.0" in drawn

@@ -1,65 +1,65 @@
-"""The pages: what they name is there, and figures are those of the code."""
+"""The pages: links, errors, commands, options, variables and quoted texts are those that exist."""
 
 from __future__ import annotations
 
 import ast
 import builtins
-import inspect
 import re
+import runpy
+import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from megatron.core.dist_checkpointing import mapping, validation
+from megatron.core.dist_checkpointing.strategies import base
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies import errors
-from dist_ckpt_strategies.inprocess import attempt
+from dist_ckpt_strategies import Options, config, errors
+from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.integrations import lightning_faults
-from dist_ckpt_strategies.recovery import CheckpointManager
-from tests.support.pages import PAGES, ROOT, blocks_of, page_id, python_blocks
+from tests.support.pages import PAGES, ROOT, blocks_of, page_id
 
-PACKAGE = Path(dist_ckpt_strategies.__file__).parent
+each_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+
+
+# Links
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of each heading, as GitHub and Sphinx make them."""
+    headings = re.findall(r"^#+ (.*)$", outside_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def outside_blocks(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@each_page
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        is_there = "://" in link or (
+            target.exists() and (not anchor or anchor in anchors_of(target))
+        )
+        lost += [] if is_there else [link]
+
+    assert lost == []
+
+
+# Errors and public names
+
 ERRORS = {
     name: kind
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, errors.CheckpointError)
 }
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_python_block_is_python(page: Path) -> None:
-    for content in python_blocks(page):
-        compile(content, str(page), "exec")
-
-
-def anchors_of(page: Path) -> set[str]:
-    """Of each heading, as GitHub and Sphinx make them."""
-    outside = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_links_lead_to_headings(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)\s:]*)#([^)\s]+)\)", page.read_text())
-    lost = [
-        f"{name}#{anchor}"
-        for name, anchor in targets
-        if anchor not in anchors_of((page.parent / name) if name else page)
-    ]
-
-    assert lost == []
-
-
-def links_of(page: Path) -> Iterator[str]:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" not in target:
-            yield target.partition("#")[0]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_links_lead_to_files(page: Path) -> None:
-    assert [link for link in links_of(page) if not (page.parent / link).exists()] == []
 
 
 def is_known_error(name: str) -> bool:
@@ -68,53 +68,19 @@ def is_known_error(name: str) -> bool:
     return name in ERRORS or plain in ERRORS or any(hasattr(place, name) for place in places)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@each_page
 def test_no_page_names_an_error_that_does_not_exist(page: Path) -> None:
     named = set(re.findall(r"\b[A-Z]\w*Error\b", page.read_text()))
 
     assert {name for name in named if not is_known_error(name)} == set()
 
 
-def drawn_tree() -> dict[str, tuple[str | None, str | None]]:
-    """Of the tree on the page of errors: each class with its parent and the builtin beside it."""
-    drawing = next(text for language, text in blocks_of(ROOT / "docs" / "errors.md") if language)
-    found: dict[str, tuple[str | None, str | None]] = {}
-    above: list[str] = []
-    for line in drawing.splitlines():
-        match = re.match(r"([│├└─ ]*)(\w+)(?: \((\w+)\))?", line)
-        assert match, line
-        depth = len(match[1]) // 4
-        above[depth:] = [match[2]]
-        found[match[2]] = (above[depth - 1] if depth else None, match[3])
-    return found
-
-
-def test_the_tree_of_errors_is_the_one_in_the_code() -> None:
-    tree = {
-        name: (
-            next((base.__name__ for base in kind.__bases__ if base.__name__ in ERRORS), None),
-            next(
-                (
-                    b.__name__
-                    for b in kind.__bases__
-                    if b is not Exception and hasattr(builtins, b.__name__)
-                ),
-                None,
-            ),
-        )
-        for name, kind in ERRORS.items()
-    }
-
-    assert drawn_tree() == tree
-
-
-def test_every_error_is_explained() -> None:
+def test_every_error_is_explained_with_a_remedy() -> None:
     page = (ROOT / "docs" / "errors.md").read_text()
-    explained = page[page.index("## What each means") :]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
 
-    assert [
-        name for name in ERRORS if f"`{name}`" not in explained and name != "CheckpointError"
-    ] == []
+    assert sorted(name for name, _, _ in rows) == sorted(ERRORS.keys() - {"CheckpointError"})
+    assert [row for row in rows if not all(cell.strip() for cell in row)] == []
 
 
 def test_every_public_name_of_the_package_is_in_the_reference() -> None:
@@ -123,44 +89,113 @@ def test_every_public_name_of_the_package_is_in_the_reference() -> None:
     assert [name for name in dist_ckpt_strategies.__all__ if name not in page] == []
 
 
-@pytest.mark.parametrize("name", ["lightning", "nemo"])
-def test_the_names_of_the_integrations_are_in_the_reference(name: str) -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
-    source = (PACKAGE / "integrations" / f"{name}.py").read_text()
-    listed = next(
-        ast.literal_eval(node.value)
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
+# Commands and variables
 
-    assert [one for one in listed if f"`{one}`" not in page] == []
+GROUP: Any = typer.main.get_command(app)
+SEPARATORS = {"&&", "||", "|", ";"}
 
 
-def test_the_time_limits_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "errors.md").read_text()
-    options, store = dist_ckpt_strategies.Options(), dist_ckpt_strategies.StoreOptions()
-    of_recovery = inspect.signature(CheckpointManager).parameters["timeout_s"].default
+def shown_commands(page: Path) -> Iterator[list[str]]:
+    """The words behind ``dist-ckpt``, of every command that a page shows."""
+    lines = [
+        line
+        for language, content in blocks_of(page)
+        if language == "bash"
+        for line in content.replace("\\\n", " ").splitlines()
+    ]
+    spans = [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", outside_blocks(page))]
+    for line in [*lines, *(span for span in spans if span.startswith("dist-ckpt "))]:
+        words = shlex.split(line, comments=True)
+        for at, word in enumerate(words):
+            if word.rpartition("/")[2] == "dist-ckpt":
+                end = next((n for n in range(at, len(words)) if words[n] in SEPARATORS), None)
+                yield words[at + 1 : end]
 
-    assert f"default of `timeout_s` in `Options` is {options.timeout_s:g} s" in page
-    assert f"`timeout_s` of `StoreOptions`, {store.timeout_s:g} s" in page
-    assert f"`timeout_s` of `CheckpointManager`, {of_recovery:g} s" in page
-    assert f"`abort_timeout` of `HPWrapper`, {attempt.DEFAULT_ABORT_TIMEOUT_S:g} s" in page
 
-
-def test_the_options_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "tuning.md").read_text()
-    defaults = dist_ckpt_strategies.Options()
-    rows = re.findall(r"^\| `(\w+)` \| `DIST_CKPT_(\w+)` \| ([^|]+) \|", page, re.MULTILINE)
-
-    assert [name.upper() for name, _, _ in rows] == [variable for _, variable, _ in rows]
-    assert {name: shown.strip(" `") for name, _, shown in rows} == {
-        "timeout_s": f"{defaults.timeout_s:g}",
-        "max_inflight_bytes": f"{defaults.max_inflight_bytes >> 20} MiB",
-        "io_threads": str(defaults.io_threads),
-        "direct_io": str(int(defaults.direct_io)),
-        "whole_flush": str(int(defaults.whole_flush)),
-        "engine": defaults.engine,
-        "verify": defaults.verify,
-        "strict_dtype": str(int(defaults.strict_dtype)),
-        "writer_process": str(int(defaults.writer_process)),
+def options_of(command: Any) -> set[str]:
+    context = command.make_context(command.name, [], resilient_parsing=True)
+    return {
+        name
+        for found in command.get_params(context)
+        for name in (*found.opts, *found.secondary_opts)
     }
+
+
+def problem_of(words: list[str]) -> str | None:
+    """What is wrong with a command; None where nothing is."""
+    if words[0].startswith("-"):
+        return None if words[0] in options_of(GROUP) else f"no option {words[0]}"
+    if words[0] not in GROUP.commands:
+        return f"no command {words[0]}"
+    command = GROUP.commands[words[0]]
+    for word in words[1:]:
+        if words[0] == "run" and word.endswith(".py"):
+            return None  # what follows is the script's
+        name = word.partition("=")[0]
+        if name.startswith("-") and name not in options_of(command):
+            return f"{words[0]}: no option {name}"
+    return None
+
+
+@each_page
+def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
+    found = {" ".join(words): problem_of(words) for words in shown_commands(page) if words}
+
+    assert {text: problem for text, problem in found.items() if problem} == {}
+
+
+def test_the_page_of_all_commands_is_current() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "commands.py"))
+
+    assert (ROOT / "docs" / "commands.md").read_text() == generator["build_page"]()
+
+
+def known_variables() -> set[str]:
+    """Every variable of ours that the package reads."""
+    source = Path(config.__file__).read_text()
+    named = re.findall(r'"(DIST_CKPT_\w+)"', source)
+    made = [f"DIST_CKPT_{name}" for name in re.findall(r'_PREFIX \+ "(\w+)"', source)]
+    of_options = {f"DIST_CKPT_{one.name.upper()}" for one in fields(Options)}
+    return {*named, *made, *of_options} - {"DIST_CKPT_STORE"}
+
+
+def variables_of(page: Path) -> set[str]:
+    return set(re.findall(r"DIST_CKPT_[A-Z0-9_]*[A-Z0-9]", page.read_text()))
+
+
+@each_page
+def test_the_variables_of_a_page_are_read(page: Path) -> None:
+    assert variables_of(page) <= known_variables()
+
+
+def test_the_page_of_tuning_lists_every_variable() -> None:
+    assert variables_of(ROOT / "docs" / "tuning.md") == known_variables()
+
+
+# Texts that the runbook quotes
+
+
+def texts_of(path: Path) -> set[str]:
+    """Every text of a source file, with ``…`` for what is filled in."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+            found.add("".join(map(str, parts)))
+    return found
+
+
+def test_the_texts_that_the_runbook_quotes_are_those_of_the_code() -> None:
+    package = Path(dist_ckpt_strategies.__file__).parent
+    megatrons = [Path(str(module.__file__)) for module in (mapping, validation, base)]
+    known = {text for path in [*package.rglob("*.py"), *megatrons] for text in texts_of(path)}
+    page = (ROOT / "docs" / "operations.md").read_text()
+    cells = [cell.strip() for line in page.splitlines() for cell in line.split("|")[1:3]]
+    quoted = [cell[1:-1] for cell in cells if re.fullmatch(r"`[^`]+`", cell)]
+    others = ("dist-ckpt", "--", "py-spy", "complete ", "rank ")
+    texts = {text for text in quoted if " " in text and not text.startswith(others)}
+
+    assert texts
+    assert {text for text in texts if not any(text in one for one in known)} == set()

@@ -112,10 +112,3 @@ def test_a_public_function_raises_megatrons_error_with_the_same_cause() -> None:
         function()
     assert isinstance(caught.value, IncompleteCheckpointError)
     assert caught.value.__cause__ is cause
-
-
-def test_a_derived_class_of_somebody_else_pickles_as_itself() -> None:
-    other = pickle.loads(pickle.dumps(OfAnotherPackageError("x", key="w")))
-
-    assert type(other) is OfAnotherPackageError
-    assert other.key == "w"

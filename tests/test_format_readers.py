@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject
 
-from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.entries import Entry, prepare, save
 from tests.support.layouts import empties, irregular, scattered
@@ -214,19 +212,3 @@ def test_the_reader_of_local_shards_notices_a_changed_byte(tmp_path: Path) -> No
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(ValueError, match="damaged"):
             read_shard(path)
-
-
-def test_the_page_names_every_dtype() -> None:
-    page = (ROOT / "docs" / "format2.md").read_text()
-    (row,) = [line for line in page.splitlines() if line.startswith("| `dtype` |")]
-    spelled = row.replace("`uint8` to `uint64`", "`uint8` `uint16` `uint32` `uint64`")
-    spelled = spelled.replace("`int8` to `int64`", "`int8` `int16` `int32` `int64`")
-
-    assert set(re.findall(r"`(\w+)`", spelled)) - {"dtype"} == {d.value for d in DType}
-
-
-def test_the_marker_on_the_page_is_the_one_that_is_written(saved: Path) -> None:
-    page = (ROOT / "docs" / "format2.md").read_text()
-    (shown,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-
-    assert json.loads(shown) == json.loads((saved / "large" / "metadata.json").read_text())

@@ -142,7 +142,7 @@ def steps_of(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.multiprocess
-def test_the_plain_script_goes_on_after_an_exception_and_a_death_and_from_the_disk(
+def test_the_plain_script_continues_after_an_exception_and_a_death_and_from_the_disk(
     tmp_path: Path,
 ) -> None:
     plain = changed(PLAIN, TO_THE_LAST_BIT)
@@ -181,7 +181,7 @@ def test_the_plain_script_goes_on_after_an_exception_and_a_death_and_from_the_di
 
 
 @pytest.mark.multiprocess
-def test_the_script_for_megatron_goes_on_after_a_torn_update_and_from_the_disk(
+def test_the_script_for_megatron_continues_after_an_interrupted_update_and_from_the_disk(
     tmp_path: Path,
 ) -> None:
     script = changed(MEGATRON, ON_CPUS)

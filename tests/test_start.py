@@ -12,44 +12,32 @@ pytestmark = pytest.mark.multiprocess
 HEAVY = {"torch", "megatron", "tensorstore", "zarr", "numpy", "ml_dtypes", "xxhash"}
 PRINTING = {"typer", "rich"}
 
-
-def loaded_by(code: str) -> set[str]:
-    """Top-level modules that a new process has, once it has run the code."""
-    script = f"""
-import sys
-{code}
-print(*sorted({{name.partition(".")[0] for name in sys.modules}}), file=sys.stderr)
+IMPORTS = """
+import dist_ckpt_strategies
+import dist_ckpt_strategies.errors
+dir(dist_ckpt_strategies)
+dist_ckpt_strategies.Options()
 """
+HELP = """
+from typer.testing import CliRunner
+from dist_ckpt_strategies.cli.app import app
+for args in (["--help"], ["--version"], ["inspect", "--help"], ["run", "-h"]):
+    assert CliRunner().invoke(app, args).exit_code == 0
+"""
+
+
+@pytest.mark.parametrize(("code", "lacking"), [(IMPORTS, HEAVY | PRINTING), (HELP, HEAVY)])
+def test_libraries_are_loaded_when_they_are_needed(code: str, lacking: set[str]) -> None:
+    listing = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", f"{code}\n{listing}"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
+
     assert done.returncode == 0, done.stderr
-    return set(done.stderr.split())
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import dist_ckpt_strategies",
-        "import dist_ckpt_strategies; dir(dist_ckpt_strategies)",
-        "from dist_ckpt_strategies import Options; Options()",
-        "import dist_ckpt_strategies.errors",
-    ],
-)
-def test_importing_the_package_loads_no_library(code: str) -> None:
-    loaded = loaded_by(code)
-
+    loaded = set(done.stdout.split())
     assert "dist_ckpt_strategies" in loaded
-    assert loaded & (HEAVY | PRINTING) == set()
-
-
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["inspect", "--help"], ["run", "-h"]])
-def test_help_and_versions_load_nothing_but_what_prints(args: list[str]) -> None:
-    loaded = loaded_by(
-        "from typer.testing import CliRunner\n"
-        "from dist_ckpt_strategies.cli.app import app\n"
-        f"assert CliRunner().invoke(app, {args}).exit_code == 0"
-    )
-
-    assert "typer" in loaded
-    assert loaded & HEAVY == set()
+    assert loaded & lacking == set()

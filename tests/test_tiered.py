@@ -334,7 +334,7 @@ def asks_memory_first(rank: int, root: str) -> list[Any]:
     return found
 
 
-def test_memory_is_asked_before_the_disks_and_its_refusal_is_told(tmp_path: Path) -> None:
+def test_memory_is_tried_before_the_disks_and_its_refusal_is_reported(tmp_path: Path) -> None:
     for memory, disk, attempt in run_processes(2, asks_memory_first, str(tmp_path)):
         assert memory == (Tier.MEMORY, 5, [7.0] * 4)
         assert disk == (Tier.GLOBAL, 3, [0.0] * 4)

@@ -23,7 +23,7 @@ FIGURES_NAME: Final = "measured"
 
 STEMS: Final = (
     *dict.fromkeys(subject.stem for subject in SUBJECTS),
-    *("recovery_faults", "recovery_overhead", "damage", "planning", "startup"),
+    *("recovery_faults", "recovery_overhead", "planning", "startup"),
 )
 """Benchmarks that the page is about: names of their scripts, and beginnings of their files."""
 
@@ -84,7 +84,7 @@ def build_page(results: Path) -> Page:
     parts += _recovery_table(found["recovery_faults"])
     parts += _overhead_table(found["recovery_overhead"])
     for title, words, texts in (
-        ("Faults", _FAULTS, _fault_table(found)),
+        ("Faults", _FAULTS, _fault_table(found["recovery_faults"])),
         ("Planning", _PLANNING, _planning_table(found["planning"])),
         ("Start-up", _STARTUP, _startup_table(found["startup"])),
     ):
@@ -259,8 +259,7 @@ _RECOVERY: Final = (
     f"![Seconds until all ranks train again]({FIGURES_NAME}/recovery.svg)",
 )
 _FAULTS: Final = (
-    "A violation is a loaded value that was not saved, an error that does not name the damage, "
-    "or a rank that hangs."
+    "A violation is a state or a loss that is not that of the run without faults, or a hang."
 )
 _PLANNING: Final = "Cost per rank of computing a plan from the shards that all ranks describe."
 _STARTUP: Final = "Seconds for a new process; the checkpoints have 10,000 arrays."
@@ -286,22 +285,16 @@ def _overhead_table(overhead: Found) -> Iterator[str]:
         yield table(("without faults", "ms per step", "of a step of 0.5 s"), rows)
 
 
-def _fault_table(found: Mapping[str, Found]) -> Iterator[str]:
-    rows = []
-    for stem, what in (
-        ("damage", "damaged files"),
-        ("recovery_faults", "recovery: faults in training"),
-    ):
-        for line in found[stem].of_kind("campaign"):
-            cases = line.get("cases") or {"faults": line["faults"]}
-            text = ", ".join(f"{count:,} {kind}" for kind, count in sorted(cases.items()))
-            rows.append([what, text, str(line["seed"]), str(line["violations"])])
-        rows += [
-            [what, f"stopped: {line['why']}", str(line["seed"]), "1"]
-            for line in found[stem].of_kind("violation")
-        ]
+def _fault_table(found: Found) -> Iterator[str]:
+    rows = [
+        [f"{line['faults']:,} faults in training", str(line["seed"]), str(line["violations"])]
+        for line in found.of_kind("campaign")
+    ]
+    rows += [
+        [f"stopped: {line['why']}", str(line["seed"]), "1"] for line in found.of_kind("violation")
+    ]
     if rows:
-        yield table(("campaign", "cases", "seed", "violations"), rows)
+        yield table(("campaign", "seed", "violations"), rows)
 
 
 def _planning_table(found: Found) -> Iterator[str]:

@@ -39,7 +39,7 @@ app = typer.Typer(
     "survives ranks that fail.",
     epilog=_epilog(
         "dist-ckpt inspect /checkpoints/iter_0000100",
-        "0 fine, 1 damaged, incomplete or different, 2 wrong usage, 3 could not look.",
+        "0 fine, 1 damaged, incomplete or different, 2 wrong usage, 3 could not read.",
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -157,7 +157,7 @@ def _root(
 
 @_command(
     "dist-ckpt inspect DIR --keys 'decoder.*'",
-    "0 complete, 1 incomplete or damaged, 2 wrong usage, 3 could not look.",
+    "0 complete, 1 incomplete or damaged, 2 wrong usage, 3 could not read.",
 )
 def inspect(
     directory: _Place,
@@ -176,8 +176,8 @@ def inspect(
 ) -> int:
     """List the arrays and objects of a checkpoint, and say whether it is complete.
 
-    Of a directory of local checkpoints, the iterations and local shards. Reads names, sizes and
-    metadata only.
+    For a directory of local checkpoints it lists iterations and local shards. Reads names, sizes
+    and metadata only.
     """
     from dist_ckpt_strategies.cli.inspect import inspect_checkpoint  # noqa: PLC0415
 
@@ -187,17 +187,17 @@ def inspect(
 
 @_command(
     "dist-ckpt verify DIR && rsync -a DIR backup:",
-    "0 whole, 1 damaged or incomplete, 2 wrong usage, 3 could not look.",
+    "0 complete and undamaged, 1 damaged or incomplete, 2 wrong usage, 3 could not read.",
 )
 def verify(
     directory: _Place, *, nproc: _Nproc = None, as_json: _Json = False, debug: _Debug = False
 ) -> int:
-    """Check that a checkpoint is whole, and list what is not.
+    """Check that a checkpoint is complete and undamaged, and list all damage.
 
-    Looks for every chunk file, of the right size, every shard of every object, common.pt and
-    metadata.json, and compares objects and common.pt with their own checksums. Format 1 keeps no
-    checksums of arrays: a changed byte inside a chunk is not found. Of format 2 every inner chunk
-    and of local checkpoints every tensor is compared with its digest.
+    Checks existence and size of every chunk file, every shard of every object, common.pt and
+    metadata.json, and the checksums of objects and common.pt. Format 2: every inner chunk, and
+    local checkpoints: every tensor, is compared with its digest. Format 1 has no checksums of
+    arrays: a changed byte inside a chunk is not found.
     """
     from dist_ckpt_strategies.cli.inspect import verify_checkpoint  # noqa: PLC0415
 
@@ -207,7 +207,7 @@ def verify(
 
 @_command(
     "dist-ckpt prune ROOT --keep-last 3 --unfinished",
-    "0 done, 2 wrong usage, 3 could not look at ROOT, or remove.",
+    "0 done, 2 wrong usage, 3 could not read ROOT, or remove.",
 )
 def prune(
     root: Annotated[str, _argument("ROOT", "Directory or URL that holds the checkpoints.")],
@@ -219,26 +219,25 @@ def prune(
         int | None, _value(min=1, metavar="N", help="Keep those of every N-th iteration.")
     ] = None,
     unfinished: Annotated[
-        bool, _flag("--unfinished", help="Remove what killed saves have left.")
+        bool, _flag("--unfinished", help="Remove what killed saves left behind.")
     ] = False,
     older_than: Annotated[
         str,
         typer.Option(
             metavar="TIME",
-            help="Keep unfinished ones that changed since: they may still be written.",
+            help="Keep unfinished ones that changed within this time: they may be in progress.",
         ),
     ] = "1h",
     dry_run: Annotated[bool, _flag("--dry-run", help="Only show what would be removed.")] = False,
-    yes: Annotated[bool, _flag("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, _flag("--yes", help="Do not prompt.")] = False,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """Remove checkpoints that are not to be kept, and what killed saves have left.
+    """Remove old checkpoints, and what killed saves left behind.
 
-    ROOT holds the checkpoints, each in a directory whose name ends in its iteration. The newest
-    complete one is always kept, and so is everything that is neither a checkpoint of format 1 or 2
-    nor left by a killed save of these. A checkpoint loses its marker first. Shows what would be
-    removed, and asks.
+    ROOT contains the checkpoints, each in a directory whose name ends in its iteration. Always kept
+    are the newest complete one, and everything that is neither a checkpoint of format 1 or 2 nor
+    left by a killed save of these. Shows what would be removed, and prompts.
     """
     from dist_ckpt_strategies.cli.prune import prune_checkpoints  # noqa: PLC0415
 
@@ -250,8 +249,8 @@ def prune(
 
 
 @_command(
-    "dist-ckpt demo --keep /tmp/demo-checkpoint",
-    "0 all states are equal, 1 not, 2 wrong usage, 3 no space.",
+    "dist-ckpt demo --keep demo-checkpoint",
+    "0 all states are equal, 1 a state differs, 2 wrong usage, 3 no space.",
 )
 def demo(
     *,
@@ -301,9 +300,9 @@ def convert(
     """Convert a checkpoint to another format, bit for bit.
 
     From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects
-    and common state too. To safetensors: the arrays of the model alone. Memory stays bounded,
-    whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all
-    is. After an interruption the same command starts over.
+    and common state too. To safetensors: only the model's arrays. Memory is bounded. DST must be
+    new or empty; nothing is visible there until the conversion is complete. After an interruption
+    the same command starts over.
     """
     _prepare(source, target)
     from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
@@ -344,11 +343,11 @@ def upgrade(
 
 @_command(
     "dist-ckpt diff A B --keys 'decoder.*'",
-    "0 equal, 1 different, or one is damaged or incomplete, 2 wrong usage, 3 could not look.",
+    "0 equal, 1 different, or one is damaged or incomplete, 2 wrong usage, 3 could not read.",
 )
 def diff(
     a: Annotated[str, _argument("A", "A checkpoint.")],
-    b: Annotated[str, _argument("B", "Another one.")],
+    b: Annotated[str, _argument("B", "Another checkpoint.")],
     *,
     keys: Annotated[
         str | None,
@@ -361,7 +360,7 @@ def diff(
 ) -> int:
     """Compare two checkpoints of any formats: keys, shapes, dtypes, elements and objects.
 
-    Of arrays that differ it shows the first element that does, how many do, and the largest
+    For each array that differs it shows the first such element, their number, and the largest
     absolute difference. Equal means equal to the bit.
     """
     _prepare(a, b)
@@ -380,7 +379,7 @@ def bench(
     ] = None,
     *,
     size: Annotated[
-        float, typer.Option(metavar="GB", min=0.001, help="Of the state, all ranks together.")
+        float, typer.Option(metavar="GB", min=0.001, help="Size of the state, all ranks together.")
     ] = 0.25,
     ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Processes on this node.")] = 2,
     repetitions: Annotated[
@@ -389,13 +388,12 @@ def bench(
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> int:
-    """Measure saves and loads on the file system of DIR, beside one plain stream per rank.
+    """Measure saves and loads on the file system of DIR; the baseline is one stream per rank.
 
-    Ranks on the CPU hold equal shards of matrices, as of a GPT, and save and load them with
-    ("zarr", 1), ("zarr", 2) and torch_dist, in turn. All files are flushed when a save ends, and
-    dropped from the page cache before a load, where the kernel can do that. Every load is compared
-    with what was saved. DIR is left as it was. The default is the temporary directory, which may
-    be in memory.
+    CPU ranks save and load a GPT-like state with ("zarr", 1), ("zarr", 2) and torch_dist, in turn.
+    All files are flushed when a save ends, and dropped from the page cache before a load if the
+    kernel can do that. Every load is compared with what was saved. All files are removed at the
+    end. The default is the temporary directory, which may be in memory.
     """
     from dist_ckpt_strategies.cli.bench import GB, bench_directory  # noqa: PLC0415
 
@@ -405,8 +403,8 @@ def bench(
 
 @_command(
     "dist-ckpt run --nproc-per-node 4 --spares 1 train.py",
-    "0 all ranks have ended well, 1 gave up, 2 wrong usage, 87 a node is missing, 88 this node is "
-    "out of the job or the store is lost: start it again, 130 interrupted, 128 and its number for "
+    "0 all ranks ended with 0, 1 gave up, 2 wrong usage, 87 a node is missing, 88 this node has "
+    "left the job or the store is lost: start it again, 130 interrupted, 128 plus its number for "
     "another signal.",
     context_settings={
         "allow_interspersed_args": False,
@@ -504,17 +502,16 @@ def run(
     """Run a training script on the ranks of this node, and replace a worker that dies.
 
     The others stay alive: with HPWrapper around its training the script continues in place. All
-    arguments after SCRIPT are the script's. A dead worker is found at once, a hung one after the
-    time without a heartbeat; spares wait with everything imported, for scripts that call
-    wait_rank().
+    arguments after SCRIPT are the script's. A dead worker is noticed at once, a hung one after
+    --heartbeat-timeout. In scripts that call wait_rank(), spares wait with everything imported.
 
-    Of several nodes, each runs the same command. When a node is lost, a spare node takes its place.
+    Run the same command on each of several nodes. If a node is lost, a spare node takes its place.
     """
     from dist_ckpt_strategies.cli.run import nodes_of, ranks_of, run_script  # noqa: PLC0415
     from dist_ckpt_strategies.inprocess.supervisor import Job, script_command  # noqa: PLC0415
 
     if not is_module and not store_only and not Path(script).is_file():
-        raise PlanError(f"SCRIPT: {script or 'nothing'} is no file")
+        raise PlanError(f"SCRIPT: expected a Python file, found {script or 'nothing'}")
     num_ranks = ranks_of(nproc_per_node)
     nodes = nodes_of(
         nnodes,

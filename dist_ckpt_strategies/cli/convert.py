@@ -107,9 +107,9 @@ def _print_diff(a: str, b: str, report: DiffReport) -> None:
         console.print(Text(printable(line)), soft_wrap=True)
     if len(lines) > _MAX_SHOWN:
         print_dim(console, f"... and {len(lines) - _MAX_SHOWN:,} more; --json lists them")
-    verdict, style = ("are equal", "bold green") if report.is_equal else ("DIFFER", "bold red")
+    outcome, style = ("are equal", "bold green") if report.is_equal else ("DIFFER", "bold red")
     names = Text(f"{printable(a)} and {printable(b)}")
-    console.print(names + Text(f" {verdict}", style), soft_wrap=True)
+    console.print(names + Text(f" {outcome}", style), soft_wrap=True)
     print_dim(console, f"compared: {_compared(report)}")
 
 

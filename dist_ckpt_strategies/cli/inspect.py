@@ -201,15 +201,15 @@ def _print_verification(summary: Summary, seconds: float) -> None:
             num_more = len(issues) - _MAX_PER_SECTION
             print_dim(console, f"  ... and {num_more:,} more; --json lists them")
     _print_facts(console, [fact for fact in summary.facts if fact[0] == "left over"])
-    verdict = Text(f" {_verdict(summary)}", "bold red" if summary.issues else "bold green")
-    console.print(Text(printable(summary.fields["path"])) + verdict, soft_wrap=True)
+    outcome = Text(f" {_outcome(summary)}", "bold red" if summary.issues else "bold green")
+    console.print(Text(printable(summary.fields["path"])) + outcome, soft_wrap=True)
     if not summary.is_foreign:
         files = counted(summary.fields["num_files"], "file")
         size = f"{files}, {bytes_text(summary.fields['nbytes'])} in all"
         print_dim(console, f"checked: {summary.checked}; {size}, {seconds:.1f} s")
 
 
-def _verdict(summary: Summary) -> str:
+def _outcome(summary: Summary) -> str:
     if summary.is_foreign:
         return "cannot be verified: another backend wrote it"
     if summary.unfinished:
@@ -360,7 +360,8 @@ def _facts(found: Scan) -> Iterator[tuple[str, str]]:
         yield "saved", f"began {_begun(found.begun)}"
     if found.index is not None:
         layout, versions = found.index.layout.items(), found.index.versions.items()
-        yield "layout", ", ".join(f"{name} {size}" for name, size in layout)
+        if layout:
+            yield "layout", ", ".join(f"{name} {size}" for name, size in layout)
         yield "written by", ", ".join(f"{name} {number}" for name, number in versions)
     if not found.is_foreign:
         num_chunks = sum(one.num_chunks for one in found.arrays)

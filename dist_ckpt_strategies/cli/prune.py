@@ -55,7 +55,7 @@ def prune_checkpoints(
     if not any(rules.values()):
         raise PlanError("nothing is selected: add --keep-last N, --keep-every N or --unfinished")
     if as_json and not (dry_run or is_agreed):
-        raise PlanError("--json does not ask; add --yes, or --dry-run")
+        raise PlanError("--json does not prompt; add --yes, or --dry-run")
     if as_json:
         print_json("prune", _fields(pruned(dry_run=dry_run)))
         return
@@ -74,7 +74,7 @@ def parse_duration_s(text: str) -> float:
     """
     found = _DURATION.fullmatch(text.strip())
     if found is None or not math.isfinite(float(found[1])):
-        raise PlanError(f"{text!r} is no duration; expected such as 90s, 30m, 1h or 2d")
+        raise PlanError(f"{text!r}: expected a duration such as 90s, 30m, 1h or 2d")
     return float(found[1]) * _UNIT_S[found[2]]
 
 

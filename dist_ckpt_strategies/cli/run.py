@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from torch.distributed.elastic.events import get_logging_handler
+from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.run import determine_local_world_size
 

@@ -78,13 +78,13 @@ def require_member(group: object) -> None:
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if group == outside:
         raise StrategyError(
-            f"rank {dist.get_rank()} is not in the process group that it was given; every rank has "
-            "to give the group that it is in"
+            f"rank {dist.get_rank()} is not in the process group that it passed; pass on every "
+            "rank a group that contains it"
         )
     if group is not None and not is_alive(group):
         raise StrategyError(
-            "the process group that was given has been destroyed; a strategy that is to be used "
-            "after torch.distributed was taken down and set up again needs a group made since"
+            "the process group has been destroyed; after torch.distributed was initialized again, "
+            "make a new group, and a new strategy with it"
         )
 
 
@@ -154,8 +154,8 @@ def new_gloo_groups(
     divided = sorted((rank, ranks[0]) for ranks in groups for rank in ranks)
     if divided != list(enumerate(firsts)):
         raise StrategyError(
-            f"the process groups that the ranks have given overlap, or differ: {groups}; every "
-            "rank has to give the group that it is in, and be in one only"
+            f"the process groups that the ranks passed overlap or differ: {groups}; pass on every "
+            "rank the one group that contains it"
         )
     made = (new_group_of(groups, backend="gloo", timeout_s=timeout_s) for _ in range(num_groups))
     return tuple(one for one in made if one is not None)

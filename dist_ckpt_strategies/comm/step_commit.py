@@ -70,7 +70,7 @@ class StepCommit:
             lengths = self._gathered(torch.tensor([len(content)], dtype=torch.int64))
             self._capacity = 2 * int(lengths.max()) + _HEADER.size
         if len(content) > self._capacity - _HEADER.size:
-            logger.warning("%d bytes are too many to be replicated", len(content))
+            logger.warning("random states of %d bytes are too large to be replicated", len(content))
             packed = _HEADER.pack(_TOO_LONG, 0)
         else:
             packed = _HEADER.pack(len(content), xxhash.xxh3_64_intdigest(content)) + content

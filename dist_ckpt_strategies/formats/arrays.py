@@ -110,8 +110,10 @@ class StoreWriter(ABC):
         jobs = []
         for write in writes:
             array, regular = write.array, write.array.chunk_at(write.region)
-            whole = (regular, (write.region, write.source))
-            for index, block in _chunks_of(write) if regular is None else [whole]:
+            chunks = _chunks_of(write)
+            if regular is not None:
+                chunks = iter([(regular, (write.region, write.source))])
+            for index, block in chunks:
                 path = self._store.path(array.chunk_file(index))
                 jobs.append(Job(array.key, path, partial(self.write_chunk, array, index, [block])))
         return Transfer(jobs, self._num_write_threads)

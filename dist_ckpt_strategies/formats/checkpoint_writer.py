@@ -188,7 +188,7 @@ class CheckpointWriter:
             arrays, objects = merged_segment(contents)
         except ValueError as error:
             raise IncompleteCheckpointError(
-                f"{self.store}: what the ranks have written makes no checkpoint: {error}"
+                f"{self.store}: the files that the ranks wrote are not a checkpoint: {error}"
             ) from error
         content, name = segment_content(arrays, objects), f"{MANIFEST_NAME}/part-{number:05d}.json"
         self.store.write(name, content)

@@ -206,14 +206,13 @@ class PlaceBase(ABC):
                 continue
             if owner is None:
                 raise StorageError(
-                    f"{self}: another save to it has begun before this one was finished, or what "
-                    "this one had written was removed; nothing of it was made visible",
+                    f"{self}: another save to it started before this one ended, or its staged "
+                    "files were removed; nothing became visible; save again from one job at a time",
                     path=str(self),
                 )
             raise StorageError(
-                f"{self}: what {owner} has written there is not seen here; all ranks have to save "
-                "to one directory, on a file system that they share, and no other job at the same "
-                "time",
+                f"{self}: the files of {owner} are not visible here; save from all ranks to one "
+                "directory on a file system that they share, and from one job at a time",
                 path=str(self),
             )
 
@@ -257,8 +256,8 @@ class DirectoryPlace(PlaceBase):
         if self._is_format2 and not (root / SAVE_NAME).is_file():
             for name in sorted(present.intersection(FOLDER_NAMES)):
                 raise CheckpointExistsError(
-                    f"{root / name} is not of a checkpoint of format ('zarr', 2), which would put "
-                    "its own files there; remove it, or save elsewhere",
+                    f"{root / name} is not part of a checkpoint of format ('zarr', 2), whose files "
+                    "would go there; remove it, or save elsewhere",
                     path=str(root / name),
                 )
         if keys is not None and present:
@@ -298,7 +297,7 @@ class DirectoryPlace(PlaceBase):
         try:
             run_with_limit(partial(_take_away, self._root, self.location), self)
         except StorageError as error:
-            logger.warning("%s: what the save replaced is still there: %s", self, error)
+            logger.warning("%s: files that the save replaced cannot be removed: %s", self, error)
 
     @limited
     def _commit(self, marker: bytes | None) -> None:
@@ -354,7 +353,7 @@ class BucketPlace(PlaceBase):
         """See DirectoryPlace. What the save replaces is removed afterwards."""
         if marker is None:
             raise StrategyError(
-                f"{self}: call dist_ckpt_strategies.save, which also puts the marker"
+                f"{self}: call dist_ckpt_strategies.save, which also writes the marker"
             )
         bucket, place = self._root, self.location
         self.require()

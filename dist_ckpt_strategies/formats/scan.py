@@ -458,8 +458,8 @@ def _files_of_bucket(bucket: Bucket) -> _Listed:
         inner = sorted({n.partition("/")[0] for n in names if n[n.find("/") :] in ends})
         require_no_inner(bucket, inner)
         raise IncompatibleVersionError(
-            f"{bucket}: there is something, but no checkpoint of format ('zarr', 2); object stores "
-            "have no others"
+            f"{bucket} holds objects, but no checkpoint of format ('zarr', 2), the only format in "
+            "object stores; check the URL"
         )
     own = filter(_is_own, inner)
     others = {name.partition("/")[0] for name in inner if not _is_own(name)}

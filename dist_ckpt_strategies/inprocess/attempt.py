@@ -93,7 +93,7 @@ class Attempt:
         return self._heard.wait(timeout_s)
 
     def wait_stopped(self) -> None:
-        """Return when communication has ended, and nothing of this attempt is going on.
+        """Return when communication has ended, and nothing of this attempt runs.
 
         The process ends if that takes longer than it may.
         """
@@ -167,7 +167,7 @@ class Attempt:
         except Exception:
             # A step of the user's: the block is interrupted all the same, and where it cannot be,
             # this process ends.
-            logger.exception("epoch %d: abort failed; the restart goes on", self.epoch)
+            logger.exception("epoch %d: abort failed; the restart continues", self.epoch)
         finally:
             self._aborted.set()
         while self.communication.is_ended and not self._interrupter.has_left:

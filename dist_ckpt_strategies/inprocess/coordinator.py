@@ -117,7 +117,7 @@ class Coordinator(Protocol):
     def barrier(self, timeout_s: float) -> int:
         """Join the forming epoch; return its number once every rank of the world has joined.
 
-        Faults while it forms only make it another epoch; the wait goes on.
+        Faults while it forms only make it another epoch; the wait continues.
 
         Raises:
             PeerTimeoutError: ranks are missing; names them.

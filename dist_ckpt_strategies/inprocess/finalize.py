@@ -73,7 +73,7 @@ def abort_megatron() -> None:
 
 
 def abort_te() -> None:
-    """Let Transformer Engine make its global state anew."""
+    """Let Transformer Engine recreate its global state."""
     _call(imported("transformer_engine.pytorch.fp8", "FP8GlobalStateManager.reset"))
 
 

@@ -179,8 +179,8 @@ class Places:
         if found != ours:
             host, port = nodes.endpoint
             raise PlanError(
-                f"the store at {host}:{port} is that of another job, or of agents with other "
-                f"options: expected {ours}, found {found}"
+                f"the store at {host}:{port} belongs to another job, or to agents with other "
+                f"options: expected {ours}, found {found}; start all agents with the same options"
             )
 
     def _look_around(self) -> None:
@@ -192,7 +192,7 @@ class Places:
         closed = self._store.get(_CLOSED)
         if closed is not None:
             self._closed = tuple(json.loads(closed))
-            self._on_renewed(float("inf"))  # nobody takes the place any more
+            self._on_renewed(float("inf"))  # no node takes the place any more
             return
         self._on_renewed(begun)
         is_idle = self.place is None or self._is_done()
@@ -226,7 +226,7 @@ class Places:
     def _is_held(self, place: int) -> bool:
         """Whether a node renews the place.
 
-        Where none does, and this node is a spare, it takes the place; where the time is over, it
+        If there is none, and this node is a spare, it takes the place; where the time is over, it
         ends the job.
         """
         key = f"place/{place}"
@@ -285,7 +285,7 @@ class Places:
         if time.monotonic() - self._began > self._nodes.wait_s:
             raise RestartError(
                 f"all {self._nodes.num_nodes} places and those of {self._nodes.num_spare_nodes} "
-                "spare nodes (--spare-nodes) are taken by other nodes"
+                "spare nodes are taken by other nodes; raise --spare-nodes, or leave this node out"
             )
 
     def _take(self, key: str, seen: str) -> bool:

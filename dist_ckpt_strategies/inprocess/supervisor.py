@@ -22,7 +22,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 
-from torch.distributed.elastic import events  # noqa: TID251 - the launcher
+from torch.distributed.elastic.events import record  # noqa: TID251 - the launcher
+from torch.distributed.elastic.events.api import (  # noqa: TID251 - as above
+    Event,
+    EventMetadataValue,
+    EventSource,
+)
 from torch.distributed.elastic.multiprocessing.errors import (  # noqa: TID251 - the launcher
     ChildFailedError,
     ErrorHandler,
@@ -304,8 +309,8 @@ class Supervisor:
         why = reason_of(code)
         if worker.is_hung:
             why = f"no sign of life for {self._job.heartbeat_timeout_s:g} s"
-        elif isinstance(failure.message, dict):
-            why += f": {failure.message['message']}"
+        elif isinstance(told := failure.error_file_data["message"], dict):
+            why += f": {told['message']}"
         if rank is None:
             self._lose_spare(worker.name, code, why)
             return
@@ -340,18 +345,18 @@ class Supervisor:
     def _record(self, state: str, rank: int | None, failure: ProcessFailure | None = None) -> None:
         """Record torch's event of the end of a worker, or of this agent."""
         nodes = self._job.nodes
-        metadata = {
+        metadata: dict[str, EventMetadataValue] = {
             "run_id": "none" if nodes is None else nodes.run_id,
             "global_rank": rank,
             "group_rank": self._place,
             "hostname": socket.gethostname(),
             "state": state,
-            "raw_error": failure and json.dumps(failure.error_file_data),
+            "raw_error": None if failure is None else json.dumps(failure.error_file_data),
             "agent_restarts": sum(map(len, self._failures.values())),
         }
-        source = events.EventSource.AGENT if rank is None else events.EventSource.WORKER
+        source = EventSource.AGENT if rank is None else EventSource.WORKER
         name = f"torchelastic.worker.status.{state}"
-        events.record(events.Event(name, source, metadata=metadata), self._job.event_log_handler)
+        record(Event(name, source, metadata=metadata), self._job.event_log_handler)
 
     def _error_file(self, name: str) -> str:
         return str(Path(self._errors.name, f"{name.rpartition('/')[2]}.json"))

@@ -335,7 +335,7 @@ class HPCallWrapper:
                 attempt.report(error)
             attempt.wait_stopped()
         except PeerError as lost:
-            logger.warning("the other ranks do not learn that this rank leaves: %s", lost)
+            logger.warning("the other ranks could not be notified that this rank leaves: %s", lost)
             return
         attempt.communication.take_down()
 

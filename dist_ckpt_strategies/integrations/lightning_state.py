@@ -62,7 +62,7 @@ class LoopState(ReplicatedState):
         found = copy.deepcopy(self._captured)
         self._load_others(found)
         fit, precision, schedules, callbacks = self._bound()
-        # To a loop that has not begun, a state would say that it goes on from somewhere.
+        # To a loop that has not begun, a state would say that it continues from somewhere.
         if found["loops"]["epoch_loop.batch_progress"]["total"]["ready"]:
             fit.load_state_dict(found["loops"])
         for one, state in zip(schedules, found["schedules"], strict=True):
@@ -141,7 +141,7 @@ class LightningStateProvider(LoopState):
         return self._provider().parts()
 
     def begin_training(self, on_final_gradients: Callable[[], None]) -> None:
-        """See LoopState; the data goes on from where the state is."""
+        """See LoopState; the data continues from the state's position."""
         if self._trainer.fit_loop.is_resuming:
             go_to_batch(self._trainer, self.num_batches_done())
             # Of an epoch's last batch, Lightning would take the state for the middle of an epoch,
@@ -299,7 +299,7 @@ def go_to_batch(trainer: Any, num_batches: int) -> None:
     iter(fetcher)
     for _ in range(num_batches):
         next(fetcher)
-    fetcher.fetched -= num_batches  # the loop adds them when it goes on
+    fetcher.fetched -= num_batches  # the loop adds them when it continues
 
 
 def clear_tensor_hooks(device_type: str) -> int:

@@ -51,12 +51,12 @@ class NemoStateProvider(LoopState, MegatronStateProvider):
         MegatronStateProvider.__init__(self, chunks, optimizer)
 
     def why_declined(self) -> str:
-        """See LoopState: a datamodule has to say where the data goes on."""
+        """See LoopState: a datamodule must say where the data continues."""
         module = self._trainer.datamodule
         if module is not None and module.state_dict():
             return ""
         name = "a loader without datamodule" if module is None else type(module).__name__
-        return f"{name} has no state_dict that says where the data goes on"
+        return f"{name} has no state_dict that says where the data continues"
 
     def _other_objects(self) -> dict[str, Any]:
         module = self._trainer.datamodule

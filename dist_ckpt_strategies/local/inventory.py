@@ -223,8 +223,8 @@ def complete_save(
         if () not in missing:
             whose = ", ".join(map(str, missing[0])) if missing else "all"
             raise StorageError(
-                f"the local save of iteration {newest.iteration} is not whole: no rank can read "
-                f"what was written of ranks {whose}"
+                f"the local save of iteration {newest.iteration} is incomplete: no rank can read "
+                f"the shards of ranks {whose}; check these nodes' disks, and save again"
             )
         kept = build_retention([one.save for one in saves if not one.missing], newest, num_kept)
         holders = [comm.rank]
@@ -253,4 +253,4 @@ def _failures_logged() -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        logger.warning("shards that no load needs are still there: %s", error)
+        logger.warning("old local shards cannot be removed: %s", error)

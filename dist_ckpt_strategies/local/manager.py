@@ -83,7 +83,7 @@ class LocalCheckpointManager:
     All ranks make a manager alike, and call its methods together.
 
     Args:
-        root_local_ckpt_dir: a directory of this node, with room for two saves of all shards that
+        root_local_ckpt_dir: a directory of this node, with space for two saves of all shards that
             its ranks keep. A relative path is one from the current directory.
         session_id: tells the checkpoints of one training from those of others.
         repl_strategy: who keeps copies for whom; without one, no rank does. At a load, copies are
@@ -162,7 +162,7 @@ class LocalCheckpointManager:
             PlanError: ranks differ in the iteration, in ``is_async`` or in the session, or have
                 called another method; or a tensor cannot be stored.
             UnsafeObjectError: the state holds an object of a class that is not allowed.
-            StorageError: a shard cannot be written, such as for want of room.
+            StorageError: a shard cannot be written, for example if the disk is full.
             StrategyError: the state is no TensorAwareStateDict; or, with ``is_async``,
                 the strategy's group is the one that training uses, or sends over NCCL.
             PeerError: the same on another rank.

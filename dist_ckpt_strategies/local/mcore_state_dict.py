@@ -451,7 +451,7 @@ def _retrieved_objects(
         for name in sorted(wanted.keys() - found.keys()):
             raise ArrayNotFoundError(
                 f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
-                "which no part of the checkpoint holds",
+                "which no local shard of the checkpoint holds",
                 key=name.key,
             )
         return found

@@ -32,7 +32,7 @@ def build_cliques(
 
     Where the world size is not divisible by JF, ``allow_uneven`` makes some cliques larger; none is
     smaller than F. The ranks left over join, in order, the last cliques, so that two of one node
-    are never in one clique if there is a full block of JF ranks.
+    are never in one clique.
 
     Raises:
         PlanError: a number is less than 1; the world is not divisible by JF and ``allow_uneven`` is
@@ -54,18 +54,14 @@ def build_cliques(
             f"{replication_jump} * {replication_factor} = {block}; choose others, or "
             "allow_uneven=True for some larger cliques"
         )
-    num_nodes = -(-world_size // replication_jump)
-    if num_nodes < replication_factor:
+    num_blocks = world_size // block
+    if num_blocks == 0:
         raise PlanError(
             f"{replication_factor} copies of each shard need as many nodes of {replication_jump} "
-            f"ranks (replication_jump); world size {world_size} makes {num_nodes}"
+            f"ranks (replication_jump); world size {world_size} makes "
+            f"{world_size // replication_jump}"
         )
-    num_blocks = world_size // block
-    if num_blocks == 0:  # F nodes, the last one not full
-        num_columns = world_size - replication_jump * (replication_factor - 1)
-        starts = list(range(num_columns))
-    else:
-        starts = [a * block + b for a in range(num_blocks) for b in range(replication_jump)]
+    starts = [a * block + b for a in range(num_blocks) for b in range(replication_jump)]
     cliques = [
         [start + copy * replication_jump for copy in range(replication_factor)] for start in starts
     ]
@@ -276,7 +272,7 @@ def _slices(
     """Parts of held shards that make up a wanted one: one held whole, else all that it meets."""
     who = f"{spec.key}: rank {rank} wants {spec.region}"
     if held is None:
-        raise CoverageError(f"{who}, but no part of the checkpoint has it", key=spec.key)
+        raise CoverageError(f"{who}, but no local shard of the checkpoint has it", key=spec.key)
     if held.shape != spec.array_shape:
         raise ShapeMismatchError(
             f"{spec.key}: shape {held.shape} in the checkpoint, {spec.array_shape} requested by "
@@ -296,7 +292,7 @@ def _slices(
     covered = sum(one.region.numel for one in found)
     if covered != spec.region.numel:
         raise CoverageError(
-            f"{who}, of {spec.region.numel} elements; the parts of the checkpoint hold {covered} "
+            f"{who}, of {spec.region.numel} elements; the checkpoint's local shards hold {covered} "
             "of them",
             key=spec.key,
         )

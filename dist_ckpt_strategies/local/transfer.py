@@ -64,7 +64,7 @@ def run_replicate(
     ``max_bucket_nbytes`` bounds what travels at once in each direction.
 
     Raises:
-        StorageError: a file cannot be written, such as for want of room.
+        StorageError: a file cannot be written, for example if the disk is full.
         CorruptCheckpointError: a file arrived damaged.
         PlanError: a peer takes part in another save.
     """

@@ -96,7 +96,7 @@ def shard_data(tensor: Any) -> torch.Tensor:
     if found != expected:
         raise PlanError(
             f"{tensor.key}: the data is {found[0]} of {found[1]}, but the ShardedTensor says "
-            f"{expected[0]} of {expected[1]}; make it anew from the data",
+            f"{expected[0]} of {expected[1]}; create it from the data",
             key=tensor.key,
         )
     return data[(None,) * tensor.prepend_axis_num]
@@ -412,8 +412,8 @@ def merged(base: StateDict, *others: StateDict) -> StateDict:
         if len(text) > _MAX_QUOTED:  # it holds the values, which may be tensors
             text = f"{text[: _MAX_QUOTED // 2]} ... {text[-_MAX_QUOTED // 2 :]}"
         raise PlanError(
-            "what was loaded does not fit together; common state of the checkpoint may stand where "
-            f"the sharded state dict has something else: {text}"
+            "the loaded state does not fit together; the checkpoint's common state may have "
+            f"another type at a place of the sharded state dict: {text}"
         ) from error
     return base
 

@@ -55,10 +55,13 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
                 "use_distributed_optimizer=True"
             )
         if type(one.optimizer).__name__ not in _FUSED:
-            raise StrategyError(f"{type(one.optimizer).__name__}: expected one of {sorted(_FUSED)}")
+            raise StrategyError(
+                f"{type(one.optimizer).__name__}: expected a fused Adam, one of {sorted(_FUSED)}"
+            )
         if one.grad_scaler is not None and one.config.loss_scale is None and one.config.fp16:
             raise StrategyError(
-                "a dynamic loss scale changes before the step commit: expected bfloat16"
+                "a dynamic loss scale changes before the step commit; use bfloat16, or a fixed "
+                "loss_scale"
             )
     return found
 

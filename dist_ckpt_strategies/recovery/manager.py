@@ -109,12 +109,12 @@ class CheckpointManager:
 
     @property
     def global_step(self) -> int | None:
-        """The step that the kept state is in; None where none is kept."""
+        """The step that the in-memory state is in; None where none is kept."""
         return None if self._kept is None else self._kept.step
 
     @property
     def phase(self) -> Phase | None:
-        """How far the kept state is within its step; None where none is kept."""
+        """How far the in-memory state is within its step; None where none is kept."""
         return None if self._kept is None else self._kept.phase
 
     @property
@@ -157,7 +157,10 @@ class CheckpointManager:
         if commit.is_new:
             self._begin_attempt(kept, commit)
         elif kept.step != kept.provider.step:
-            raise RestartError(f"step {kept.provider.step} begins, expected {kept.step}")
+            raise RestartError(
+                f"step {kept.provider.step} begins, expected {kept.step}; call begin_step, vote, "
+                "updating and end_step once for each step"
+            )
 
     def vote(self) -> None:
         """Commit the step with all ranks, after the last change of a gradient; then it counts.
@@ -176,8 +179,8 @@ class CheckpointManager:
         # A rank that has committed knows that all have reached this, and replicated theirs before.
         if not commit.should_commit(kept.step):
             raise RestartError(
-                f"commit of step {kept.step}: some rank commits another one; all have to load the "
-                "same checkpoint, and to begin with the same step"
+                f"commit of step {kept.step}: some rank commits another one; load the same "
+                "checkpoint on all ranks, and start at the same step"
             )
         self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.COMMITTED)
 
@@ -249,7 +252,7 @@ class CheckpointManager:
         self._record_checksums()
 
     def delete_checkpoint(self) -> None:
-        """Forget the kept state and its random states, and collect what they leave."""
+        """Forget the in-memory state and its random states, and collect what they leave."""
         if self._kept is not None:
             self._why = "has let its state go when delete_checkpoint was called"
         self._release()
@@ -258,7 +261,7 @@ class CheckpointManager:
             torch.cuda.empty_cache()
 
     def maybe_offload_checkpoint(self) -> None:
-        """Move the kept state to the host, if that is enabled and the state may be released.
+        """Move the in-memory state to the host, if that is enabled and the state may be released.
 
         A rank whose step counts finishes it first. One that cannot know yet whether its step
         counts keeps its live state: it needs its gradients. With checksums, a state that is not
@@ -268,7 +271,7 @@ class CheckpointManager:
         if not self.enable_offload or kept is None or isinstance(kept.provider, HeldTensors):
             return
         if kept.phase is Phase.GRADS_FINAL:
-            logger.info("step %d may count or not: its state stays where it is", kept.step)
+            logger.info("step %d may be committed or not: its state is not moved", kept.step)
             return
         if kept.damage(self._checksums()):
             return
@@ -341,7 +344,7 @@ class CheckpointManager:
         return {"global_step": report.step, **asdict(report)}
 
     def decline(self, why: str) -> None:
-        """Release the kept state, for a reason that all ranks see: a checkpoint is loaded instead.
+        """Release the in-memory state, for a reason that all ranks see; a checkpoint serves.
 
         Rank-local, called on all ranks alike in place of ``try_checkpointless_load``.
         """
@@ -425,7 +428,7 @@ class CheckpointManager:
             return recovery.run(plan, self._finish_step, adopt, on_filling=self._note_filling)
         except UnfinishedStepError as unfinished:
             # That rank's state is inconsistent, and known to be: the next plan has one rank less.
-            logger.warning("%s; is there another copy?", unfinished)
+            logger.warning("%s; trying another copy", unfinished)
             try:
                 return self._recover(comm, new)
             except (PeerTimeoutError, PeerLostError):
@@ -438,7 +441,7 @@ class CheckpointManager:
         return provider.parts()
 
     def _finish_step(self) -> None:
-        """Update the kept state from its gradients; interrupted, it counts as inconsistent."""
+        """Update the in-memory state from its gradients; interrupted, it counts as inconsistent."""
         kept = self._kept
         assert kept is not None  # noqa: S101 - only called for a state that is kept
         with self.parameter_update_lock:

@@ -15,7 +15,7 @@ from dist_ckpt_strategies.errors import (
 
 
 class Phase(IntEnum):
-    """How far a rank is within its step; the numbers grow as it goes on."""
+    """How far a rank is within its step; the numbers grow with it."""
 
     RUNNING = 0
     """Forward or backward: the state is that of the step's beginning."""

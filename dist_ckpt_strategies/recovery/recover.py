@@ -1,4 +1,4 @@
-"""Get all ranks to the same step: finish steps, send state, make the weights anew."""
+"""Get all ranks to the same step: finish steps, send state, gather the weights."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Recovery:
         kept: what this rank has in memory; None if nothing, and ``why`` in words.
         why: see above.
         random_states: that this rank knows; None if the state has none.
-        checksums: digests of the kept state, which is refused where it differs, and of which all
+        checksums: digests of the in-memory state, which is refused if it differs; all
             copies of a shard have to be equal; None: neither is compared.
         shards_of: the tensors of a state that are moved.
     """
@@ -141,13 +141,13 @@ class Recovery:
     ) -> RecoveryReport:
         """Carry out a plan: afterwards the new state is that of the target on every rank.
 
-        Collective: either every rank returns, or every rank raises, and then the new state is good
-        for nothing on ranks that were to receive. The kept state is only changed by finishing its
-        step. Four gathers beside the transfer, two more where weights are gathered.
+        Collective: either every rank returns, or every rank raises, and then the new state is
+        unusable on ranks that were to receive. The in-memory state changes only where its step is
+        finished. Four gathers beside the transfer, two more where weights are gathered.
 
         Args:
             plan: equal on all ranks.
-            finish_step: finishes the step of the kept state from its gradients, and notes that.
+            finish_step: finishes the in-memory state's step from its gradients, and notes that.
             adopt: called at the end with the target, and the random states of its beginning that
                 this rank received, by global rank; what it raises, every rank raises.
             on_filling: called when the new state is about to be changed; on all ranks, or on none.
@@ -187,7 +187,7 @@ class Recovery:
             self._held = flat_shards(self._shards_of(kept.provider))
             damage = kept.damage(self._checksums)
             if damage:
-                logger.error("the state in memory is not used: %s", "; ".join(damage))
+                logger.error("the in-memory state is damaged and not used: %s", "; ".join(damage))
             shards = () if damage else tuple(shard.facts() for shard in self._held.values())
             held, why = HeldState(kept.step, kept.phase, shards), "".join(damage[:1])
         return RankFacts(

@@ -78,7 +78,7 @@ class BackgroundWork(Generic[T]):
         """Return when it has ended, well or not; at once where its own thread asks.
 
         Raises:
-            SaveTimeoutError: it goes on for longer.
+            SaveTimeoutError: it takes longer.
         """
         if threading.current_thread() is not self._thread and not self.ends_within(timeout_s):
             raise SaveTimeoutError(None, f"{what} is not done after {timeout_s:g} s")
@@ -111,7 +111,7 @@ def _remove_own(mark: Path, owner: int) -> None:
     try:
         mark.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("%s is still there: %s", mark, error)
+        logger.warning("%s cannot be removed: %s", mark, error)
 
 
 def start_on_all(comm: Communicator, prepare: Callable[[], BackgroundWork[T]]) -> BackgroundWork[T]:
@@ -324,7 +324,7 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
 
         Raises:
             StorageError: a share could not be written.
-            SaveTimeoutError: on some rank it takes too long; the save goes on, and may be waited
+            SaveTimeoutError: on some rank it takes too long; the save continues, and may be waited
                 for again.
             PlanError: another rank waits for another save; all may be waited for again.
             PeerError: another rank failed.

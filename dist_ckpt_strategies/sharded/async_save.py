@@ -114,7 +114,7 @@ class SaveCache:
         A process that will write starts meanwhile.
 
         Raises:
-            SaveTimeoutError: that save goes on for most of the time limit.
+            SaveTimeoutError: that save takes most of the time limit.
         """
         if options.writer_process:
             self.writer_process()

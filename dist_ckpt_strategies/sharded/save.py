@@ -281,7 +281,9 @@ class ShardedSave:
             with clean_up_limit():
                 self.writer.place.abandon()
         except StorageError as error:
-            logger.warning("%s: what a refused save has made stays: %s", self.writer.root, error)
+            logger.warning(
+                "%s: files of a refused save cannot be removed: %s", self.writer.root, error
+            )
 
     def run(self) -> SaveReport:
         """Write everything, and commit it. Collective.
@@ -433,7 +435,7 @@ class ShardedSave:
                 names = tuple(None if shard is None else shard.id for shard in shards)
         layouts = sorted({layout for _, _, layout, _ in everyone})
         if len(layouts) > 1:
-            raise PlanError(f"ranks save in different forms: {' and '.join(layouts)}")
+            raise PlanError(f"ranks use different chunk layouts: {' and '.join(layouts)}")
         plan = build_save_plan(
             requests,
             objects,

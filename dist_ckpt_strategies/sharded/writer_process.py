@@ -119,7 +119,8 @@ class SharedBytes:
             os.posix_fallocate(self.handle, 0, max(1, nbytes))
         except OSError as error:
             raise StorageError(
-                f"no memory to copy {nbytes} bytes to for an asynchronous save: {error.strerror}"
+                f"no memory to copy {nbytes} bytes to for an asynchronous save: {error.strerror}; "
+                "free memory, or save synchronously"
             ) from error
         # Pages that are mapped one by one, at their first use, take several times as long.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -147,7 +148,10 @@ class WriterProcess:
             )
         except OSError as error:
             self._connection.close()
-            raise StorageError(f"{sys.executable} does not start: {error.strerror}") from error
+            raise StorageError(
+                f"{sys.executable} does not start: {error.strerror}; DIST_CKPT_WRITER_PROCESS=0 "
+                "saves with threads"
+            ) from error
         finally:
             theirs.close()
         self._owner = os.getpid()
@@ -213,7 +217,7 @@ def _end(owner: int, process: subprocess.Popen[bytes], connection: Any) -> None:
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:
-    """How it has ended; None if it goes on: in a call to storage that hangs, no signal ends it."""
+    """How it has ended; None if it runs: in a call to storage that hangs, no signal ends it."""
     try:
         return process.wait(_FAREWELL_S)
     except subprocess.TimeoutExpired:

@@ -190,7 +190,10 @@ def start_thread(work: Callable[[], T], cancel_flag: Event) -> Future[T]:
     try:
         threading.Thread(target=run, name="dist-ckpt-io", daemon=True).start()
     except (RuntimeError, MemoryError) as error:
-        raise StorageError(f"no thread to read or write with: {error}") from error
+        raise StorageError(
+            f"no thread for I/O can start: {error}; raise the limit of processes (ulimit -u), or "
+            "lower io_threads"
+        ) from error
     return future
 
 
@@ -215,7 +218,9 @@ def settled(future: Future[T], path: object) -> T:
         if future.done():
             raise
         raise StorageTimeoutError(
-            f"{path}: storage did not answer within {limit_s:g} s", path=str(path)
+            f"{path}: storage did not answer within {limit_s:g} s; check this rank's disk or "
+            "network, or raise timeout_s",
+            path=str(path),
         ) from None
 
 
@@ -238,7 +243,7 @@ def run_with_limit(step: Callable[[], T], path: object) -> T:
     future = start_thread(step, cancelled)
     try:
         return settled(future, path)
-    except BaseException:  # an interruption too: nothing goes on
+    except BaseException:  # an interruption too: nothing continues
         cancelled.set()
         raise
 
@@ -313,7 +318,7 @@ class Transfer:
         raise_if_cancelled()  # this thread may itself work for one that was given up
 
     def num_running_after(self, seconds: float) -> int:
-        """Threads that still work when that time is over, or 0 as soon as none does."""
+        """Threads that still work when that time is over, or 0 as soon as none is left."""
         return len(futures.wait(self._workers, seconds).not_done)
 
     def stop(self, timeout_s: float) -> None:

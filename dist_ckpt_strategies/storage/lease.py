@@ -109,7 +109,9 @@ class Lease:
             self.require()
             self._place.delete([self._file(self._number)])
         except StorageError as error:
-            logger.warning("%s: the lock stays until it runs out: %s", self._place, error)
+            logger.warning(
+                "%s: the lock cannot be released, and expires by itself: %s", self._place, error
+            )
 
     def _take(self, number: int) -> bool:
         """Make the lock of that number; whether this process has it then."""
@@ -139,7 +141,7 @@ class Lease:
                 logger.error("%s", error)  # noqa: TRY400 - no traceback is needed
                 return
             except StorageError as error:
-                logger.warning("the lock is not renewed, once: %s", error)
+                logger.warning("the lock could not be renewed this time: %s", error)
 
     def _current(self) -> tuple[int, bytes]:
         """Number and content of the lock that counts; 0 and nothing where there is none."""

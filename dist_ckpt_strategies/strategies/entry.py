@@ -84,7 +84,7 @@ _QUEUES = (None, "nvrx", "mcore")
 """Values of ``async_strategy``: whose queue takes a request."""
 
 SaveHandle = LocalSaveRequest
-"""A save that goes on in the background."""
+"""A save in the background."""
 
 
 @raises_megatron_errors

@@ -347,8 +347,8 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             common = read_common(ShardDirectory(root / digest), allowed)
         if common is None:
             raise IncompleteCheckpointError(
-                f"{root}: this node has no local shard file of the checkpoint; every rank has to "
-                "call prepare_local_load first",
+                f"{root}: this node has no local shard file of the checkpoint; call "
+                "prepare_local_load on every rank first",
                 path=str(root),
             )
         stored = common["stored"]
@@ -421,7 +421,9 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
     def restore() -> None:
         if common is None:
             raise IncompleteCheckpointError(
-                f"{name}: no node has a whole {COMMON_NAME} and metadata.json", path=name
+                f"{name}: no node has an undamaged {COMMON_NAME} and metadata.json; load an older "
+                "checkpoint",
+                path=name,
             )
         if everyone[comm.rank] != common:
             _write_common(root, common)

@@ -399,5 +399,6 @@ def require_own(own: str, versions: Sequence[int], backend: str, version: int) -
     if backend != own or version not in versions:
         known = " or ".join(str((own, known)) for known in versions)
         raise IncompatibleVersionError(
-            f"expected backend {known}, found ({backend!r}, {version!r})"
+            f"expected backend {known}, found ({backend!r}, {version!r}); use the "
+            "strategy of that backend"
         )

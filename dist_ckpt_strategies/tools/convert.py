@@ -359,8 +359,8 @@ def _require_free(root: Location, source: Location | str) -> None:
     else:
         with file_errors(None, root):
             names = os.listdir(root) if root.exists() else ()  # noqa: PTH208
-    leftovers = (SAVE_PREFIX,) if isinstance(root, Bucket) else (PARTIAL_PREFIX, REMOVED_PREFIX)
-    if not all(name.startswith(leftovers) for name in names):
+    stale = (SAVE_PREFIX,) if isinstance(root, Bucket) else (PARTIAL_PREFIX, REMOVED_PREFIX)
+    if not all(name.startswith(stale) for name in names):
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""
         what = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"
         raise CheckpointExistsError(

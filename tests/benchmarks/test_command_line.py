@@ -71,14 +71,6 @@ def test_options_replace_what_is_there_without_them(tmp_path: Path) -> None:
     assert json.loads(out.read_text().splitlines()[0])["kind"] == "run"
 
 
-def test_a_toy_has_one_round_of_one_size() -> None:
-    assert run("--smoke", "--size", "4").exit_code == 0
-
-    ((contest, _),) = GIVEN
-    assert (len(contest.sizes), contest.repetitions, contest.is_smoke) == (1, 1, True)
-    assert contest.sizes[0].hidden < 100
-
-
 @pytest.mark.parametrize("words", ["--move sideways", "--contender tape", "--repetitions 0"])
 def test_what_is_not_known_is_refused_before_a_file_is_opened(words: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
@@ -87,10 +79,3 @@ def test_what_is_not_known_is_refused_before_a_file_is_opened(words: str, tmp_pa
     assert result.exit_code == 2
     assert not GIVEN
     assert not out.exists()
-
-
-def test_the_help_has_both_kinds_of_options() -> None:
-    text = run("--help").output
-
-    assert "Compare them." in text
-    assert all(name in text for name in ("--move", "--contender", "--directory", "--smoke"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,8 @@ import pytest
 
 from benchmarks import report
 from benchmarks.common.command_line import ROOT
-from benchmarks.page.figures import draw
-from benchmarks.page.page import STEMS, build_page
-from benchmarks.page.results import (
-    ResultsError,
-    Spread,
-    find_results,
-    summarise_rounds,
-    with_longest,
-)
+from benchmarks.page.page import build_page
+from benchmarks.page.results import Spread, summarise_rounds
 
 DOCS = ROOT / "docs"
 FIGURES = DOCS / "measured"
@@ -41,17 +34,13 @@ RUN = {
         "load_average": 0.5,
     },
 }
+
 CASE = {"file_system": "ext4", "nbytes": 10**9, "num_arrays": 3, "num_ranks": 2}
 
 
 def sample(contender: str, seconds: float, repetition: int = 1, **more: Any) -> dict[str, Any]:
     about = {"contender": contender, "repetition": repetition, "case": CASE}
     return {"kind": "sample", "step": "save", **about, "seconds": seconds, **more}
-
-
-def write(directory: Path, stem: str, lines: Sequence[Mapping[str, Any]]) -> None:
-    text = "".join(json.dumps(line) + "\n" for line in [RUN, *lines])
-    (directory / f"{stem}.jsonl").write_text(text)
 
 
 def test_the_page_is_what_the_committed_results_amount_to() -> None:
@@ -72,38 +61,6 @@ def test_every_figure_is_drawn_from_the_committed_results() -> None:
         assert path.stat().st_size <= MAX_NBYTES, path
 
 
-def test_figures_are_drawn_to_the_same_bytes(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    figure = build_page(report.RESULTS).figures[0]
-
-    first = draw(figure, tmp_path).read_bytes()
-
-    assert draw(figure, tmp_path).read_bytes() == first
-    assert f">{figure.digest}<".encode() in first
-
-
-def test_a_benchmark_without_results_is_said_to_be_missing(tmp_path: Path) -> None:
-    write(tmp_path, "save_load_here", [sample("raw write+fsync", 2.0, durable_seconds=2.0)])
-
-    text = build_page(tmp_path).text
-
-    (missing,) = re.findall(r"\*\*Not measured yet.*", text)
-    assert set(re.findall(r"`(\w+)\.py`", missing)) == set(STEMS) - {"save_load"}
-    assert "## Saves and loads" in text
-    assert "## Loads in another layout" not in text
-
-
-def test_a_page_of_nothing_has_no_figures(tmp_path: Path) -> None:
-    assert build_page(tmp_path).figures == ()
-
-
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "save_load.jsonl").write_text('{"kind": "run"}\n{"kin')
-
-    with pytest.raises(ResultsError, match=r"save_load\.jsonl: line 2 is not JSON"):
-        find_results(tmp_path, "save_load")
-
-
 def test_ratios_are_taken_within_a_round_and_only_of_rounds_that_both_have() -> None:
     baseline = [sample("raw write", s, n) for n, s in ((1, 1.0), (2, 2.0), (3, 4.0))]
     ours = [sample("zarr 1", s, n) for n, s in ((1, 3.0), (2, 4.0))]
@@ -112,37 +69,6 @@ def test_ratios_are_taken_within_a_round_and_only_of_rounds_that_both_have() -> 
 
     assert (first.contender, first.num_rounds, first.seconds) == ("raw write", 3, Spread(2, 1, 4))
     assert second.ratios == {"raw write": Spread(2.5, 2.0, 3.0)}
-
-
-def test_the_baseline_of_a_group_is_the_longer_of_its_parts_in_each_round() -> None:
-    read = [sample("raw read", s, n) for n, s in ((1, 1.0), (2, 5.0), (3, 1.0))]
-    send = [sample("gloo exchange", s, n) for n, s in ((1, 2.0), (2, 3.0))]
-
-    found = with_longest([*read, *send], ("raw read", "gloo exchange"), "floor")
-
-    floor = {line["repetition"]: line["seconds"] for line in found if line["contender"] == "floor"}
-    assert floor == {1: 2.0, 2: 5.0}
-
-
-def test_a_goal_says_where_it_is_met(tmp_path: Path) -> None:
-    lines = [
-        sample(name, seconds, durable_seconds=None)
-        for name, seconds in (("raw write", 1.0), ("zarr 1", 1.5), ("zarr 2", 1.5))
-    ]
-    in_memory = [{**line, "case": {**CASE, "file_system": "tmpfs"}} for line in lines]
-    write(tmp_path, "save_load", [*lines, *in_memory])
-
-    text = build_page(tmp_path).text
-
-    assert "| zarr 1: save to memory, of raw | 1.25 | 1.50 | **0 of 1** |" in text
-    assert "| zarr 2: save to memory, of raw | 1.60 | 1.50 | 1 of 1 |" in text
-
-
-def test_a_violation_is_on_the_page(tmp_path: Path) -> None:
-    violation = {"kind": "violation", "why": "job 3: rank 1 hangs", "seed": 7}
-    write(tmp_path, "recovery_faults", [violation])
-
-    assert "stopped: job 3: rank 1 hangs | 7 | 1 |" in build_page(tmp_path).text
 
 
 def test_a_run_goes_on_when_a_benchmark_fails_and_says_so(
@@ -178,7 +104,3 @@ def test_a_script_knows_the_options_that_it_gets(stem: str) -> None:
     command = report.command_of(stem, Path("out.jsonl"), smoke=True)
     options = {text[2:].replace("-", "_") for text in command if text.startswith("--")}
     assert {"out", "smoke"} <= options <= set(inspect.signature(main).parameters)
-
-
-def test_all_benchmarks_of_the_page_are_run() -> None:
-    assert set(STEMS) <= set(report.BENCHMARKS)

@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recovery.job import (
-    InjectedFault,
-    Kind,
-    Outcome,
-    Point,
-    differences,
-    recovery_seconds,
-)
-from benchmarks.recovery_faults import FAULTS_PER_JOB, Campaign
+from benchmarks.recovery_faults import Outcome, differences
 from tests.support.scripts import results_of
 
 WHOLE = Outcome(
@@ -39,13 +31,6 @@ def test_a_twentieth_of_the_campaign_finds_no_violation(tmp_path: Path) -> None:
     assert (found.of_kind("violation"), found.left) == ([], [])
 
 
-def test_every_fault_is_in_one_job_and_jobs_differ() -> None:
-    jobs = list(Campaign(3, 2 * FAULTS_PER_JOB + 1, 60.0).jobs())
-
-    assert [len(faults) for _, faults in jobs] == [FAULTS_PER_JOB, FAULTS_PER_JOB, 1]
-    assert jobs[0][1] != jobs[1][1]
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -63,18 +48,3 @@ def test_every_difference_from_the_reference_run_is_reported(
 ) -> None:
     assert not differences(WHOLE, WHOLE)
     assert any(expected in text for text in differences(replace(WHOLE, **changes), WHOLE))
-
-
-def test_a_recovery_lasts_until_the_last_rank_is_in_a_step_of_a_later_epoch() -> None:
-    lines = [
-        {"event": "fault", "at": 1.0, "rank": 2, "number": 0, "epoch": 1},
-        {"event": "step", "at": 1.1, "rank": 0, "epoch": 1},
-        *({"event": "step", "at": 2.0 + rank, "rank": rank, "epoch": 2} for rank in range(4)),
-        {"event": "step", "at": 9.0, "rank": 0, "epoch": 2},
-    ]
-    fault = InjectedFault(0, 0, Point.FORWARD, Kind.KILL, (2,))
-    outcome = replace(WHOLE, events=tuple(lines), found_gone=(1.5,))
-
-    assert recovery_seconds(outcome, [fault]) == {0: 4.0}
-    assert recovery_seconds(outcome, [replace(fault, kind=Kind.STOP)]) == {0: 3.5}
-    assert recovery_seconds(replace(outcome, events=tuple(lines[:5])), [fault]) == {0: None}

@@ -5,10 +5,8 @@ import torch
 
 from benchmarks.common.states import (
     Division,
-    Extent,
     GptSize,
     Split,
-    build_equal_shards,
     build_slices,
 )
 from dist_ckpt_strategies.cli.bench_rank import Target
@@ -25,20 +23,6 @@ def test_slices_of_any_division_make_up_the_same_state(split: Split, num_parts: 
         assert all(one.tensor.is_contiguous() for one in own)
         joined = torch.cat([one.tensor for one in own], own[0].axis)
         assert torch.equal(joined, array.tensor)
-
-
-def test_columns_divide_the_last_dim_and_rows_the_first() -> None:
-    for split, axis in ((Split.ROWS, 0), (Split.COLUMNS, 1)):
-        matrices = [x for x in build_slices(SIZE, 0, Division(split, 2)) if x.tensor.ndim > 1]
-        assert {matrix.axis for matrix in matrices} == {axis}
-
-
-@pytest.mark.parametrize("extent", [Extent(2_000_000, 10, 2), Extent(8_000_000, 100, 4)])
-def test_all_ranks_together_hold_about_the_bytes(extent: Extent) -> None:
-    parts = [build_equal_shards(extent, part) for part in range(extent.num_ranks)]
-    nbytes = sum(shard.tensor.nbytes for own in parts for shard in own)
-    assert nbytes == pytest.approx(extent.nbytes, rel=0.06)
-    assert all(len(own) == extent.num_arrays for own in parts)
 
 
 def test_a_load_that_does_nothing_is_found_out_and_new_tensors_are_copied() -> None:

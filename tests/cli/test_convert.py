@@ -22,8 +22,6 @@ from tests.support.checkpoints import (
     RNG,
     SCALAR,
     WEIGHT,
-    golden_archives,
-    unpack,
     write_array,
     write_checkpoint,
     write_object,
@@ -76,19 +74,6 @@ def test_files_of_safetensors_are_no_damaged_checkpoint(
         dist_ckpt_strategies.load({}, tmp_path / "model")
 
 
-def test_a_checkpoint_of_megatrons_own_is_upgraded(tmp_path: Path) -> None:
-    root = unpack(golden_archives()["m0153_tp2pp2dp2_flat"], tmp_path)
-
-    result = run("upgrade", root, tmp_path / "c", "--to", "zarr@2")
-
-    assert result.exit_code == 0, result.stderr
-    compared = run("diff", root, tmp_path / "c", "--keys", "optimizer.*", "--json")
-    assert compared.exit_code == 1
-    found = json.loads(compared.stdout)
-    assert {item["difference"] for item in found["arrays"]} == {"only_in_a", "only_in_b"}
-    assert (found["num_arrays"], len(found["arrays"]), found["objects"]) == (34, 34, [])
-
-
 def rewritten(root: Path, key: str, values: Any, chunk: tuple[int, ...] | None = None) -> None:
     for path in (root / key).glob("*"):
         if path.suffix != ".pt":
@@ -139,7 +124,7 @@ CHANGES: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "text"), CHANGES)
-def test_each_difference_is_told_and_ends_with_status_1(
+def test_each_difference_is_reported_and_ends_with_status_1(
     written: Path, checkpoint: Path, change: Callable[[Path], None], text: str
 ) -> None:
     change(checkpoint)
@@ -188,20 +173,3 @@ def test_values_are_compared_to_the_bit_and_measured(
     assert found["num_differing"] == num_differing
     assert found["max_abs_difference"] == largest
     assert (found["a"], found["b"]) == (str(one[first[0]]), str(two[first[0]]))
-
-
-def test_the_first_element_that_differs_is_found_across_boxes(tmp_path: Path) -> None:
-    one = np.arange(600 * 700, dtype=np.float32).reshape(600, 700)
-    two = one.copy()
-    two[599, 3] += 2
-    two[311, 699] -= 1
-    for name, values in (("one", one), ("two", two)):
-        root = write_checkpoint(tmp_path / name)
-        write_array(root, values, key="v", chunk=(512, 300))
-
-    result = run("diff", tmp_path / "one", tmp_path / "two", "--memory", "1", "--keys", "v")
-
-    assert result.stdout.startswith(
-        "v: 2 elements differ, the first at [311, 699]: 218399.0 and 218398.0; "
-        "largest absolute difference 2\n"
-    )

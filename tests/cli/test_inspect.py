@@ -184,22 +184,6 @@ def test_damage_is_listed_below_its_key(checkpoint: Path) -> None:
     }
 
 
-def test_a_chunk_that_cannot_be_read_is_named_and_the_status_says_so(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken_open(path: Any, *args: Any, **options: Any) -> int:
-        if str(path).endswith(f"{WEIGHT}/0.1"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return real_open(path, *args, **options)
-
-    real_open = os.open
-    monkeypatch.setattr(os, "open", broken_open)
-    result = run("verify", checkpoint)
-
-    assert result.exit_code == 3
-    assert f"{WEIGHT}/0.1: Input/output error" in result.stdout
-
-
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_directory_that_may_not_be_listed_is_not_called_damaged(
     command: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch

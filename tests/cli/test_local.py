@@ -102,51 +102,6 @@ def test_a_root_a_session_and_a_ranks_directory_will_do(place: str, session: Pat
     assert as_json("verify", (session / place).resolve())["whole"] is True
 
 
-def test_shards_are_chosen_by_a_glob(session: Path) -> None:
-    found = as_json("inspect", session, "--keys", "iter_*_2_local_*")
-
-    assert [shard["owner"] for shard in found["parts"]] == [2, 2]
-    result = run("inspect", session, "--keys", "model.*")
-    assert result.exit_code == 2
-    assert "none of its 8 local shards matches 'model.*'" in result.stderr
-
-
-def test_the_json_says_all_that_there_is(session: Path) -> None:
-    found = as_json("inspect", session)
-
-    assert (found["schema"], found["tier"], found["path"]) == (1, "local", str(session))
-    assert (found["num_files"], found["nbytes"]) == (9, 9 * NBYTES)
-    assert (found["leftovers"], found["findings"]) == ([], [])
-    assert [shard["id"] for shard in found["parts"]] == [
-        f"iter_{iteration}_{rank}_local_a1"
-        for iteration in ("0000100", "0000009")
-        for rank in range(4)
-    ]
-    assert found["iterations"][0] == {
-        "iteration": 100,
-        "token": "a1",
-        "world_size": 4,
-        "session": "run-7",
-        "owners": [0, 1, 2, 3],
-        "num_copies": 5,
-        "nbytes": 5 * NBYTES,
-    }
-    assert found["parts"][0] == {
-        "id": "iter_0000100_0_local_a1",
-        "iteration": 100,
-        "owner": 0,
-        "world_size": 4,
-        "session": "run-7",
-        "kind": "basic",
-        "num_tensors": 2,
-        "copies": [
-            {"path": f"{holder}/iter_0000100_0_local_a1.part", "holder": holder,
-             "nbytes": NBYTES, "readable": True}
-            for holder in (0, 1)
-        ],
-    }  # fmt: skip
-
-
 def damage(session: Path) -> None:
     """A tensor, two tensors, a description, an end, and a name that is not the shard's."""
     flip_at(session / "0" / "iter_0000100_0_local_a1.part", 4999)
@@ -207,7 +162,7 @@ def test_inspect_says_what_headers_show(session: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_leftovers_of_a_killed_save_are_told_from_files_being_written(
+def test_stale_files_of_a_killed_save_are_distinguished_from_files_being_written(
     command: str, session: Path
 ) -> None:
     (session / "0" / f"{PARTIAL_PREFIX}dead").write_bytes(bytes(700))

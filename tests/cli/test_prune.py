@@ -94,11 +94,3 @@ def test_a_dry_run_only_shows(root: Path) -> None:
     assert [one["name"] for one in found["removed"]] == ["iter_0000001"]
     assert {one["name"]: one["standing"] for one in found["kept"]}["iter_0000004"] == "unfinished"
     assert len(names_in(root)) == 4
-
-
-def test_files_that_stay_are_named(root: Path) -> None:
-    (root / "iter_0000001" / "notes").write_text("mine")
-
-    result = pruned(root, "--keep-last", "2", "--yes")
-
-    assert "iter_0000001: files that are no part of it stay: notes" in result.stdout

@@ -15,8 +15,6 @@ import zarr
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.errors import CheckpointNotFoundError
-from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.support.checkpoints import (
     ARRAYS,
     EMPTY,
@@ -24,7 +22,6 @@ from tests.support.checkpoints import (
     RNG,
     SCALAR,
     WEIGHT,
-    copied,
     flip_bit,
     golden_archives,
     unpack,
@@ -244,17 +241,6 @@ def test_a_shape_beyond_all_bounds_takes_neither_time_nor_memory(
     assert issues_of(checkpoint) == [("missing_file", "huge", "huge")]
 
 
-def test_a_directory_of_checkpoints_is_refused_by_their_names(
-    written: Path, tmp_path: Path
-) -> None:
-    for iteration in (100, 200):
-        copied(written, tmp_path / f"iter_{iteration:07}")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("200")
-
-    with pytest.raises(CheckpointNotFoundError, match=r"holds 2 \(iter_0000100, iter_0000200\)"):
-        scan(tmp_path)
-
-
 def test_an_array_may_be_a_link_and_links_in_circles_end(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / WEIGHT).rename(tmp_path / "elsewhere")
     (checkpoint / WEIGHT).symlink_to(tmp_path / "elsewhere")
@@ -267,17 +253,3 @@ def test_an_array_may_be_a_link_and_links_in_circles_end(checkpoint: Path, tmp_p
 
     (tmp_path / "elsewhere" / "0.0").unlink()
     assert issues_of(checkpoint) == [("missing_file", WEIGHT, f"{WEIGHT}/0.0")]
-
-
-def test_progress_ends_at_all_of_it(written: Path) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def watch(done: int, total: int) -> None:
-        seen.append((done, total))
-
-    verify(scan(written, watch), watch)
-
-    num_folders = 1 + sum(path.is_dir() for path in written.rglob("*"))
-    assert seen[num_folders - 1] == (num_folders, num_folders)
-    read = [*written.rglob("*.pt"), *(path for path in written.rglob("[0-9]*") if path.is_file())]
-    assert seen[-1][0] == seen[-1][1] == sum(path.stat().st_size for path in read)

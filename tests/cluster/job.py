@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.cluster.namespaces import ROOT, Cluster, Process
 from tests.support.ranks import run_processes
 from tests.support.sharded_training import (
@@ -279,12 +279,8 @@ class Job:
     def require_whole_checkpoints(self) -> int:
         """Check the digests of all finished checkpoints that nodes share; how many there are."""
         roots = [path.parent for path in sorted(self.shared.glob("global/*/metadata.json"))]
-        command = [sys.executable, "-m", "dist_ckpt_strategies.cli", "verify"]
-        for root in roots:
-            done = subprocess.run(
-                [*command, str(root)], cwd=ROOT, capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, f"{root}: {done.stdout}{done.stderr}"
+        issues = {root.name: found for root in roots if (found := verify(scan(root)))}
+        assert not issues, issues
         assert roots, "no checkpoint was finished"
         return len(roots)
 

@@ -44,7 +44,7 @@ def started(cluster: Cluster, shape: Shape, *names: str) -> Job:
     return job
 
 
-def test_a_job_goes_on_after_each_fault_as_if_there_had_been_none(cluster: Cluster) -> None:
+def test_a_job_continues_after_each_fault_as_if_there_had_been_none(cluster: Cluster) -> None:
     job = started(cluster, Shape(), "a", "b", "c")
     job.await_spares()
 
@@ -74,7 +74,7 @@ def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(
         assert "node c" in (job.shared / "logs" / name).read_text()
 
 
-def test_a_node_ends_when_it_is_told_to_and_when_the_store_falls_silent(cluster: Cluster) -> None:
+def test_a_node_ends_on_a_signal_and_when_the_store_is_silent(cluster: Cluster) -> None:
     job = started(cluster, SMALL, "a", "b")
     name, _, pid = next(note.process for note in job.workers().values() if note.node == "b")
 

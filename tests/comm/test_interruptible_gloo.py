@@ -235,7 +235,22 @@ CALLS: list[Callable[[Group], Any]] = [
 def compare_with_gloo(rank: int) -> list[str]:
     """Body of a rank: the calls whose results are not gloo's."""
     group, gloo = ours(), dist.new_group()
-    return [call.__name__ for call in CALLS if not is_equal(call(group), call(gloo))]
+    found = [call.__name__ for call in CALLS if not is_equal(call(group), call(gloo))]
+    assert averaged(rank) == [2, 4, 2.5, 5]
+    return found
+
+
+def averaged(rank: int) -> list[float]:
+    """Of whole numbers, which are rounded down, and of others."""
+    counts, values = torch.tensor([rank + 1, 4]), torch.tensor([rank + 1.0])
+    for tensor in (counts, values):
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=ours())
+    others = torch.tensor([rank + 4])
+    work: Any = dist.all_reduce(others, op=dist.ReduceOp.AVG, group=ours(), async_op=True)
+    (found,) = work.get_future().wait()
+    work.wait()
+    assert torch.equal(found, others)
+    return [*counts.tolist(), *values.tolist(), *others.tolist()]
 
 
 def is_equal(a: Any, b: Any) -> bool:
@@ -263,78 +278,56 @@ def waits() -> list[Callable[[Group], Any]]:
     ]
 
 
-def released(rank: int, which: int) -> Any:
-    """Body of a rank: the first stays away; the wait of the other is aborted."""
-    group = ours()
-    if rank == 0:
-        dist.barrier()
-        return None
-    threading.Timer(0.1, InterruptibleGloo.abort_all).start()
-    begun = time.monotonic()
-    try:
-        waits()[which](group)
-    except RuntimeError as error:
-        took_s = time.monotonic() - begun
-        InterruptibleGloo.allow_new()
-        dist.barrier()
-        return isinstance(error, WaitReleasedError), str(error), took_s
-    return "it came back"
-
-
-@pytest.mark.parametrize("which", range(len(waits())))
-def test_a_wait_ends_when_it_is_told_to(which: int) -> None:
-    _, found = run_processes(2, released, which)
-
-    is_ours, text, took_s = found
-    assert "stopped waiting for its peers" in text
-    assert is_ours or which == 4  # a future gives the text of the error only
-    assert took_s < 50
-
-
-def backward_without_a_peer(rank: int) -> str:
-    """Body of a rank: the first does not take part in the other's gradients."""
-    group = ours()
+def backward_without_a_peer(group: Group) -> None:
+    """The other rank takes no part in the gradients."""
     module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1), process_group=group)
-    if rank == 0:
-        dist.barrier()
-        return ""
-    threading.Timer(0.1, InterruptibleGloo.abort_all).start()
-    try:
-        module(torch.ones(2, 4)).sum().backward()
-    except RuntimeError as error:
+    module(torch.ones(2, 4)).sum().backward()
+
+
+def released(rank: int) -> list[Any]:
+    """Body of a rank: the first stays away; each wait of the other is aborted."""
+    found: list[Any] = []
+    for wait in [*waits(), backward_without_a_peer]:
+        group = ours()
+        if rank == 0:
+            if wait is backward_without_a_peer:  # it is made together
+                torch.nn.parallel.DistributedDataParallel(
+                    torch.nn.Linear(4, 1), process_group=group
+                )
+            dist.barrier()
+            continue
+        threading.Timer(0.1, InterruptibleGloo.abort_all).start()
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="stopped waiting for its peers") as caught:
+            wait(group)
+        assert time.monotonic() - begun < 50
+        found.append(isinstance(caught.value, WaitReleasedError))
         InterruptibleGloo.allow_new()
         dist.barrier()
-        return str(error)
-    return "it came back"
+    return found
 
 
-def test_a_backward_pass_that_waits_for_gradients_is_left_with_an_error() -> None:
-    _, found = run_processes(2, backward_without_a_peer)
+def test_a_wait_ends_when_it_is_told_to() -> None:
+    """A future, and a pass over gradients, give the text of the error only."""
+    _, found = run_processes(2, released)
 
-    assert "stopped waiting for its peers" in found, found
+    assert found[:-1] == [True, True, True, True, False, True]
 
 
 def limited(rank: int) -> Any:
     """Body of a rank: limits of time are kept, and named as everywhere in the package."""
     comm = open_communicator(ours(), timeout_s=0.5, purpose="a test")
-    if rank:
-        dist.barrier()
-        return None
-    begun = time.monotonic()
-    try:
-        comm.all_gather(1)
-    except PeerTimeoutError as error:
-        took_s = time.monotonic() - begun
-        dist.barrier()
-        return error.rank, took_s
-    return "it came back"
+    if rank == 0:
+        begun = time.monotonic()
+        with pytest.raises(PeerTimeoutError) as caught:
+            comm.all_gather(1)
+        assert caught.value.rank == 1
+        assert 0.4 < time.monotonic() - begun < 50
+    dist.barrier()
 
 
 def test_a_limit_of_time_is_kept() -> None:
-    absent, took_s = run_processes(2, limited)[0]
-
-    assert absent == 1
-    assert 0.4 < took_s < 50
+    assert run_processes(2, limited) == [None, None]
 
 
 def megatrons_layout(rank: int, creates_gloo: bool) -> Any:
@@ -357,23 +350,6 @@ def megatrons_layout(rank: int, creates_gloo: bool) -> Any:
 @pytest.mark.parametrize("creates_gloo", [False, True])
 def test_megatrons_parallel_layout_works_over_it(creates_gloo: bool) -> None:
     assert run_processes(SIZE, megatrons_layout, creates_gloo) == [6.0] * SIZE
-
-
-def averaged(rank: int) -> list[float]:
-    """Body of a rank: averages of whole numbers and of others."""
-    counts, values = torch.tensor([rank + 1, 4]), torch.tensor([rank + 1.0])
-    for tensor in (counts, values):
-        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=ours())
-    others = torch.tensor([rank + 4])
-    work: Any = dist.all_reduce(others, op=dist.ReduceOp.AVG, group=ours(), async_op=True)
-    (found,) = work.get_future().wait()
-    work.wait()
-    assert torch.equal(found, others)
-    return [*counts.tolist(), *values.tolist(), *others.tolist()]
-
-
-def test_whole_numbers_are_averaged_and_rounded_down() -> None:
-    assert run_processes(2, averaged) == [[1, 4, 1.5, 4]] * 2
 
 
 EXITS = """

@@ -28,6 +28,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from tests.support.entries import Failure, outcome
+from tests.support.processes import until
 from tests.support.ranks import RankDiedError, run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -59,66 +60,74 @@ def test_a_rank_that_is_in_another_collective_is_named() -> None:
     assert "a load from /ckpt, collective 1" in str(error)
 
 
-# Ranks that call other methods than each other
+# What leaves the ranks in step
 
 
-def meet_for_something_else(rank: int) -> Any:
+def meet_for_something_else(rank: int) -> None:
+    """Ranks that call other methods than each other all learn it."""
     purpose = "load" if rank == 2 else "local save"
     first = open_communicator(None, timeout_s=60.0, purpose=purpose, detail=f"of rank {rank}'s")
-    try:
+    with pytest.raises(PlanError) as caught:
         first.all_gather("x" * rank)
-    except PlanError as error:
-        again = open_communicator(None, timeout_s=60.0, purpose="a test")
-        return str(error), again.all_gather(rank)
+    assert (
+        "expected the same call on all ranks, in the same order, found ranks [0, 1, 3] in "
+        "local save of rank 0's, collective 1; ranks [2] in load of rank 2's, collective 1;"
+    ) in str(caught.value)
+    again = open_communicator(None, timeout_s=60.0, purpose="a test")
+    assert again.all_gather(rank) == [0, 1, 2, 3]
 
 
-def test_ranks_that_meet_for_different_things_all_learn_it_and_stay_in_step() -> None:
-    found = run_processes(4, meet_for_something_else)
-
-    assert [again for _, again in found] == [[0, 1, 2, 3]] * 4
-    for message, _ in found:
-        assert (
-            "expected the same call on all ranks, in the same order, found ranks [0, 1, 3] in "
-            "local save of rank 0's, collective 1; ranks [2] in load of rank 2's, collective 1;"
-        ) in message
-
-
-# Groups
-
-
-def in_subgroups(rank: int) -> dict[str, Any]:
-    groups = [dist.new_group([1, 3]), dist.new_group([3, 2, 0]), dist.new_group([2])]
-    found: dict[str, Any] = {}
-    for number, group in enumerate(groups):
-        if rank not in dist.get_process_group_ranks(group):
+def name_global_ranks(rank: int) -> None:
+    """As the members of subgroups."""
+    for members in ([1, 3], [3, 2, 0], [2]):
+        group = dist.new_group(members)
+        if rank not in members:
             continue
-        comm = open_communicator(group, timeout_s=60.0, purpose=f"group {number}")
-
-        def step(number: int = number) -> None:
-            if rank == 3:
-                raise StorageError(f"broken in {number}")
-
-        try:
-            run_collectively(comm, step)
-            outcome = "fine"
-        except StorageError as error:
-            outcome = str(error)
+        comm = open_communicator(group, timeout_s=60.0, purpose=f"group {members}")
         names = [comm.global_rank(r) for r in range(comm.size)]
-        found[str(number)] = [comm.rank, comm.size, names, outcome]
-    return found
+        assert (names[comm.rank], sorted(names)) == (rank, sorted(members))
+
+        def step() -> None:
+            if rank == 3:
+                raise StorageError("broken")
+
+        found = outcome(lambda comm=comm, step=step: run_collectively(comm, step))  # type: ignore[misc]
+        assert (found is None) == (3 not in members)
+        assert found is None or found.text == "rank 3: broken"
 
 
-def test_a_communicator_of_a_subgroup_names_global_ranks() -> None:
-    results = run_processes(4, in_subgroups)
+def make_groups(rank: int) -> None:
+    """Each rank its own alone, whatever groups it has made before."""
+    dist.new_group([0, 1])
+    halves = [[0, 2], [1, 3]]
+    found: list[Any] = [new_group_of(halves, backend="gloo", timeout_s=60) for _ in range(2)]
+    mine = [dist.new_group(half) for half in halves][rank % 2]
+    found += new_gloo_groups(world_of(60.0), mine, 2, timeout_s=60)
+    assert len(found) == 4
+    for group in found:
+        total = torch.tensor(rank)
+        dist.all_reduce(total, group=group)
+        assert int(total) == sum(halves[rank % 2])
 
-    order = results[2]["1"][2]
-    assert sorted(order) == [0, 2, 3]
-    for rank, found in enumerate(results):
-        if "0" in found:
-            assert found["0"] == [[1, 3].index(rank), 2, [1, 3], "rank 3: broken in 0"]
-        if "1" in found:
-            assert found["1"] == [order.index(rank), 3, order, "rank 3: broken in 1"]
-    assert results[2]["2"] == [0, 1, [2], "fine"]
+
+def give_a_group_of_others(rank: int) -> None:
+    """Groups that do not fit each other are an error on all ranks."""
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2, 3])]
+    found = outcome(lambda: new_gloo_groups(world_of(60.0), groups[rank > 0], 1, timeout_s=60))
+    assert "StrategyError" in found.kinds, found
+
+
+def world_of(timeout_s: float) -> Communicator:
+    return open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
+
+
+def stay_in_step(rank: int) -> None:
+    for body in (meet_for_something_else, name_global_ranks, make_groups, give_a_group_of_others):
+        body(rank)
+
+
+def test_ranks_that_stay_in_step() -> None:
+    assert run_processes(4, stay_in_step) == [None] * 4
 
 
 # Silent
@@ -129,17 +138,16 @@ def meet() -> None:
     open_communicator(None, timeout_s=60.0, purpose="a test begins").all_gather(None)
 
 
-def waits_for(rank: int, silent: int, meetings_before: int, scratch: Path) -> tuple[float, Any]:
+def waits_for(rank: int, silent: int, is_within: bool, scratch: Path) -> tuple[float, Any]:
+    """In a collective, or within a step of one, whose failure must not meet again."""
     meet()
     comm = open_communicator(None, timeout_s=3.0, purpose="save of /ckpt/iter_1")
-    for _ in range(meetings_before):
-        run_collectively(comm, lambda: None)
     started = time.monotonic()
     if rank == silent:
-        stay_silent(scratch)
+        stay_silent(scratch, 3)
         return 0.0, None
     try:
-        run_collectively(comm, lambda: None)
+        run_collectively(comm, lambda: comm.all_gather("early") if is_within else None)
     except PeerError as error:
         seconds = time.monotonic() - started
         (scratch / f"done.{rank}").touch()
@@ -147,18 +155,16 @@ def waits_for(rank: int, silent: int, meetings_before: int, scratch: Path) -> tu
     return time.monotonic() - started, None
 
 
-def stay_silent(scratch: Path) -> None:
-    """Return once the three others have given up, however long that takes them."""
-    deadline = time.monotonic() + 60
-    while len(list(scratch.iterdir())) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
+def stay_silent(scratch: Path, num_others: int) -> None:
+    """Return once the others have given up, however long that takes them."""
+    until(lambda: len(list(scratch.iterdir())) == num_others)
 
 
-@pytest.mark.parametrize(("silent", "meetings_before"), [(2, 0), (0, 3)])
+@pytest.mark.parametrize(("silent", "is_within"), [(2, False), (0, True)])
 def test_a_silent_rank_is_named_within_the_timeout(
-    silent: int, meetings_before: int, tmp_path: Path
+    silent: int, is_within: bool, tmp_path: Path
 ) -> None:
-    results = run_processes(4, waits_for, silent, meetings_before, tmp_path)
+    results = run_processes(4, waits_for, silent, is_within, tmp_path)
 
     for rank, (seconds, error) in enumerate(results):
         if rank == silent:
@@ -192,7 +198,7 @@ def test_a_sender_that_is_silent_is_named_to_its_receiver() -> None:
     assert results[1] == results[3] == "fine"
 
 
-def silent_after_messages_of_two(rank: int) -> Any:
+def silent_after_messages_of_two(rank: int, scratch: Path) -> Any:
     """Ranks 0 and 1 exchange twice, and rank 1 does not come to the next collective."""
     comm = open_communicator(None, timeout_s=3.0, purpose="a test")
     run_collectively(comm, lambda: None)
@@ -203,17 +209,16 @@ def silent_after_messages_of_two(rank: int) -> Any:
         elif rank == 1:
             comm.exchange([], [Receive(0, content)])
     if rank == 1:
-        time.sleep(8)  # its end would be noticed
+        stay_silent(scratch, 2)  # its end would be noticed
         return None
-    try:
+    with pytest.raises(PeerTimeoutError) as caught:
         run_collectively(comm, lambda: None)
-    except PeerTimeoutError as error:
-        return str(error)
-    return "fine"
+    (scratch / str(rank)).touch()
+    return str(caught.value)
 
 
-def test_messages_between_two_ranks_leave_the_others_on_time() -> None:
-    results = run_processes(3, silent_after_messages_of_two)
+def test_messages_between_two_ranks_leave_the_others_on_time(tmp_path: Path) -> None:
+    results = run_processes(3, silent_after_messages_of_two, tmp_path)
 
     assert all("ranks [1] did not arrive" in results[rank] for rank in (0, 2)), results
 
@@ -236,8 +241,8 @@ def survives(rank: int, killed: int) -> tuple[float, Any]:
     return time.monotonic() - started, None
 
 
-@pytest.mark.parametrize("killed", [0, 2])
-def test_a_killed_rank_is_an_error_on_the_others_long_before_the_timeout(killed: int) -> None:
+def test_a_killed_rank_is_an_error_on_the_others_long_before_the_timeout() -> None:
+    killed = 2
     results = run_processes(4, survives, killed)
 
     assert isinstance(results[killed], RankDiedError)
@@ -265,8 +270,8 @@ def dies_in_a_collective(rank: int, killed: int) -> Any:
     return None
 
 
-@pytest.mark.parametrize("killed", [1, 3])
-def test_a_rank_that_dies_in_a_collective_is_named(killed: int) -> None:
+def test_a_rank_that_dies_in_a_collective_is_named() -> None:
+    killed = 1
     results = run_processes(4, dies_in_a_collective, killed)
 
     for rank, error in enumerate(results):
@@ -319,64 +324,16 @@ def test_an_exchange_with_one_that_died_before_is_an_error_of_ours() -> None:
     assert found == "PeerLostError"
 
 
-def counted_groups(*, dies_at: int | None = None) -> list[Any]:
-    """From now on, the ranks of each group that this process makes, or takes part in making."""
-    made: list[Any] = []
-    inner = distributed_c10d._new_process_group_helper
-
-    def make(size: int, rank: int, ranks: Any, *args: Any, **options: Any) -> Any:
-        if dies_at == len(made):
-            os.kill(os.getpid(), signal.SIGKILL)
-        made.append(ranks)
-        return inner(size, rank, ranks, *args, **options)
-
-    vars(distributed_c10d)["_new_process_group_helper"] = make
-    return made
-
-
-def world_of(timeout_s: float) -> Communicator:
-    return open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
-
-
-def makes_groups(rank: int) -> Any:
-    """With other numbers of earlier groups: torch counts them in some names of groups."""
-    dist.new_group([0, 1, 2])
-    made = counted_groups()
-    cliques = [[low, low + 4] for low in range(4)]
-    found: list[Any] = [new_group_of(cliques, backend="gloo", timeout_s=60) for _ in range(2)]
-    half = dist.new_group([r for r in range(8) if r % 2 == 0])
-    odd = dist.new_group([r for r in range(8) if r % 2])
-    before = len(made)
-    found += new_gloo_groups(world_of(60.0), odd if rank % 2 else half, 2, timeout_s=60)
-    sums = []
-    for group in found:
-        total = torch.tensor(rank)
-        dist.all_reduce(total, group=group)
-        sums.append(int(total))
-    return sums, made[:2], len(made) - before
-
-
-def test_each_rank_makes_its_own_group_alone() -> None:
-    for rank, (sums, made, num_channels) in enumerate(run_processes(8, makes_groups)):
-        mine = [rank % 4, rank % 4 + 4]
-        assert made == [mine, mine]
-        assert num_channels == 2
-        assert sums == [sum(mine)] * 2 + [16 if rank % 2 else 12] * 2
-
-
-def gives_a_group_of_others(rank: int) -> Any:
-    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-    return outcome(lambda: new_gloo_groups(world_of(60.0), groups[rank > 0], 1, timeout_s=60))
-
-
-def test_groups_that_do_not_fit_each_other_are_an_error_on_all_ranks() -> None:
-    for found in run_processes(3, gives_a_group_of_others):
-        assert "StrategyError" in found.kinds, found
-
-
 def dies_before_its_second_group(rank: int) -> Any:
-    if rank == 1:
-        counted_groups(dies_at=1)
+    make, made = distributed_c10d._new_process_group_helper, [0]
+
+    def die_at_the_second(*args: Any, **options: Any) -> Any:
+        made[0] += 1
+        if rank == 1 and made[0] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(*args, **options)
+
+    vars(distributed_c10d)["_new_process_group_helper"] = die_at_the_second
     try:
         return new_gloo_groups(world_of(3.0), None, 2, timeout_s=3.0)
     except PeerError as error:

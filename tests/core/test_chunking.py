@@ -67,10 +67,3 @@ def test_parts_of_a_chunk_fit_an_object_and_are_in_one_piece(
     assert all(1 <= f <= c for f, c in zip(found, chunk, strict=True))
     cut = [dim for dim, (f, c) in enumerate(zip(found, chunk, strict=True)) if f < c]
     assert all(n == 1 for n in found[: max(cut, default=0)])
-
-
-def test_a_shard_is_cut_into_equal_parts_where_its_rows_allow_it() -> None:
-    assert object_chunk_shape((32768, 8192), 2) == (4096, 8192)
-    assert object_chunk_shape((50304, 16384), 2)[0] in {n for n in range(1, 2049) if 50304 % n == 0}
-    assert object_chunk_shape((8, 14336, 4096), 4) == (1, 3584, 4096)
-    assert object_chunk_shape((16777259,), 8) == (5592420,)

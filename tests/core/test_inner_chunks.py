@@ -42,35 +42,7 @@ def test_inner_chunks_divide_the_chunk_and_are_small(
         assert is_movable or now == before or before >= extent
 
 
-@pytest.mark.parametrize(
-    ("shape", "chunk", "itemsize", "expected"),
-    [
-        ((), (), 4, ()),
-        ((7,), (7,), 4, (7,)),
-        ((8192, 8192), (4096, 8192), 2, (128, 8192)),
-        ((50257, 1024), (50257, 1024), 2, (3142, 256)),
-        ((2432, 608), (1216, 608), 2, (76, 608)),
-        ((8, 4096, 1024), (8, 4096, 1024), 2, (1, 2048, 512)),
-        ((12288, 4096), (12288, 2048), 4, (768, 512)),
-    ],
-)
-def test_inner_chunks_of_common_arrays(
-    shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, expected: tuple[int, ...]
-) -> None:
-    cut = cut_chunk(chunk, shape, itemsize, is_movable=False)
-
-    assert cut is not None
-    assert cut.inner_shape == expected
-
-
-def test_a_prime_that_is_cut_nowhere_is_for_the_plan_to_move() -> None:
-    assert cut_chunk((7919, 1), (31676, 1), 1024, is_movable=False) is None
-    cut = cut_chunk((7919, 1), (31676, 1), 1024, is_movable=True)
-    assert cut is not None
-    assert 7919 < cut.chunk_shape[0] < 7919 + cut.inner_shape[0]
-
-
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3)), max_size=3),
     st.integers(1, 7),

@@ -41,11 +41,6 @@ def test_containing_means_that_no_element_is_outside(
         assert outside.any() or inner.numel == 0
 
 
-def test_boxes_are_written_as_python_indexes_them() -> None:
-    assert str(Region((0, 8), (4, 8))) == "[0:4, 8:16]"
-    assert str(Region.whole(())) == "[]"
-
-
 @given(two_boxes())
 def test_what_is_left_without_a_box_is_the_rest_in_boxes_that_share_nothing(
     case: tuple[tuple[int, ...], Region, Region],
@@ -80,11 +75,3 @@ def test_the_chunks_of_a_box_are_those_that_share_an_element_with_it(data: st.Da
     touched = [i for i in array.chunk_indices() if array.chunk_region(i).intersect(box)]
 
     assert list(box.cells(array.chunk_shape)) == touched
-
-
-def test_a_scalar_is_one_chunk_called_0() -> None:
-    scalar = ArraySpec("step", (), DType.INT64, ())
-
-    assert list(scalar.chunk_indices()) == list(Region.whole(()).cells(scalar.chunk_shape)) == [()]
-    assert (scalar.num_chunks, scalar.nbytes, scalar.chunk_nbytes) == (1, 8, 8)
-    assert scalar.chunk_file(()) == "step/0"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core import inner_grid as spans
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
-from dist_ckpt_strategies.core.inner_grid import MIN_SPAN_NBYTES, ChunkSpans, raw_spans
+from dist_ckpt_strategies.core.inner_grid import ChunkSpans, raw_spans
 from tests.support.boxes import regions_in, shapes
 from tests.support.samples import Values
 
@@ -58,12 +58,3 @@ def test_the_bytes_equal_numpy_slicing(data: st.DataObject) -> None:
     assert found is not None
     read = fill(region, found, chunk_files(array, values), dtype.itemsize)
     assert read == values[region.slices()].tobytes()
-
-
-def test_long_rows_are_read_row_by_row() -> None:
-    columns = MIN_SPAN_NBYTES // 4
-    array = ArraySpec("w", (2, 2 * columns), DType.FLOAT32, (2, 2 * columns))
-    (chunk,) = raw_spans(array, Region((0, columns), (2, columns))) or ()
-
-    assert chunk.span_nbytes == MIN_SPAN_NBYTES
-    assert chunk.offsets == ((4 * columns, 0), (12 * columns, MIN_SPAN_NBYTES))

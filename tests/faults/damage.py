@@ -55,7 +55,7 @@ def remove(place: AnyPlace, address: str) -> None:
 
 
 def flip_global(place: AnyPlace, address: str, chance: random.Random, change: int) -> bool:
-    """Change a byte of a global checkpoint: of any file, the small ones as often as the large.
+    """Change a byte of a global checkpoint.
 
     Returns whether a load need not notice. Of the marker, what JSON says is nothing may change too.
     """
@@ -65,10 +65,9 @@ def flip_global(place: AnyPlace, address: str, chance: random.Random, change: in
         for name in place.names()
         if name.startswith(top)
     }
-    files = Files(Path(top), {name: place.read(where) for name, where in names.items()})
-    name = chance.choice([one for one, content in sorted(files.contents.items()) if content])
+    files = Files(Path(top), {name: place.read(where) for name, where in sorted(names.items())})
+    name, at = files.any_byte(chance)
     content = bytearray(files.contents[name])
-    at = chance.randrange(len(content))
     content[at] ^= change
     place.put(names[name], bytes(content))
     kind = files.kind_at(name, at)

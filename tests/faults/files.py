@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +76,17 @@ class Files:
     def of_kind(self, kind: Kind) -> list[str]:
         """The names of the files of a kind."""
         return [name for name in self.contents if kind_of_file(name) is kind]
+
+    def any_byte(self, chance: random.Random) -> tuple[str, int]:
+        """A file, by size, of all or of a kind so that all are hit; and a byte of it."""
+        kinds = [kind for kind in Kind if any(self.contents[one] for one in self.of_kind(kind))]
+        kind = chance.choice([None, Kind.CHUNK_INDEX, *kinds])
+        if kind is Kind.CHUNK_INDEX and Kind.CHUNK in kinds:
+            name = chance.choice(self.of_kind(Kind.CHUNK))
+            return name, chance.randrange(self.index_start(name), len(self.contents[name]))
+        names = self.of_kind(kind) if kind in kinds else list(self.contents)
+        (name,) = chance.choices(names, [len(self.contents[one]) for one in names])
+        return name, chance.randrange(len(self.contents[name]))
 
     def kind_at(self, name: str, byte_offset: int) -> Kind:
         """What a byte is."""

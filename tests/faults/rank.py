@@ -186,16 +186,15 @@ class Rank:
         self._limit(LIMIT_S)
         self._action = OPERATIONS[operation](self._rank, directory)
 
-    def attempt(self, directory: Path, trap: Trap | None) -> tuple[Any, float]:
-        """One attempt, in a directory of its own: the Failure, if any, and its seconds."""
+    def attempt(self, directory: Path, trap: Trap | None) -> tuple[Failure | None]:
+        """One attempt, in a directory of its own: the Failure, if any."""
         action = self._action
         assert action is not None
         directory.mkdir(parents=True, exist_ok=True)
         act = action(directory)
-        began = time.monotonic()
         with armed(trap, self._root):
             found = outcome(act)
-        return found if isinstance(found, Failure) else None, time.monotonic() - began
+        return (found if isinstance(found, Failure) else None,)
 
     def clean(self, directory: Path) -> None:
         """Remove what attempts have left."""

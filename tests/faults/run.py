@@ -1,4 +1,4 @@
-"""A campaign: training, events and recoveries, then attempts of operations; all is compared."""
+"""A campaign: training, events and recoveries, attempts of operations, and files that change."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from dist_ckpt_strategies import prune
 from dist_ckpt_strategies.cli.app import app
 from tests.faults import judge
+from tests.faults.changes import Change, run_changes
 from tests.faults.damage import (
     ObjectServer,
     Outside,
@@ -86,17 +87,22 @@ class Campaign:
         seed: of the schedule.
         num_events: of the training, that have to happen.
         num_attempts: of operations.
+        num_changes: of files of checkpoints of each kind.
         stores: where global checkpoints go, in turn.
     """
 
     seed: int
     num_events: int
     num_attempts: int
+    num_changes: int
     stores: tuple[Store, ...] = tuple(Store)
 
     def __str__(self) -> str:
         """How to repeat it."""
-        counts = f"--events {self.num_events} --attempts {self.num_attempts}"
+        counts = (
+            f"--events {self.num_events} --attempts {self.num_attempts} "
+            f"--changes {self.num_changes}"
+        )
         names = " ".join(f"--store {store}" for store in self.stores)
         return f"python -m tests.faults --seed {self.seed} {counts} {names}"
 
@@ -109,6 +115,7 @@ class Tally:
         events: by what struck.
         ends: what recoveries brought, by event and tier.
         attempts: by operation.
+        changes: of files, by kind of checkpoint, fault and what was hit.
         num_started: processes.
         seconds: of the whole campaign.
     """
@@ -116,6 +123,7 @@ class Tally:
     events: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     attempts: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
     num_started: int = 0
     seconds: float = 0.0
 
@@ -381,18 +389,37 @@ def _require(wrong: Iterable[str]) -> None:
 def run_campaign(
     campaign: Campaign,
     directory: Path | None = None,
-    watch: Callable[[Event | Attempt], None] = lambda _: None,
+    watch: Callable[[Event | Attempt | Change], None] = lambda _: None,
 ) -> Tally:
-    """Run as many events and attempts as are asked for.
+    """Run as many events, attempts and changes as are asked for.
 
     Raises:
         ViolationError: something happened that must not; says how to repeat it.
     """
     began = time.monotonic()
+    tally = Tally()
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        if campaign.num_events or campaign.num_attempts:
+            tally = _run_job(campaign, Path(scratch), watch)
+        for name, change, wrong in (
+            run_changes(campaign.seed, campaign.num_changes, Path(scratch))
+            if campaign.num_changes
+            else ()
+        ):
+            with _named(campaign, change, watch):
+                _require(wrong)
+            tally.changes[f"{name}: {change.fault} of {change.what}"] += 1
+    tally.seconds = time.monotonic() - began
+    return tally
+
+
+def _run_job(
+    campaign: Campaign, scratch: Path, watch: Callable[[Event | Attempt | Change], None]
+) -> Tally:
+    """The events and attempts, of one job."""
     num_steps = 2 * MAX_STEPS * (campaign.num_events + 10)
     reference = run_processes(NUM_RANKS, undisturbed, num_steps, timeout_s=120)
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         root = scratch / "disk"
         can_fill = stack.enter_context(small_disk(root))
         (root / "global").mkdir()
@@ -403,30 +430,27 @@ def run_campaign(
         stack.enter_context(mock.patch.dict(os.environ, variables))  # for verify and prune
         world = stack.enter_context(World(root, variables, TIMEOUT_S))
         run = Run(world, Outside(root, server, can_fill), reference)
-        _play(run, campaign, watch)
+        run.start()
+        num_left = campaign.num_events
+        for event in build_schedule(campaign.seed, campaign.stores):
+            if not num_left:
+                break
+            with _named(campaign, event, watch):
+                num_left -= run.happen(event)
+        run.finish()
+        attempts = build_attempts(campaign.seed, list(OPERATIONS), list(TARGETS))
+        for attempt in islice(attempts, campaign.num_attempts):
+            with _named(campaign, attempt, watch):
+                run.attempt(attempt)
         run.tally.num_started = world.num_started
-    run.tally.seconds = time.monotonic() - began
     return run.tally
-
-
-def _play(run: Run, campaign: Campaign, watch: Callable[[Event | Attempt], None]) -> None:
-    run.start()
-    num_left = campaign.num_events
-    for event in build_schedule(campaign.seed, campaign.stores):
-        if not num_left:
-            break
-        with _named(campaign, event, watch):
-            num_left -= run.happen(event)
-    run.finish()
-    attempts = build_attempts(campaign.seed, list(OPERATIONS), list(TARGETS))
-    for attempt in islice(attempts, campaign.num_attempts):
-        with _named(campaign, attempt, watch):
-            run.attempt(attempt)
 
 
 @contextmanager
 def _named(
-    campaign: Campaign, what: Event | Attempt, watch: Callable[[Event | Attempt], None]
+    campaign: Campaign,
+    what: Event | Attempt | Change,
+    watch: Callable[[Event | Attempt | Change], None],
 ) -> Iterator[None]:
     """Show what happens within the block, and have a violation say how to repeat it."""
     watch(what)
@@ -446,6 +470,7 @@ def report(campaign: Campaign, tally: Tally) -> str:
             "by_strike": dict(sorted(tally.events.items())),
             "recovered_from": dict(sorted(tally.ends.items())),
             "attempts": dict(sorted(tally.attempts.items())),
+            "changes": dict(sorted(tally.changes.items())),
             "processes": tally.num_started,
             "seconds": round(tally.seconds, 1),
         }

@@ -1,4 +1,4 @@
-"""A twentieth of the campaigns of ``python -m tests.faults``."""
+"""A tenth of the campaigns of ``python -m tests.faults``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.files import Kind
 from tests.faults.operations import OPERATIONS
+from tests.faults.oracle import Place
 from tests.faults.run import Campaign, report, run_campaign
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
-    "campaign", [Campaign(1, 40, 0), Campaign(2, 40, 0), Campaign(3, 1, 136)], ids=str
+    "campaign",
+    [Campaign(1, 36, 0, 0), Campaign(3, 1, 136, 0), Campaign(4, 0, 0, 150)],
+    ids=str,
 )
 def test_nothing_happens_that_must_not(
     campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -23,5 +27,8 @@ def test_nothing_happens_that_must_not(
 
     assert tally.events.total() == campaign.num_events
     assert len(tally.attempts) == (len(OPERATIONS) if campaign.num_attempts else 0)
+    assert tally.changes.total() == 2 * campaign.num_changes
+    hit = {one.rpartition(" of ")[2] for one in tally.changes}
+    assert hit == ({*Kind, *Place, "end"} if campaign.num_changes else set())
     with capsys.disabled():
         sys.stdout.write(f"\n{report(campaign, tally)}\n")

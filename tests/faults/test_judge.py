@@ -1,12 +1,17 @@
-"""The judge lets nothing pass that must not happen."""
+"""The judge of the campaigns lets what is right pass, and nothing that must not happen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults.changes import Change, check_format2, check_local
+from tests.faults.files import Fault, Kind, file_map
 from tests.faults.injection import INJECTED
 from tests.faults.judge import (
     check_attempt,
@@ -16,31 +21,31 @@ from tests.faults.judge import (
     check_steps,
     check_training,
     check_verified,
+    observed_copies,
+    observed_global,
 )
-from tests.faults.oracle import Ledger, Standing, Tier
+from tests.faults.oracle import CopyKey, Found, Ledger, Place, SaveKey, Standing, Tier
 from tests.faults.rank import Recovered, SaveOrder, SaveResult, Trained
 from tests.faults.schedule import During, Event, Store, Strike, build_schedule
 from tests.faults.world import Answer, Gone, Stopped
+from tests.support.checkpoints import write_format2
 from tests.support.entries import Failure
 
+EMPTY = Ledger(num_ranks=4, num_kept=2)
 REFERENCE = [[f"{rank} {step}" for step in range(10)] for rank in range(4)]
 LEDGER = (
-    Ledger(4, 2)
-    .with_global("g3", 3, Standing.WHOLE)
+    EMPTY.with_global("g3", 3, Standing.WHOLE)
     .with_global("g5", 5, Standing.WHOLE)
     .with_global("g7", 7, Standing.BROKEN)
 )
-ORDER = SaveOrder(Tier.GLOBAL, 1, is_async=True, directory="g8")
+BROKEN = EMPTY.with_global("g7", 7, Standing.BROKEN)
+LOCAL_SAVE = SaveOrder(Tier.LOCAL, 0, is_async=True)
+GLOBAL_SAVE = SaveOrder(Tier.GLOBAL, 0, is_async=True, directory="g7")
 LIMIT_S = 2.0
 
 
-def event(strike: Strike, during: During = During.SAVE) -> Event:
-    found = next(one for one in build_schedule(0) if one.strike is strike)
-    return replace(found, during=during, victim=2, store=Store.DISK)
-
-
-def failure(text: str, *kinds: str) -> Failure:
-    return Failure(
+def failure(text: str, *kinds: str, **changes: Any) -> Failure:
+    found = Failure(
         (*kinds, "CheckpointError"),
         is_ours=True,
         is_megatrons=True,
@@ -50,166 +55,208 @@ def failure(text: str, *kinds: str) -> Failure:
         path=None,
         seconds=0.5,
     )
-
-
-def recovered(rank: int, iteration: int, **changes: Any) -> Recovered:
-    digest = REFERENCE[rank][iteration]
-    found = Recovered(Tier.GLOBAL, iteration, digest, None, has_struck=False)
     return replace(found, **changes)
+
+
+OURS = failure(f"rank 2: {INJECTED}", "StorageError")
+LOST = failure("lost contact", "PeerLostError")
+NOTHING = failure("none", "CheckpointNotFoundError")
+UNUSABLE = failure("none of them", "NoUsableCheckpointError")
+LATE = failure("s3://a did not answer", "StoreUnreachableError")
+
+
+def event(strike: Strike, during: During = During.SAVE) -> Event:
+    found = next(one for one in build_schedule(0) if one.strike is strike)
+    return replace(found, during=during, victim=2, store=Store.DISK)
+
+
+def everyone(value: Any, **odd: Any) -> dict[int, Answer]:
+    """The same on all ranks, or of each; but ``r1=other`` on rank 1."""
+    answers = {rank: Answer(value(rank) if callable(value) else value, 0.1) for rank in range(4)}
+    return answers | {int(name[1:]): Answer(other, 0.1) for name, other in odd.items()}
+
+
+def at_step(iteration: int, tier: Tier = Tier.GLOBAL) -> Any:
+    return lambda rank: Recovered(tier, iteration, REFERENCE[rank][iteration], None, False)  # noqa: FBT003
 
 
 def refused(found: Failure) -> Recovered:
     return Recovered(None, -1, "", found, has_struck=False)
 
 
-def everyone(value: Any) -> dict[int, Answer]:
-    return {rank: Answer(value(rank) if callable(value) else value, 0.1) for rank in range(4)}
+def saved(one: Failure | None) -> Trained:
+    return Trained({}, (SaveResult(GLOBAL_SAVE, 8, one),), None, has_struck=True)
 
 
-def trained(*failures: Failure | None) -> dict[int, Answer]:
-    """How a save ended on each rank."""
-    return {
-        rank: Answer(Trained({}, (SaveResult(ORDER, 8, one),), None, has_struck=True), 0.1)
-        for rank, one in enumerate(failures)
-    }
+def attempted(one: Failure | None) -> Any:
+    return (one,)
 
 
-def test_the_newest_whole_state_on_every_rank_is_right() -> None:
-    assert list(check_recovery(everyone(lambda r: recovered(r, 5)), LEDGER, REFERENCE)) == []
+def recovery(answers: dict[int, Answer], ledger: Ledger = LEDGER) -> Iterable[str]:
+    return check_recovery(answers, ledger, REFERENCE)
+
+
+def disturbed(strike: Strike, answers: dict[int, Answer]) -> Iterable[str]:
+    during = event(strike, During.LOAD)
+    return check_disturbed_recovery(during, answers, LEDGER, REFERENCE, LIMIT_S)
+
+
+def training(strike: Strike | None, answers: dict[int, Answer]) -> Iterable[str]:
+    return check_training(event(strike) if strike else None, answers, LIMIT_S)
+
+
+VERIFIED = {"g3": 0, "g5": 0, "g7": 1}
+RIGHT: dict[str, Iterable[str]] = {
+    "the newest": recovery(everyone(at_step(5))),
+    "the beginning": recovery(everyone(refused(NOTHING)), EMPTY),
+    "the beginning after damage": recovery(everyone(refused(UNUSABLE)), BROKEN),
+    "an older one, disturbed": disturbed(Strike.FAIL, everyone(at_step(3))),
+    "a disturbed load fails": disturbed(Strike.FAIL, everyone(refused(OURS))),
+    "contact is lost": disturbed(Strike.KILL, everyone(refused(LOST), r2=Gone(-9))),
+    "a save succeeds": training(Strike.FAIL, everyone(saved(None))),
+    "a save fails": training(Strike.FAIL, everyone(saved(OURS))),
+    "a rank is killed": training(Strike.KILL, everyone(saved(LOST), r2=Gone(-9))),
+    "a store is late": training(Strike.KILL, everyone(saved(LATE), r2=Gone(-9))),
+    "an attempt fails": check_attempt(everyone(attempted(OURS)), 2),
+    "an attempt succeeds": check_attempt(everyone(attempted(None)), 2),
+    "undisturbed": check_attempt(everyone(attempted(None)), None),
+    "verify": check_verified(LEDGER, VERIFIED),
+    "pruned": check_pruned({"g3": 3, "g5": 5, "g7": 7}, ["g5", "g7"], 2),
+}
+WRONG: dict[str, Iterable[str]] = {
+    "older": recovery(everyone(at_step(5), r1=at_step(3)(1))),
+    "broken": recovery(everyone(at_step(5), r1=at_step(7)(1))),
+    "other bits": recovery(everyone(at_step(5), r1=replace(at_step(5)(1), digest="other"))),
+    "another tier": recovery(everyone(at_step(5), r1=at_step(5, Tier.LOCAL)(1))),
+    "refused on one": recovery(everyone(at_step(5), r1=refused(NOTHING))),
+    "died": recovery(everyone(at_step(5), r1=Gone(-11))),
+    "silent": recovery(everyone(at_step(5), r1=Stopped())),
+    "nothing, after damage": recovery(everyone(refused(NOTHING)), BROKEN),
+    "unusable, though whole": recovery(everyone(refused(UNUSABLE))),
+    "no error of ours": recovery(everyone(refused(replace(NOTHING, is_ours=False))), EMPTY),
+    "a load fails on one": disturbed(Strike.FAIL, everyone(at_step(3), r3=refused(OURS))),
+    "another cause": disturbed(Strike.FAIL, everyone(refused(LOST))),
+    "broken, disturbed": disturbed(Strike.FAIL, everyone(at_step(7))),
+    "another dies": disturbed(Strike.KILL, everyone(refused(LOST), r1=Gone(-9))),
+    "a pause": disturbed(Strike.PAUSE, everyone(refused(LOST))),
+    "a save fails on one": training(Strike.FAIL, everyone(saved(None), r0=saved(OURS))),
+    "a save fails by itself": training(None, everyone(saved(OURS))),
+    "no cause": training(Strike.FAIL, everyone(saved(replace(OURS, text="rank 2: oh")))),
+    "another culprit": training(Strike.FAIL, everyone(saved(replace(OURS, global_rank=1)))),
+    "late": training(Strike.FAIL, everyone(saved(replace(OURS, seconds=60.0)))),
+    "not ours": training(Strike.FAIL, everyone(saved(replace(OURS, is_ours=False)))),
+    "a death at a failure": training(Strike.FAIL, everyone(saved(LOST), r2=Gone(-9))),
+    "a second death": training(Strike.KILL, everyone(saved(LOST), r2=Gone(-9), r0=Gone(1))),
+    "a late store with time": training(Strike.FAIL, everyone(saved(LATE))),
+    "an attempt fails by itself": check_attempt(everyone(attempted(OURS)), None),
+    "late, all": check_attempt(everyone(attempted(failure("", "PeerTimeoutError"))), 2),
+    "some alone": check_attempt(everyone(attempted(OURS), r1=attempted(None)), 2),
+    "of another": check_attempt(everyone(attempted(replace(OURS, global_rank=1))), 2),
+    "a foreign error": check_attempt(everyone(attempted(replace(OURS, is_ours=False))), 2),
+    "dead": check_attempt(everyone(attempted(None), r1=Gone(1)), 2),
+    "verify: false alarm": check_verified(LEDGER, VERIFIED | {"g5": 1}),
+    "verify: blind": check_verified(LEDGER, VERIFIED | {"g7": 0}),
+    "pruned too much": check_pruned({"g3": 3, "g5": 5, "g7": 7}, ["g3", "g7"], 2),
+    "a step": check_steps(
+        everyone(lambda r: Trained({4: REFERENCE[r and 1][4]}, (), None, has_struck=False)),
+        REFERENCE,
+    ),
+}
+
+
+def test_what_is_right_passes() -> None:
+    assert {name: found for name, wrong in RIGHT.items() if (found := list(wrong))} == {}
+
+
+def test_what_is_wrong_is_noticed() -> None:
+    assert [name for name, wrong in WRONG.items() if not list(wrong)] == []
+
+
+# The ledger
+
+
+def copies_of(iteration: int, name: str = "a") -> set[CopyKey]:
+    """With cliques of ranks 0 and 1, 2 and 3."""
+    pairs = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 2), (2, 3), (3, 2), (3, 3)]
+    return {CopyKey(SaveKey(iteration, name), owner, holder) for owner, holder in pairs}
+
+
+def results(order: SaveOrder, one: Failure | None = None) -> dict[int, SaveResult]:
+    return {rank: SaveResult(order, 7, one) for rank in range(4)}
+
+
+def test_a_part_is_lost_with_its_last_good_copy() -> None:
+    ledger, local = EMPTY.with_copies(copies_of(5)), Found(5, Tier.LOCAL)
+    assert ledger.without_node(0).without_node(2).newest_whole() == local
+    assert ledger.without_node(0).without_node(1).newest_whole() is None
+    one, other = (key for key in sorted(copies_of(5)) if key.owner == 3)
+    for place in (Place.HEADER, Place.TENSOR):
+        damaged = ledger.damaged_copy(one, place)
+        assert damaged.newest_whole() == local
+        assert damaged.damaged_copy(other, place).newest_whole() is None
+        assert damaged.damaged_copy(other, place).acceptable() == set()
+    unsure = ledger.with_global("g3", 3, Standing.WHOLE)
+    for key in copies_of(5):
+        unsure = unsure.damaged_copy(key, Place.PADDING)
+    assert unsure.newest_whole() == Found(3, Tier.GLOBAL)
+    assert unsure.acceptable() == {Found(3, Tier.GLOBAL), local}
+
+
+def test_what_is_kept_is_the_newest_and_the_one_that_was_complete_before_it() -> None:
+    ledger = EMPTY.with_copies(copies_of(3) | copies_of(5) | copies_of(7, "b"))
+    assert ledger.kept_copies(SaveKey(7, "b")) == copies_of(5) | copies_of(7, "b")
+    for key in copies_of(5):
+        if key.owner == 2:
+            ledger = ledger.damaged_copy(key, Place.HEADER)
+    assert ledger.kept_copies(SaveKey(7, "b")) == copies_of(3) | copies_of(7, "b")
+
+
+def test_a_local_save_leaves_every_copy_or_what_was_there() -> None:
+    def wrong(seen: Iterable[CopyKey], before: Ledger, one: Failure | None = None) -> list[str]:
+        saves = {LOCAL_SAVE: results(LOCAL_SAVE, one)}
+        return observed_copies(before, saves, seen, 1, may_differ=False)[1]
+
+    whole, before = copies_of(7), EMPTY.with_copies(copies_of(3) | copies_of(5))
+    assert wrong(whole, EMPTY) == []
+    assert all(wrong(whole - {missing}, EMPTY) for missing in whole)
+    assert wrong(before.copies, before, OURS) == []
+    assert "copies are gone" in wrong(copies_of(5), before, OURS)[0]
+    assert wrong(copies_of(5) | whole, before, OURS) == []
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        recovered(1, 3),
-        recovered(1, 7),
-        recovered(1, 5, digest="something else"),
-        recovered(1, 5, tier=Tier.LOCAL),
-        refused(failure("nothing", "CheckpointNotFoundError")),
-        Gone(-11),
-        Stopped(),
-    ],
-    ids=["older", "broken", "other bits", "not there", "refused", "died", "silent"],
+    ("fails", "is_finished", "was_there"), list(product([False, True], repeat=3))
 )
-def test_one_rank_that_comes_to_something_else_is_noticed(wrong: Any) -> None:
-    answers = everyone(lambda r: recovered(r, 5)) | {1: Answer(wrong, 0.1)}
+def test_a_global_save_is_visible_when_it_has_succeeded_and_only_then(
+    fails: bool, is_finished: bool, was_there: bool
+) -> None:
+    before = BROKEN if was_there else EMPTY
+    saves = {GLOBAL_SAVE: results(GLOBAL_SAVE, OURS if fails else None)}
+    finished = {"g7": 7} if is_finished else {}
 
-    assert list(check_recovery(answers, LEDGER, REFERENCE))
+    after, wrong = observed_global(before, saves, finished, may_differ=False)
 
-
-def test_the_beginning_is_right_only_where_nothing_was_ever_finished() -> None:
-    nothing = everyone(refused(failure("none", "CheckpointNotFoundError")))
-    unusable = everyone(refused(failure("none of them", "NoUsableCheckpointError")))
-    broken = Ledger(4, 2).with_global("g7", 7, Standing.BROKEN)
-
-    assert list(check_recovery(nothing, Ledger(4, 2), REFERENCE)) == []
-    assert list(check_recovery(unusable, broken, REFERENCE)) == []
-    assert list(check_recovery(nothing, broken, REFERENCE))
-    assert list(check_recovery(unusable, LEDGER, REFERENCE))
-    other = everyone(refused(replace(failure("oh", "RuntimeError"), is_ours=False)))
-    assert list(check_recovery(other, Ledger(4, 2), REFERENCE))
+    assert (wrong == []) == (is_finished != fails or (was_there and fails))
+    expected = Standing.UNSURE if was_there and fails else Standing.WHOLE
+    assert after.global_.get("g7") == ((7, expected) if is_finished else None)
+    assert observed_global(before, saves, finished, may_differ=True)[1] == []
 
 
-def test_a_disturbed_load_may_bring_an_older_state_or_fail_everywhere_and_say_why() -> None:
-    fails, kills = event(Strike.FAIL, During.LOAD), event(Strike.KILL, During.LOAD)
-    injected = refused(failure(f"rank 2: {INJECTED}", "StorageError"))
-    lost = refused(failure("lost contact", "PeerLostError"))
-    older = everyone(lambda r: recovered(r, 3))
+def test_a_change_is_noticed_named_or_harmless(tmp_path: Path) -> None:
+    root = write_format2(tmp_path / "c")
+    path = root / "common.pt"
+    change = Change(1, Fault.TRUNCATE, Kind.COMMON, {path: b""})
+    assert list(check_format2(root, lambda _: f"{path} is damaged", change)) == []
+    for text in ("", "another is damaged"):
+        assert list(check_format2(root, lambda _, text=text: text, change))  # type: ignore[misc]
+    harmless = Change(1, Fault.DELETE, Kind.SAVE, {root / "manifest/save.json": None}, harmless="x")
+    assert list(check_format2(root, lambda _: "", harmless)) == []
 
-    def wrong(what: Event, answers: dict[int, Answer]) -> list[str]:
-        return list(check_disturbed_recovery(what, answers, LEDGER, REFERENCE, LIMIT_S))
-
-    assert wrong(fails, older) == []
-    assert wrong(fails, everyone(injected)) == []
-    assert wrong(kills, everyone(lost) | {2: Answer(Gone(-9), 0.1)}) == []
-    assert wrong(fails, older | {3: Answer(injected, 0.1)})
-    assert wrong(fails, everyone(lost))
-    assert wrong(fails, everyone(lambda r: recovered(r, 7)))
-    assert wrong(kills, everyone(lost) | {1: Answer(Gone(-9), 0.1)})
-    assert wrong(event(Strike.PAUSE, During.LOAD), everyone(lost))
-
-
-def test_a_save_fails_on_all_ranks_or_on_none() -> None:
-    injected = failure(f"rank 2: {INJECTED}", "StorageError")
-    struck = event(Strike.FAIL)
-
-    assert list(check_training(struck, trained(*[None] * 4), LIMIT_S)) == []
-    assert list(check_training(struck, trained(*[injected] * 4), LIMIT_S)) == []
-    assert list(check_training(struck, trained(injected, None, None, None), LIMIT_S))
-    assert list(check_training(None, trained(*[injected] * 4), LIMIT_S))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"text": "rank 2: something"},
-        {"global_rank": 1},
-        {"seconds": 60.0},
-        {"is_ours": False},
-    ],
-)
-def test_an_error_that_is_late_or_does_not_say_why_is_noticed(changes: dict[str, Any]) -> None:
-    odd = replace(failure(f"rank 2: {INJECTED}", "StorageError"), **changes)
-
-    assert list(check_training(event(Strike.FAIL), trained(*[odd] * 4), LIMIT_S))
-
-
-def test_a_rank_is_lost_only_where_it_was_to_be() -> None:
-    lost = failure("lost contact", "PeerLostError")
-    answers = trained(*[lost] * 4) | {2: Answer(Gone(-9), 0.1)}
-
-    assert list(check_training(event(Strike.KILL), answers, LIMIT_S)) == []
-    assert list(check_training(event(Strike.FAIL), answers, LIMIT_S))
-    assert list(check_training(event(Strike.KILL), answers | {0: Answer(Gone(1), 0.1)}, LIMIT_S))
-
-
-def test_a_state_that_is_not_that_of_the_undisturbed_run_is_noticed() -> None:
-    good = everyone(lambda r: Trained({4: REFERENCE[r][4]}, (), None, has_struck=False))
-    bad = good | {3: Answer(Trained({4: "other"}, (), None, has_struck=False), 0.1)}
-
-    assert list(check_steps(good, REFERENCE)) == []
-    assert "rank 3" in next(check_steps(bad, REFERENCE))
-
-
-def test_a_store_is_late_only_where_it_has_little_time() -> None:
-    late = trained(*[failure("s3://a did not answer", "StoreUnreachableError")] * 4)
-
-    lost = late | {2: Answer(Gone(-9), 0.1)}
-    assert list(check_training(event(Strike.KILL), lost, LIMIT_S)) == []
-    assert list(check_training(event(Strike.FAIL), late, LIMIT_S))
-
-
-def attempted(*failures: Failure | None, seconds: float = 0.1) -> dict[int, Answer]:
-    return {rank: Answer((one, seconds), seconds) for rank, one in enumerate(failures)}
-
-
-def test_an_operation_fails_soon_on_all_ranks_or_on_none_and_names_the_culprit() -> None:
-    ours = failure("rank 2: injected", "StorageError")
-    others = replace(ours, global_rank=1), replace(ours, is_ours=False)
-
-    assert list(check_attempt(attempted(*[ours] * 4), 2)) == []
-    assert list(check_attempt(attempted(*[None] * 4), 2)) == []
-    assert list(check_attempt(attempted(*[None] * 4), None)) == []
-    assert list(check_attempt(attempted(*[ours] * 4), None))
-    assert list(check_attempt(attempted(*[ours] * 4, seconds=4.0), 2))
-    assert list(check_attempt(attempted(ours, None, ours, ours), 2))
-    for wrong in others:
-        assert list(check_attempt(attempted(ours, wrong, ours, ours), 2))
-    assert list(check_attempt(attempted(*[None] * 4) | {1: Answer(Gone(1), 0.1)}, 2))
-
-
-def test_verify_has_to_tell_whole_from_damaged() -> None:
-    ledger = LEDGER.with_global("g9", 9, Standing.UNSURE)
-    right = {"g3": 0, "g5": 0, "g7": 1, "g9": 1}
-
-    assert list(check_verified(ledger, right)) == []
-    assert list(check_verified(ledger, right | {"g9": 0})) == []
-    assert list(check_verified(ledger, right | {"g5": 1}))
-    assert list(check_verified(ledger, right | {"g7": 0}))
-
-
-def test_prune_has_to_keep_the_newest() -> None:
-    before = {"g3": 3, "g5": 5, "g7": 7}
-
-    assert list(check_pruned(before, ["g5", "g7"], 2)) == []
-    assert list(check_pruned(before, ["g3", "g7"], 2)) == ["g5 was pruned"]
+    for expected, found in product((2, 1, None), (2, 1, None)):
+        outcome = ("ok", str(found)) if found else ("NoReplicasAvailableError", "")
+        cut = Change(0, Fault.TRUNCATE, "end", {path: b"x"}, expected)
+        right = ("ok", str(expected)) if expected else ("NoReplicasAvailableError", "")
+        wrong = list(check_local(lambda: [right] * 3 + [outcome], cut))  # noqa: B023
+        assert bool(wrong) == (found != expected)
+    with pytest.raises(ValueError, match=r"described as|Expecting"):
+        file_map(b'{"buffers": []}' + bytes(32))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CheckpointExistsError, IncompleteCheckpointError
@@ -75,14 +72,6 @@ def test_a_directory_without_marker_is_incomplete_and_the_error_says_what_is_the
         dist_ckpt_strategies.load({}, tmp_path)
 
 
-def test_the_marker_has_the_fields_of_megatron(tmp_path: Path) -> None:
-    dist_ckpt_strategies.save({}, tmp_path, ("zarr", 1))
-    content = (tmp_path / "metadata.json").read_bytes()
-
-    assert CheckpointingConfig(**json.loads(content)) == CheckpointingConfig("zarr")
-    assert json.loads(content) == asdict(CheckpointingConfig("zarr"))
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -143,17 +132,6 @@ def test_a_key_that_leads_into_something_else_is_refused(key: str, tmp_path: Pat
     assert caught.value.key == key
     assert contents(tmp_path) == before
     save_over(root, "w", "innermost")
-
-
-def test_an_array_that_is_a_link_is_replaced_by_one_that_is_none(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    make_checkpoint(root)
-    (root / "w").rename(tmp_path / "elsewhere")
-    (root / "w").symlink_to(tmp_path / "elsewhere")
-    save_over(root, "w")
-
-    assert not (root / "w").is_symlink()
-    assert (tmp_path / "elsewhere" / "below" / ".zarray").exists()
 
 
 def test_a_commit_puts_nothing_where_a_link_in_place_of_a_directory_leads(tmp_path: Path) -> None:

@@ -26,24 +26,18 @@ def digest(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def rewritten(
-    root: Path, change_part: Callable[[Fields], None], change_index: Callable[[Fields], None]
-) -> None:
-    """Change the part and the index, and make their digests fit."""
+def rewritten(root: Path, path: str, change: Callable[[Fields], None]) -> None:
+    """Change the part or the index, and make the digests of both fit."""
     part = json.loads((root / PART).read_bytes())
-    change_part(part)
-    content = json.dumps(part).encode()
-    (root / PART).write_bytes(content)
     index = json.loads((root / INDEX).read_bytes())
-    index["parts"][0] |= {"digest": digest(content), "nbytes": len(content)}
-    change_index(index)
+    change({PART: part, INDEX: index}[path])
+    if path == PART:
+        content = json.dumps(part).encode()
+        (root / PART).write_bytes(content)
+        index["parts"][0] |= {"digest": digest(content), "nbytes": len(content)}
     del index["digest"]
     rest = b'",' + json.dumps(index).encode()[1:]
     (root / INDEX).write_bytes(b'{"digest":"' + digest(rest).encode() + rest)
-
-
-def unchanged(_: Fields) -> None:
-    """Change nothing."""
 
 
 def array_with(**fields: Any) -> Callable[[Fields], None]:
@@ -68,48 +62,34 @@ def load(root: Path) -> None:
     dist_ckpt_strategies.load(state, root)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        array_with(chunk_shape=[0, 0]),
-        array_with(dtype="float31"),
-        lambda part: part["arrays"].append(part["arrays"][0]),
-        lambda part: part["objects"].append(part["objects"][0]),
-        span_with(0, "objects/../../elsewhere"),
-        span_with(0, 7),
-        span_with(1, -1),
-        span_with(2, "many"),
-    ],
-    ids=["no chunk", "dtype", "array twice", "object twice", "elsewhere", "name", "begin", "size"],
-)
-def test_a_part_that_makes_no_sense_is_named(
-    change: Callable[[Fields], None], tmp_path: Path
-) -> None:
-    root = write_format2(tmp_path / "c")
-    rewritten(root, change, unchanged)
-    with pytest.raises(CorruptCheckpointError) as caught:
-        load(root)
-    assert caught.value.path == f"{root}/{PART}"
-    assert PART in {issue.path for issue in verify(scan(root))}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda index: index.update(parts={}),
+NO_SENSE: dict[str, tuple[str, Callable[[Fields], None]]] = {
+    "no chunk": (PART, array_with(chunk_shape=[0, 0])),
+    "dtype": (PART, array_with(dtype="float31")),
+    "array twice": (PART, lambda part: part["arrays"].append(part["arrays"][0])),
+    "object twice": (PART, lambda part: part["objects"].append(part["objects"][0])),
+    "elsewhere": (PART, span_with(0, "objects/../../elsewhere")),
+    "name": (PART, span_with(0, 7)),
+    "begin": (PART, span_with(1, -1)),
+    "size": (PART, span_with(2, "many")),
+    "no list of parts": (INDEX, lambda index: index.update(parts={})),
+    "a part elsewhere": (
+        INDEX,
         lambda index: index["parts"][0].update(name="../other/part-00000.json"),
-        lambda index: index["parts"].append(index["parts"][0]),
-    ],
-    ids=["no list", "elsewhere", "twice"],
-)
-def test_an_index_that_makes_no_sense_is_named(
-    change: Callable[[Fields], None], tmp_path: Path
+    ),
+    "a part twice": (INDEX, lambda index: index["parts"].append(index["parts"][0])),
+}
+
+
+@pytest.mark.parametrize(("path", "change"), NO_SENSE.values(), ids=NO_SENSE)
+def test_a_manifest_that_makes_no_sense_is_named(
+    path: str, change: Callable[[Fields], None], tmp_path: Path
 ) -> None:
     root = write_format2(tmp_path / "c")
-    rewritten(root, unchanged, change)
+    rewritten(root, path, change)
     with pytest.raises(CorruptCheckpointError) as caught:
         load(root)
-    assert caught.value.path == f"{root}/{INDEX}"
+    assert caught.value.path == f"{root}/{path}"
+    assert path == INDEX or PART in {issue.path for issue in verify(scan(root))}
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"null", b'{"digest":"12'])

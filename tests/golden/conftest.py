@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from dist_ckpt_strategies.config import Engine
-from tests.golden.sets import FLAT, NAMES, RESHARDABLE, TP4, GoldenSet, register_engine
+from tests.golden.sets import FLAT, NAMES, RESHARDABLE, GoldenSet, register_engine
 from tests.support.registries import fresh_registries
 
 
@@ -23,12 +23,6 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Golden
 def golden(request: pytest.FixtureRequest, unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
     """Each set in turn."""
     return unpacked(request.param)
-
-
-@pytest.fixture
-def tp4(unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
-    """The set of Megatron-Core 0.12.3: weights only, TP4."""
-    return unpacked(TP4)
 
 
 @pytest.fixture

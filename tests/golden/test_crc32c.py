@@ -13,6 +13,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.golden.sets import GoldenSet
+from tests.support.checkpoints import flip_at
 
 SAVED = {
     "w.bf16": torch.arange(400 * 300).reshape(400, 300).to(torch.bfloat16),
@@ -21,53 +22,31 @@ SAVED = {
 }
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return GoldenSet.unpack("format2_crc32c", tmp_path).folder
-
-
 def load(checkpoint: Path) -> Any:
-    wanted = {
+    """All arrays, ten rows of one, which lie in one inner chunk, and the object."""
+    wanted: dict[str, Any] = {
         key: ShardedTensor.from_rank_offsets(key, torch.empty_like(tensor))
         for key, tensor in SAVED.items()
     }
-    return dist_ckpt_strategies.load(
-        wanted | {"o": ShardedObject("o", None, (1,), (0,))}, checkpoint
-    )
+    rows = torch.empty(10, 300, dtype=torch.bfloat16)
+    wanted["rows"] = ShardedTensor.from_rank_offsets("w.bf16", rows, (0, 35, 40))
+    wanted["o"] = ShardedObject("o", None, (1,), (0,))
+    return dist_ckpt_strategies.load(wanted, checkpoint, validate_access_integrity=False)
 
 
-def test_it_loads_whole_and_verifies(checkpoint: Path) -> None:
+def test_it_loads_and_verifies_and_a_flipped_byte_is_found(tmp_path: Path) -> None:
+    checkpoint = GoldenSet.unpack("format2_crc32c", tmp_path).folder
     loaded = load(checkpoint)
 
     assert all(torch.equal(loaded[key], tensor) for key, tensor in SAVED.items())
+    assert torch.equal(loaded["rows"], SAVED["w.bf16"][350:360])
     assert torch.equal(loaded["o"]["seed"], torch.arange(4))
     assert loaded["iteration"] == 7
     assert verify(scan(checkpoint)) == ()
-
-
-def test_a_slice_of_one_inner_chunk_loads(checkpoint: Path) -> None:
-    slice_ = ShardedTensor.from_rank_offsets(
-        "w.bf16", torch.empty(10, 300, dtype=torch.bfloat16), (0, 35, 40)
-    )
-
-    loaded: Any = dist_ckpt_strategies.load({"w": slice_}, checkpoint)
-
-    assert torch.equal(loaded["w"], SAVED["w.bf16"][350:360])
-
-
-@pytest.mark.parametrize("byte_offset", [7, 200 * 300 * 2 + 1, 200 * 300 * 2 + 9])
-def test_a_flipped_byte_is_found(checkpoint: Path, byte_offset: int) -> None:
-    """In an inner chunk, in the CRC32C behind it, and in the next inner chunk."""
-    path = checkpoint / "arrays/w.bf16/c.0.0"
-    content = bytearray(path.read_bytes())
-    content[byte_offset] ^= 1
-    path.write_bytes(content)
-
-    with pytest.raises(CorruptCheckpointError, match=r"w\.bf16"):
-        load(checkpoint)
-    assert [issue.path for issue in verify(scan(checkpoint))] == ["arrays/w.bf16/c.0.0"]
-
-
-def test_nothing_writes_it() -> None:
-    with pytest.raises(TypeError, match="crc32c"):
-        dist_ckpt_strategies.Options(crc32c=True)  # type: ignore[call-arg]
+    path, end = checkpoint / "arrays/w.bf16/c.0.0", 200 * 300 * 2
+    for at in (7, end + 1, end + 9):  # in an inner chunk, in its CRC32C, in the next inner chunk
+        flip_at(path, at)
+        with pytest.raises(CorruptCheckpointError, match=r"w\.bf16"):
+            load(checkpoint)
+        assert [issue.path for issue in verify(scan(checkpoint))] == ["arrays/w.bf16/c.0.0"]
+        flip_at(path, at)

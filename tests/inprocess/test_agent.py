@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode
 from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory, wait_rank
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
-from tests.support.agent import Agent, AgentSocketClient, AgentThreadClient
+from tests.support.agent import Agent, AgentSocketClient
 from tests.support.pages import ROOT, python_blocks
 from tests.support.ports import HOST, free_port
 from tests.support.ranks import run_processes
@@ -64,7 +64,7 @@ def await_all_past(agent: Agent) -> None:
         time.sleep(0.001)
 
 
-def test_each_rank_is_told_its_place(ranks: list[Coordinator]) -> None:
+def test_each_rank_receives_its_place(ranks: list[Coordinator]) -> None:
     places = on_all(ranks, lambda _, me: me.wait_rank(LIMIT_S))
 
     assert [place.global_rank for place in places] == [0, 1, 2, 3]
@@ -184,11 +184,11 @@ def test_the_script_of_the_page_runs_with_a_client() -> None:
 NUM_FAULTS = 4
 
 
-def train(rank: int, port: int, kind: type[AgentSocketClient]) -> Any:
+def train(rank: int, port: int) -> Any:
     """Body of a rank that knows nothing but its agent; one after the other raises."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         del os.environ[name]
-    factory = HPAgentK8sAPIFactory(kind(port, rank))
+    factory = HPAgentK8sAPIFactory(AgentSocketClient(port, rank))
     wait_rank(hp_api_factory=factory)
 
     @HPWrapper(hp_api_factory=factory, abort_timeout=60, max_idle_attempts=None)
@@ -211,13 +211,10 @@ def train(rank: int, port: int, kind: type[AgentSocketClient]) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", [AgentSocketClient, AgentThreadClient])
-def test_a_block_is_run_again_under_an_agent_however_its_client_connects(
-    kind: type[AgentSocketClient],
-) -> None:
+def test_a_block_is_run_again_under_an_agent() -> None:
     agent = Agent(SIZE, (HOST, free_port()))
     try:
-        found = run_processes(SIZE, train, agent.port, kind, makes_group=False, timeout_s=150)
+        found = run_processes(SIZE, train, agent.port, makes_group=False, timeout_s=150)
     finally:
         agent.close()
 

@@ -139,7 +139,7 @@ def test_an_update_under_the_lock_is_not_interrupted() -> None:
     assert left.result()
 
 
-def test_a_block_that_is_not_left_is_told() -> None:
+def test_a_block_that_is_not_left_is_reported() -> None:
     lock = Lock()
     lock.owner = threading.get_ident()
     interrupter = Interrupter(lock)

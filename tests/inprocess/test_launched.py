@@ -56,7 +56,7 @@ def test_a_script_started_on_its_own_is_a_world_of_one() -> None:
     me.close()
 
 
-def test_one_of_several_without_a_launcher_is_told_what_to_do() -> None:
+def test_one_of_several_without_a_launcher_gets_a_remedy() -> None:
     with pytest.raises(StrategyError, match=r"WORLD_SIZE is 4.*dist-ckpt run or torchrun"):
         launch_from_environment({"WORLD_SIZE": "4"})
 

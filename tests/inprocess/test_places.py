@@ -208,7 +208,7 @@ def test_a_node_that_none_replaces_ends_the_job_everywhere_by_its_name(
         assert name in why
 
 
-def test_a_node_too_many_is_told_so(job_of: Callable[..., Job]) -> None:
+def test_a_node_too_many_is_refused(job_of: Callable[..., Job]) -> None:
     job = job_of(1, num_spare_nodes=1)
     assert job.node().place() == 0
     spare = job.node()

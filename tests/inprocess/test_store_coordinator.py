@@ -141,27 +141,6 @@ def test_of_a_large_world_a_few_of_the_missing_are_named(store: JobStore) -> Non
         StoreCoordinator(store, "w0", place(0, 1000)).barrier(0.02)
 
 
-def test_few_requests_are_made_while_a_barrier_forms(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = world(connect, 2)
-    asked: list[str] = []
-    get = JobStore.get
-
-    def counted(self: JobStore, key: str) -> str | None:
-        asked.append(key)
-        return get(self, key)
-
-    monkeypatch.setattr(JobStore, "get", counted)
-
-    def join_late() -> int:
-        time.sleep(1.0)
-        return ranks[1].barrier(LIMIT_S)
-
-    assert in_threads(lambda: ranks[0].barrier(LIMIT_S), join_late) == [1] * 2
-    assert len(asked) < 50  # every 10 ms would be 100
-
-
 @pytest.mark.parametrize("num_writes", [None, *range(2, 6)])
 def test_a_fault_while_a_barrier_forms_moves_the_ranks_that_wait_however_much_of_it_is_written(
     connect: Connect, num_writes: int | None
@@ -341,7 +320,7 @@ class Life:
         return self._me.finish(epoch, LIMIT_S)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_epoch(
     connect: Connect, seed: int
 ) -> None:

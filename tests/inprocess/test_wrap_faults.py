@@ -23,6 +23,7 @@ from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.health_check import FaultCounter
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from tests.support.groups import group_of_size
+from tests.support.processes import until
 from tests.support.restarts import Wrappers, join_group, run_restartable
 
 pytestmark = pytest.mark.multiprocess
@@ -34,8 +35,8 @@ LIMIT_S = 30.0
 TOGETHER_S = 250.0
 """For dozens of faults; a quiet machine needs ten seconds."""
 
-NUM_RANDOM = 30
-NUM_FOR_LEAKS = 50
+NUM_RANDOM = 20
+NUM_FOR_LEAKS = 30
 THREADS_OF_A_GROUP = 6
 SOCKETS_OF_A_GROUP = 2
 """At most, of one in which gloo has forgotten a buffer: it goes after the group's timeout."""
@@ -134,38 +135,20 @@ def test_threads_and_sockets_do_not_grow_over_many_restarts() -> None:
         assert min(c.sockets - c.of_old_groups[1] for c in late) <= sockets + 2, counts
 
 
-def one_fault(rank: int, wrapper: Wrappers, fail: Callable[..., None], settings: Any) -> Any:
-    """Body of a rank: ``fail(rank, call)`` in the first attempt, then a sum."""
-
-    @wrapper(**settings)
-    def block(call: HPCallWrapper | None = None) -> float:
-        assert call is not None
-        if call.num_attempts == 1:
-            fail(rank, call)
-        join_group()
-        total = torch.tensor(float(rank))
-        dist.all_reduce(total)
-        faults.append(call.last_fault)
-        return float(total)
-
-    faults: list[Any] = []
-    return block(), faults[-1]
-
-
-def before_the_group(rank: int, _call: HPCallWrapper) -> None:
+def before_the_group(rank: int) -> None:
     if rank == 1:
         raise ValueError("before the group")
     join_group()
 
 
-def in_the_middle_of_a_group(rank: int, _call: HPCallWrapper) -> None:
+def in_the_middle_of_a_group(rank: int) -> None:
     join_group()
     if rank == 1:
         raise ValueError("no new group")
     dist.new_group([0, 1, 2])
 
 
-def two_at_once(rank: int, _call: HPCallWrapper) -> None:
+def two_at_once(rank: int) -> None:
     join_group()
     dist.barrier()
     if rank:
@@ -173,27 +156,39 @@ def two_at_once(rank: int, _call: HPCallWrapper) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("fail", [before_the_group, in_the_middle_of_a_group, two_at_once])
-def test_a_fault_is_survived(fail: Callable[..., None]) -> None:
-    for total, fault in require_results(run_restartable(3, one_fault, fail, {})):
-        assert total == 3.0
-        assert fault.mode is FaultMode.EXCEPTION
-        assert "ValueError" in fault.why
+FAILS: list[Callable[[int], None]] = [before_the_group, in_the_middle_of_a_group, two_at_once]
 
 
-def silent(rank: int, call: HPCallWrapper) -> None:
-    join_group()
-    while rank != 1:
-        call.ping()
-        time.sleep(0.01)
-    time.sleep(60)
+def one_fault_after_the_other(rank: int, wrapper: Wrappers) -> Any:
+    """Body of a rank: attempt i fails in way i; then one rank is silent; then a sum."""
+    modes: list[Any] = []
+
+    @wrapper(progress_timeout_s=4.0)  # a machine under load may hold a rank up for one
+    def block(call: HPCallWrapper | None = None) -> Any:
+        assert call is not None
+        modes.append(call.last_fault and (call.last_fault.mode, call.last_fault.why[:10]))
+        if call.num_attempts <= len(FAILS):
+            FAILS[call.num_attempts - 1](rank)
+        join_group()
+        while call.num_attempts == len(FAILS) + 1 and rank != 1:
+            call.ping()
+            time.sleep(0.01)
+        if call.num_attempts == len(FAILS) + 1:
+            time.sleep(60)
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total)
+        last = call.last_fault
+        return float(total), last.global_rank if last else None
+
+    return block(), modes
 
 
-def test_a_rank_that_makes_no_progress_is_a_fault() -> None:
-    settings = {"progress_timeout_s": 4.0}  # a machine under load may hold the others up for one
-    for total, fault in require_results(run_restartable(3, one_fault, silent, settings)):
-        assert total == 3.0
-        assert (fault.mode, fault.global_rank) == (FaultMode.HANG, 1)
+def test_faults_of_every_kind_are_survived() -> None:
+    raised = (FaultMode.EXCEPTION, "ValueError")
+    for (total, silent), modes in require_results(run_restartable(3, one_fault_after_the_other)):
+        assert (total, silent) == (3.0, 1)
+        assert modes[:-1] == [None, *[raised] * len(FAILS)]
+        assert modes[-1][0] is FaultMode.HANG
 
 
 def unhealthy(rank: int, wrapper: Wrappers) -> Any:
@@ -239,36 +234,10 @@ def test_the_attempts_of_all_ranks_come_to_an_end_together() -> None:
         assert "3 attempts, 3 allowed" in str(result)
 
 
-def leaves_nothing(rank: int, wrapper: Wrappers) -> Any:
-    """Body of a rank: whether what the first attempt's frames held is gone in the second."""
-    held: list[weakref.ref[torch.Tensor]] = []
-    was_gone: list[bool] = []
-
-    @wrapper()
-    def block(call: HPCallWrapper) -> None:
-        if held:
-            was_gone.append(held[0]() is None)
-            return
-        tensor = torch.ones(10)
-        held.append(weakref.ref(tensor))
-        join_group()
-        dist.barrier()  # or the fault may find the other rank without what it is to hold
-        if rank == 0:
-            raise ValueError("the frame has to go")
-        dist.all_gather([torch.ones(10) for _ in range(2)], tensor)
-
-    block()
-    return was_gone
-
-
-def test_the_frames_of_an_attempt_are_gone_in_the_next() -> None:
-    assert run_restartable(2, leaves_nothing) == [[True], [True]]
-
-
 def interrupted_by(rank: int, wrapper: Wrappers, how: str) -> Any:
-    """Body of a rank: the user, or the script itself, ends the process."""
+    """The user, or the script itself, ends the process."""
 
-    @wrapper()
+    @wrapper(how)
     def block(call: HPCallWrapper) -> None:
         if how == "ctrl-c":
             signal.raise_signal(signal.SIGINT)
@@ -283,41 +252,45 @@ def interrupted_by(rank: int, wrapper: Wrappers, how: str) -> Any:
     return "returned"
 
 
-@pytest.mark.parametrize(("how", "expected"), [("ctrl-c", "KeyboardInterrupt"), ("0", 0), ("3", 3)])
-def test_who_ends_the_process_is_not_held_up(how: str, expected: Any) -> None:
-    assert run_restartable(1, interrupted_by, how) == [expected]
+def interrupted_in_turn(rank: int, wrapper: Wrappers) -> list[Any]:
+    """Body of a rank."""
+    return [interrupted_by(rank, wrapper, how) for how in ("ctrl-c", "0", "3")]
 
 
-def groups_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
-    """Body of a rank: a group that the block kept is dead in the next attempt."""
+def test_who_ends_the_process_is_not_held_up() -> None:
+    assert run_restartable(1, interrupted_in_turn) == [["KeyboardInterrupt", 0, 3]]
+
+
+def kept_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
+    """Body of a rank: a tensor of the first attempt's frame, and a group that the block kept."""
+    held: list[weakref.ref[torch.Tensor]] = []
     kept: list[Any] = []
-    said: list[str] = []
+    said: list[Any] = []
 
     @wrapper()
-    def block(call: HPCallWrapper) -> int:
+    def block(call: HPCallWrapper) -> None:
         join_group()
         if not kept:
             kept.append(dist.group.WORLD)
-            dist.barrier()  # or the fault may find the other rank without one
+            tensor = torch.ones(10)
+            held.append(weakref.ref(tensor))
+            dist.barrier()  # or the fault may find the other rank without what it is to hold
             if rank == 0:
-                raise ValueError("once")
-            dist.barrier()
+                raise ValueError("the frame has to go")
+            dist.all_gather([torch.ones(10) for _ in range(2)], tensor)
+        said.append(held[0]() is None)
         try:
             kept[0].allreduce([torch.ones(1)])
         except RuntimeError as error:
             said.append(type(error).__name__)
         dist.barrier()
-        return 1
 
     block()
     gc.collect()
-    deadline = time.monotonic() + 60
-    while num_undestroyed_groups() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return said, num_undestroyed_groups()
+    until(lambda: not num_undestroyed_groups())
+    return said
 
 
-def test_a_group_that_outlives_its_attempt_is_dead_and_destroyed() -> None:
-    for said, num_left in require_results(run_restartable(2, groups_of_the_old_attempt)):
-        assert said == ["WaitReleasedError"]
-        assert num_left == 0
+def test_of_an_attempt_its_frames_are_gone_and_its_groups_dead_and_destroyed_in_the_next() -> None:
+    expected = [True, "WaitReleasedError"]
+    assert run_restartable(2, kept_of_the_old_attempt) == [expected, expected]

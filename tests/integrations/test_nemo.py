@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +27,12 @@ from dist_ckpt_strategies.integrations.nemo import (
     guard_optimizer,
     strategy_class,
 )
+from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS
 from dist_ckpt_strategies.recovery import CheckpointManager, Phase
 from tests.support.memory_provider import MemoryProvider
+from tests.support.pythons import Python
+
+TENSOR_AWARE_MODULE = TENSOR_AWARE_CLASS.rpartition(".")[0]
 
 
 class Base:
@@ -135,7 +138,7 @@ def test_ranks_meet_over_the_base_store_under_keys_of_the_attempt(
     assert strategy.base_store.get("attempt3/a") == b"1"
 
 
-def test_a_state_from_memory_is_not_loaded_again_and_nothing_is_torn_down() -> None:
+def test_a_state_from_memory_is_not_loaded_again_and_nothing_is_destroyed() -> None:
     strategy, _ = made()
 
     strategy.load_model_state_dict({})
@@ -195,14 +198,24 @@ def test_a_guarded_optimizer_votes_and_updates_under_the_lock() -> None:
     assert not provider.lock.locked()
 
 
-def test_importing_the_integrations_imports_neither_nemo_nor_lightning() -> None:
-    code = (
-        "import sys, dist_ckpt_strategies.integrations, dist_ckpt_strategies.integrations.nemo\n"
-        "names = {name.partition('.')[0] for name in sys.modules}\n"
-        "sys.exit(bool(names & {'nemo', 'lightning', 'pytorch_lightning'}))"
+def test_neither_integrations_nor_managers_import_other_frameworks(
+    plain_python: Python, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import dist_ckpt_strategies.integrations.nemo\n"
+        "from dist_ckpt_strategies.local import LocalCheckpointManager\n"
+        "LocalCheckpointManager('local')\n"
+        "names = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "frameworks = {'nemo', 'lightning', 'pytorch_lightning', 'nvidia_resiliency_ext'}\n"
+        f"print(sorted(names & frameworks), {TENSOR_AWARE_MODULE!r} in sys.modules)\n"
     )
 
-    assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0
+    done = plain_python.run(script)
+
+    assert done.stdout == "[] False\n", done.stderr
 
 
 @pytest.mark.skipif(find_spec("nemo") is not None, reason="NeMo is installed")

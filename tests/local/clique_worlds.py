@@ -1,11 +1,14 @@
-"""Ranks on nodes with disks of their own, states with every kind of tensor, and losses."""
+"""Ranks on nodes with disks of their own, states with every kind of tensor, and losses.
+
+Ranks are threads, each with a ``Node``, or processes, which make their own managers.
+"""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import CheckpointError, kind_of
 from dist_ckpt_strategies.local import (
@@ -20,9 +24,11 @@ from dist_ckpt_strategies.local import (
     CliqueReplicationStrategy,
     LocalCheckpointManager,
 )
+from dist_ckpt_strategies.local.plan import build_cliques
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.local.shard_format import LocalShardId
 from tests.support.ranks import run_processes
+from tests.support.thread_ranks import ThreadCommunicator, ThreadWorld, run_ranks
 
 RANKS_PER_NODE = 2
 TIMEOUT_S = 40.0
@@ -192,12 +198,6 @@ def flip(*paths: Path) -> None:
         path.write_bytes(content)
 
 
-def cut(paths: Sequence[Path], nbytes: int) -> None:
-    """Leave but the first bytes of each file."""
-    for path in paths:
-        os.truncate(path, nbytes)
-
-
 def run(size: int, body: Callable[..., Any], root: Path) -> list[Any]:
     """What every rank returns; raises what one of them raised."""
     results = run_processes(size, body, str(root))
@@ -205,3 +205,117 @@ def run(size: int, body: Callable[..., Any], root: Path) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+Carrier = Callable[[Communicator], Any]
+"""What a communicator is replaced by, such as one that changes bytes on the way."""
+
+
+@dataclass
+class Threads:
+    """A job whose ranks are threads: the world of each group, and the disks of all nodes."""
+
+    size: int
+    root: str
+    carriers: dict[int, Carrier] = field(default_factory=dict)
+    worlds: dict[tuple[int, ...], ThreadWorld] = field(default_factory=dict)
+
+    def communicator(self, members: Sequence[int], rank: int) -> Communicator:
+        """Of some of the ranks, for one of them."""
+        fresh = ThreadWorld(len(members), TIMEOUT_S)
+        world = self.worlds.setdefault(tuple(members), fresh)
+        found = ThreadCommunicator(world, list(members).index(rank), members)
+        if rank in self.carriers:
+            carried: Communicator = self.carriers[rank](found)
+            return carried
+        return found
+
+
+class ThreadManager(LocalCheckpointManager):
+    """A manager whose ranks are threads of one process."""
+
+    threads: Threads
+    rank: int
+
+    def communicator(self, purpose: str, detail: str = "") -> Communicator:
+        """See LocalCheckpointManager."""
+        del purpose, detail
+        return self.threads.communicator(range(self.threads.size), self.rank)
+
+
+class ThreadCliques(CliqueReplicationStrategy):
+    """A clique whose members are threads of one process."""
+
+    threads: Threads
+    rank: int
+    global_ranks: tuple[int, ...] = ()
+    is_over_default_group = False
+
+    def communicator(self, purpose: str, detail: str = "") -> Communicator:
+        """See CliqueReplicationStrategy."""
+        del purpose, detail
+        return self.threads.communicator(self.global_ranks, self.rank)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A rank that is a thread, and what it does with the others."""
+
+    threads: Threads
+    rank: int
+
+    @property
+    def root(self) -> str:
+        """Of all disks."""
+        return self.threads.root
+
+    def manager(
+        self,
+        factor: int = 2,
+        jump: int = RANKS_PER_NODE,
+        *,
+        node: int | None = None,
+        bucket: int = 3000,
+        **options: Any,
+    ) -> LocalCheckpointManager:
+        """A manager with cliques, or with none where the factor is 0."""
+        strategy = None
+        if factor:
+            strategy = ThreadCliques(None, max_bucket_bytes=bucket, timeout_s=TIMEOUT_S)
+            strategy.threads, strategy.rank = self.threads, self.rank
+            made = build_cliques(self.threads.size, jump, factor, allow_uneven=True)
+            (strategy.global_ranks,) = (clique for clique in made if self.rank in clique)
+        where = node_directory(self.root, self.rank // RANKS_PER_NODE if node is None else node)
+        options = {"timeout_s": TIMEOUT_S, "max_bucket_bytes": bucket} | options
+        found = ThreadManager(where, repl_strategy=strategy, **options)
+        found.threads, found.rank = self.threads, self.rank
+        return found
+
+    def save(self, manager: LocalCheckpointManager, iteration: int) -> Outcome:
+        """What a save comes to. Collective."""
+        return save(manager, self.rank, iteration)
+
+    def load(self, manager: LocalCheckpointManager) -> Outcome:
+        """What a load comes to. Collective."""
+        return load(manager, self.rank)
+
+    def meet(self) -> None:
+        """Wait for the others. Collective."""
+        everyone = range(self.threads.size)
+        ThreadCommunicator(self.threads.worlds[tuple(everyone)], self.rank).all_gather(None)
+
+    def once(self, action: Callable[[], Any]) -> None:
+        """Do it on rank 0, while no other does anything. Collective."""
+        self.meet()
+        if self.rank == 0:
+            action()
+        self.meet()
+
+
+def run_threads(
+    size: int, body: Callable[[Node], Any], root: Path, carriers: dict[int, Carrier] | None = None
+) -> list[Any]:
+    """What every rank returns; ``carriers`` replace the communicators of some ranks."""
+    threads = Threads(size, str(root), carriers or {})
+    threads.communicator(range(size), 0)
+    return run_ranks(size, lambda comm: body(Node(threads, comm.rank)))

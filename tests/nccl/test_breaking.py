@@ -22,7 +22,6 @@ from dist_ckpt_strategies.config import outlive_nccl_errors
 from tests.local.clique_worlds import cliques, load, manager_of, state_of
 from tests.support.entries import Failure, outcome
 from tests.support.nccl_rules import NcclRules, join_nccl, play_nccl
-from tests.support.played_cuda import HOST_WAITS
 from tests.support.ranks import RankDiedError, run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -247,25 +246,3 @@ def test_survivors_of_a_dead_rank_get_an_error_where_the_wrapper_has_set_the_var
         assert "DistBackendError" in found.kinds, found
     for found in run(3, die, "3")[:2]:
         assert isinstance(found, RankDiedError), found
-
-
-def count_host_waits(rank: int) -> Any:
-    join_nccl()
-    commit = StepCommit(timeout_s=30)
-    commit.should_commit(0)
-    commit.replicate(b"x" * 100)
-    HOST_WAITS.clear()
-    commit.replicate(b"%d" % rank)
-    replicating = list(HOST_WAITS)
-    HOST_WAITS.clear()
-    commit.should_commit(1)
-    return replicating, list(HOST_WAITS)
-
-
-def test_a_step_waits_for_the_device_as_often_with_few_ranks_as_with_many() -> None:
-    few, many = run(2, count_host_waits), run(4, count_host_waits)
-
-    assert {str(found) for found in few} == {str(found) for found in many}
-    replicating, committing = few[0]
-    assert len(replicating) <= 2, replicating
-    assert len(committing) <= 3, committing

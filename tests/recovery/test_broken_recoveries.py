@@ -102,60 +102,48 @@ BREAKS = {
     "step": Break("set_step", MemoryError("on purpose")),
     "weights": Break("gather_weights", RuntimeError("on purpose")),
     "without a text": Break("load_objects", UnspeakableError()),
+    "before anything was filled": Break("parts", ValueError("on purpose")),
+    "ranks lose each other": Break("gather_weights", RuntimeError(GLOO)),
 }
 
 
-@pytest.mark.parametrize("broken", BREAKS.values(), ids=BREAKS)
-def test_a_state_that_is_filled_in_part_has_to_be_made_anew(
-    broken: Break,
-) -> None:
-    found = run_processes(SIZE, broken_off, broken)
-
-    for first, second in found:
-        lead = f"RestartError: rank {CULPRIT}: a recovery from memory broke off"
-        assert first.startswith(lead), first
-        assert f"{broken.method} raised {type(broken.error).__name__}: " in first
-        # The cause is still told where nothing but its consequence is left to see.
-        assert second.startswith("None: no rank has kept its state: ranks 0, 2, 3: has let its")
-        assert f"{broken.method} raised {type(broken.error).__name__}: " in second
-        assert f"rank {LOST}: has no state" in second
-
-
-def test_what_is_refused_before_anything_was_filled_gives_none() -> None:
-    found = run_processes(SIZE, broken_off, Break("parts", ValueError("on purpose")))
-
-    assert all(first.startswith("None: ") and "on purpose" in first for first, _ in found), found
-
-
-def test_where_ranks_lose_each_other_over_the_weights_the_next_attempt_recovers() -> None:
-    broken = Break("gather_weights", RuntimeError(GLOO))
-
-    found = run_processes(SIZE, broken_off, broken)
-
-    for first, second in found:
-        assert first.startswith(f"PeerLostError: rank {CULPRIT}: "), first
-        assert "Timed out" in first
-        assert second == "step 7"
-
-
-def no_random_states(rank: int) -> str:
-    """Body of a rank: one of them cannot put its generators where they belong."""
+def break_off_all(rank: int) -> dict[str, tuple[str, str]]:
+    """Body of a rank."""
+    found = {name: broken_off(rank, broken) for name, broken in BREAKS.items()}
     manager, new = kept(rank)
-    if rank == CULPRIT:
-        with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == CULPRIT:
             patch.setattr(CheckpointManager, "load_rng_states", _refusing)
-            return outcome(manager, new)
-    return outcome(manager, new)
+        found["generators"] = outcome(manager, new), ""
+    return found
 
 
 def _refusing(_manager: CheckpointManager) -> None:
     raise ValueError("no such generator")
 
 
-def test_random_states_that_cannot_be_restored_on_one_rank_are_refused_on_all() -> None:
-    found = run_processes(SIZE, no_random_states)
-
-    assert all(one.startswith("RestartError: ") and "no such generator" in one for one in found)
+def test_a_recovery_that_breaks_off_ends_alike_on_all_ranks_and_leaves_the_cause() -> None:
+    for found in run_processes(SIZE, break_off_all):
+        for name in ("objects", "step", "weights", "without a text"):  # the state is filled in part
+            first, second = found[name]
+            what = f"{BREAKS[name].method} raised {type(BREAKS[name].error).__name__}: "
+            lead = f"RestartError: rank {CULPRIT}: a recovery from memory broke off"
+            assert first.startswith(lead), first
+            assert what in first
+            # The cause is still told where nothing but its consequence is left to see.
+            assert second.startswith("None: no rank has kept its state: ranks 0, 2, 3: has let its")
+            assert what in second
+            assert f"rank {LOST}: has no state" in second
+        first, _ = found["before anything was filled"]
+        assert first.startswith("None: ")
+        assert "on purpose" in first
+        first, second = found["ranks lose each other"]
+        assert first.startswith(f"PeerLostError: rank {CULPRIT}: "), first
+        assert "Timed out" in first
+        assert second == "step 7"
+        first, _ = found["generators"]
+        assert first.startswith("RestartError: ")
+        assert "no such generator" in first
 
 
 def test_what_was_deleted_is_gone_and_is_called_so() -> None:

@@ -84,7 +84,7 @@ class Run:
 
 
 def falls_back(rank: int, root: str) -> list[str]:
-    """Body of a rank: one checkpoint after the other becomes unusable."""
+    """One checkpoint after the other becomes unusable."""
     run = Run(root)
     run.save_locally(90)
     run.save_globally(80)
@@ -110,18 +110,8 @@ def falls_back(rank: int, root: str) -> list[str]:
     return [*reasons, str(caught.value)]
 
 
-def test_each_checkpoint_that_cannot_be_used_gives_way_to_the_next(tmp_path: Path) -> None:
-    for local, global_, nothing in run_processes(NUM_RANKS, falls_back, str(tmp_path)):
-        assert "local checkpoint of iteration 100" in local
-        assert "digest" in local
-        assert "global checkpoint of iteration 95" in global_
-        assert "missing" in global_
-        assert nothing.count("checkpoint of iteration") >= 4
-        assert "iter_0000080 is not a distributed checkpoint, or is incomplete" in nothing
-
-
 def names_what_is_whole(rank: int, root: str) -> list[tuple[str, int, str, Any, int]]:
-    """Body of a rank: the same with the two arguments that there must be."""
+    """The same with the two arguments that there must be."""
     run = Run(root)
     run.save_locally(60)
     for iteration in (50, 70, 80):
@@ -141,15 +131,6 @@ def names_what_is_whole(rank: int, root: str) -> list[tuple[str, int, str, Any, 
     return seen
 
 
-def test_without_a_loader_the_newest_that_is_whole_is_named(tmp_path: Path) -> None:
-    for seen in run_processes(NUM_RANKS, names_what_is_whole, str(tmp_path)):
-        assert seen == [
-            ("global", 80, "iter_0000080", None, 0),
-            ("global", 70, "iter_0000070", None, 1),
-            ("local", 60, "", [60.0] * 4, 2),
-        ]
-
-
 def fails_on_one_rank(rank: int, root: str, kind: type[Exception]) -> str:
     run = Run(root)
     run.save_globally(5)
@@ -162,15 +143,6 @@ def fails_on_one_rank(rank: int, root: str, kind: type[Exception]) -> str:
         load_latest(None, [run.directory(5)], load)
     assert not isinstance(caught.value, FileNotFoundError)
     return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", [StorageError, ValueError])
-def test_a_loader_that_fails_on_one_rank_is_refused_on_all(
-    kind: type[Exception], tmp_path: Path
-) -> None:
-    for message in run_processes(NUM_RANKS, fails_on_one_rank, str(tmp_path), kind):
-        assert "rank 1: " in message
-        assert "a disk of this rank alone" in message
 
 
 def cannot_read_a_marker(rank: int, root: str) -> str:
@@ -186,14 +158,6 @@ def cannot_read_a_marker(rank: int, root: str) -> str:
     with pytest.raises(NoUsableCheckpointError) as caught:
         run.load()
     return str(caught.value)
-
-
-def test_a_rank_that_cannot_read_the_marker_does_not_leave_the_others_in_a_load(
-    tmp_path: Path,
-) -> None:
-    for message in run_processes(NUM_RANKS, cannot_read_a_marker, str(tmp_path)):
-        assert "iter_0000005): rank 1: " in message
-        assert "a disk of this rank alone" in message
 
 
 def test_nothing_at_all_is_said_with_the_places(tmp_path: Path) -> None:
@@ -263,10 +227,43 @@ def lose_local_saves(_rank: int, root: str) -> list[str]:
     return [*said, str(caught.value)]
 
 
-def test_local_saves_that_are_passed_over_are_told_with_the_reason(tmp_path: Path) -> None:
-    for said in run_processes(NUM_RANKS, lose_local_saves, str(tmp_path)):
-        found, damaged, lost = said
-        assert found == "local 10"
+def look_for_the_newest(rank: int, root: str) -> dict[str, Any]:
+    """Body of a rank."""
+    return {
+        "back": falls_back(rank, f"{root}/back"),
+        "named": names_what_is_whole(rank, f"{root}/named"),
+        "one rank": [
+            fails_on_one_rank(rank, f"{root}/{kind.__name__}", kind)
+            for kind in (StorageError, ValueError)
+        ],
+        "local": lose_local_saves(rank, f"{root}/local"),
+        "marker": cannot_read_a_marker(rank, f"{root}/marker"),
+    }
+
+
+def test_each_checkpoint_that_cannot_be_used_gives_way_to_the_next_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    for found in run_processes(NUM_RANKS, look_for_the_newest, str(tmp_path)):
+        local, global_, nothing = found["back"]
+        assert "local checkpoint of iteration 100" in local
+        assert "digest" in local
+        assert "global checkpoint of iteration 95" in global_
+        assert "missing" in global_
+        assert nothing.count("checkpoint of iteration") >= 4
+        assert "iter_0000080 is not a distributed checkpoint, or is incomplete" in nothing
+        assert found["named"] == [
+            ("global", 80, "iter_0000080", None, 0),
+            ("global", 70, "iter_0000070", None, 1),
+            ("local", 60, "", [60.0] * 4, 2),
+        ]
+        for message in found["one rank"]:
+            assert "rank 1: " in message
+            assert "a disk of this rank alone" in message
+        newest, damaged, lost = found["local"]
+        assert newest == "local 10"
         assert "iteration 20" in damaged
         assert "damaged in every copy; iteration 10 is used instead" in damaged
         assert "iteration 20: no rank has the shards of ranks 1" in lost
+        assert "iter_0000005): rank 1: " in found["marker"]
+        assert "a disk of this rank alone" in found["marker"]

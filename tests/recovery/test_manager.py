@@ -334,30 +334,6 @@ def with_two_shards(rank: int, *, lost: tuple[int, ...], flipped: tuple[int, ...
     return is_equal, new.step, torch.equal(torch.rand(2), expected), report.sources
 
 
-@pytest.mark.multiprocess
-def test_a_rank_with_damaged_memory_is_served_like_one_that_lost_it() -> None:
-    found = run_processes(4, _damaged_and_lost)
-
-    assert found == [(True, 6, True, (2,)), (True, 6, True, (3,)), *[(True, 6, True, ())] * 2]
-
-
-def _damaged_and_lost(rank: int) -> Any:
-    return with_two_shards(rank, lost=(0,), flipped=(1,))
-
-
-@pytest.mark.multiprocess
-def test_where_both_holders_are_lost_no_rank_loads_and_all_know_why() -> None:
-    found = run_processes(4, _both_lost)
-
-    assert len(set(found)) == 1
-    assert "shard/1: no rank holds it at step 6" in found[0]
-    assert "ranks 1, 3: has no state" in found[0]
-
-
-def _both_lost(rank: int) -> Any:
-    return with_two_shards(rank, lost=(1, 3), flipped=())
-
-
 def finish_with_a_failure(rank: int, *failing: int) -> Any:
     """Body of a rank: two shards, two holders of each; all have committed step 6."""
 
@@ -380,36 +356,36 @@ def finish_with_a_failure(rank: int, *failing: int) -> Any:
     return is_updated, new.step, manager.last_report.sources
 
 
-@pytest.mark.multiprocess
-def test_a_rank_that_cannot_finish_its_step_is_served_by_one_that_has() -> None:
-    found = run_processes(4, finish_with_a_failure, 0, 3)
-
-    assert found == [(True, 7, (2,)), (True, 7, ()), (True, 7, ()), (True, 7, (1,))]
-
-
-@pytest.mark.multiprocess
-def test_where_no_holder_can_finish_its_step_all_ranks_know_why() -> None:
-    found = run_processes(4, finish_with_a_failure, 1, 3)
-
-    assert len(set(found)) == 1
-    assert "rank 1: the state provider's apply_update raised MemoryError: in the mi" in found[0]
-    assert "shard/1: no rank holds it at step 7" in found[0]
-
-
-def vote_on(rank: int) -> str:
-    """Body of a rank: each is at a step of its own; the middle one is what they are on average."""
+def vote_on(rank: int) -> None:
+    """Each is at a step of its own; the middle ones are what they are on average."""
     manager = CheckpointManager(timeout_s=60)
-    manager.track(provider(1.0, step=rank + 4))
+    manager.track(provider(1.0, step=2 * rank + 4))
     manager.begin_step()
-    with pytest.raises(RestartError) as found:
+    with pytest.raises(RestartError, match=f"step {2 * rank + 4}: some rank commits another one"):
         manager.vote()
     assert manager.phase is Phase.GRADS_FINAL
-    return str(found.value)
+
+
+def lose_in_turn(rank: int) -> list[Any]:
+    """Body of a rank."""
+    vote_on(rank)
+    return [
+        with_two_shards(rank, lost=(0,), flipped=(1,)),
+        with_two_shards(rank, lost=(1, 3), flipped=()),
+        finish_with_a_failure(rank, 0, 3),
+        finish_with_a_failure(rank, 1, 3),
+    ]
 
 
 @pytest.mark.multiprocess
-def test_where_ranks_vote_on_different_steps_none_of_them_commits() -> None:
-    found = run_processes(3, vote_on)
+def test_ranks_are_served_by_others_or_none_loads_and_all_know_why() -> None:
+    found = run_processes(4, lose_in_turn)
 
-    for rank, text in enumerate(found):
-        assert f"commit of step {rank + 4}: some rank commits another one" in text
+    damaged, lost, unfinished, without = zip(*found, strict=True)
+    assert damaged == ((True, 6, True, (2,)), (True, 6, True, (3,)), *[(True, 6, True, ())] * 2)
+    assert len(set(lost)) == len(set(without)) == 1
+    assert "shard/1: no rank holds it at step 6" in lost[0]
+    assert "ranks 1, 3: has no state" in lost[0]
+    assert unfinished == ((True, 7, (2,)), (True, 7, ()), (True, 7, ()), (True, 7, (1,)))
+    assert "rank 1: the state provider's apply_update raised MemoryError: in the mi" in without[0]
+    assert "shard/1: no rank holds it at step 7" in without[0]

@@ -98,24 +98,6 @@ def body(rank: int, lost: tuple[int, ...]) -> Any:
     return is_equal, loaded["global_step"], base["received_nbytes"], loaded["received_nbytes"]
 
 
-@pytest.mark.multiprocess
-def test_a_lost_rank_gets_the_base_model_and_the_adapter_each_by_itself() -> None:
-    found = run_processes(3, body, (2,))
-
-    base_nbytes = 4 * (64 * 64 + 64)
-    num_adapter = 64 * 2 + 2
-    adapter_nbytes = 4 * (3 * num_adapter + 2)  # with two moments, and a counter of each tensor
-    assert found[:2] == [(True, 1, 0, 0)] * 2
-    assert found[2] == (True, 1, base_nbytes, adapter_nbytes)
-
-
-@pytest.mark.multiprocess
-def test_where_nobody_has_the_base_model_all_ranks_know_it() -> None:
-    found = run_processes(2, body, (0, 1))
-
-    assert ["ranks 0, 1: has no base model" in one for one in found] == [True, True]
-
-
 def base_of_lost_rank(rank: int, damage: str) -> Any:
     """Body of a rank: the last one is lost, something is damaged, and all ask for the base."""
     first, provider = make(1)
@@ -143,13 +125,27 @@ def _refusing(_shard: FlatShard) -> None:
     raise ValueError("on purpose")
 
 
-@pytest.mark.multiprocess
-def test_with_checksums_a_base_model_that_is_damaged_in_memory_is_sent_to_nobody() -> None:
-    assert run_processes(3, base_of_lost_rank, "memory") == [(True, True)] * 3
+def lose_in_turn(rank: int) -> list[Any]:
+    """Body of a rank."""
+    return [
+        body(rank, (LOST,)),
+        body(rank, (0, 1, 2)),
+        base_of_lost_rank(rank, "memory"),
+        base_of_lost_rank(rank, "transfer"),
+    ]
 
 
 @pytest.mark.multiprocess
-def test_a_base_model_that_is_filled_in_part_is_made_anew_and_recovers_then() -> None:
-    for why, is_equal in run_processes(3, base_of_lost_rank, "transfer"):
+def test_a_lost_rank_gets_the_base_model_and_the_adapter_each_by_itself() -> None:
+    """Where nobody has the base model all know it; a damaged one is sent to nobody."""
+    served, lost, damaged, broken = zip(*run_processes(3, lose_in_turn), strict=True)
+
+    base_nbytes = 4 * (64 * 64 + 64)
+    num_adapter = 64 * 2 + 2
+    adapter_nbytes = 4 * (3 * num_adapter + 2)  # with two moments, and a counter of each tensor
+    assert served == ((True, 1, 0, 0), (True, 1, 0, 0), (True, 1, base_nbytes, adapter_nbytes))
+    assert all("ranks 0, 1, 2: has no base model" in one for one in lost)
+    assert damaged == ((True, True),) * 3
+    for why, is_equal in broken:
         assert "rank 2: a recovery from memory broke off with the state filled in part: " in why
         assert is_equal

@@ -151,12 +151,12 @@ def test_where_both_holders_of_a_shard_are_lost_the_part_and_its_ranks_are_named
         build_recovery_plan(facts_of(states))
 
 
-def test_where_nobody_has_state_every_rank_says_why() -> None:
+def test_if_no_rank_has_state_every_rank_says_why() -> None:
     with pytest.raises(NoReplicasAvailableError, match="ranks 0, 1: died"):
         build_recovery_plan(facts_of([None, None]))
 
 
-def test_random_states_that_nobody_has_are_named() -> None:
+def test_random_states_that_no_rank_has_are_named() -> None:
     facts = [
         replace(one, random_states=((STEP, range(1)),))
         for one in facts_of([(STEP, Phase.RUNNING), None], num_shards=1)

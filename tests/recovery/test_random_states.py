@@ -30,7 +30,7 @@ def drawn() -> list[Any]:
     ]
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
+def test_every_generator_continues_where_it_was() -> None:
     drawn()
     content = pickle.dumps(capture_random_states())
     expected = drawn()
@@ -58,7 +58,7 @@ class Tracker:
         self.states = states
 
 
-def test_what_megatron_tracks_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_megatron_tracks_continues_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Tracker()
     monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", tracker)
     content = pickle.dumps(capture_random_states())

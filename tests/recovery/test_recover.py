@@ -148,36 +148,6 @@ def test_a_laggard_finishes_its_step_and_all_gather() -> None:
     ]
 
 
-class _Counting:
-    """A communicator that counts its gathers."""
-
-    num_gathers = 0
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def all_gather(self, item: Any) -> list[Any]:
-        self.num_gathers += 1
-        return self._comm.all_gather(item)
-
-
-@pytest.mark.parametrize(("phase", "expected"), [(Phase.RUNNING, 5), (Phase.COMMITTED, 7)])
-def test_a_recovery_takes_the_gathers_that_the_documentation_counts(
-    phase: Phase, expected: int
-) -> None:
-    def body(comm: Communicator) -> int:
-        found: Any = _Counting(comm)
-        parts = {"shard": {"x": torch.ones(3)}, "w": {"y": torch.ones(2)}}
-        old, new = (MemoryProvider(parts, step=STEP, gathered=frozenset("w")) for _ in "ab")
-        recover(found, new, old if comm.rank else None, phase, compares_copies=True)
-        return int(found.num_gathers)
-
-    assert run_ranks(3, body) == [expected] * 3
-
-
 class _Flipping:
     """A communicator that changes one bit of what its rank receives first."""
 
@@ -211,7 +181,7 @@ def test_a_bit_that_flips_on_the_way_is_found_by_the_receiver_and_named_everywhe
     assert "from rank" in str(errors[0])
 
 
-def test_objects_that_arrive_damaged_are_found() -> None:
+def test_objects_damaged_in_transit_are_found() -> None:
     def body(comm: Communicator) -> Any:
         old = MemoryProvider({}, step=STEP) if comm.rank else None
         found: Any = _Flipping(comm) if comm.rank == 0 else comm
@@ -276,7 +246,7 @@ def test_a_provider_that_raises_on_one_rank_fails_the_recovery_on_all() -> None:
         assert "rank 1: the state provider's load_objects raised ValueError: no such" in str(error)
 
 
-def test_a_rank_without_memory_for_what_arrives_keeps_nobody_waiting(
+def test_a_rank_without_memory_for_a_message_keeps_no_rank_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def landing(*_: object) -> torch.Tensor:

@@ -120,7 +120,7 @@ def test_a_provider_that_is_gone_leaves_nothing_on_its_module() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_one_provider_gives_another_one_goes_on_from(name: str) -> None:
+def test_one_provider_continues_from_the_state_of_another(name: str) -> None:
     def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
         found = model(seed)
         optimizer = OPTIMIZERS[name](found.parameters())
@@ -201,7 +201,7 @@ def rates_of(make_schedule: Any, faults: set[int]) -> dict[int, float]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_on_in_a_new_training(name: str) -> None:
+def test_a_schedule_continues_in_a_new_training(name: str) -> None:
     expected = rates_of(SCHEDULES[name], set())
 
     assert len(set(expected.values())) > 1
@@ -209,7 +209,7 @@ def test_a_schedule_goes_on_in_a_new_training(name: str) -> None:
 
 
 def body(rank: int, lost: int | None) -> list[bytes]:
-    """Data parallel over all ranks; where a rank is lost, in the third step, after the vote."""
+    """Data parallel over all ranks; a rank is lost in the third step, after the vote."""
     manager = CheckpointManager(timeout_s=60)
 
     def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
@@ -243,9 +243,14 @@ def body(rank: int, lost: int | None) -> list[bytes]:
     return [*state_of(found).values(), bits(torch.rand(3))]
 
 
+def with_and_without(rank: int) -> list[list[bytes]]:
+    """Body of a rank."""
+    return [body(rank, lost) for lost in (None, 1)]
+
+
 @pytest.mark.multiprocess
 def test_a_lost_rank_of_a_data_parallel_training_goes_on_bit_for_bit() -> None:
-    expected = run_processes(3, body, None)
+    expected, found = zip(*run_processes(3, with_and_without), strict=True)
 
-    assert run_processes(3, body, 1) == expected
+    assert found == expected
     assert len({tuple(one[:-1]) for one in expected}) == 1

@@ -21,7 +21,6 @@ FORMAT2 = ("zarr", 2)
 PACK = "objects/rank-00000.bin"
 CHUNK = "arrays/w/c.0.0"
 INDEX = "manifest/index.json"
-PART = "manifest/part-00000.json"
 
 
 def cuts() -> list[Cut]:

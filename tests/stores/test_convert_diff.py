@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,10 @@ from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CheckpointExistsError,
     IncompatibleVersionError,
-    IncompleteCheckpointError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.locations import is_finished, located
 from tests.stores.commands import run, write
 from tests.support.object_stores import ObjectStore
-from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
 
 ONE_SERVER = pytest.mark.parametrize("store", ["moto"], indirect=True)
@@ -131,33 +126,3 @@ def test_a_target_that_is_taken_or_the_source_itself_is_refused(
             convert(url, target, "zarr@2")
     convert(url, f"{url}-3", "zarr@2")
     assert diff(url, f"{url}-3").is_equal
-
-
-def convert_and_die(_rank: int, source: Path, url: str, variables: dict[str, str]) -> None:
-    os.environ.update(variables)
-
-    def die(done: int, total: int) -> None:
-        if done > total // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    convert(source, url, "zarr@2", options=SMALL_BLOCKS, watch=die)
-
-
-@pytest.mark.multiprocess
-@ONE_SERVER
-def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
-    environment: ObjectStore, bucket: str, tmp_path: Path
-) -> None:
-    save(tmp_path / "source", ("zarr", 1))
-    url = f"s3://{bucket}/run"
-
-    (died,) = run_processes(1, convert_and_die, tmp_path / "source", url, environment.variables)
-    assert isinstance(died, RankDiedError)
-    assert not is_finished(located(url, None))
-    with pytest.raises(IncompleteCheckpointError):
-        diff(url, tmp_path / "source")
-    convert(tmp_path / "source", url, "zarr@2", options=SMALL_BLOCKS)
-
-    assert differing(url) == []
-    saves = {name.split("/")[1] for name in environment.names(bucket)} - {"metadata.json"}
-    assert len(saves) == 1

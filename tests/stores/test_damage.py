@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
-from tests.stores.commands import PACK, Files, cuts
+from tests.stores.commands import PACK, Files, cuts, problems
 from tests.support.entries import Failure, outcome
 from tests.support.sharding import differences, no_data, state_of
 
@@ -44,7 +44,9 @@ def require_named(found: Any, name: str) -> None:
     assert name in found.text, (name, found)
 
 
-def test_a_flipped_cut_lengthened_or_missing_file_is_named(files: Files) -> None:
+def test_a_flipped_cut_lengthened_or_missing_file_is_named_by_loads_and_verify(
+    files: Files,
+) -> None:
     names = [n for n in files.inner.names() if n.rpartition("/")[2] not in UNREAD]
     names.remove("metadata.json")
     assert len(names) == 6, names
@@ -54,14 +56,17 @@ def test_a_flipped_cut_lengthened_or_missing_file_is_named(files: Files) -> None
         flipped = content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
         for changed in (flipped, content[: len(content) // 2], b"", content + b"x"):
             files.inner.put(name, changed)
+            assert problems(files.address).keys() == {name}
             if name == PACK and changed == content + b"x":
                 assert load(files, "read") == []  # objects are found by where they begin and end
                 require_named(load(files, "full"), name)
             else:
                 require_named(load(files, "read"), name)
         files.inner.delete(name)
+        assert problems(files.address) == {name: {"missing_file"}}
         require_named(load(files, "read"), name)
         files.inner.put(name, content)
+    assert problems(files.address) == {}
     assert load(files, "full") == []
 
 

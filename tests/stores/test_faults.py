@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.locations import is_finished, located
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.support.entries import Failure, outcome
-from tests.support.faulty_proxy import BUSY, NO_NAMES, NONE, Fault, FaultyProxy, Request
+from tests.support.faulty_proxy import BUSY, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore, Radosgw
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, differences, no_data, on_grid, part_of, state_of
@@ -96,26 +96,6 @@ def test_a_server_that_is_busy_slow_or_cuts_answers_is_asked_again(
     assert results == [[None, []]] * SIZE
 
 
-@pytest.mark.parametrize("store", ["moto"], indirect=True)
-def test_lists_that_come_late_make_no_difference_to_saves_and_loads(
-    proxy: FaultyProxy, bucket: str
-) -> None:
-    """What was put is there for whoever asks for it by name; lists of names know nothing of it."""
-    variables, url = proxy.store.variables, f"s3://{bucket}/run"
-
-    def decide(request: Request) -> Fault:
-        return NO_NAMES if "list-type" in request.path else NONE
-
-    with proxy.faulty(decide):
-        for generation in (1, 2):
-            assert run_processes(SIZE, save, variables, url, generation) == [None] * SIZE
-            assert run_processes(SIZE, load, variables, url, generation) == [[]] * SIZE
-    assert any("list-type" in request.path for request in proxy.requests)
-    assert run_processes(SIZE, load, variables, url, 2) == [[]] * SIZE
-    for result in run_processes(SIZE, load, variables, url, 1):  # its objects were never deleted
-        assert isinstance(result, Failure)
-
-
 @pytest.mark.parametrize("fault", [BUSY, Fault(delay_s=30)], ids=["busy", "silent"])
 @pytest.mark.parametrize("store", ["moto"], indirect=True)
 def test_a_server_that_fails_for_good_is_given_up_in_time_by_all_ranks(
@@ -161,7 +141,7 @@ def attempt(rank: int, variables: dict[str, str], url: str, does_save: bool) -> 
 
 @pytest.mark.parametrize("does_save", [True, False], ids=["save", "load"])
 @pytest.mark.parametrize("store", ["moto"], indirect=True)
-def test_a_silent_server_is_told_of_before_peers_give_up_on_the_rank_that_asks_it(
+def test_a_silent_server_is_reported_before_peers_give_up_on_its_rank(
     proxy: FaultyProxy, bucket: str, does_save: bool
 ) -> None:
     """They would know of a late rank alone, and their process group would be gone."""

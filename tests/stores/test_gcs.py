@@ -59,7 +59,7 @@ def load_damaged(rank: int, variables: dict[str, str]) -> Any:
     return load(rank, "gs://there/run")
 
 
-def test_a_checkpoint_goes_there_and_back_and_what_is_missing_is_told_apart() -> None:
+def test_a_checkpoint_makes_a_round_trip_and_missing_things_are_distinguished() -> None:
     with fake_gcs("there") as (variables, buckets):
         for saved, again, nothing, nowhere, unsaved in run_processes(
             SIZE, save_and_load, variables

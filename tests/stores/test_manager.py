@@ -41,7 +41,7 @@ def trains(rank: int, variables: Mapping[str, str], root: str, num_steps: int) -
 
 
 @IN_A_BUCKET
-def test_a_job_goes_on_from_a_bucket_and_old_checkpoints_go(
+def test_a_job_continues_from_a_bucket_and_old_checkpoints_are_removed(
     environment: ObjectStore, bucket: str
 ) -> None:
     root = f"s3://{bucket}/run"
@@ -80,18 +80,18 @@ def _require_one_of_four(variables: Mapping[str, str], root: str, meeting: Path)
 
 
 @IN_A_BUCKET
-def test_of_four_jobs_that_begin_at_once_in_a_bucket_one_goes_on(
+def test_of_four_jobs_that_start_together_in_a_bucket_one_runs(
     environment: ObjectStore, bucket: str, tmp_path: Path
 ) -> None:
     _require_one_of_four(environment.variables, f"s3://{bucket}/run", tmp_path / "meeting")
 
 
-def test_of_four_jobs_that_begin_at_once_in_a_directory_one_goes_on(tmp_path: Path) -> None:
+def test_of_four_jobs_that_start_together_in_a_directory_one_runs(tmp_path: Path) -> None:
     _require_one_of_four({}, str(tmp_path / "run"), tmp_path / "meeting")
 
 
 @IN_A_BUCKET
-def test_a_lock_that_nobody_renews_runs_out_by_the_clock_of_the_next_job(
+def test_a_lock_that_is_not_renewed_expires_by_the_clock_of_the_next_job(
     environment: ObjectStore, bucket: str
 ) -> None:
     root, name = f"s3://{bucket}/run", "run/.dist-ckpt-lock-00000007"

@@ -24,8 +24,6 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.recovery import load_latest
-from dist_ckpt_strategies.storage.bucket import MAX_PUT_NBYTES, Bucket
-from dist_ckpt_strategies.storage.files import StoreUrl
 from dist_ckpt_strategies.strategies.zarr import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
@@ -92,15 +90,6 @@ def test_a_checkpoint_that_is_missing_is_not_taken_for_an_unfinished_one(
         load(f"s3://{bucket}/run")
     with pytest.raises(CheckpointNotFoundError):
         load(f"s3://{bucket}/ru")
-
-
-def test_a_marker_without_a_manifest_counts_for_nothing(
-    environment: ObjectStore, bucket: str
-) -> None:
-    environment.put(bucket, "run/metadata.json", b'{"sharded_backend":"zarr"}')
-
-    with pytest.raises(IncompleteCheckpointError, match=r"manifest/index\.json"):
-        load(f"s3://{bucket}/run")
 
 
 @BOTH_WAYS
@@ -269,22 +258,6 @@ def test_a_strategy_reaches_the_store_as_its_own_options_say(
     assert set(loader.load_tensors_metadata(url)) == {"w"}
 
 
-class TooLargeBytes(bytes):
-    """States a size that it has not."""
-
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        return MAX_PUT_NBYTES + 1
-
-
-def test_an_object_above_what_a_request_takes_is_refused_before_it_is_sent() -> None:
-    bucket = Bucket(StoreUrl.parse("s3://bucket/run"), StoreOptions())
-
-    with pytest.raises(StorageError, match="s3://bucket/run/objects/x: 5368709121 bytes"):
-        bucket.write("objects/x", TooLargeBytes())
-
-
 def test_a_finished_checkpoint_is_only_replaced_when_that_is_asked_for(
     environment: ObjectStore, bucket: str
 ) -> None:
@@ -303,13 +276,3 @@ def test_a_finished_checkpoint_is_only_replaced_when_that_is_asked_for(
     names = environment.names(bucket)
     assert not [n for n in names if n.startswith("run/") and "/arrays/w/" in n]
     assert {"run/notes.txt", "run-2/arrays/w/c.0.0"} <= set(names)
-
-
-def test_objects_that_are_not_ours_are_left_alone(environment: ObjectStore, bucket: str) -> None:
-    url = f"s3://{bucket}/run"
-    environment.put(bucket, "run/arrays/mine", b"x")
-    for overwrite in (False, True):
-        save(url, overwrite=overwrite)
-
-    assert load(url)["w #0"].shape == (4, 4)
-    assert environment.read(bucket, "run/arrays/mine") == b"x"

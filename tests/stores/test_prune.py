@@ -85,30 +85,6 @@ def test_what_a_killed_save_left_goes_once_it_began_long_ago(
 
 
 @ONE_SERVER
-def test_incomplete_ones_are_left_alone_and_never_cause_older_ones_to_go(
-    environment: ObjectStore, bucket: str, root: str
-) -> None:
-    chunk = next(n for n in environment.names(bucket) if "iter_0000003/" in n and "/c." in n)
-    environment.delete(bucket, chunk)
-    report = dist_ckpt_strategies.prune(root, keep_last=1)
-
-    assert [one.name for one in report.removed] == ["iter_0000001"]
-    assert {one.name[-1]: one.status for one in report.kept} == {
-        "2": Status.COMPLETE,
-        "3": Status.DAMAGED,
-        "4": Status.UNFINISHED,
-    }
-
-    environment.put(bucket, "run/iter_0000003/metadata.json", b"{}")
-    place = environment.place(bucket, "run/iter_0000002")
-    environment.put(bucket, f"{place}/manifest/index.json", b"{}")
-    report = dist_ckpt_strategies.prune(root, keep_last=1)
-
-    assert report.removed == ()
-    assert [one.status for one in report.kept].count(Status.OTHER) == 2
-
-
-@ONE_SERVER
 def test_a_prune_that_breaks_off_leaves_nothing_that_counts_and_the_next_goes_on(
     environment: ObjectStore, bucket: str, root: str
 ) -> None:

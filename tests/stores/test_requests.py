@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 FORMAT2 = ("zarr", 2)
-LATE_S = 7.0
+LATE_S = 4.0
 
 
 @pytest.fixture
@@ -34,30 +34,6 @@ def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
         for name, value in found.store.variables.items():
             monkeypatch.setenv(name, value)
         yield found
-
-
-def test_a_save_begins_with_save_json_and_ends_with_the_marker(
-    proxy: FaultyProxy, bucket: str
-) -> None:
-    url = f"s3://{bucket}/run"
-    for generation in range(2):
-        proxy.requests.clear()
-        state = state_of(0, [on_grid("w", (4, 4), (1, 1))])
-        dist_ckpt_strategies.save(state, url, FORMAT2, overwrite=True)
-
-        changes = [(r.method, r.path) for r in proxy.requests if r.method not in {"GET", "HEAD"}]
-        puts = [path for method, path in changes if method == "PUT"]
-        assert {method for method, _ in changes} <= {"PUT", "DELETE"}
-        place, _, name = puts[0].removeprefix(f"/{bucket}/run/").partition("/")
-        assert name == "manifest/save.json"
-        inner = f"/{bucket}/run/{place}"
-        ends = [f"{inner}/manifest/index.json", f"{inner}/metadata.json"]
-        assert puts[-3:] == [*ends, f"/{bucket}/run/metadata.json"]
-        assert all(path.startswith(f"{inner}/") for path in puts[:-1])
-        assert len(puts) == len(set(puts))
-        later = changes[changes.index(("PUT", puts[-1])) + 1 :]
-        assert {method for method, _ in later} == ({"DELETE"} if generation else set())
-        assert len(changes) == len(puts) + len(later), "nothing is deleted before"
 
 
 def test_who_may_put_read_and_list_saves_to_a_new_url(proxy: FaultyProxy, bucket: str) -> None:
@@ -120,8 +96,10 @@ def test_a_large_tensor_goes_in_several_objects(proxy: FaultyProxy, bucket: str)
     assert loaded["w"].all()
 
 
-@pytest.mark.parametrize("name", ["/arrays/w/c.0.0", "/manifest/index.json", "/run/metadata.json"])
-@pytest.mark.parametrize("generation", [0, 1], ids=["first", "over another"])
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [("/arrays/w/c.0.0", 1), ("/manifest/index.json", 0), ("/run/metadata.json", 1)],
+)
 def test_a_late_request_of_a_failed_save_does_not_change_the_next_one(
     proxy: FaultyProxy,
     bucket: str,

@@ -63,8 +63,9 @@ def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> tuple[list[
     return ends, differences(rank, CUTS, load(Entry.OURS, wanted, root / "good"))
 
 
-@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
-@pytest.mark.parametrize("disk", [tiny_tmpfs, tiny_ext4])
+@pytest.mark.parametrize(
+    ("disk", "backend"), [(tiny_ext4, ("zarr", 1)), (tiny_tmpfs, ("zarr", 2))], ids=str
+)
 def test_a_full_or_read_only_disk_fails_every_rank_and_leaves_the_checkpoint_before(
     disk: Any, backend: tuple[str, int], tmp_path: Path
 ) -> None:

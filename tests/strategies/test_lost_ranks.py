@@ -26,14 +26,10 @@ from dist_ckpt_strategies.errors import (
 )
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import RankDiedError, run_processes
-from tests.support.sharding import Cut, at_random, differences, no_data, on_grid, state_of
+from tests.support.sharding import at_random, differences, no_data, on_grid, state_of
 from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
-
-both_entries = pytest.mark.parametrize("entry", list(Entry))
-culprits = pytest.mark.parametrize("culprit", [0, 3])
-signals = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
 
 TIMEOUT_S = 5.0
 """Longer than a busy machine keeps a rank from its turn: who is late is named as who is lost."""
@@ -42,18 +38,12 @@ PROMPT_S = 60.0
 """The timeout, the look-up of who is missing, and a slow machine; gloo would wait twice as long."""
 
 
-def cuts(version: str) -> list[Cut]:
-    """Two checkpoints with arrays in common and arrays of their own."""
-    if version == "old":
-        return [on_grid("both", (8, 8), (4, 2)), on_grid("old", (8,), (4,))]
-    return [on_grid("both", (8, 8), (2, 4)), at_random("new", (9, 9), 6)]
+CUTS = [on_grid("regular", (8, 8), (2, 4)), at_random("boxes", (9, 9), 6)]
 
 
-def state_with(rank: int, version: str = "new") -> dict[str, Any]:
-    state: dict[str, Any] = state_of(rank, cuts(version))
-    state["object"] = ShardedObject(f"object.{rank}", {"fine": rank}, (1,), (0,))
-    state["version"] = version
-    return state
+def state_with(rank: int) -> dict[str, Any]:
+    objects = {"object": ShardedObject(f"object.{rank}", {"fine": rank}, (1,), (0,))}
+    return state_of(rank, CUTS) | objects
 
 
 def signal_when_writing(number: int, *, is_here: bool) -> AbstractContextManager[None]:
@@ -110,23 +100,23 @@ def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
     return survivors
 
 
-def look(rank: int, root: Path, options: dict[str, Any]) -> dict[str, Any]:
+def look(rank: int, root: Path) -> dict[str, Any]:
     """What a new job finds, and whether it can save there."""
     prepare(60)
     seen = {
-        entry.value: outcome(partial(load, entry, state_of(rank, cuts("new"), no_data), root))
+        entry.value: outcome(partial(load, entry, state_of(rank, CUTS, no_data), root))
         for entry in Entry
     }
-    save(Entry.OURS, state_with(rank), root, **options)
-    loaded = load(Entry.OURS, state_of(rank, cuts("new"), no_data), root)
-    seen["again"] = differences(rank, cuts("new"), loaded)
+    save(Entry.OURS, state_with(rank), root)
+    loaded = load(Entry.OURS, state_of(rank, CUTS, no_data), root)
+    seen["again"] = differences(rank, CUTS, loaded)
     seen["remains"] = [path.name for path in root.rglob(".*") if path.name != ".zarray"]
     seen["arrays"] = sorted(path.parent.name for path in root.rglob(".zarray"))
     return seen
 
 
-def require_incomplete_and_replaceable(root: Path, **options: Any) -> None:
-    for result in run_processes(4, look, root, options):
+def require_incomplete_and_replaceable(root: Path) -> None:
+    for result in run_processes(4, look, root):
         assert isinstance(result, dict), result
         ours, theirs = result["ours"], result["megatron"]
         assert IncompleteCheckpointError.__name__ in ours.kinds, ours
@@ -136,12 +126,19 @@ def require_incomplete_and_replaceable(root: Path, **options: Any) -> None:
         assert "is not a distributed checkpoint" in theirs.text
         assert result["again"] == []
         assert result["remains"] == []
-        assert result["arrays"] == ["both", "new"]
+        assert result["arrays"] == ["boxes", "regular"]
 
 
-@both_entries
-@culprits
-@signals
+@pytest.mark.parametrize(
+    ("entry", "culprit", "number"),
+    [
+        (Entry.OURS, 0, signal.SIGKILL),
+        (Entry.OURS, 3, signal.SIGSTOP),
+        (Entry.MEGATRON, 3, signal.SIGKILL),
+        (Entry.MEGATRON, 0, signal.SIGSTOP),
+    ],
+    ids=str,
+)
 def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
     entry: Entry, culprit: int, number: int, tmp_path: Path
 ) -> None:
@@ -159,40 +156,19 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
     require_incomplete_and_replaceable(tmp_path / "c")
 
 
-def lose_rank_over_old(rank: int, culprit: int, scratch: Path) -> Any:
-    """Megatron-Core replaces a finished checkpoint when a rank dies."""
-    prepare(60)
-    root, entry = scratch / "c", Entry.MEGATRON
-    save(entry, state_of(rank, cuts("old")) | {"version": "old"}, root)
-    prepare(TIMEOUT_S)
-    state = state_with(rank)
-    with signal_when_writing(signal.SIGKILL, is_here=rank == culprit):
-        return survive(rank, culprit, scratch, partial(save, entry, state, root))
-
-
-def test_a_checkpoint_that_megatron_was_replacing_is_incomplete_never_a_mixture(
-    tmp_path: Path,
-) -> None:
-    results = run_processes(4, lose_rank_over_old, 3, tmp_path)
-
-    require_survivors_raised(results, 3)
-    assert not (tmp_path / "c" / "metadata.json").exists()
-    require_incomplete_and_replaceable(tmp_path / "c", overwrite=True)
-
-
 def lose_rank_before(rank: int, action: str, culprit: int, number: int, scratch: Path) -> Any:
     """A rank that never calls save or load at all."""
     prepare(60)
     root = scratch / "c"
-    save(Entry.OURS, state_of(rank, cuts("new")), root)
+    save(Entry.OURS, state_of(rank, CUTS), root)
     prepare(TIMEOUT_S)
     calls: dict[str, Callable[[], Any]] = {
-        "save": partial(save, Entry.OURS, state_of(rank, cuts("new")), scratch / "d"),
-        "load": partial(load, Entry.OURS, state_of(rank, cuts("new"), no_data), root),
+        "save": partial(save, Entry.OURS, state_of(rank, CUTS), scratch / "d"),
+        "load": partial(load, Entry.OURS, state_of(rank, CUTS, no_data), root),
         "load through Megatron": partial(
             load,
             Entry.MEGATRON,
-            state_of(rank, cuts("new"), no_data),
+            state_of(rank, CUTS, no_data),
             root,
             validate_access_integrity=False,
         ),
@@ -206,8 +182,15 @@ def lose_rank_before(rank: int, action: str, culprit: int, number: int, scratch:
     return survive(rank, culprit, scratch, act)
 
 
-@pytest.mark.parametrize("action", ["save", "load", "load through Megatron"])
-@signals
+@pytest.mark.parametrize(
+    ("action", "number"),
+    [
+        ("save", signal.SIGKILL),
+        ("load", signal.SIGSTOP),
+        ("load through Megatron", signal.SIGKILL),
+    ],
+    ids=str,
+)
 def test_a_rank_that_never_comes_is_named_by_the_others(
     action: str, number: int, tmp_path: Path
 ) -> None:
@@ -270,18 +253,17 @@ class Slow:
         return (OrderedDict, ())
 
 
-def save_slowly(rank: int, entry: Entry, root: Path) -> Any:
+def save_slowly(rank: int, root: Path) -> Any:
     prepare(60)
-    state: dict[str, Any] = state_of(rank, cuts("new"))
+    state: dict[str, Any] = state_of(rank, CUTS)
     state["object"] = ShardedObject(f"object.{rank}", Slow() if rank == 3 else "", (1,), (0,))
-    save(entry, state, root)
+    save(Entry.OURS, state, root)
     wanted = {"object": ShardedObject(f"object.{rank}", None, (1,), (0,))}
-    return load(entry, wanted, root)["object"]
+    return load(Entry.OURS, wanted, root)["object"]
 
 
-@both_entries
-def test_a_rank_that_is_merely_slow_is_waited_for(entry: Entry, tmp_path: Path) -> None:
-    assert run_processes(4, save_slowly, entry, tmp_path / "c") == ["", "", "", {}]
+def test_a_rank_that_is_merely_slow_is_waited_for(tmp_path: Path) -> None:
+    assert run_processes(4, save_slowly, tmp_path / "c") == ["", "", "", {}]
 
 
 def save_after_failure(rank: int, culprit: int, scratch: Path) -> Any:
@@ -290,7 +272,7 @@ def save_after_failure(rank: int, culprit: int, scratch: Path) -> Any:
 
     def twice() -> Any:
         first = outcome(partial(save, Entry.OURS, state_with(rank), scratch / "c"))
-        second = outcome(partial(save, Entry.OURS, state_of(rank, cuts("new")), scratch / "d"))
+        second = outcome(partial(save, Entry.OURS, state_of(rank, CUTS), scratch / "d"))
         return first, second
 
     with signal_when_writing(signal.SIGSTOP, is_here=rank == culprit):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 from dist_ckpt_strategies import LocalOptions
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.errors import (
-    IncompleteCheckpointError,
-    NoReplicasAvailableError,
-    UnsafeObjectError,
-)
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
@@ -33,7 +27,7 @@ from dist_ckpt_strategies.strategies.zarr import (
     ZarrLoadShardedStrategy,
     ZarrSaveShardedStrategy,
 )
-from tests.support.entries import Entry, load, outcome, prepare, require_failure_everywhere, save
+from tests.support.entries import Entry, load, prepare, save
 from tests.support.groups import group_of_size
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
@@ -149,51 +143,3 @@ def test_the_wrappers_save_and_load_with_groups_of_one_size(
     entry: Entry, size: int, tmp_path: Path
 ) -> None:
     assert run_processes(SIZE, save_and_load, entry, size, tmp_path) == [[]] * SIZE
-
-
-class NotAllowed:
-    """A class that no list of classes allows."""
-
-
-def load_damaged(rank: int, entry: Entry, size: int, scratch: Path) -> list[Any]:
-    """A chunk that one rank needs is missing; an object is of another class; copies are lost."""
-    prepare(60)
-    group = group_of_size(size)
-    seen: list[Any] = []
-    for kind in ("zarr 1", "zarr 1", "local atomic"):
-        saver, loader = strategies(kind, scratch)
-        root = scratch / f"{len(seen)}" / "iter_0000004"
-        if rank == 0:
-            root.mkdir(parents=True)
-        dist.barrier()
-        save(entry, full_state(rank, cuts()), root, sharded_strategy=saver)
-        dist.barrier()
-        if rank == 0 and not seen:
-            (root / "own" / "3.0").unlink()
-        elif rank == 0 and len(seen) == 1:
-            torch.save(NotAllowed(), root / "o.own" / "shard_3_4.pt")
-        elif rank == 0:
-            for shard in scratch.glob("node*/iter_0000004/*/*/iter_*_1_local_*"):
-                shard.unlink()
-        dist.barrier()
-        wanted = full_state(rank, cuts(), no_data)
-        seen.append(outcome(partial(load_wrapped, entry, wanted, root, loader, group)))
-    return seen
-
-
-@both_entries
-@sizes
-def test_what_one_rank_cannot_read_fails_on_every_rank_through_the_wrapper(
-    entry: Entry, size: int, tmp_path: Path
-) -> None:
-    results = run_processes(SIZE, load_damaged, entry, size, tmp_path)
-
-    chunk, shard, lost = zip(*results, strict=True)
-    names = ["own", str(tmp_path / "0" / "iter_0000004" / "own" / "3.0")]
-    require_failure_everywhere(chunk, kind=IncompleteCheckpointError, culprit=3, names=names)
-    names = ["NotAllowed", str(tmp_path / "1" / "iter_0000004" / "o.own" / "shard_3_4.pt")]
-    require_failure_everywhere(shard, kind=UnsafeObjectError, culprit=3, names=names)
-    for failure in lost:
-        assert NoReplicasAvailableError.__name__ in failure.kinds, failure
-        assert "ranks 1" in failure.text
-    assert all(failure.seconds < 50 for failure in (*chunk, *shard, *lost))

@@ -113,26 +113,6 @@ def test_several_readers_complete_one_commit(tmp_path: Path, backend: Any) -> No
     assert found == ([], [1.0], [])
 
 
-def overwrite_where_removal_is_slow(rank: int, root: Path, backend: Any) -> Any:
-    prepare(60)
-    dist_ckpt_strategies.save(state_of(1.0), root, backend)
-    with slow_call("scandir", ".removed-", 0.5):
-        began = time.monotonic()
-        found = outcome(
-            lambda: dist_ckpt_strategies.save(
-                state_of(2.0), root, backend, overwrite=True, timeout_s=LIMIT_S
-            )
-        )
-    return found, time.monotonic() - began < LIMIT_S, values_in(root)
-
-
-@each_format
-def test_a_save_is_good_though_what_it_replaced_goes_slowly(tmp_path: Path, backend: Any) -> None:
-    (found,) = run_processes(1, overwrite_where_removal_is_slow, tmp_path / "c", backend)
-
-    assert found == (None, True, [2.0])
-
-
 def search_beside_what_cannot_be_completed(rank: int, root: Path) -> Any:
     prepare(60)
     dist_ckpt_strategies.save(state_of(1.0), root / "iter_0000001")

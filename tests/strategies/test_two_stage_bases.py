@@ -19,10 +19,17 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
-    EitherFormatLoadShardedStrategy,
     ZarrLoadShardedStrategy,
 )
-from tests.support.entries import Entry, Failure, outcome, prepare, save
+from tests.support.entries import (
+    Entry,
+    Failure,
+    outcome,
+    prepare,
+    require_on_ranks,
+    require_refused,
+    save,
+)
 from tests.support.groups import group_of_size
 from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import (
@@ -134,28 +141,6 @@ def test_each_shard_and_object_is_requested_from_torch_dist_once_per_group(
             assert len(of_two) == len(set(of_two))
 
 
-def load_with_faults(rank: int, root: Path) -> dict[str, Any]:
-    prepare(60)
-    save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
-    group = group_of_size(2)
-    seen = {}
-    for fails_on in ((), (2,)):
-        # Any strategy will do; it must not be one of ours, which are not called this way.
-        base = Recorded(ZarrLoadShardedStrategy(), fails_on)
-        strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=base)
-        wanted = state_of(rank, cuts(), zeros) | objects(rank, empty=True)
-        if fails_on == (2,):
-            base.inner = Alone()
-        seen[str(fails_on)] = outcome(partial(strategy.load, wanted, str(root)))
-    wanted = state_of(rank, cuts(), zeros)
-    if rank == 3:
-        wanted["bad"] = "no ShardedTensor"
-    strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=Recorded(Alone()))
-    seen["bad value"] = outcome(partial(strategy.load, wanted, str(root)))
-    seen["()"] = differences(rank, cuts(), seen["()"])
-    return seen
-
-
 class Alone:
     """A base that needs no peers."""
 
@@ -164,32 +149,34 @@ class Alone:
         return ZarrLoadShardedStrategy().load_by(Communicator(), sharded_state_dict, checkpoint_dir)
 
 
+def a_failure_of_the_base_is_raised_on_all(rank: int, root: Path) -> None:
+    """Any strategy will do; it must not be one of ours, which are not called this way."""
+    save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
+    group = group_of_size(2)
+
+    def load(base: Any, state: dict[str, Any]) -> Any:
+        strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=base)
+        return strategy.load(state, str(root))
+
+    wanted = partial(state_of, rank, cuts(), zeros)
+    found = load(Recorded(ZarrLoadShardedStrategy()), wanted() | objects(rank, empty=True))
+    assert differences(rank, cuts(), found) == []
+    failed = outcome(partial(load, Recorded(Alone(), (2,)), wanted()))
+    bad = {"bad": "no ShardedTensor"} if rank == 3 else {}
+    refused = require_refused(
+        partial(load, Recorded(Alone()), wanted() | bad), PlanError, global_rank=3
+    )
+    assert isinstance(failed, Failure)
+    for failure, culprit in ((failed, 2), (refused, 3)):
+        assert failure.seconds < 50
+        assert (PeerError.__name__ in failure.kinds) == (rank != culprit)
+    assert rank == 2 or (failed.global_rank == 2 and "no such luck" in failed.text)
+
+
 def test_a_failure_of_the_base_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    for rank, seen in enumerate(run_processes(4, load_with_faults, tmp_path / "c")):
-        assert isinstance(seen, dict), seen
-        assert seen["()"] == []
-        for name, culprit in {"(2,)": 2, "bad value": 3}.items():
-            failure = seen[name]
-            assert isinstance(failure, Failure), seen
-            assert failure.seconds < 50
-            assert (PeerError.__name__ in failure.kinds) == (rank != culprit)
-        if rank != 2:
-            assert seen["(2,)"].global_rank == 2
-            assert "no such luck" in seen["(2,)"].text
-        assert seen["bad value"].global_rank == 3
-        assert PlanError.__name__ in seen["bad value"].kinds
+    require_on_ranks(4, a_failure_of_the_base_is_raised_on_all, tmp_path / "c")
 
 
 def test_a_base_that_is_no_strategy_is_refused() -> None:
     with pytest.raises(StrategyError, match="expected a sharded load strategy, found 'torch_dist'"):
         TwoStageDataParallelLoadShardedStrategy(None, base_strategy="torch_dist")
-
-
-def test_options_come_from_the_base_unless_they_are_given() -> None:
-    base = ZarrLoadShardedStrategy()
-    strategy = TwoStageDataParallelLoadShardedStrategy(None, base_strategy=base, timeout_s=5)
-
-    assert strategy.base_strategy is base
-    assert strategy.options == base.options.with_changes(timeout_s=5)
-    by_default = TwoStageDataParallelLoadShardedStrategy(None).base_strategy
-    assert isinstance(by_default, EitherFormatLoadShardedStrategy)

@@ -140,25 +140,6 @@ class AgentSocketClient:
         return json.loads(answer)
 
 
-class AgentThreadClient(AgentSocketClient):
-    """The same, with a connection for each thread that asks, kept for as long as the thread."""
-
-    def __init__(self, port: int, rank: int) -> None:
-        super().__init__(port, rank)
-        self._own = threading.local()
-
-    def _ask(self, call: str, **args: Any) -> Any:
-        if not hasattr(self._own, "answers"):
-            self._own.connection = socket.create_connection(("127.0.0.1", self._port), timeout=60)
-            self._own.answers = self._own.connection.makefile("rb")
-        question = {"rank": self._rank, "call": call, "args": args}
-        self._own.connection.sendall(json.dumps(question).encode() + b"\n")
-        answer = self._own.answers.readline()
-        if not answer:
-            raise ConnectionResetError("the agent has closed the connection")
-        return json.loads(answer)
-
-
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 128

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CheckpointError, PeerError
+from tests.support.ranks import run_processes
 
 ZARR = ("zarr", 1)
 
@@ -119,3 +120,30 @@ def require_failure_everywhere(
         assert (PeerError.__name__ in result.kinds) == (rank != culprit_here), (rank, result)
         for name in names:
             assert name in result.text, (rank, name, result)
+
+
+def require_refused(
+    action: Callable[[], Any], kind: type[Exception], *words: str, **fields: Any
+) -> Failure:
+    """The action raises an error of that class, in both families, with those words and fields."""
+    found = outcome(action)
+    assert isinstance(found, Failure), f"expected a {kind.__name__}: {words}; found {found}"
+    assert kind.__name__ in found.kinds, found
+    assert found.is_ours, found
+    assert found.is_megatrons, found
+    assert all(word in found.text for word in words), (words, found)
+    assert all(getattr(found, name) == value for name, value in fields.items()), (fields, found)
+    return found
+
+
+def require_on_ranks(size: int, act: Callable[..., None], *args: Any) -> None:
+    """``act(rank, *args)`` raises nothing on any rank, with the strategies registered."""
+    for result in run_processes(size, _run_registered, act, args, timeout_s=150.0):
+        if isinstance(result, Exception):
+            raise result
+        assert result is None, result
+
+
+def _run_registered(rank: int, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+    prepare(60)
+    act(rank, *args)

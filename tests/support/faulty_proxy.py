@@ -55,14 +55,6 @@ class Fault:
 NONE = Fault()
 BUSY = Fault(status=503)
 DENIED = Fault(status=403, content=b"<Error><Code>AccessDenied</Code><Message>No</Message></Error>")
-NO_NAMES = Fault(
-    status=200,
-    content=b'<?xml version="1.0" encoding="UTF-8"?>'
-    b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-    b"<KeyCount>0</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated>"
-    b"</ListBucketResult>",
-)
-"""What a list of names says that does not know yet what was put."""
 Decide = Callable[[Request], Fault]
 
 

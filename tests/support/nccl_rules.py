@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_flatten
 
 from dist_ckpt_strategies.comm.interruptible_gloo import _gloo_group
 from tests.support.played_cuda import (
-    HOST_WAITS,
     PENDING,
     CudaTensor,
     RuleBrokenError,
@@ -112,11 +111,9 @@ class NcclWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """See above."""
         current_stream().works.append(self)
-        if timeout > timedelta(0):
-            HOST_WAITS.append("wait")
-            if not self.done.wait(timeout.total_seconds()):
-                self.group.abort()
-                raise dist.DistBackendError(f"{self.name}: timed out after {timeout}; aborted")
+        if timeout > timedelta(0) and not self.done.wait(timeout.total_seconds()):
+            self.group.abort()
+            raise dist.DistBackendError(f"{self.name}: timed out after {timeout}; aborted")
         if self.is_completed():
             self.block()
         return True

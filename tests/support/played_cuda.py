@@ -44,7 +44,6 @@ class Stream:
         self.works += other.works
 
     def synchronize(self) -> None:
-        HOST_WAITS.append("synchronize")
         while self.works:
             self.works.pop(0).block()
         while self._copies:
@@ -70,9 +69,6 @@ class Event:
 
 PENDING: list[Any] = []
 """Communication that the host has not seen to be done; guarded by the interpreter's lock."""
-
-HOST_WAITS: list[str] = []
-"""What the host has waited for the device with, in order."""
 
 _DEFAULT = Stream()
 _current = threading.local()
@@ -154,12 +150,6 @@ class CudaTensor(_Tensor):  # type: ignore[misc]
             current_stream().copy_later(*map(memory_of, args[:2]))
             return args[0]
         on_host, named = tree_map_only(cls, memory_of, (args, kwargs))
-        if (
-            goes_to_host
-            or name == "_local_scalar_dense"
-            or (name == "copy_" and not isinstance(args[0], cls))
-        ):
-            HOST_WAITS.append(name)
         found = func(*on_host, **named)
         if is_in_place:
             return args[0]

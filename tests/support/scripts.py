@@ -28,18 +28,6 @@ def command(script: str, directory: Path | None, *options: str) -> list[str]:
     return [sys.executable, str(_BENCHMARKS / script), "--smoke", *place, *options]
 
 
-def run_script(
-    script: str, directory: Path | None, *options: str, limit_s: float = 250
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(script, directory, *options),
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
-
-
 def results_of(
     script: str,
     directory: Path,
@@ -50,8 +38,8 @@ def results_of(
     """Of a run that works in one new directory below ``directory``, and writes to another."""
     place, out = directory / "place", directory / "results.jsonl"
     place.mkdir()
-    told = place if is_told_where else None
-    done = run_script(script, told, "--out", str(out), *options, limit_s=limit_s)
+    line = command(script, place if is_told_where else None, "--out", str(out), *options)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     texts = out.read_text(encoding="utf-8").splitlines()
     return Results([json.loads(text) for text in texts], list(place.iterdir()))

@@ -7,6 +7,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -60,8 +61,9 @@ class Cut:
     num_prepended: int = 0
 
 
+@lru_cache(maxsize=64)
 def whole(cut: Cut) -> torch.Tensor:
-    """The array's content: random bits that depend on its key, NaNs of every payload among them."""
+    """The array's content, to be read only: random bits by its key, NaNs of every payload too."""
     generator = torch.Generator().manual_seed(zlib.crc32(cut.key.encode()))
     nbytes = math.prod(cut.shape) * torch.empty(0, dtype=cut.dtype).element_size()
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)

@@ -43,8 +43,10 @@ class ThreadWorld:
 class ThreadCommunicator(Communicator):
     """One rank of a ThreadWorld; see Communicator."""
 
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__(range(world.size), rank)
+    def __init__(
+        self, world: ThreadWorld, rank: int, global_ranks: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(range(world.size) if global_ranks is None else global_ranks, rank)
         self._world = world
         self.device = world.device
 

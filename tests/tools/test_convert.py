@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import zarr
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from safetensors import safe_open
@@ -28,7 +26,6 @@ from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import scan
-from tests.support.checkpoints import write_checkpoint
 from tests.support.entries import Entry, prepare, save
 from tests.support.layouts import (
     empties,
@@ -133,14 +130,6 @@ def test_megatron_loads_them_in_another_layout(converted: Path) -> None:
     assert run_processes(4, load_all, converted, timeout_s=150) == [[]] * 4
 
 
-@pytest.mark.parametrize("source", FORMATS)
-def test_in_tiny_blocks_and_files_it_is_the_same(saved: Path, tmp_path: Path, source: str) -> None:
-    for to in FORMATS:
-        convert(saved / source, tmp_path / to, to, options=TINY)
-        assert diff(saved / source, tmp_path / to, options=TINY).is_equal
-    assert len(list((tmp_path / "torch_dist").glob("*.distcp"))) > 3
-
-
 def test_the_shards_stay_the_chunks(converted: Path) -> None:
     """All were saved as 6 x 2 elements."""
     for name in ("zarr@1 zarr@2", "zarr@2 zarr@1", "torch_dist zarr@1", "torch_dist zarr@2"):
@@ -239,21 +228,6 @@ def test_memory_is_bounded_whatever_the_arrays_size(
     assert ROWS * COLUMNS * 4 == 8 * MEMORY_NBYTES
     of_shards = ROWS * COLUMNS * 4 if source == "torch_dist" else 0  # one, read whole
     assert traced() < 2 * MEMORY_NBYTES + of_shards
-
-
-def test_compressed_arrays_are_converted(tmp_path: Path) -> None:
-    root = write_checkpoint(tmp_path / "c")
-    values = np.arange(35, dtype=np.float32).reshape(5, 7)
-    array = zarr.create_array(
-        root / "compressed", shape=(5, 7), chunks=(2, 3), dtype="f4", zarr_format=2
-    )
-    array[...] = values
-
-    convert(root, tmp_path / "t", "zarr@2")
-
-    found = zarr.open_array(tmp_path / "t" / "arrays" / "compressed", mode="r")
-    assert np.array_equal(np.asarray(found[...]), values)
-    assert diff(root, tmp_path / "t").is_equal
 
 
 def write_with_common_object(root: Path, weight: torch.Tensor, common: dict[str, Any]) -> None:

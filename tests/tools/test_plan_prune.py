@@ -59,12 +59,6 @@ def test_what_is_not_to_be_kept_goes_in_this_order(
     assert goes(found, policy) == [f"iter_{iteration:07d}" for iteration in removed]
 
 
-def test_names_without_a_number_are_older_and_a_release_stays() -> None:
-    found = [of(None, name="release"), of(None, name="weights"), of(1)]
-
-    assert goes(found, Policy(last=1)) == ["weights"]
-
-
 @pytest.mark.parametrize("policy", [Policy(last=0), Policy(every=0), Policy(older_than_s=-1)])
 def test_numbers_that_cannot_be_meant_are_refused(policy: Policy) -> None:
     with pytest.raises(PlanError, match="expected"):

@@ -168,17 +168,14 @@ def unprivileged() -> Iterator[None]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-@pytest.mark.parametrize("sample", ["one", "two"])
 @pytest.mark.parametrize(
-    ("unreadable", "removed"),
+    ("unreadable", "removed", "sample"),
     [
-        ("lost+found", "513"),
-        ("iter_0000001", "53"),
-        ("iter_0000001/metadata.json", "53"),
-        ("iter_0000001/below", "53"),
-        ("iter_0000004", "51"),
-        ("iter_0000004/below", "51"),
-        ("iter_0000005/below", "13"),
+        ("lost+found", "513", "one"),
+        ("iter_0000001", "53", "two"),
+        ("iter_0000001/metadata.json", "53", "one"),
+        ("iter_0000004/below", "51", "two"),
+        ("iter_0000005/below", "13", "one"),
     ],
 )
 def test_an_unreadable_directory_stays_is_listed_and_does_not_count(

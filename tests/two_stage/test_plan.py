@@ -14,9 +14,6 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import cut_chunk
 from dist_ckpt_strategies.core.inner_grid import stored_nbytes
 from dist_ckpt_strategies.two_stage.plan import (
-    MAX_PACKED_NBYTES,
-    MAX_SLICE_NBYTES,
-    MAX_SMALL_NBYTES,
     Batch,
     GroupPlan,
     build_group_plan,
@@ -178,18 +175,6 @@ def test_rounds_bound_the_memory_of_each_rank(num_ranks: int, budget: int) -> No
     largest = max(batch.nbytes for batch in batches_of(plan))
     for batches in plan.rounds:
         assert sum(batch.nbytes for batch in batches) <= max(budget // 3, largest)
-
-
-def test_small_slices_travel_together_and_large_ones_alone() -> None:
-    packed = 0
-    for batch in batches_of(planned(gpt(4))):
-        sizes = [each.nbytes for each in batch.slices]
-        assert batch.nbytes <= max(MAX_PACKED_NBYTES, sizes[0])
-        assert len(sizes) == 1 or max(sizes) < MAX_SMALL_NBYTES
-        assert all(start % 16 == 0 for start in batch.starts)
-        assert max(sizes) <= MAX_SLICE_NBYTES
-        packed += len(sizes) > 1
-    assert packed
 
 
 def test_compressed_chunks_are_cut_only_where_they_begin() -> None:

@@ -1,17 +1,16 @@
-"""States in files: plain ones, our sharded class, and Megatron-Core's, which needs no NVRx."""
+"""States: plain ones, our sharded class, and Megatron-Core's; in memory, saved and loaded."""
 
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime as dt
 import pathlib
 import random
 import signal
-import subprocess
-import sys
+from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,19 +28,8 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
-from dist_ckpt_strategies.local.encoding import (
-    decode_shard,
-    default_local_allowed,
-    encode_state,
-    joined,
-)
-from dist_ckpt_strategies.local.shard_format import (
-    FilledShard,
-    LocalShard,
-    LocalShardId,
-    SaveId,
-)
-from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS, tensor_aware_class
+from dist_ckpt_strategies.megatron.types import tensor_aware_class
+from tests.local.clique_worlds import node_directory, run_threads
 
 
 class Unknown:
@@ -68,12 +56,13 @@ def megatrons(state: dict[str, Any] | None = None, **common: Any) -> Any:
     return tensor_aware_class()(common={"iteration": 5} | common, sharded_state_dict=held)
 
 
-def parts_of(state: Any) -> Any:
-    """What comes back from the shard of this state."""
-    allowed = default_local_allowed()
-    encoded = encode_state(state, LocalShardId(SaveId(1, "a"), 0), 1, "", allowed)
-    payloads = tuple(payload.clone() for payload in encoded.payloads)
-    return decode_shard(FilledShard(encoded.shard, payloads), allowed)
+def parts_of(*states: Any) -> Any:
+    """What one rank loads of the states that as many ranks have saved."""
+    with TemporaryDirectory() as root:
+        run_threads(
+            len(states), lambda node: node.manager(0, node=0).save(states[node.rank], 1), Path(root)
+        )
+        return LocalCheckpointManager(node_directory(root, 0)).load()[0]
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -101,6 +90,13 @@ def test_every_field_of_megatrons_state_comes_back() -> None:
     assert found.common_state_dict == {"iteration": 5, "args": [1, "x"]}
     assert not found.is_hollow
     assert [tensor.shape for tensor in found.tensors] == [(2, 3), (3,)]
+    expected = [tensor.clone() for tensor in found.tensors]
+    taken = found.pop_tensors()
+    assert found.is_hollow
+    found.insert_tensors(taken)
+    found.copy_tensors_to_cpu()
+    found.restore_tensor_device()
+    assert all(map(torch.equal, found.tensors, expected))
 
 
 def test_the_state_is_left_as_it_is() -> None:
@@ -111,21 +107,8 @@ def test_the_state_is_left_as_it_is() -> None:
     assert [tensor.data_ptr() for tensor in state.tensors] == tensors
 
 
-def test_what_was_loaded_can_be_taken_out_and_put_back() -> None:
-    found = parts_of(megatrons())
-    expected = [tensor.clone() for tensor in found.tensors]
-    taken = found.pop_tensors()
-    assert found.is_hollow
-    found.insert_tensors(taken)
-    found.copy_tensors_to_cpu()
-    found.restore_tensor_device()
-
-    assert all(map(torch.equal, found.tensors, expected))
-
-
-def test_states_of_several_ranks_become_one_of_ours() -> None:
-    shard = LocalShard(LocalShardId(SaveId(1, "a"), 0), 2, "", "megatron", ())
-    found = joined([parts_of(megatrons()), parts_of(megatrons())], shard, 1)
+def test_parts_of_several_ranks_become_one_state_of_ours() -> None:
+    found = parts_of(megatrons(), megatrons())
 
     assert type(found) is MCoreTensorAwareStateDict
     assert found.common_state_dict == {"iteration": 5}
@@ -138,7 +121,7 @@ def test_states_of_several_ranks_become_one_of_ours() -> None:
     "value",
     [
         {1: "a", "1": "b", (1, 2): "c"},
-        collections.OrderedDict([("b", 1), ("a", 2)]),
+        OrderedDict([("b", 1), ("a", 2)]),
         {1, 2, 3},
         frozenset({"x"}),
         torch.Size([2, 3]),
@@ -203,26 +186,105 @@ def test_an_object_of_an_unknown_class_is_refused_by_name(place: str) -> None:
     state["rng"].data = Unknown() if place == "object" else None
     common = {"mine": Unknown()} if place == "common" else {}
 
-    with pytest.raises(UnsafeObjectError, match=r"test_encoding\.Unknown"):
+    with pytest.raises(UnsafeObjectError, match=r"test_states\.Unknown"):
         parts_of(megatrons(state, **common))
 
 
-def test_a_manager_does_not_import_the_class_before_it_sees_one(tmp_path: Path) -> None:
-    module = TENSOR_AWARE_CLASS.rpartition(".")[0]
-    script = f"""
-import sys
-from dist_ckpt_strategies.local import LocalCheckpointManager
-LocalCheckpointManager({str(tmp_path)!r})
-print(sorted(name for name in sys.modules if name.split(".")[0] == "nvidia_resiliency_ext"
-             or name == {module!r}))
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=True,
-    )
+class Pair(NamedTuple):
+    """A tuple with names."""
 
-    assert done.stdout == "[]\n"
-    assert LocalCheckpointManager(tmp_path).session_id == ""
+    left: torch.Tensor
+    right: str
+
+
+def nested() -> dict[str, Any]:
+    return {
+        "w": torch.arange(4),
+        "list": [torch.ones(2), {"x": torch.zeros(1), "n": 5}],
+        "pair": Pair(torch.full((3,), 7.0), "text"),
+        "ordered": OrderedDict(b=torch.tensor(2), a=1),
+    }
+
+
+def test_tensors_are_found_in_nested_dicts_lists_and_tuples_in_order() -> None:
+    state = BasicTensorAwareStateDict(nested())
+
+    assert [tensor.tolist() for tensor in state.tensors] == [
+        [0, 1, 2, 3], [1, 1], [0], [7, 7, 7], 2,
+    ]  # fmt: skip
+
+
+def test_what_is_popped_and_inserted_is_the_same_state_and_the_callers_is_left_as_it_is() -> None:
+    before = nested()
+    inner = before["list"]
+    state = BasicTensorAwareStateDict(before)
+    was_hollow = [state.is_hollow]
+    tensors = state.pop_tensors()
+    was_hollow.append(state.is_hollow)
+    assert was_hollow == [False, True]
+    assert before["list"] is inner
+    assert torch.equal(before["w"], torch.arange(4))
+    state.insert_tensors(tensors)
+
+    after = state.state_dict
+    assert (type(after["ordered"]), type(after["pair"])) == (OrderedDict, Pair)
+    assert after["w"] is before["w"]
+    assert next(iter(state.values())) is before["w"]
+
+
+def test_a_dict_of_a_class_of_its_own_stays_one() -> None:
+    class Table(dict[str, Any]):
+        """A dict whose copy is a plain one."""
+
+    table = Table(a=torch.ones(2), b=1)
+    table.note = "x"  # type: ignore[attr-defined]
+    counted = Counter("aab")
+    found = BasicTensorAwareStateDict({"t": table, "c": counted}).state_dict
+
+    assert (type(found["t"]), found["t"].note) == (Table, "x")
+    assert found["t"]["a"] is table["a"]
+    assert (type(found["c"]), found["c"]) == (Counter, counted)
+
+
+def test_a_hollow_state_says_what_to_do() -> None:
+    state = BasicTensorAwareStateDict(nested())
+    state.pop_tensors()
+    for use in (state.pop_tensors, lambda: state.tensors, lambda: state.state_dict):
+        with pytest.raises(PlanError, match="insert_tensors"):
+            use()
+    with pytest.raises(PlanError, match="expected 5 tensors, found 1"):
+        state.insert_tensors([torch.zeros(1)])
+    state.init_tensors()
+    for use in (state.init_tensors, lambda: state.insert_tensors([])):
+        with pytest.raises(PlanError, match="pop_tensors"):
+            use()
+
+
+def test_new_tensors_have_the_old_shapes_and_dtypes() -> None:
+    state = BasicTensorAwareStateDict(nested())
+    old = [(t.shape, t.dtype, t.device) for t in state.pop_tensors()]
+    state.init_tensors()
+
+    assert [(t.shape, t.dtype, t.device) for t in state.tensors] == old
+
+
+def test_copies_on_the_cpu_are_copies() -> None:
+    before = nested()
+    state = BasicTensorAwareStateDict(before)
+    state.copy_tensors_to_cpu()
+    before["w"].zero_()
+    state.restore_tensor_device()
+
+    assert state.state_dict["w"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_go_to_the_cpu_and_back() -> None:
+    before = {"w": torch.arange(4, device="cuda"), "c": torch.ones(2)}
+    state = BasicTensorAwareStateDict(before)
+    state.copy_tensors_to_cpu()
+    assert [t.device.type for t in state.tensors] == ["cpu", "cpu"]
+    state.restore_tensor_device()
+
+    assert [t.device.type for t in state.tensors] == ["cuda", "cpu"]
+    assert state.state_dict["w"].tolist() == [0, 1, 2, 3]

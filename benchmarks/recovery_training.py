@@ -1,6 +1,6 @@
-"""One rank of a training with injected faults: ``python -m benchmarks.recovery.rank TASK``.
+"""The training that ``recovery_faults.py`` breaks: ``python -m benchmarks.recovery_training TASK``.
 
-What a training script has to do to survive them is ``train``, and the wrapper above it.
+What a training script has to do to survive faults is ``train`` and ``step``, and the wrapper.
 """
 
 from __future__ import annotations
@@ -9,24 +9,20 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.recovery.job import (
-    NUM_SHARDS,
-    PROGRESS_TIMEOUT_S,
-    EventLog,
-    InjectedFault,
-    JobTask,
-    Kind,
-    Point,
-)
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.inprocess import (
     CheckpointlessAbortManager,
@@ -39,8 +35,64 @@ from dist_ckpt_strategies.inprocess.train_utils import wait_rank
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.sharded_training import ShardedTraining, make_groups
 
+NUM_RANKS, NUM_SHARDS = 4, 2
+_PROGRESS_TIMEOUT_S = 5.0
+"""A wrapped block without a step for this long counts as stuck."""
+
 _ABORT_TIMEOUT_S = 30.0
 _GROUP_TIMEOUT_S = 120.0
+
+
+class Point(StrEnum):
+    """Where in a step a rank fails."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BEFORE_VOTE = "before the vote"
+    AFTER_VOTE = "after the vote"
+    UPDATED = "shard updated"
+    GATHERED = "weights gathered"
+
+
+class Kind(StrEnum):
+    """What happens to the rank: STUCK waits for ever in the block, while the process lives."""
+
+    EXCEPTION = "exception"
+    KILL = "SIGKILL"
+    STOP = "SIGSTOP"
+    STUCK = "stuck"
+
+
+@dataclass(frozen=True, slots=True)
+class InjectedFault:
+    """What happens to a rank at a point of a step; once in the job, which knows it by number."""
+
+    number: int
+    step: int
+    point: Point
+    kind: Kind
+    global_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobTask:
+    """One run of all ranks.
+
+    Attributes:
+        scratch: directory for what the ranks write.
+        num_steps: of the training.
+        seed: of weights, batches and dropout.
+        faults: none for the reference run.
+    """
+
+    scratch: Path
+    num_steps: int
+    seed: int
+    faults: tuple[InjectedFault, ...] = ()
+
+    def final(self, global_rank: int) -> Path:
+        """File with a rank's digests at the end."""
+        return self.scratch / f"final{global_rank}.json"
 
 
 class InjectedError(Exception):
@@ -54,12 +106,18 @@ class Rank:
         self.task = task
         self.global_rank = global_rank
         self.manager = CheckpointManager(enable_checksum=True, timeout_s=_GROUP_TIMEOUT_S)
-        self.log = EventLog(task.events, global_rank)
         self.epoch = 0
+        path = task.scratch / f"events.{global_rank}.{os.getpid()}"
+        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Add a line that outlives the process, with the clock that all processes share."""
+        line = {"event": event, "at": time.monotonic(), "rank": self.global_rank, **fields}
+        os.write(self._log, json.dumps(line | {"epoch": self.epoch}).encode() + b"\n")
 
     def stopped(self, state: HPState) -> HPState:
         """The block has been left, after a fault of any rank."""
-        self.log.note("stopped", epoch=state.epoch)
+        self.note("stopped")
         return state
 
     def reach(self, step: int, point: Point) -> None:
@@ -69,14 +127,18 @@ class Rank:
             InjectedError: that is its fault.
         """
         for fault in self.task.faults:
-            is_here = (fault.step, fault.point) == (step, point)
-            if is_here and self.global_rank in fault.global_ranks and self._is_first(fault):
-                self.log.note("fault", number=fault.number, epoch=self.epoch)
+            is_here = (fault.step, fault.point, fault.global_rank) == (
+                step,
+                point,
+                self.global_rank,
+            )
+            if is_here and self._is_first(fault):
+                self.note("fault", number=fault.number)
                 _happen(fault)
 
     def _is_first(self, fault: InjectedFault) -> bool:
         try:
-            (self.task.fired / f"{fault.number}.{self.global_rank}").touch(exist_ok=False)
+            (self.task.scratch / f"fired.{fault.number}").touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
@@ -98,14 +160,14 @@ def main(path: Path) -> None:
     """Train to the end, whatever happens."""
     torch.set_num_threads(1)
     wait_rank()
-    rank = Rank(JobTask.read(path), int(environment()["RANK"]))
+    rank = Rank(pickle.loads(path.read_bytes()), int(environment()["RANK"]))  # noqa: S301 - our own
     wrapper = HPWrapper(
         abort=CheckpointlessAbortManager.get_default_checkpointless_abort(),
         health_check=CudaHealthCheck(),
         finalize=rank.stopped,
         checkpoint_manager=rank.manager,
         abort_timeout=_ABORT_TIMEOUT_S,
-        progress_timeout_s=PROGRESS_TIMEOUT_S,
+        progress_timeout_s=_PROGRESS_TIMEOUT_S,
     )
     wrapper(train)(rank)
 
@@ -117,30 +179,35 @@ def train(rank: Rank, call: HPCallWrapper | None = None) -> None:
     groups = make_groups(NUM_SHARDS)
     training = ShardedTraining(groups, seed=rank.task.seed)
     is_loaded = rank.manager.try_checkpointless_load(training) is not None
-    source = "memory" if is_loaded else "nowhere"
-    rank.log.note("loaded", epoch=rank.epoch, step=training.step, source=source)
+    rank.note("loaded", source="memory" if is_loaded else "nowhere")
     rank.manager.track(training, replica_group=groups.twins)
     while training.step < rank.task.num_steps:
         if call is not None:
             call.ping()
-        _step(rank, training)
+        number = training.step
+        rank.note("step", step=number)
+        step(
+            training,
+            rank.manager,
+            lambda point: rank.reach(number, point),  # noqa: B023 - called at once
+            lambda loss: rank.note("loss", step=number, loss=loss.hex()),  # noqa: B023
+        )
     rank.task.final(rank.global_rank).write_text(json.dumps(_digests(training)), encoding="utf-8")
 
 
-def _step(rank: Rank, training: ShardedTraining) -> None:
-    step, manager = training.step, rank.manager
-
-    def reach(point: Point) -> None:
-        rank.reach(step, point)
-
-    rank.log.note("step", step=step, epoch=rank.epoch)
+def step(
+    training: ShardedTraining,
+    manager: CheckpointManager,
+    reach: Callable[[Point], None] = lambda _: None,
+    hear: Callable[[float], None] = lambda _: None,
+) -> None:
+    """One step of a training that can be recovered; ``hear`` is told its loss. Collective."""
     manager.begin_step()
     loss = training.forward_backward(
         in_forward=lambda: reach(Point.FORWARD), in_backward=lambda: reach(Point.BACKWARD)
     )
-    rank.log.note("loss", step=step, loss=loss.hex())
+    hear(loss)
     training.reduce_gradients()
-    reach(Point.REDUCED)
     reach(Point.BEFORE_VOTE)
     manager.vote()
     reach(Point.AFTER_VOTE)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,16 +14,16 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import (
     ArraySpec,
+    DType,
     RankShards,
     Region,
-    ShardId,
-    ShardSpec,
 )
-from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
+from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, MAX_OBJECT_NBYTES, ChunkLayout
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
 from dist_ckpt_strategies.sharded.plan import (
     SavePlan,
     WriteItem,
+    build_manifest_plan,
     build_save_plan,
 )
 from tests.support.boxes import (
@@ -41,10 +42,6 @@ def is_moving(plan: SavePlan) -> bool:
     return any(write.moves for write in plan.writes)
 
 
-def replace_key(shard: ShardSpec, key: str) -> ShardSpec:
-    return replace(shard, id=ShardId(key, shard.region))
-
-
 def flat_requests(bounds: list[int], owners: list[int], size: int) -> list[RankShards]:
     """A flat buffer of ``size`` elements, cut at ``bounds``; the n-th part is on the n-th owner."""
     parts = [Region((a,), (b - a,)) for a, b in pairwise(bounds)]
@@ -52,29 +49,36 @@ def flat_requests(bounds: list[int], owners: list[int], size: int) -> list[RankS
     return split.requests(num_ranks=max(owners) + 1)
 
 
-@given(some_splits)
-def test_the_chunks_cover_the_array_and_each_is_written_once(split: Split) -> None:
-    plan = build_save_plan(split.requests())
+@given(some_splits, st.sampled_from(ChunkLayout))
+def test_each_chunk_is_written_once_from_slices_of_the_shards_of_their_holders(
+    split: Split, chunk_layout: ChunkLayout
+) -> None:
+    plan = build_save_plan(split.requests(), chunk_layout=chunk_layout)
     (creation,) = plan.creations
 
     assert (times_covered(split.shape, [write.region for write in plan.writes]) == 1).all()
-    touched = [list(write.region.cells(creation.array.chunk_shape)) for write in plan.writes]
-    assert [len(indices) for indices in touched] == [1] * creation.array.num_chunks
-    assert {tuple(*indices) for indices in touched} == set(creation.array.chunk_indices())
-
-
-@given(some_splits)
-def test_the_slices_of_a_chunk_cover_it_and_lie_in_the_shards_of_their_holders(
-    split: Split,
-) -> None:
+    require_one_writer_per_chunk(creation.array, plan)
     main = set(split.main)
-    for write in build_save_plan(split.requests()).writes:
+    for write in plan.writes:
         slices = [shard_slice.region for shard_slice in write.slices]
         expected = times_covered(split.shape, [write.region])
         assert (times_covered(split.shape, slices) == expected).all()
         for shard_slice in write.slices:
             assert (shard_slice.holder, shard_slice.shard.region) in main
             assert shard_slice.shard.region.contains(shard_slice.region)
+
+
+def require_one_writer_per_chunk(array: ArraySpec, plan: SavePlan) -> None:
+    """Each file has one writer; inner chunks divide it and are small."""
+    touched = [list(write.region.cells(array.chunk_shape)) for write in plan.writes]
+    assert [len(indices) for indices in touched] == [1] * array.num_chunks
+    assert {tuple(*indices) for indices in touched} == set(array.chunk_indices())
+    for write in plan.writes:
+        assert sum(shard_slice.region.numel for shard_slice in write.slices) == write.region.numel
+    if array.inner_shape is not None:
+        sides = zip(array.chunk_shape, array.inner_shape, strict=True)
+        assert all(chunk % inner == 0 for chunk, inner in sides)
+        assert math.prod(array.inner_shape) * array.dtype.itemsize <= MAX_NBYTES
 
 
 @given(splits(regular=True))
@@ -164,26 +168,6 @@ def test_no_rank_goes_back_to_an_earlier_round(cases: list[Split], budget: int) 
                 last[rank] = number_of[write]
 
 
-@pytest.mark.parametrize("num_groups", [1, 2, 16])
-def test_groups_of_ranks_that_share_nothing_share_rounds(num_groups: int) -> None:
-    # As dp_reshardable at TP and PP: each group has a buffer of its own, in several parameters.
-    buffers = [
-        flat_requests([0, 3, 10, 15, 20], [2 * group, 2 * group, 2 * group + 1, 2 * group + 1], 20)
-        for group in range(num_groups)
-        for _ in range(3)
-    ]
-    renamed = [
-        RankShards(r.rank, tuple(replace_key(s, f"b{n}") for s in r.shards))
-        for n, requests in enumerate(buffers)
-        for r in requests
-        if r.shards
-    ]
-
-    plan = build_save_plan(renamed, max_inflight_bytes=80)
-
-    assert len(plan.rounds) == 3  # a chunk of 40 bytes on each rank, counted twice
-
-
 @given(some_splits.filter(lambda split: split.main), st.data())
 def test_a_gap_is_always_refused_naming_the_key(split: Split, data: st.DataObject) -> None:
     lost = data.draw(st.integers(0, len(split.main) - 1))
@@ -224,17 +208,67 @@ def test_the_grid_does_not_depend_on_the_numbers_of_the_ranks(
     assert arrays[0] == arrays[1]
 
 
-@given(st.lists(some_splits, min_size=1, max_size=4), st.sampled_from(ChunkLayout))
-def test_arrays_that_are_held_alike_are_planned_as_each_would_be_alone(
-    cases: list[Split], chunk_layout: ChunkLayout
+def rows_of(sizes: list[int], *others: int) -> Split:
+    """An array cut along its first dim; the n-th part is on rank n."""
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    zeros = (0,) * len(others)
+    parts = [Region((a, *zeros), (n, *others)) for a, n in zip(starts, sizes, strict=True)]
+    return Split((sum(sizes), *others), tuple(enumerate(parts)))
+
+
+@pytest.mark.parametrize(
+    ("split", "max_moved"),
+    [
+        pytest.param(rows_of([15_485_863] * 4), 0.02, id="primes in one dim"),
+        pytest.param(rows_of([25_129] * 2, 4096), 0.0, id="a vocabulary of an odd size"),
+        pytest.param(rows_of([50_257], 1024), 0.0, id="a whole vocabulary of a prime size"),
+        pytest.param(rows_of([1009] * 4, 8, 1009), 0.0, id="primes around a small dim"),
+        pytest.param(rows_of([7919] * 3, 7919), 0.0, id="one dim may be cut anywhere"),
+        pytest.param(rows_of([9_000_000, 12_345_677, 77]), 0.2, id="parts of any size"),
+        pytest.param(rows_of([4096] * 8, 4096), 0.0, id="powers of two"),
+    ],
+)
+def test_odd_sizes_move_little_and_only_where_nothing_divides(
+    split: Split, max_moved: float
 ) -> None:
-    def arrays_of(*requests: list[RankShards]) -> dict[str, ArraySpec]:
-        plan = build_save_plan(merged(*requests), chunk_layout=chunk_layout)
-        return {creation.array.key: creation.array for creation in plan.creations}
+    plan = build_save_plan(split.requests(num_ranks=8), chunk_layout=ChunkLayout.INNER)
+    array = plan.creations[0].array
 
-    doubled = [split.requests(key=f"w{n}") for n, split in enumerate([*cases, *cases])]
+    require_one_writer_per_chunk(array, plan)
+    moved = sum(w.nbytes_of(m) for w in plan.writes for m in w.moves)
+    assert moved <= max_moved * array.nbytes
 
-    together = arrays_of(*doubled)
 
-    for requests in doubled:
-        assert arrays_of(requests).items() <= together.items()
+@given(
+    st.lists(st.text(max_size=4), min_size=1, max_size=30), st.integers(1, 9), st.integers(1, 4000)
+)
+def test_every_key_is_listed_in_one_part_and_parts_have_owners(
+    keys: list[str], num_ranks: int, max_nbytes: int
+) -> None:
+    arrays = [ArraySpec(key, (4, 4), DType.INT8, (2, 2), inner_shape=(2, 2)) for key in keys]
+
+    plan = build_manifest_plan(arrays, keys, num_ranks, max_nbytes)
+
+    assert list(plan.firsts) == sorted(set(plan.firsts))
+    assert 1 <= len(plan.firsts) == len(plan.owners) <= num_ranks
+    assert all(0 <= owner < num_ranks for owner in plan.owners)
+    assert len(set(plan.owners)) == len(plan.owners)
+    for key in keys:
+        number = bisect_right(plan.firsts, key) - 1
+        assert plan.firsts[number] <= key
+        assert number + 1 == len(plan.firsts) or key < plan.firsts[number + 1]
+
+
+def test_a_shard_above_the_size_of_an_object_becomes_several_that_its_holder_writes() -> None:
+    rows = 3 * MAX_OBJECT_NBYTES >> 20
+    regions = [Region((n * rows, 0), (rows, 1 << 18)) for n in range(2)]
+    split = Split((2 * rows, 1 << 18), tuple(enumerate(regions)))
+
+    plan = build_save_plan(split.requests(), chunk_layout=ChunkLayout.BOUNDED)
+    array = plan.creations[0].array
+
+    assert len(plan.writes) == array.num_chunks == 6
+    assert array.chunk_nbytes <= MAX_OBJECT_NBYTES
+    assert not any(write.moves for write in plan.writes)
+    assert all(write.is_whole_shard for write in plan.writes)
+    assert [write.writer for write in plan.writes] == [0, 0, 0, 1, 1, 1]

@@ -1,0 +1,303 @@
+"""What every communicator does, and what errors that are agreed on look like on every rank.
+
+Each check is a body of a rank; all of them run one after the other on one process alone, on four
+threads, and on four processes of a gloo group.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dist_ckpt_strategies import errors
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
+from dist_ckpt_strategies.comm.collective import (
+    run_and_gather,
+    run_and_gather_bytes,
+    run_collectively,
+    run_on_first_rank,
+)
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+    SaveTimeoutError,
+    StorageError,
+    error_from_peer,
+)
+from tests.faults.injection import TARGETS, failing_call
+from tests.support.ranks import run_processes
+from tests.support.thread_ranks import run_ranks
+
+Check = Callable[[Communicator], None]
+
+# Messages and bytes
+
+MESSAGES: list[Any] = [
+    None, True, 0, -(1 << 70), 2.5, "", "ü✓\ud800 \0", [], {},
+    [None, [1, "a"], {"k": [2.5, None]}], "x" * 200_000,
+]  # fmt: skip
+
+
+def messages_of_every_json_type_arrive(comm: Communicator) -> None:
+    for message in MESSAGES:
+        assert comm.all_gather(message) == [message] * comm.size
+
+
+def silence_of_some_is_none_and_stays_in_its_place(comm: Communicator) -> None:
+    found = comm.all_gather("here" if comm.rank == comm.size - 1 else None)
+    assert found == [None] * (comm.size - 1) + ["here"]
+
+
+def what_one_rank_does_to_a_message_no_other_rank_sees(comm: Communicator) -> None:
+    mine = [comm.rank]
+    found = comm.all_gather(mine)
+    if comm.size > 1:
+        found[0].append("changed")
+    assert comm.all_gather(mine) == [[rank] for rank in range(comm.size)]
+
+
+def messages_do_not_mix(comm: Communicator) -> None:
+    for step in range(100):
+        assert comm.all_gather([comm.rank, step]) == [[rank, step] for rank in range(comm.size)]
+
+
+def pattern(source: int, to: int, number: int, size: int) -> Any:
+    return np.random.default_rng([source, to, number]).integers(0, 256, size, np.uint8)
+
+
+def bytes_go_both_ways_between_all_ranks(comm: Communicator) -> None:
+    """And memory is the caller's again once an exchange is over."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    for sizes in ([1], [7, 0, 100_000, 3], [8 << 20], []):
+        parts = list(enumerate(sizes))
+        sends = [Send(to, pattern(comm.rank, to, n, size)) for to in others for n, size in parts]
+        receives = [Receive(by, np.zeros(size, np.uint8)) for by in others for n, size in parts]
+        comm.exchange(sends, receives)
+        for send in sends:
+            np.asarray(send.data)[...] = 9
+        comm.all_gather(None)
+        expected = [pattern(by, comm.rank, n, size) for by in others for n, size in parts]
+        for receive, content in zip(receives, expected, strict=True):
+            assert np.array_equal(receive.into, content)
+
+
+def ranks_without_a_part_in_an_exchange_take_part_all_the_same(comm: Communicator) -> None:
+    into = np.zeros(3, np.uint8)
+    sends = [Send(2, np.array([1, 2, 3], np.uint8))] if comm.rank == 1 and comm.size > 2 else []
+    comm.exchange(sends, [Receive(1, into)] if comm.rank == 2 else [])
+    assert into.tolist() == ([1, 2, 3] if comm.rank == 2 else [0] * 3)
+
+
+# Steps that all ranks do, of which one fails
+
+
+def failing(comm: Communicator, made: Mapping[int, Callable[[], BaseException]]) -> Any:
+    """What a step comes to in which some ranks raise."""
+
+    def step() -> int:
+        if comm.rank in made:
+            error = made[comm.rank]()
+            raise error
+        return comm.rank * 10
+
+    try:
+        return run_collectively(comm, step)
+    except Exception as error:  # noqa: BLE001 - the check looks at it
+        return error
+
+
+def at(rank: int, kind: type[CheckpointError] = StorageError) -> Callable[[], CheckpointError]:
+    path = f"/ckpt/w.{rank}/0"
+    return lambda: kind(f"w.{rank}: broken", key=f"w.{rank}", path=path)
+
+
+def our_errors() -> Iterable[type[CheckpointError]]:
+    """Those that say no more than a text, a key and a path."""
+    for kind in vars(errors).values():
+        is_ours = isinstance(kind, type) and issubclass(kind, CheckpointError)
+        if is_ours and not issubclass(kind, PeerError | SaveTimeoutError):
+            yield kind
+
+
+def where_no_rank_fails_each_has_its_own_result(comm: Communicator) -> None:
+    assert failing(comm, {}) == comm.rank * 10
+    everyone = run_and_gather(comm, lambda: {"rank": comm.rank} if comm.rank else None)
+    assert everyone == [None] + [{"rank": rank} for rank in range(1, comm.size)]
+
+
+def a_failure_on_one_rank_reaches_all_of_them(comm: Communicator) -> None:
+    """With its class, what it says, key, path and rank."""
+    for number, kind in enumerate(our_errors()):
+        rank = number % comm.size
+        error = failing(comm, {rank: at(rank, kind)})
+        assert isinstance(error, kind)
+        assert isinstance(error, PeerError) == (comm.rank != rank)
+        for base in kind.__mro__:
+            assert base.__module__ != "builtins" or isinstance(error, base)
+        assert str(error) == f"rank {rank}: w.{rank}: broken"
+        assert (error.key, error.path) == (f"w.{rank}", f"/ckpt/w.{rank}/0")
+        assert error.global_rank == rank
+
+
+def where_several_fail_each_raises_its_own_and_the_others_the_first(comm: Communicator) -> None:
+    error = failing(comm, {rank: at(rank) for rank in (1, 3)})
+    if comm.size > 1:
+        blamed = 3 if comm.rank == 3 else 1
+        assert str(error) == f"rank {blamed}: w.{blamed}: broken"
+
+
+class FaceError(IncompleteCheckpointError):
+    """A class made from one of ours."""
+
+
+def errors_of_all_kinds_are_told_to_the_others_as_far_as_they_can_be(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    by_zero = failing(comm, {1: partial(ZeroDivisionError, "by zero")})
+    assert isinstance(by_zero, ZeroDivisionError if comm.rank == 1 else PeerError)
+    assert comm.rank == 1 or str(by_zero) == "rank 1: ZeroDivisionError: by zero"
+
+    derived = failing(comm, {0: partial(FaceError, "gone", key="w")})
+    assert isinstance(derived, IncompleteCheckpointError)
+
+    name: Any = Path("/a/b")
+    odd = failing(comm, {1: partial(StorageError, "odd \ud800", key="\udc80", path=name)})
+    assert isinstance(odd, StorageError)
+    assert comm.rank == 1 or odd.path == "/a/b"
+
+    denied = failing(comm, {1: partial(PermissionError, 13, "Permission denied", "/ckpt/w/0.0")})
+    assert isinstance(denied, StorageError)
+    assert isinstance(denied, PermissionError) == (comm.rank == 1)
+    assert str(denied) == "rank 1: PermissionError: /ckpt/w/0.0: Permission denied"
+    assert (denied.path, denied.global_rank) == ("/ckpt/w/0.0", 1)
+
+    learnt = partial(error_from_peer, 3, "IncompleteCheckpointError", "gone", key="w")
+    own = partial(IncompleteCheckpointError, "gone", key="w")
+    reported = failing(comm, {2: learnt, 3: own})
+    assert isinstance(reported, IncompleteCheckpointError)
+    assert str(reported) == "rank 3: gone"
+
+    late = failing(comm, {3: partial(SaveTimeoutError, None, "the save is not done after 5 s")})
+    assert isinstance(late, SaveTimeoutError)
+    assert isinstance(late, PeerTimeoutError)
+    assert "rank 3: the save is not done" in str(late)
+    assert failing(comm, {}) == comm.rank * 10  # in step
+
+
+def a_step_of_the_first_rank_is_done_by_it_alone_and_fails_on_all(comm: Communicator) -> None:
+    done: list[int] = []
+    run_on_first_rank(comm, lambda: done.append(comm.rank))
+    assert done == ([0] if comm.rank == 0 else [])
+
+    def fail() -> None:
+        raise StorageError("broken")
+
+    with pytest.raises(StorageError, match="rank 0: broken"):
+        run_on_first_rank(comm, fail)
+
+
+def an_interrupt_is_no_failure_to_agree_on(comm: Communicator) -> None:
+    if comm.size == 1:
+        with pytest.raises(KeyboardInterrupt):
+            failing(comm, {0: KeyboardInterrupt})
+
+
+CHECKS: list[Check] = [
+    messages_of_every_json_type_arrive,
+    silence_of_some_is_none_and_stays_in_its_place,
+    what_one_rank_does_to_a_message_no_other_rank_sees,
+    messages_do_not_mix,
+    bytes_go_both_ways_between_all_ranks,
+    ranks_without_a_part_in_an_exchange_take_part_all_the_same,
+    where_no_rank_fails_each_has_its_own_result,
+    a_failure_on_one_rank_reaches_all_of_them,
+    where_several_fail_each_raises_its_own_and_the_others_the_first,
+    errors_of_all_kinds_are_told_to_the_others_as_far_as_they_can_be,
+    a_step_of_the_first_rank_is_done_by_it_alone_and_fails_on_all,
+    an_interrupt_is_no_failure_to_agree_on,
+]
+
+
+def run_checks(checks: list[Check], comm: Communicator) -> str:
+    """The first check that fails on a rank, and why."""
+    for check in checks:
+        try:
+            check(comm)
+        except Exception:  # noqa: BLE001 - shown by the test
+            return f"{check.__name__}: {traceback.format_exc()}"
+    return ""
+
+
+def on_gloo_rank(_rank: int, checks: list[Check]) -> str:
+    return run_checks(checks, open_communicator(None, timeout_s=60.0, purpose="a test"))
+
+
+def test_one_process_alone() -> None:
+    assert run_checks(CHECKS, Communicator()) == ""
+
+
+def test_four_threads() -> None:
+    assert run_ranks(4, partial(run_checks, CHECKS), 60.0) == [""] * 4
+
+
+# What only separate processes can show
+
+
+def what_cannot_be_told_is_an_error_on_all_ranks_which_stay_in_step(comm: Communicator) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        run_and_gather(comm, lambda: {1, 2} if comm.rank == 2 else [comm.rank])
+    assert isinstance(caught.value, PeerError) == (comm.rank != 2)
+    assert str(caught.value) == "rank 2: TypeError: Object of type set is not JSON serializable"
+
+
+def bytes_that_one_rank_has_no_room_for_are_an_error_on_all(comm: Communicator) -> None:
+    content = b"x" * (comm.rank + 1)
+    full = failing_call(TARGETS["np.frombuffer"], 1) if comm.rank == 1 else nullcontext()
+    with pytest.raises(CheckpointError, match="rank 1: MemoryError: injected"), full:
+        run_and_gather_bytes(comm, lambda: content)
+    assert run_and_gather_bytes(comm, lambda: content) == [b"x", b"xx", b"xxx", b"xxxx"]
+
+
+def apart(comm: Communicator, step: Callable[[], None]) -> None:
+    """The last rank is in another step than the others."""
+    if comm.rank == comm.size - 1:
+        run_collectively(comm, step)
+    else:
+        run_and_gather(comm, lambda: 3)
+
+
+def ranks_in_different_steps_find_out(comm: Communicator) -> None:
+    """A failure is told; without one nothing can be asked afterwards."""
+
+    def fail() -> None:
+        raise CorruptCheckpointError("broken")
+
+    last = comm.size - 1
+    with pytest.raises(CorruptCheckpointError, match=f"rank {last}: broken"):
+        apart(comm, fail)
+    with pytest.raises(PeerLostError, match="out of step") as caught:
+        apart(comm, lambda: None)
+    assert caught.value.global_rank == (0 if comm.rank == last else last)
+
+
+@pytest.mark.multiprocess
+def test_four_processes() -> None:
+    checks = [
+        *CHECKS,
+        what_cannot_be_told_is_an_error_on_all_ranks_which_stay_in_step,
+        bytes_that_one_rank_has_no_room_for_are_an_error_on_all,
+        ranks_in_different_steps_find_out,
+    ]
+    assert run_processes(4, on_gloo_rank, checks) == [""] * 4

@@ -1,0 +1,121 @@
+"""Every array, object and common state of every set, in one process, through both loads."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.core.array import ObjectId, Region
+from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
+from tests.golden.sets import GoldenSet, box_of, differing, has_same_bits
+
+both_loads = pytest.mark.parametrize("load", [dist_checkpointing.load, dist_ckpt_strategies.load])
+UNCHECKED = {"validate_access_integrity": False}
+
+
+def is_same(found: Any, expected: Any) -> bool:
+    """Whether two nested objects are equal, arrays and tensors by their bits."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, torch.Tensor):
+        return has_same_bits(found, expected)
+    if isinstance(expected, np.ndarray):
+        return bool(found.dtype == expected.dtype) and found.tobytes() == expected.tobytes()
+    if isinstance(expected, Mapping):
+        same_keys = list(found) == list(expected)
+        return same_keys and all(is_same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        pairs = zip(found, expected, strict=False)
+        return len(found) == len(expected) and all(is_same(*pair) for pair in pairs)
+    return bool(found == expected)
+
+
+def arrays_of(golden: GoldenSet, *, has_data: bool) -> dict[str, Any]:
+    return {
+        key: box_of(key, whole, Region.whole(tuple(whole.shape)), has_data=has_data)
+        for key, whole in golden.tensors.items()
+    }
+
+
+def objects_of(golden: GoldenSet) -> dict[str, Any]:
+    names = {key: ObjectId.parse(key) for key in golden.objects}
+    return {
+        key: ShardedObject(name.key, None, name.shape, name.offset)
+        for key, name in names.items()
+        if name is not None
+    }
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("has_data", [True, False], ids=["into data", "without data"])
+@both_loads
+def test_arrays_objects_and_common_state_are_what_was_saved(
+    golden: GoldenSet, load: Any, *, has_data: bool
+) -> None:
+    allowed = set(torch.serialization.get_safe_globals())
+    asked = {"arrays": arrays_of(golden, has_data=has_data), "objects": objects_of(golden)}
+    found = load(asked, golden.checkpoint, **UNCHECKED)
+    common = TorchCommonLoadStrategy().load_common(golden.checkpoint)
+
+    assert differing(found["arrays"], golden.tensors) == []
+    assert found["objects"].keys() == golden.objects.keys()
+    assert [k for k, v in golden.objects.items() if not is_same(found["objects"][k], v)] == []
+    assert found.keys() == common.keys() | asked.keys()
+    assert is_same({name: found[name] for name in common}, dict(common))
+    assert (common["iteration"], common["args"]["note"]) == (golden.info["steps"], "été")
+    assert Namespace in allowed  # others allowed it; a load leaves their list alone
+    assert set(torch.serialization.get_safe_globals()) == allowed
+
+
+@pytest.mark.usefixtures("engine")
+def test_metadata_names_everything_and_what_it_names_can_be_loaded(golden: GoldenSet) -> None:
+    tensors = dist_checkpointing.load_tensors_metadata(golden.checkpoint)
+    facts = {key: (tuple(t.global_shape), t.dtype) for key, t in tensors.items()}
+    assert facts == {key: (tuple(t.shape), t.dtype) for key, t in golden.tensors.items()}
+
+    asked = serialization.load_sharded_metadata(golden.checkpoint)
+    assert asked.keys() == golden.tensors.keys() | golden.objects.keys()
+    found = dist_checkpointing.load(asked, golden.checkpoint, **UNCHECKED)
+    assert differing({key: found[key] for key in golden.tensors}, golden.tensors) == []
+    assert found.keys() >= golden.objects.keys()
+
+
+@pytest.mark.usefixtures("registries")
+def test_common_state_reads_the_same_with_megatron_cores_strategy_and_ours(
+    golden: GoldenSet,
+) -> None:
+    dist_ckpt_strategies.register(replace=True)
+    theirs = dist_checkpointing.load_common_state_dict(golden.checkpoint)
+    dist_ckpt_strategies.register(replace_common=True, replace=True)
+
+    assert is_same(dist_checkpointing.load_common_state_dict(golden.checkpoint), theirs)
+    assert is_same(TorchCommonLoadStrategy().load_common(golden.checkpoint), theirs)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("prefix", ["optimizer", "decoder."])
+def test_removing_a_prefix_leaves_everything_else_as_it_was(
+    flat: GoldenSet, prefix: str, tmp_path: Path
+) -> None:
+    copy = str(shutil.copytree(flat.checkpoint, tmp_path / "copy"))
+
+    dist_checkpointing.remove_sharded_tensors(copy, prefix)
+
+    kept = {k: t for k, t in flat.tensors.items() if not k.startswith(prefix)}
+    objects = {k for k in flat.objects if not k.startswith(prefix)}
+    found = dist_checkpointing.load_plain_tensors(copy)
+    assert differing({k: v for k, v in found.items() if isinstance(v, torch.Tensor)}, kept) == []
+    assert serialization.load_sharded_metadata(copy).keys() == kept.keys() | objects
+    left = [path for path in Path(copy).glob(f"{prefix}*") if path.is_file() or any(path.iterdir())]
+    assert left == [], "the locks of its writer go, too"

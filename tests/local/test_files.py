@@ -1,0 +1,330 @@
+"""Files of local checkpoints on one node: whole and durable, refused, or never seen."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PlanError,
+    StorageError,
+)
+from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from dist_ckpt_strategies.local.shard_files import ShardDirectory
+from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
+from tests.support.processes import until
+from tests.support.ranks import RankDiedError, run_processes
+
+MAGIC = b"DCKPART4"
+OLD, NEW = 1, 2
+IDS = st.builds(
+    LocalShardId,
+    st.builds(SaveId, st.integers(0, 10**9), st.text("0123456789abcdef", min_size=1, max_size=64)),
+    st.integers(0, 10**6),
+)
+
+
+def manager_of(root: Path) -> LocalCheckpointManager:
+    return LocalCheckpointManager(root, keep=2)
+
+
+def save(root: Path, iteration: int) -> Path:
+    """The file of a save whose values tell its iteration."""
+    values = {"w": torch.full((5,), float(iteration)), "b": torch.ones(2, dtype=torch.bfloat16)}
+    manager_of(root).save(BasicTensorAwareStateDict(values), iteration)
+    (found,) = root.glob(f"0/iter_{iteration:07d}_*")
+    return found
+
+
+def loaded(root: Path) -> int:
+    """The iteration that is loaded, whole."""
+    state, name = manager_of(root).load()
+    (value,) = set(state.state_dict["w"].tolist())
+    assert state.state_dict["b"].tolist() == [1, 1]
+    assert name.startswith(f"iter_{int(value):07d}_0_local_")
+    return int(value)
+
+
+def files_below(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+
+
+@pytest.fixture
+def newest(tmp_path: Path) -> Path:
+    """The newer of two saves."""
+    save(tmp_path, OLD)
+    return save(tmp_path, NEW)
+
+
+def describe(content: bytes) -> tuple[int, dict[str, Any]]:
+    """Where the footer begins, and what it says."""
+    first = len(content) - 32 - int.from_bytes(content[-16:-8], "little")
+    return first, json.loads(content[first:-32])
+
+
+def described(content: bytes, description: bytes) -> bytes:
+    """With another description, whose digest is right."""
+    size = len(description).to_bytes(8, "little")
+    digest = xxhash.xxh3_128_digest(description + size)
+    return content[: describe(content)[0]] + description + digest + size + MAGIC
+
+
+def test_every_changed_byte_and_every_other_length_is_refused(newest: Path) -> None:
+    """But padding, which nothing is made of: 32 and 44 bytes are the tensors' ends."""
+    root, content = newest.parents[1], newest.read_bytes()
+    assert (loaded(root), newest.stat().st_nlink) == (NEW, 1)
+    first, _ = describe(content)
+    damaged = [content[:place] for place in (0, 1, 31, 32, first, *range(first, len(content), 17))]
+    damaged += [content + b"\0", content + content, b"\0" + content, b"DCKPART1" + bytes(5000)]
+    for place in (*range(20), *range(64, 68), *range(first, len(content))):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        damaged.append(bytes(changed))
+    for other in damaged:
+        newest.write_bytes(other)
+        assert loaded(root) == OLD
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id": "iter_0000002_1_local_a1"},
+        {"id": "iter_0000007_0_local_../../etc"},
+        {"id": None},
+        {"world_size": -1},
+        {"world_size": "1"},
+        {"world_size": 2},
+        {"world_size": 10**12},
+        {"buffers": [[]]},
+        {"buffers": [["w", "object", [5]]] * 3},
+        {"buffers": [["w", "float32", 5]] * 3},
+        {"buffers": [["w", "float32", [-1]]] * 3},
+        {"buffers": [["w", "float32", [0, 10**30]]] * 3},
+        {"digests": ["1"]},
+        {"digests": ["x", 5, None]},
+        b"", b"null", b"[]", b"5", b'"text"', b"{}", b"\xff\xfe", b"{", b"[" * 100_000,
+        b'{"id": ' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda changes: str(changes)[:30],
+)  # fmt: skip
+def test_a_description_that_makes_no_sense_is_refused_though_its_digest_is_right(
+    changes: Any, newest: Path
+) -> None:
+    content = newest.read_bytes()
+    _, fields = describe(content)
+    new = changes if isinstance(changes, bytes) else json.dumps(fields | changes).encode()
+    newest.write_bytes(described(content, json.dumps(fields).encode()))
+    assert loaded(newest.parents[1]) == NEW
+    newest.write_bytes(described(content, new))
+
+    assert loaded(newest.parents[1]) == OLD
+
+
+def test_a_description_with_a_tensor_less_than_its_state_is_an_error_of_ours(newest: Path) -> None:
+    """Tensors lie at bytes 0 and 64, the state without them at byte 128."""
+    content = newest.read_bytes()
+    first, fields = describe(content)
+    less = {name: [fields[name][0], fields[name][-1]] for name in ("buffers", "digests")}
+    (nbytes,) = fields["buffers"][-1][2]
+    whole = content[:64] + content[128 : 128 + nbytes] + content[first:]
+    newest.write_bytes(described(whole, json.dumps(fields | less).encode()))
+
+    with pytest.raises(CorruptCheckpointError):
+        loaded(newest.parents[1])
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "device", "loop", "dangling", "other"])
+def test_what_is_no_such_file_is_refused_without_waiting(kind: str, newest: Path) -> None:
+    content = newest.with_name("x")
+    newest.rename(content)
+    match kind:
+        case "directory":
+            newest.mkdir()
+        case "pipe":
+            os.mkfifo(newest)
+        case "other":
+            content.rename(newest.with_name(newest.name.replace("_local_", "_local_1")))
+        case _:
+            place = {"device": "/dev/zero", "loop": newest.name, "dangling": "nowhere"}[kind]
+            newest.symlink_to(place)
+
+    assert loaded(newest.parents[1]) == OLD
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_refused(
+    newest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+
+    def cut_first(handle: int, buffers: Any, offset: int) -> int:
+        if newest.stat().st_size > 8:
+            os.truncate(newest, 8)
+        return preadv(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cut_first)
+    assert loaded(newest.parents[1]) == OLD
+
+
+def test_a_file_of_an_earlier_release_is_named_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(tmp_path, NEW)
+    path.write_bytes(b"DCKPART1" + bytes(5000))
+
+    with pytest.raises(CheckpointNotFoundError):
+        loaded(tmp_path)
+    assert "in this release" in caplog.text
+
+
+def test_only_names_of_shards_below_names_of_ranks_are_found(newest: Path) -> None:
+    root, content = newest.parents[1], newest.read_bytes()
+    later = newest.name.replace("iter_0000002", "iter_0000009")
+    for name in ("01", "-1", "x", "1.5", "٣", "12/3"):
+        (root / name).mkdir(parents=True)
+        (root / name / later).write_bytes(content)
+    (root / "7").write_bytes(content)
+    (root / later).write_bytes(content)
+    for name in (".partial-0", later + ".part", later[:-5], "iter_9_0_local_a1.part"):
+        newest.with_name(name).write_bytes(content)
+
+    assert manager_of(root).find_latest() == NEW
+    assert loaded(root) == NEW
+
+
+@given(IDS)
+def test_an_id_is_read_back_from_its_text(shard_id: LocalShardId) -> None:
+    assert LocalShardId.parse(str(shard_id)) == shard_id
+    text = str(shard_id)
+    for other in ("", "x", text[5:], f"{text}.part", f"{text}/", text.replace("_local_", "__")):
+        with pytest.raises(PlanError, match="expected the id of a shard"):
+            LocalShardId.require(other)
+
+
+# Writing
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
+def test_a_shard_that_cannot_be_finished_does_not_appear(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(StorageError, match="no space left"):
+        save(tmp_path, NEW)
+
+    assert files_below(tmp_path) == []
+
+
+def save_beside_one_that_hangs(rank: int, root: Path) -> None:
+    """Body of a rank: the second never ends its save, until the first kills it."""
+    mark = root / "there"
+
+    def hang(_handle: int) -> None:
+        mark.write_text(str(os.getpid()))
+        time.sleep(60)
+
+    if rank:
+        vars(os)["fsync"] = hang
+        save(root, NEW)
+    pid = int(until(lambda: mark.exists() and mark.read_text()))
+    save(root, NEW + 1)
+    assert len(files_below(root / "0")) == 3
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.multiprocess
+def test_what_a_killed_save_leaves_is_never_listed_and_is_removed_by_the_next_one(
+    tmp_path: Path,
+) -> None:
+    """But not while its process lives."""
+    save(tmp_path, OLD)
+    first, killed = run_processes(2, save_beside_one_that_hangs, tmp_path, makes_group=False)
+    assert (first, type(killed)) == (None, RankDiedError)
+
+    assert loaded(tmp_path) == NEW + 1
+    save(tmp_path, NEW + 2)
+    assert len(files_below(tmp_path / "0")) == 2
+
+
+def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, taken = fcntl.flock, list[Path]()
+
+    def take_first(handle: int, how: int) -> None:
+        if not taken:
+            taken.extend((tmp_path / "0").iterdir())
+            taken[0].unlink()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", take_first)
+    save(tmp_path, NEW)
+
+    assert (len(taken), loaded(tmp_path)) == (1, NEW)
+
+
+def test_a_file_system_without_locks_will_do(newest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    newest.with_name(".partial-0").write_bytes(b"left")
+    save(newest.parents[1], NEW + 1)
+
+    assert len(files_below(newest.parents[1])) == 2
+
+
+def test_odd_leftovers_are_gone_or_a_storage_error(newest: Path) -> None:
+    os.mkfifo(newest.with_name(".partial-pipe"))
+    newest.with_name(".partial-link").symlink_to("nowhere")
+    save(newest.parents[1], NEW + 1)
+    assert not list(newest.parent.glob(".partial-*"))
+
+    newest.with_name(".partial-directory").mkdir()
+    with pytest.raises(StorageError, match="directory"):
+        save(newest.parents[1], NEW + 2)
+
+
+def test_the_name_of_every_new_directory_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    fsync: Callable[[int], None] = os.fsync
+
+    def recorded(handle: int) -> None:
+        fsync(handle)
+        flushed.add(os.fstat(handle).st_ino)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    path = save(tmp_path / "a" / "b" / "root", NEW)
+    changed = [path, *path.parents[: len(path.parents) - len(tmp_path.parents)]]
+
+    assert changed[-1] == tmp_path
+    assert {one.stat().st_ino for one in changed} <= flushed
+
+
+def test_a_directory_has_one_name_however_it_is_reached(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    (tmp_path / "link").symlink_to("one")
+
+    assert ShardDirectory(tmp_path / "link").name() == ShardDirectory(one).name()
+    assert ShardDirectory(one).name() != ShardDirectory(other).name()
