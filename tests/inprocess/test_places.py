@@ -222,5 +222,5 @@ def test_a_node_with_other_options_is_refused(job_of: Callable[..., Job]) -> Non
     job = job_of(2)
     assert job.node().place() == 0
 
-    with pytest.raises(PlanError, match=r"of another job.*--nnodes.*2.*--nnodes.*3"):
+    with pytest.raises(PlanError, match=r"another job.*--nnodes.*2.*--nnodes.*3"):
         job.node(num_nodes=3)
