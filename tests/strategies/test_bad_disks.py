@@ -64,7 +64,9 @@ def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> tuple[list[
 
 
 @pytest.mark.parametrize(
-    ("disk", "backend"), [(tiny_ext4, ("zarr", 1)), (tiny_tmpfs, ("zarr", 2))], ids=str
+    ("disk", "backend"),
+    [(tiny_ext4, ("zarr", 1)), (tiny_tmpfs, ("zarr", 2))],
+    ids=["ext4", "tmpfs"],
 )
 def test_a_full_or_read_only_disk_fails_every_rank_and_leaves_the_checkpoint_before(
     disk: Any, backend: tuple[str, int], tmp_path: Path
