@@ -39,8 +39,8 @@ CLI = "dist_ckpt_strategies.cli"
 
 _START_S = 120.0
 """Longest time until all ranks have imported torch and found each other, in seconds."""
-_GRACE_S = 5.0
-"""How long the others may take to report that a rank was killed, in seconds."""
+_GRACE_S = 10.0
+"""How long the others may take to report that a rank was killed or has failed, in seconds."""
 _POLL_S = 0.05
 _NUM_TAIL_LINES = 15
 
@@ -150,13 +150,13 @@ def run_ranks(
 
 
 def _codes_at_end(processes: Sequence[_Process]) -> list[int | None]:
-    """The exit codes when all have ended, or one was killed and others had time to report it."""
+    """The exit codes when all have ended, or one has failed and others had time to report it."""
     left_s = _GRACE_S
     while left_s > 0:
         codes = [process.poll() for process in processes]
         if None not in codes:
             break
-        if any(code is not None and code < 0 for code in codes):
+        if any(codes):
             left_s -= _POLL_S
         time.sleep(_POLL_S)
     return codes
