@@ -5,6 +5,7 @@ Imports torch only where there are several ranks: commands that look at files go
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-import xxhash
 
 from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
@@ -165,7 +164,7 @@ def open_world(
 
 
 def _digest_of(sizes: Sequence[int]) -> str:
-    return xxhash.xxh3_128_hexdigest(repr(sizes).encode())
+    return hashlib.sha256(repr(sizes).encode()).hexdigest()
 
 
 class _Progress(Generic[Task, T]):

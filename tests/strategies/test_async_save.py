@@ -140,7 +140,7 @@ def a_save_that_another_one_has_overtaken_is_not_made_visible(
     rank: int, top: Path, backend: Backend
 ) -> None:
     """It begins while a writing process is held up, in the same directory."""
-    names = "another save to it has begun"
+    names = "another save to it started before this one ended"
     for way in ("first first", "later first", "sync"):
         root = top / way
         if rank == 1:
@@ -178,7 +178,9 @@ def a_save_that_has_lost_its_place_is_not_made_visible(
         shutil.rmtree(staged)
         (staged / "w").mkdir(parents=True)
     dist.barrier()
-    require_refused(request.wait, StorageError, "another save to it has begun", str(root))
+    require_refused(
+        request.wait, StorageError, "another save to it started before this one ended", str(root)
+    )
     assert not (root / "metadata.json").exists()
 
 

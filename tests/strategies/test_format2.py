@@ -86,7 +86,7 @@ def test_a_folder_of_somebody_else_is_still_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "manifest").mkdir()
     (tmp_path / "manifest" / "of_a_ship.txt").write_bytes(b"tea")
 
-    with pytest.raises(CheckpointExistsError, match="manifest is not of a checkpoint"):
+    with pytest.raises(CheckpointExistsError, match="manifest is not part of a checkpoint"):
         dist_ckpt_strategies.save({"iteration": 3}, tmp_path, FORMAT2, overwrite=True)
 
     assert (tmp_path / "manifest" / "of_a_ship.txt").read_bytes() == b"tea"

@@ -120,7 +120,7 @@ def test_saves_and_loads_raise_on_every_rank_in_time(tmp_path: Path, version: in
         require_all_raised([of_rank[number] for of_rank in found])
 
 
-SLOW_S = 0.7 * TIMEOUT_S
+SLOW_S = 0.2 * TIMEOUT_S
 """What the first call takes before a later one goes silent."""
 
 
