@@ -113,12 +113,15 @@ class Places:
     def take(self) -> int | None:
         """Take a place that is vacant, or wait for one; None where the job has ended before.
 
+        None too where this agent is for the store alone, and another one hosts it.
+
         Raises:
             RestartError: there are as many spare nodes as there may be.
             PeerLostError: see ``hold``.
         """
         if self._nodes.is_store_only and self._host is None:
-            self._on_note("another agent of this machine hosts the store")
+            self._closed = (0, "another agent of this machine hosts the store")
+            return None
         self._look_around()
         while self.place is None and self._closed is None and not self._is_stopped:
             self._pause()
