@@ -40,7 +40,7 @@ CLI = "dist_ckpt_strategies.cli"
 _START_S = 120.0
 """Longest time until all ranks have imported torch and found each other, in seconds."""
 _GRACE_S = 10.0
-"""How long the others may take to report that a rank was killed or has failed, in seconds."""
+"""How long the others may take to end when a rank has failed or rank 0 has ended, in seconds."""
 _POLL_S = 0.05
 _NUM_TAIL_LINES = 15
 
@@ -150,13 +150,13 @@ def run_ranks(
 
 
 def _codes_at_end(processes: Sequence[_Process]) -> list[int | None]:
-    """The exit codes when all have ended, or one has failed and others had time to report it."""
+    """The exit codes when all have ended, or rank 0, or one failed, and the others had time to."""
     left_s = _GRACE_S
     while left_s > 0:
         codes = [process.poll() for process in processes]
         if None not in codes:
             break
-        if any(codes):
+        if any(codes) or codes[0] is not None:
             left_s -= _POLL_S
         time.sleep(_POLL_S)
     return codes

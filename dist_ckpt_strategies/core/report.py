@@ -152,7 +152,7 @@ class RecoveryReport(_Report):
         received_nbytes: payload bytes that it received.
         sent_nbytes: payload bytes that it sent.
         copied_nbytes: bytes copied from its own old tensors to new ones.
-        gathered: whether the weights were made anew from the shards.
+        gathered: whether the weights were gathered from the shards.
         seconds: wall time, waiting for peers included.
     """
 

@@ -128,7 +128,7 @@ def log_memory(attempt: int, now: tuple[int, int], first: tuple[int, int]) -> No
 def release_free_memory() -> None:
     """Have glibc, and torch's allocator where CUDA has been used, return freed memory.
 
-    Each attempt allocates its model anew, from other threads, and glibc keeps the holes: without
+    Each attempt allocates its model again, from other threads, and glibc keeps the holes: without
     this a process grew by some megabytes with each restart.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

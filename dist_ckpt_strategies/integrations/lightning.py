@@ -217,7 +217,7 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
 
 
 class TieredCheckpointCallback(_Callback):  # type: ignore[misc]
-    """Saves a Lightning training by a TieredCheckpointManager, and goes on from the newest state.
+    """Saves a Lightning training by a TieredCheckpointManager, and continues from the newest state.
 
     ``fit`` needs no ``ckpt_path``: it begins with what the manager loads, if there is anything.
     Saved is what LightningStateProvider has, under the number of the trainer's ``global_step``;

@@ -282,7 +282,7 @@ def peft_callback_of(trainer: Any) -> Any:
 
 
 def go_to_batch(trainer: Any, num_batches: int) -> None:
-    """Begin the epoch's data anew, and pass over what the state has seen of it.
+    """Restart the epoch's data, and pass over what the state has seen of it.
 
     Lightning's loops count on from where they were; without this the loader would not.
     """

@@ -123,7 +123,7 @@ def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
         def setup_distributed(self) -> None:
             """See NeMo; over ``base_store``, if there is one, with keys of this attempt.
 
-            The number of micro-batches is determined anew: where it grows in a training, NeMo
+            The number of micro-batches is determined again: where it grows in a training, NeMo
             refuses one that an earlier attempt has left.
             """
             forget_num_microbatches()

@@ -88,7 +88,7 @@ def shard_tensors(optimizers: Sequence[Any]) -> Tensors:
 
 
 def weight_tensors(chunks: Sequence[Any]) -> tuple[Tensors, Tensors]:
-    """The weights that are made anew from the shards, and all else of the model."""
+    """The weights that are gathered from the shards, and all else of the model."""
     gathered: Tensors = {}
     fixed: Tensors = {}
     for number, chunk in enumerate(chunks):
@@ -140,7 +140,7 @@ def update_shards(optimizers: Sequence[Any]) -> None:
 
 
 def gather_parameters(optimizers: Sequence[Any], chunks: Sequence[Any]) -> None:
-    """Make the model's parameters anew from the shards. Collective over each instance."""
+    """Gather the model's parameters from the shards. Collective over each instance."""
     for one in optimizers:
         one._copy_main_params_to_model_params()  # noqa: SLF001 - Megatron has no other way
     for chunk in chunks:
@@ -153,5 +153,5 @@ def _main_params(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def forget_num_microbatches() -> None:
-    """Have the number of micro-batches in a step determined anew; without one does nothing."""
+    """Have the number of micro-batches in a step determined again; without one does nothing."""
     num_microbatches_calculator.destroy_num_microbatches_calculator()

@@ -331,7 +331,7 @@ class CheckpointManager:
         Raises:
             PeerTimeoutError, PeerLostError: a rank does not take part any more.
             RestartError: it broke off when ``trainer`` had been filled in part, on all ranks alike.
-                HPWrapper runs the block again, which makes it anew.
+                HPWrapper runs the block again, which creates it again.
         """
         provider = provider_of(trainer)
         comm = self._communicator(group)
@@ -389,7 +389,7 @@ class CheckpointManager:
         assert failure is not None  # noqa: S101 - callers have noted it by _refuse
         error = RestartError(
             f"a recovery from memory broke off with the state filled in part: {failure.message}; "
-            "the block has to make it anew"
+            "the block has to create it again"
         )
         error.global_rank = failure.global_rank
         raise error from failure

@@ -77,7 +77,7 @@ class RankFacts:
 
     Attributes:
         wanted: the shards of its new state, sorted by id.
-        gathered: ids of those that the ranks make anew from the others, once they have these.
+        gathered: ids of those that the ranks gather from the others, once they have these.
         held: what it has kept; None if nothing.
         why: why nothing, or no shards, in words.
         random_states: of which ranks it has the random states at the beginning of which step; see
@@ -114,7 +114,7 @@ class RecoveryPlan:
         object_sources: for every rank whose objects it takes; its own where it has them. Tensors
             and objects of one rank need not come from the same other one.
         random_sources: for every rank who has its random states; itself where it has them.
-        needs_gather: whether all ranks make the gathered shards anew, at the end.
+        needs_gather: whether all ranks gather those shards at the end.
     """
 
     target: int

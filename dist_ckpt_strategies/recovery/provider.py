@@ -43,7 +43,7 @@ class StateProvider(Protocol):
         """
 
     def gathered_parts(self) -> frozenset[str]:
-        """Ids of the shards of which ``gather_weights`` makes every tensor anew."""
+        """Ids of the shards of which ``gather_weights`` gathers every tensor."""
 
     def objects(self) -> Mapping[str, Any]:
         """State that is no tensor: schedulers, counters, data position. A copy, to be pickled.
@@ -63,7 +63,7 @@ class StateProvider(Protocol):
         """
 
     def gather_weights(self) -> None:
-        """Make the weights anew from the shards. Collective over the ranks that share them.
+        """Gather the weights from the shards. Collective over the ranks that share them.
 
         May be called again: equal shards give equal weights.
         """

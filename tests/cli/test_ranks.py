@@ -35,6 +35,10 @@ def test_a_rank_that_fails_alone_is_named_with_the_end_of_its_output() -> None:
     assert caught.value.__notes__ == ["the disk is full"]
 
 
+def test_a_rank_that_hangs_does_not_hold_up_the_command() -> None:
+    assert run_ranks(2, "tests.cli.rank_functions", ["hang"]) == 0
+
+
 def finished(*args: str | Path) -> subprocess.CompletedProcess[str]:
     command = [*map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
