@@ -40,6 +40,14 @@ class Job:
         self.nodes.append(Node(nodes, self._pool))
         return self.nodes[-1]
 
+    def placed(self, num_nodes: int) -> list[Node]:
+        """Nodes that come one after the other, so that the first has the first place."""
+        placed = []
+        for expected in range(num_nodes):
+            placed.append(self.node())
+            assert placed[-1].place() == expected
+        return placed
+
     def end(self) -> None:
         for node in self.nodes:
             node.places.stop()
@@ -123,8 +131,7 @@ def test_a_silent_node_loses_its_place_to_a_spare_and_can_neither_renew_nor_comm
     job_of: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of(2, num_spare_nodes=1)
-    other, lost = job.node(), job.node()
-    assert (other.place(), lost.place()) == (0, 1)
+    other, lost = job.placed(2)
     spare = job.node()
     until(lambda: spare.is_spare)
     state = RestartState(JobStore(HOST, job.port))
@@ -177,8 +184,7 @@ def _save_as_lost(_rank: int, address: str, directory: Path) -> str:
 
 def test_a_place_that_is_left_is_taken_at_once(job_of: Callable[..., Job]) -> None:
     job = job_of(2, num_spare_nodes=1, ttl_s=300.0)
-    first, second = job.node(), job.node()
-    assert (first.place(), second.place()) == (0, 1)
+    _first, second = job.placed(2)
     spare = job.node()
     until(lambda: spare.is_spare)
     second.leaves()
@@ -192,8 +198,7 @@ def test_a_node_that_none_replaces_ends_the_job_everywhere_by_its_name(
     comes: bool, job_of: Callable[..., Job]
 ) -> None:
     job = job_of(3, wait_s=1.0)
-    rest = [job.node(), job.node()]
-    assert [node.place() for node in rest] == [0, 1]
+    rest = job.placed(2)
     name = "no node has come"
     if comes:
         lost = job.node()
