@@ -20,6 +20,7 @@ from dist_ckpt_strategies.config import Options, store_options_from_environment
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    StorageError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
@@ -33,7 +34,6 @@ from dist_ckpt_strategies.storage.files import (
     Directory,
     file_errors,
     parsed_address,
-    read_file,
     require_directory,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
@@ -142,30 +142,28 @@ def read_marker(location: Location) -> CheckpointMarker:
             manifest.
         BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
-    content, what = None, ""
-    if isinstance(location, Path):
-        require_directory(location)
-        path = str(location / MARKER_NAME)
-        with file_errors(None, path):
-            if Path(path).exists():
-                content = read_file(path, MAX_JSON_NBYTES)
-            else:
-                what = f"; {_what_is_there(location)}"
-    else:
-        place = current_place(location)
-        path = place.path(MARKER_NAME)
-        try:
-            content = place.read(MARKER_NAME)
-        except IncompleteCheckpointError:
+    store = Directory(location) if isinstance(location, Path) else current_place(location)
+    path, what = store.path(MARKER_NAME), ""
+    try:
+        content = store.read(MARKER_NAME, 0, MAX_JSON_NBYTES if isinstance(location, Path) else -1)
+    except IncompleteCheckpointError:
+        if isinstance(location, Bucket):
             require_something(location)
-    if content is None:
+        else:
+            require_directory(location)
+            with file_errors(None, location):
+                what = f"; {_what_is_there(location)}"
         raise IncompleteCheckpointError(
             f"{location} is not a distributed checkpoint, or is incomplete: {path}, the last file "
             f"of a save, is missing{what}",
             path=path,
-        )
-    if isinstance(location, Bucket) and not place.has(INDEX_NAME):
-        path = place.path(INDEX_NAME)
+        ) from None
+    except StorageError:
+        if isinstance(location, Path):
+            require_directory(location)
+        raise
+    if isinstance(store, Bucket) and not store.has(INDEX_NAME):
+        path = store.path(INDEX_NAME)
         raise IncompleteCheckpointError(
             f"{location} is incomplete: {MARKER_NAME} is there, but {path} is missing", path=path
         )
@@ -225,11 +223,6 @@ def is_finished(location: Location) -> bool:
     except (CheckpointNotFoundError, IncompleteCheckpointError):
         return False
     return True
-
-
-def content_of(location: Location) -> Location:
-    """Where the files of a checkpoint lie: in a bucket below the prefix of its save."""
-    return location if isinstance(location, Path) else current_place(location)
 
 
 def current_place(bucket: Bucket) -> Bucket:

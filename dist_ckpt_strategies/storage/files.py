@@ -240,25 +240,6 @@ def remove_empty(directory: Path, root: Path) -> None:
     sync_path(directory)
 
 
-def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Write a file so that it is either whole and durable, or not there.
-
-    Written beside under a name of its own, flushed, renamed; then the directory is flushed.
-    """
-    partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        raise_if_cancelled()
-        partial.replace(path)
-    except BaseException:  # interrupted too: no other code knows its name
-        partial.unlink(missing_ok=True)
-        raise
-    sync_path(path.parent)
-
-
 def sync_path(path: Path | str) -> None:
     """Make the content of a file durable, or the names added to or removed from a directory."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -432,14 +413,28 @@ class Directory:
                 os.close(handle)
 
     @limited
-    def write(self, name: str, content: bytes) -> None:
-        """See Store."""
+    def write(self, name: str, content: bytes, *, key: str | None = None) -> None:
+        """See Store. Written beside under a name of its own, flushed, renamed; ``key`` for errors.
+
+        Then the directory is flushed.
+        """
         path = Path(self.path(name))
-        with file_errors(None, path):
+        partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
+        with file_errors(key, path):
             if not path.parent.is_dir():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 sync_path(path.parent.parent)
-            write_file(path, content)
+            try:
+                with partial.open("xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                raise_if_cancelled()
+                partial.replace(path)
+            except BaseException:  # interrupted too: no other code knows its name
+                partial.unlink(missing_ok=True)
+                raise
+            sync_path(path.parent)
 
     @limited
     def create(self, name: str, content: bytes) -> bool:
