@@ -39,8 +39,8 @@ from dist_ckpt_strategies.formats.objects import (
     write_dumped,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory, sync_directories
-from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
+from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory, sync_jobs
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import Store
 
 _OBJECT_THREADS = 8
@@ -132,7 +132,7 @@ class CheckpointWriter:
                 jobs.append(Job(one.key, f"{location}/{one.unique_key}", write))
             Transfer(jobs, _OBJECT_THREADS).wait(self.options.timeout_s)
             names = {one.key: one.key for one in objects}
-            run_with_limit(partial(sync_directories, location, names), location)
+            Transfer(sync_jobs(location, names), _OBJECT_THREADS).wait(self.options.timeout_s)
             return
         pack = bytearray()
         name = f"{OBJECTS_NAME}/rank-{self._global_rank + self._num_packs:05d}.bin"

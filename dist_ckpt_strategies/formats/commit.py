@@ -578,7 +578,7 @@ def _locked(staging: Path) -> Iterator[None]:
 def _remove_others(bucket: Bucket, current: Bucket) -> None:
     """Delete what other saves have put. Nothing is deleted where nothing is.
 
-    Who may put and read, and not delete, can save to a new URL.
+    A job that may put and read, and not delete, can save to a new URL.
     """
     kept = str(current.url).removeprefix(f"{bucket.url}/")
     names = bucket.names(SAVE_PREFIX)
@@ -604,7 +604,7 @@ def remove(bucket: Bucket) -> tuple[str, ...]:
     Objects that are no part of it stay.
 
     Returns:
-        What stays: names, without what comes behind their first ``/``.
+        What stays: names, up to their first ``/``.
     """
     for name in (MARKER_NAME, INDEX_NAME):
         if bucket.has(name):

@@ -133,8 +133,7 @@ def file_access(directory: Path, options: Options) -> FileAccess:
 
 @cache
 def _c_library() -> Any:
-    """The C library; None where it is not Linux's."""
-    return ctypes.CDLL(None, use_errno=True) if platform.system() == "Linux" else None
+    return ctypes.CDLL(None, use_errno=True)
 
 
 @limited
@@ -224,10 +223,9 @@ def _number(path: Path, name: str) -> int:
 
 def is_cached(handle: int, size: int) -> bool:
     """Whether the middle of a file is in the page cache; True where the kernel cannot tell."""
-    library = _c_library() if platform.machine() in _ARCHITECTURES else None
-    if library is not None:
+    if platform.machine() in _ARCHITECTURES:
         asked, counts = (ctypes.c_uint64 * 2)(size // 2, 1), (ctypes.c_uint64 * 5)()
-        if library.syscall(ctypes.c_long(_CACHESTAT), handle, asked, counts, 0) == 0:
+        if _c_library().syscall(ctypes.c_long(_CACHESTAT), handle, asked, counts, 0) == 0:
             return counts[0] > 0
     try:  # before Linux 6.5, and where this user may not ask
         os.preadv(handle, [bytearray(1)], size // 2, os.RWF_NOWAIT)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
@@ -26,6 +27,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.storage.folders import nbytes_text
 from dist_ckpt_strategies.storage.io_pool import (
     MAX_SLICE_NBYTES,
+    Job,
     limited,
     raise_if_cancelled,
     storage_error,
@@ -108,8 +110,7 @@ class StoreUrl:
         return cls(scheme, bucket, path)
 
 
-_LOST_A_SLASH = re.compile(rf"({'|'.join(SCHEMES)}|file):/(?!/)")
-_LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(?!//)")
+_LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(/?)(?!/)")
 
 
 def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path | StoreUrl:
@@ -128,13 +129,13 @@ def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path
         raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
     if not text:
         raise StrategyError(f"{what} is empty; name the checkpoint's directory")
-    if isinstance(address, Path) and _LOST_A_SLASH.match(text):
-        raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
-    scheme = _LACKS_SLASHES.match(text)
-    if scheme and not isinstance(address, Path):  # a typing error, and no directory
+    lacking = _LACKS_SLASHES.match(text)
+    if lacking and not isinstance(address, Path):  # a typing error, and no directory
         raise StrategyError(
-            f"{text}: a URL begins with {scheme[0]}//; a directory of that name is ./{text}"
+            f"{text}: a URL begins with {lacking[1]}://; a directory of that name is ./{text}"
         )
+    if lacking and lacking[2]:
+        raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
     if text.startswith("file://"):
         host, slash, path = text.removeprefix("file://").partition("/")
         if host not in {"", "localhost"} or not slash:
@@ -269,12 +270,12 @@ def new_file(path: str, *, is_flushed: bool = True) -> Iterator[int]:
         os.close(handle)
 
 
-def directories_above(root: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """Directories below ``root`` and those above them, up to it; with a key of each, for messages.
+def sync_jobs(root: Path, names: Mapping[str, str]) -> list[Job]:
+    """What makes the names of files in directories durable, and those of the directories.
 
     Args:
-        root: included.
-        names: directories below ``root``, with the key of what is in each.
+        root: included, like all directories between.
+        names: directories below ``root``, with the key of what is in each, for messages.
     """
     found = {str(root): ""}
     for name, key in names.items():
@@ -282,18 +283,7 @@ def directories_above(root: Path, names: Mapping[str, str]) -> dict[str, str]:
         while path not in found:
             found[path] = key
             path = path[: path.rindex("/")]
-    return found
-
-
-def sync_directories(root: Path, names: Mapping[str, str]) -> None:
-    """Make the names of files in directories durable, and those of the directories.
-
-    Raises:
-        StorageError: one cannot be flushed; see ``directories_above``.
-    """
-    for path, key in directories_above(root, names).items():
-        with file_errors(key, path):
-            sync_path(path)
+    return [Job(key, path, partial(sync_path, path)) for path, key in found.items()]
 
 
 _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
@@ -421,9 +411,7 @@ class Directory:
         path = Path(self.path(name))
         partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
         with file_errors(key, path):
-            if not path.parent.is_dir():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                sync_path(path.parent.parent)
+            make_directories(path.parent)
             try:
                 with partial.open("xb") as file:
                     file.write(content)

@@ -224,13 +224,18 @@ class Transfer:
             running = list(self._running.values())
             self._give_up()
             raise _no_answer(running, limit.seconds)
-        # The first, but rather that storage did not answer: no fall-back follows that.
-        for job, error in sorted(
-            self._failures, key=lambda failure: not isinstance(failure[1], StorageTimeoutError)
-        ):
-            if job.key is None or isinstance(error, CheckpointError):
-                raise error
-            raise storage_error(job.key, job.path, error) from error
+        if self._failures:
+            # The first, but rather that storage did not answer: no fall-back follows that.
+            job, error = min(
+                self._failures, key=lambda f: not isinstance(f[1], StorageTimeoutError)
+            )
+            self._failures.clear()
+            try:
+                if job.key is None or isinstance(error, CheckpointError):
+                    raise error
+                raise storage_error(job.key, job.path, error) from error
+            finally:
+                del job, error  # or the traceback would refer to itself, and to memory
         raise_if_cancelled()  # this thread may itself work for one that was given up
 
     def num_running_after(self, seconds: float) -> int:
