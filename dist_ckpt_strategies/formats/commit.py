@@ -240,7 +240,7 @@ class DirectoryPlace(PlaceBase):
         with file_errors(None, root):
             make_directories(root)
             if not root.is_dir():
-                require_directory(root)
+                require_directory(root)  # names what is there instead
             present = set(os.listdir(root))  # noqa: PTH208 - the names alone
         if self.is_format2 and not (root / SAVE_NAME).is_file():
             for name in sorted(present.intersection(FOLDER_NAMES)):

@@ -275,11 +275,11 @@ class Transfer:
 
 def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
     """What is raised where jobs did not end in time."""
-    lead, key, path = "", None, None
+    key, path, lead = None, None, ""
     if running:
         key, path = running[0].key, str(running[0].path)
         more = f" (and {len(running) - 1} more)" if len(running) > 1 else ""
-        lead = f"{f'{key}: ' if key else ''}{path}{more}: "
+        lead = f"{key}: {path}{more}: " if key else f"{path}{more}: "
     return StorageTimeoutError(
         f"{lead}storage did not answer within {limit_s:g} s; check this rank's disk or network, or "
         "raise timeout_s",
