@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 from dist_ckpt_strategies.config import Credentials, StoreOptions
 from dist_ckpt_strategies.errors import (
@@ -20,8 +20,14 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StoreAccessError,
     StoreUnreachableError,
+    StrategyError,
 )
-from dist_ckpt_strategies.storage.files import StoreUrl, WrongSizeError
+from dist_ckpt_strategies.storage.files import WrongSizeError
+
+SCHEMES = ("s3", "gs")
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
+_REFUSED = frozenset("?#\\*[]\0")
 
 _DETAIL = re.compile(r" \[[a-z0-9_-]+='.*", re.DOTALL)
 """What TensorStore appends: codes, ids and the body of the response."""
@@ -29,6 +35,57 @@ _DETAIL = re.compile(r" \[[a-z0-9_-]+='.*", re.DOTALL)
 _NO_CREDENTIALS = "Failed to get credentials"
 _RETRIED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """``scheme://bucket/path``.
+
+    Attributes:
+        scheme: ``"s3"`` or ``"gs"``.
+        bucket: name of the bucket.
+        path: what the names of all objects of the checkpoint start with, without a ``/`` at either
+            end; empty for the whole bucket.
+    """
+
+    scheme: str
+    bucket: str
+    path: str
+
+    def __str__(self) -> str:
+        """The URL, without a ``/`` at its end."""
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
+
+    @property
+    def prefix(self) -> str:
+        """What stands before a name below the checkpoint, in the name of an object."""
+        return f"{self.path}/" if self.path else ""
+
+    def below(self, name: str) -> Self:
+        """The address of what lies below this one, under a name without a ``/``."""
+        return replace(self, path=f"{self.prefix}{name}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The address that a URL states.
+
+        Raises:
+            StrategyError: it states none; says why.
+        """
+        scheme, _, rest = text.partition("://")
+        if scheme not in SCHEMES:
+            known = ", ".join(f"{scheme}://bucket/path" for scheme in SCHEMES)
+            raise StrategyError(f"{text}: expected {known}, file:///path or a path")
+        bucket, _, path = rest.partition("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise StrategyError(f"{text}: {bucket!r} is no name of a bucket")
+        path = path.rstrip("/")
+        parts = path.split("/") if path else []
+        if _REFUSED.intersection(path) or any(part in {"", ".", ".."} for part in parts):
+            raise StrategyError(
+                f"{text}: a path in a bucket has no empty part, no '.', '..' and none of ?#\\*[]"
+            )
+        return cls(scheme, bucket, path)
 
 
 class Operation(Enum):
