@@ -316,7 +316,7 @@ def _complete(directory: Path) -> None:
 
 
 def _in_store(place: Bucket) -> dict[str, bool]:
-    url = str(place.url)
+    url = str(place)
     names = list(place.names(""))
     if MARKER_NAME in names:
         return {url: True}
