@@ -120,8 +120,9 @@ def file_access(directory: Path, options: Options) -> FileAccess:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
         for line in mounts.splitlines():
             fields, _, source = line.partition(" - ")
-            if not kind and fields.split()[2] == number:
+            if fields.split()[2] == number:
                 kind = source.split()[0]
+                break
     access = _BY_TYPE.get(kind, _OTHER)
     return replace(
         access,
