@@ -35,12 +35,12 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
+    Directory,
     file_errors,
     is_directory,
     is_elsewhere,
     read_file,
     remove_empty,
-    write_file,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
 
@@ -272,7 +272,7 @@ def write_dumped(root: Path, object_id: ObjectId, content: bytes) -> None:
     path = root / (object_id.unique_key + OBJECT_SUFFIX)
     with file_errors(object_id.key, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, content)
+        Directory(path.parent).write(path.name, content, key=object_id.key)
 
 
 def read_object(root: Path, object_id: ObjectId, allow: Allowed) -> Any:

@@ -40,7 +40,6 @@ from dist_ckpt_strategies.storage.files import (
 )
 from dist_ckpt_strategies.storage.io_pool import (
     MAX_SLICE_NBYTES,
-    is_cancelled,
     limited,
     raise_if_cancelled,
 )
@@ -203,8 +202,11 @@ class ShardWriter:
             raise_if_cancelled()
             self._partial.replace(self.path)  # locked until it has its name
             self._has_appeared = True
-            if is_cancelled():
-                self.path.unlink()
+            try:
+                raise_if_cancelled()
+            except StorageError:
+                self.path.unlink(missing_ok=True)
+                raise
             self._handle = None
             del handle
             sync_path(self.path.parent)

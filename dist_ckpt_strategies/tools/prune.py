@@ -13,9 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.config import StoreOptions, store_options_from_environment
+from dist_ckpt_strategies.config import StoreOptions
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompatibleVersionError,
@@ -26,30 +25,31 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.commit import (
     OLD_MARKER_NAME,
     complete_commit,
+    remove,
     remove_contents,
 )
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
+from dist_ckpt_strategies.formats.locations import (
+    SAVE_PREFIX,
+    Location,
+    located,
+    require_something,
+)
 from dist_ckpt_strategies.formats.manifest import SAVE_NAME
 from dist_ckpt_strategies.formats.scan import read_begun, scan
+from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Directory,
-    StoreUrl,
     file_errors,
     is_elsewhere,
-    parsed_address,
     require_directory,
     sync_path,
 )
 from dist_ckpt_strategies.storage.folders import folders_below, reason
 from dist_ckpt_strategies.storage.store import Store
-
-if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
-    from dist_ckpt_strategies.storage.bucket import Bucket
-
-    Location = Path | Bucket
 
 _TRACKER_NAME = "latest_checkpointed_iteration.txt"
 """Where Megatron-LM notes which iteration is to be resumed."""
@@ -180,11 +180,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         StorageError: ``root`` cannot be read, or something cannot be removed; what went before is
             gone.
     """
-    location: Location | StoreUrl = parsed_address(root, what="root")
-    if isinstance(location, StoreUrl):
-        from dist_ckpt_strategies.storage.bucket import Bucket  # noqa: PLC0415
-
-        location = Bucket(location, store or store_options_from_environment())
+    location = located(root, store, what="root")
     policy = RetentionPolicy(keep_last, keep_every, unfinished, older_than_s)
     removed, kept = [], []
     for decision in build_prune_plan(_find(location), policy):
@@ -292,11 +288,6 @@ def _find(root: Location) -> list[PruneDecision]:
 
 def _names_below(root: Bucket) -> tuple[list[str], bool]:
     """What stands for directories below a URL, and whether it is a checkpoint itself."""
-    from dist_ckpt_strategies.formats.locations import (  # noqa: PLC0415
-        SAVE_PREFIX,
-        require_something,
-    )
-
     names = root.names()
     if not names:
         require_something(root)
@@ -387,8 +378,6 @@ def _is_unchanged(root: Location, found: PruneDecision, older_than_s: float) -> 
 def _remove(root: Location, name: str) -> tuple[str, ...]:
     """Remove a checkpoint, its marker first; names of what is no part of it, and stays."""
     if not isinstance(root, Path):
-        from dist_ckpt_strategies.formats.commit import remove  # noqa: PLC0415
-
         return remove(root.below(name))
     directory = root / name
     remove_contents(directory)
