@@ -222,17 +222,12 @@ class _Files:
                     landing = partial(target.landing, device=memory.device)
                     incoming.append(Incoming(t.id_, t.sender, nbytes, target.write, landing))
                     continue
-                shard = self._readers[t.id_].shard
-                places = zip(shard.byte_offsets, shard.buffers, strict=True)
+                reader = self._readers[t.id_]
+                places = zip(reader.shard.byte_offsets, reader.shard.buffers, strict=True)
+                into = [memory[start : start + buffer.nbytes].numpy() for start, buffer in places]
                 self._own_reads[t.id_] = [
-                    threads.submit(
-                        number % _NUM_READERS,
-                        self._read_buffer,
-                        t.id_,
-                        number,
-                        memory[start : start + buffer.nbytes].numpy(),
-                    )
-                    for number, (start, buffer) in enumerate(places)
+                    threads.submit(number % _NUM_READERS, reader.read_buffer, number, place)
+                    for number, place in enumerate(into)
                 ]
             elif t.sender == self._rank:
                 read = partial(self._read, t.id_)
@@ -249,11 +244,6 @@ class _Files:
                 self._readers[id_].read(start, host.numpy())
                 return host
         return host.zero_()
-
-    def _read_buffer(self, id_: str, number: int, into: Bytes) -> Digest:
-        with self._noted(id_):
-            return self._readers[id_].read_buffer(number, into)
-        return 0
 
     def find_bad(self) -> list[list[object]]:
         """Every copy that this rank found to be damaged: who read it, its id, and the reason."""
@@ -279,7 +269,7 @@ class _Files:
         return failed + [[self._rank, id_, str(error)] for id_, error in self._failures.items()]
 
 
-def _described(content: Bytes) -> tuple[LocalShard, Sequence[Digest], Sequence[Digest]]:
+def _described(content: Bytes) -> tuple[LocalShard, tuple[Digest, ...], list[Digest]]:
     """What a file in memory says that it holds, the digests that it states, and those it has."""
     nbytes = footer_nbytes(content[-END_NBYTES:].tobytes(), content.size)
     shard, expected = decode_footer(content[-nbytes:].tobytes(), content.size)
