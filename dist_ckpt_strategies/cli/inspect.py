@@ -26,7 +26,7 @@ from dist_ckpt_strategies.cli.render import (
     shape_text,
 )
 from dist_ckpt_strategies.cli.status import Status, status_of_issues
-from dist_ckpt_strategies.comm.shared_work import Ranks
+from dist_ckpt_strategies.comm.shared_work import Ranks, Watch
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.formats.issues import (
@@ -37,7 +37,6 @@ from dist_ckpt_strategies.formats.issues import (
     ScannedObject,
     StaleFile,
     StaleKind,
-    Watch,
 )
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy, scan_local, verify_local

@@ -34,9 +34,6 @@ NO_FILE = "no file"
 NO_ANSWER = (StoreAccessError, StoreUnreachableError, BucketNotFoundError)
 """Errors of an object store as a whole: they say nothing about the object that was asked for."""
 
-Watch = Callable[[int, int], None]
-"""Called with how much of a step is done and how much there is; the second may still grow."""
-
 _MAX_NAMED = 3
 COMMON_FORMAT = ("torch", 1)
 

@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.comm.shared_work import Count, Ranks
+from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
 from dist_ckpt_strategies.core.array import UNKNOWN, ArraySpec, ObjectId, Shape
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -26,6 +26,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
+from dist_ckpt_strategies.formats.chunks import ZARR_JSON
 from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import (
     COMMON_FORMAT,
@@ -41,7 +42,6 @@ from dist_ckpt_strategies.formats.issues import (
     ScannedObject,
     StaleFile,
     StaleKind,
-    Watch,
     check_marker,
     compared,
     marker_or_issue,
@@ -53,7 +53,11 @@ from dist_ckpt_strategies.formats.issues import (
 from dist_ckpt_strategies.formats.locations import (
     HOLDS_SAFETENSORS,
     CheckpointMarker,
+    Location,
     are_safetensors,
+    current_place,
+    require_something,
+    visible_place,
 )
 from dist_ckpt_strategies.formats.manifest import (
     FOLDER_NAMES,
@@ -67,8 +71,8 @@ from dist_ckpt_strategies.formats.manifest import (
     ObjectRecord,
 )
 from dist_ckpt_strategies.formats.objects import file_damage, shard_id, shard_path
-from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, parse_metadata
-from dist_ckpt_strategies.formats.zarr3 import METADATA_NAME as FORMAT2_METADATA_NAME
+from dist_ckpt_strategies.formats.zarr2 import LOCKS_SUFFIX, METADATA_NAME, parse_metadata
+from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -90,9 +94,8 @@ from dist_ckpt_strategies.storage.folders import (
 )
 from dist_ckpt_strategies.storage.store import Store
 
-if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
+if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
-    from dist_ckpt_strategies.storage.bucket import Bucket
 
 _FORMAT1, _FORMAT2 = ("zarr", 1), ("zarr", 2)
 
@@ -102,8 +105,6 @@ _NUM_THREADS = 8
 _CHUNK_NAME = re.compile(r"\d+(?:\.\d+)*", re.ASCII)
 _CHUNK_FOLDERS = re.compile(r"(?:/\d+)+\Z", re.ASCII)
 _SUFFIX = f"/{METADATA_NAME}"
-_LOCKS_SUFFIX = ".sync"
-"""Megatron-Core <= 0.15 kept locks of the array ``w`` in ``w.sync``, one empty file each."""
 
 _TEMPORARY_SUFFIXES = (".__lock", ".partial")
 """Files that TensorStore and zarr-python rename once they are whole."""
@@ -114,7 +115,7 @@ _UNLISTED_NAMES = (MARKER_NAME, COMMON_NAME, SAVE_NAME, INDEX_NAME)
 """Files that belong to a checkpoint of format 2, though the manifest may not list them."""
 
 
-def scan(place: Path | Bucket, watch: Watch | None = None) -> Scan:
+def scan(place: Location, watch: Watch | None = None) -> Scan:
     """What a checkpoint holds, and what is wrong with it, by names, sizes and metadata.
 
     Reads no array and no object; ``verify`` compares their bytes. A checkpoint of another sharded
@@ -265,7 +266,7 @@ def _stale_kind(folder: Folder) -> StaleKind | None:
         return StaleKind.REMOVED
     if parts[0].startswith(PARTIAL_PREFIX):
         return StaleKind.PARTIAL
-    if parts[-1].endswith(_LOCKS_SUFFIX) and folder.files and not folder.nbytes:
+    if parts[-1].endswith(LOCKS_SUFFIX) and folder.files and not folder.nbytes:
         return StaleKind.LOCKS
     return None
 
@@ -439,12 +440,6 @@ def _require_listed(root: Path, folder: Folder) -> None:
 
 def _files_of_bucket(bucket: Bucket) -> _Listed:
     """One list of all names below the URL: those of the last save, and what is beside it."""
-    from dist_ckpt_strategies.formats.locations import (  # noqa: PLC0415
-        current_place,
-        require_something,
-        visible_place,
-    )
-
     names = bucket.names()
     if not names:
         require_something(bucket)
@@ -484,7 +479,7 @@ def _is_own(name: str) -> bool:
 
 
 def _scan_format2(
-    place: Path | Bucket,
+    place: Location,
     store: Store,
     marker: CheckpointMarker | Issue,
     files: dict[str, int | None],
@@ -496,6 +491,7 @@ def _scan_format2(
     checks = partial(manifest_files, store, arrays, objects, common)
     of_files: list[Issue] = []
     listed = set(_UNLISTED_NAMES)
+    scanned = []
     chunks: dict[str, list[int]] = defaultdict(list)
     for check in checks():
         listed.add(check.name)
@@ -503,8 +499,12 @@ def _scan_format2(
         if check.name in files:
             nbytes = files[check.name]
             nbytes = files[check.name] = check.nbytes if nbytes is None else nbytes
-            if check.key is not None and not check.name.endswith(FORMAT2_METADATA_NAME):
+            if check.key is not None and not check.name.endswith(ZARR_JSON):
                 chunks[check.key].append(nbytes)
+    for record in arrays:
+        writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
+        sizes = chunks[record.array.key]
+        scanned.append(ScannedArray(record.array, len(sizes), sum(sizes), writers))
     if common is None and COMMON_NAME not in files:
         of_files.append(missing_common())
     if index is not None and not issues:
@@ -516,7 +516,7 @@ def _scan_format2(
         version=2,
         marker=marker if isinstance(marker, CheckpointMarker) else None,
         common_nbytes=files.get(COMMON_NAME),
-        arrays=tuple(_scanned_array(record, chunks[record.array.key]) for record in arrays),
+        arrays=tuple(scanned),
         objects=tuple(_grids(objects)),
         stale_files=tuple(StaleFile(StaleKind.PARTIAL, *one) for one in stale),
         issues=sorted_by_key([*check_marker(marker, _FORMAT2), *issues, *of_files]),
@@ -590,16 +590,9 @@ def _bad_manifest(name: str, error: CheckpointError) -> Issue:
     return Issue(Problem.DAMAGED, None, name, "what the save wrote", text)
 
 
-def _scanned_array(record: ArrayRecord, sizes: Sequence[int]) -> ScannedArray:
-    writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
-    return ScannedArray(record.array, len(sizes), sum(sizes), writers)
-
-
 def _grids(objects: Sequence[ObjectRecord]) -> Iterator[ScannedObject]:
-    by_key: dict[str, list[ObjectRecord]] = {}
-    for record in objects:
-        by_key.setdefault(record.id.key, []).append(record)
-    for key, records in by_key.items():
+    for key, group in groupby(objects, lambda record: record.id.key):
+        records = list(group)
         nbytes = sum(record.span.nbytes for record in records if record.span is not None)
         writers = tuple(sorted({record.writer for record in records}))
         shape = records[0].id.shape

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from dist_ckpt_strategies.comm.shared_work import Watch
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -30,7 +31,6 @@ from dist_ckpt_strategies.formats.issues import (
     Problem,
     StaleFile,
     StaleKind,
-    Watch,
     marker_or_issue,
     missing_common,
     unreadable,
