@@ -248,8 +248,8 @@ def summary_of(
         "leftovers": list(map(asdict, found.stale_files)),
         "begun": asdict(found.begun) if found.begun else None,
         "unfinished": is_unfinished,
-        "layout": dict(found.index.layout) if found.index else None,
-        "versions": dict(found.index.versions) if found.index else None,
+        "layout": dict(found.manifest.layout) if found.manifest else None,
+        "versions": dict(found.manifest.versions) if found.manifest else None,
         "others": found.others,
     }
     contents = f"{counted(len(found.arrays), 'array')}, {counted(len(found.objects), 'object')}"
@@ -357,8 +357,8 @@ def _facts(found: Scan) -> Iterator[tuple[str, str]]:
     yield "backend", backend
     if found.begun is not None:
         yield "saved", f"began {_begun(found.begun)}"
-    if found.index is not None:
-        layout, versions = found.index.layout.items(), found.index.versions.items()
+    if found.manifest is not None:
+        layout, versions = found.manifest.layout.items(), found.manifest.versions.items()
         if layout:
             yield "layout", ", ".join(f"{name} {size}" for name, size in layout)
         yield "written by", ", ".join(f"{name} {number}" for name, number in versions)

@@ -245,7 +245,7 @@ class Format2Checkpoint:
                     path=path,
                 )
 
-        checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.index.common)
+        checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.common)
         jobs = (
             Job(check.key or "", store.path(check.name), partial(require, check))
             for check in islice(checks, rank, None, num_ranks)
@@ -261,7 +261,7 @@ class Format2Checkpoint:
         """
         content, path = self.file_store.read(COMMON_NAME), self.file_store.path(COMMON_NAME)
         found = FileDigest(len(content), digest_of(content))
-        listed = self.manifest.index.common
+        listed = self.manifest.common
         if listed not in {None, found}:
             raise CorruptCheckpointError(
                 f"{path} is damaged: expected {listed}, found {found}", path=path

@@ -127,23 +127,6 @@ class FileDigest(NamedTuple):
         return f"{self.nbytes} bytes with digest {self.digest}"
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestIndex:
-    """The manifest's table of contents.
-
-    Attributes:
-        segments: its files, by their first keys.
-        common: the common state's file; None where there was none at the time of the save.
-        layout: parallel sizes of the job that saved, by name, and its number of ranks.
-        versions: of the packages that took part, by name.
-    """
-
-    segments: tuple[SegmentEntry, ...]
-    common: FileDigest | None
-    layout: Mapping[str, int]
-    versions: Mapping[str, str]
-
-
 def begun_content(save_id: str) -> bytes:
     """The bytes of the first file of a save, which says where and when it began."""
     begun = {"token": save_id, "host": socket.gethostname(), "time": time.time()}
@@ -229,8 +212,11 @@ class Manifest:
         store: the checkpoint.
 
     Attributes:
-        index: its table of contents.
-        digest: of the file of that.
+        segments: its files, by their first keys.
+        common: the common state's file; None where there was none at the time of the save.
+        layout: parallel sizes of the job that saved, by name, and its number of ranks.
+        versions: of the packages that took part, by name.
+        digest: of the index, which lists all these.
 
     Raises:
         IncompleteCheckpointError: it has none.
@@ -259,15 +245,17 @@ class Manifest:
                     f"{path}: schema {fields['schema']} {fields['version']}, this version of the "
                     f"package reads {SCHEMA} {_VERSION}; install a later one"
                 )
-            segments = tuple(SegmentEntry(**listed) for listed in fields["parts"])
-            for segment in segments:
+            self.segments = tuple(SegmentEntry(**listed) for listed in fields["parts"])
+            for segment in self.segments:
                 if not segment.name.startswith(f"{MANIFEST_NAME}/") or ".." in segment.name:
                     raise ValueError(f"{segment.name!r}, expected a file in {MANIFEST_NAME}")
-            firsts = [segment.first for segment in segments]
+            firsts = [segment.first for segment in self.segments]
             if not firsts or firsts != sorted(set(firsts)):
                 raise ValueError("the first keys of its segments do not ascend")
-            common = fields["common"] and FileDigest(*fields["common"])
-            self.index = ManifestIndex(segments, common, fields["layout"], fields["versions"])
+            common = fields["common"]
+            self.common = None if common is None else FileDigest(*common)
+            self.layout: Mapping[str, int] = fields["layout"]
+            self.versions: Mapping[str, str] = fields["versions"]
 
     def find(self, key: str) -> ArrayRecord:
         """The array of that key.
@@ -293,7 +281,7 @@ class Manifest:
 
     def keys(self) -> Iterator[str]:
         """The keys of all arrays, sorted."""
-        for entry in self.index.segments:
+        for entry in self.segments:
             yield from self._segment(entry.first).arrays
 
     def arrays(self) -> Iterator[ArrayRecord]:
@@ -302,7 +290,7 @@ class Manifest:
 
     def objects(self) -> Iterator[ObjectRecord]:
         """All shards of objects, sorted."""
-        for entry in self.index.segments:
+        for entry in self.segments:
             yield from self._segment(entry.first).objects.values()
 
     def contents_of(self, entry: SegmentEntry) -> tuple[list[ArrayRecord], list[ObjectRecord]]:
@@ -317,8 +305,8 @@ class Manifest:
 
     def _segment(self, key: str) -> _Segment:
         """The segment that lists a key, if one does."""
-        number = bisect_right(self.index.segments, key, key=lambda entry: entry.first) - 1
-        entry = self.index.segments[max(number, 0)]
+        number = bisect_right(self.segments, key, key=lambda entry: entry.first) - 1
+        entry = self.segments[max(number, 0)]
         if entry.name in self._segments:
             return self._segments[entry.name]
         content, path = self._store.read(entry.name), self._store.path(entry.name)

@@ -114,7 +114,7 @@ class ZarrReader(CheckpointReader):
             for a in self._specs.values()
         )
         if isinstance(checkpoint, Format2Checkpoint):
-            self.layout = checkpoint.manifest.index.layout
+            self.layout = checkpoint.manifest.layout
 
     def read(self, key: str, region: Region, target: HostArray) -> None:
         """See CheckpointReader. Arrays of format 1 have no digests."""
