@@ -26,7 +26,7 @@ from dist_ckpt_strategies.cli.render import (
     shape_text,
 )
 from dist_ckpt_strategies.cli.status import Status, status_of_issues
-from dist_ckpt_strategies.comm.shared_work import Ranks
+from dist_ckpt_strategies.comm.shared_work import Ranks, Watch
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.formats.issues import (
@@ -37,7 +37,6 @@ from dist_ckpt_strategies.formats.issues import (
     ScannedObject,
     StaleFile,
     StaleKind,
-    Watch,
 )
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.scan import scan, verify
@@ -244,8 +243,8 @@ def summary_of(
         "leftovers": list(map(asdict, found.stale_files)),
         "begun": asdict(found.begun) if found.begun else None,
         "unfinished": is_unfinished,
-        "layout": dict(found.index.layout) if found.index else None,
-        "versions": dict(found.index.versions) if found.index else None,
+        "layout": dict(found.manifest.layout) if found.manifest else None,
+        "versions": dict(found.manifest.versions) if found.manifest else None,
         "others": found.others,
     }
     contents = f"{counted(len(found.arrays), 'array')}, {counted(len(found.objects), 'object')}"
@@ -353,8 +352,8 @@ def _facts(found: Scan) -> Iterator[tuple[str, str]]:
     yield "backend", backend
     if found.begun is not None:
         yield "saved", f"began {_begun(found.begun)}"
-    if found.index is not None:
-        layout, versions = found.index.layout.items(), found.index.versions.items()
+    if found.manifest is not None:
+        layout, versions = found.manifest.layout.items(), found.manifest.versions.items()
         if layout:
             yield "layout", ", ".join(f"{name} {size}" for name, size in layout)
         yield "written by", ", ".join(f"{name} {number}" for name, number in versions)

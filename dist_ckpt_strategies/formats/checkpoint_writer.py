@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import BucketWriter, DirectoryWriter, StoreWriter
 from dist_ckpt_strategies.formats.commit import BucketPlace, DirectoryPlace
 from dist_ckpt_strategies.formats.locations import Location, require_path, store_at
 from dist_ckpt_strategies.formats.manifest import (
+    HEADER,
+    INDEX_LEAD,
     INDEX_NAME,
     MANIFEST_NAME,
     OBJECTS_NAME,
     Fields,
     SegmentEntry,
-    array_fields,
     digest_of,
-    index_content,
-    merged_segment,
-    segment_content,
 )
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
@@ -47,6 +48,10 @@ _OBJECT_THREADS = 8
 
 _MAX_PLAIN_NBYTES = 4 << 10
 """Larger plain objects go to a file of objects, which keeps the manifest small."""
+
+_PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
+
+_compact_json = partial(json.dumps, separators=(",", ":"), allow_nan=False)
 
 
 class CheckpointWriter:
@@ -118,6 +123,7 @@ class CheckpointWriter:
         else:
             self.store = Directory(location)
             self.arrays = DirectoryWriter(location, self.options)
+        self.store = self.arrays.store
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """Store what was dumped of this rank's objects, durably: files of one, or of many.
@@ -156,16 +162,26 @@ class CheckpointWriter:
             arrays: those that this rank has created or written to.
             firsts: the first key that each segment may list; the empty one first.
         """
-        chunks: dict[str, dict[Shape, bytes]] = defaultdict(dict)
-        for (key, index), digests in self.arrays.digests.items():
-            chunks[key][index] = digests
-        found: dict[int, tuple[list[Fields], list[Fields]]] = defaultdict(lambda: ([], []))
+        rank = self._global_rank
+        files: dict[str, list[Fields]] = defaultdict(list)
+        for (key, index), digests in sorted(self.arrays.digests.items()):
+            files[key].append({"index": index, "writer": rank, "digests": digests.hex()})
+        segments: dict[int, dict[str, list[Fields]]]
+        segments = defaultdict(lambda: {"arrays": [], "objects": []})
         for array in arrays:
-            fields = array_fields(array, self._global_rank, chunks[array.key])
-            found[bisect_right(firsts, array.key) - 1][0].append(fields)
+            fields: Fields = {
+                "key": array.key,
+                "shape": array.shape,
+                "dtype": array.dtype.value,
+                "chunk_shape": array.chunk_shape,
+                "inner_shape": array.inner_shape,
+                "crc32c": array.has_crc32c,
+                "chunks": files[array.key],
+            }
+            segments[bisect_right(firsts, array.key) - 1]["arrays"].append(fields)
         for fields in self._objects:
-            found[bisect_right(firsts, fields["key"]) - 1][1].append(fields)
-        return {number: segment_content(*both) for number, both in found.items()}
+            segments[bisect_right(firsts, fields["key"]) - 1]["objects"].append(fields)
+        return {number: _compact_json(fields).encode() for number, fields in segments.items()}
 
     def write_segment(self, number: int, first: str, contents: Iterable[bytes]) -> Any:
         """Write a segment of the manifest, durably; its entry in the index, of JSON types.
@@ -179,13 +195,32 @@ class CheckpointWriter:
             IncompleteCheckpointError: ranks describe an array differently, or no rank has written
                 some chunk.
         """
-        try:
-            arrays, objects = merged_segment(contents)
-        except ValueError as error:
+        arrays: dict[str, tuple[Fields, list[Fields]]] = {}
+        objects: list[Fields] = []
+        problems = []
+        for content in contents:
+            segment = json.loads(content)
+            objects += segment["objects"]
+            for fields in segment["arrays"]:
+                key, chunks = fields["key"], fields.pop("chunks")
+                known, known_chunks = arrays.setdefault(key, (fields, []))
+                known_chunks += chunks
+                if known != fields:
+                    problems.append(f"{key}: {known} on one rank, {fields} on another")
+        for key, (fields, chunks) in arrays.items():
+            pairs = zip(fields["shape"], fields["chunk_shape"], strict=True)
+            expected = math.prod(-(-n // c) for n, c in pairs)
+            if len({tuple(chunk["index"]) for chunk in chunks}) != expected:
+                problems.append(f"{key}: {len(chunks)} of {expected} chunks")
+        if problems:
             raise IncompleteCheckpointError(
-                f"{self.store}: the files that the ranks wrote are not a checkpoint: {error}"
-            ) from error
-        content, name = segment_content(arrays, objects), f"{MANIFEST_NAME}/part-{number:05d}.json"
+                f"{self.store}: the files that the ranks wrote are not a checkpoint: {problems[0]}"
+            )
+        merged = {
+            "arrays": [{**fields, "chunks": some} for _, (fields, some) in sorted(arrays.items())],
+            "objects": sorted(objects, key=lambda fields: (fields["key"], fields["offset"])),
+        }
+        content, name = _compact_json(merged).encode(), f"{MANIFEST_NAME}/part-{number:05d}.json"
         self.store.write(name, content)
         return [name, first, len(content), digest_of(content), len(arrays), len(objects)]
 
@@ -199,9 +234,27 @@ class CheckpointWriter:
             layout: parallel sizes of the job that saved.
             common: content of the common state's file; None where others have written that.
         """
-        segments = [SegmentEntry(*entry) for entry in entries]
         # Megatron-Core's own save has put the common state into the checkpoint already.
         for store in (self.store, store_at(self.root)) if common is None else ():
             with suppress(IncompleteCheckpointError):
                 common = common or store.read(COMMON_NAME)
-        self.store.write(INDEX_NAME, index_content(segments, common, layout))
+        segments = [SegmentEntry(*entry)._asdict() for entry in entries]
+        body = {
+            **HEADER,
+            "layout": dict(layout),
+            "versions": _installed_versions(),
+            "common": None if common is None else [len(common), digest_of(common)],
+            "parts": sorted(segments, key=lambda segment: segment["first"]),
+        }
+        rest = b'",' + json.dumps(body, indent=1).encode()[1:]
+        self.store.write(INDEX_NAME, INDEX_LEAD + digest_of(rest).encode() + rest)
+
+
+@cache
+def _installed_versions() -> Mapping[str, str]:
+    """The versions of the packages that take part; looking them up takes milliseconds."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # a package run from its sources
+            found[name] = importlib.metadata.version(name)
+    return found

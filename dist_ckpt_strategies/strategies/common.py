@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dist_ckpt_strategies.comm.collective import run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
@@ -13,6 +14,7 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     IncompleteCheckpointError,
 )
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
 from dist_ckpt_strategies.formats.commit import invalidate
 from dist_ckpt_strategies.formats.locations import (
     current_place,
@@ -25,7 +27,6 @@ from dist_ckpt_strategies.formats.objects import (
     dump_loadable,
     load_content,
     object_ids,
-    read_object,
     write_dumped,
 )
 from dist_ckpt_strategies.megatron.shards import (
@@ -174,10 +175,15 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
     ) -> StateDict:
         """A state dict of the same structure with the stored objects. Rank-local."""
-        root, allow = self._directory(checkpoint_dir), self.allowed()
-        return mapped_values(
-            lambda value: read_object(root, object_id(value), allow), sharded_objects_state_dict
-        )
+        checkpoint = Format1Checkpoint(self._directory(checkpoint_dir), self.options)
+        allow = self.allowed()
+
+        def load(value: Any) -> Any:
+            name = object_id(value)
+            content, path = checkpoint.object_content(name), checkpoint.object_path(name)
+            return load_content(content, path, name.unique_key, allow)
+
+        return mapped_values(load, sharded_objects_state_dict)
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
