@@ -62,41 +62,42 @@ _FIRST_TELLER_S = 0.1
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class HPWrapper:
-    """Makes a function a block that is run again on every rank, in place, when a rank fails.
+    """Decorator: run a function again on every rank, in place, when a rank fails.
 
-    ``@HPWrapper(...)`` above a function whose parameter annotated with HPCallWrapper, if it has
-    one, is given the wrapper of the call.
+    A parameter of the function that is annotated with HPCallWrapper receives the call. Times are
+    seconds above 0. Pass objects, not classes.
 
     Args:
-        abort: what is ended at once when a fault is heard; None: nothing, so the block has to end
-            by itself.
-        finalize: called with the state between two attempts; None for nothing.
-        health_check: called with the state and what the block raised; what it raises itself ends
-            this process. None for no check.
-        hp_api_factory: makes the coordinator; None: the one that the environment names.
-        abort_timeout: longest time from a fault until the block has been left, in seconds; then
-            the process ends with code 86. None for 60.
-        enabled: False: the function stays what it is.
-        trace_file_path: where VizTracer writes a trace of the call.
-        async_raise_before_abort: interrupt the block as soon as communication has ended; False:
-            once all of ``abort`` is done.
-        early_abort_communicator: end communication before all else that ``abort`` ends.
-        checkpoint_manager: its ``parameter_update_lock`` protects updates from interruption, its
-            ``on_fault(fault)`` is called between two attempts, where it has them.
-        check_memory_status: log memory at each restart, and warn where it grows.
-        barrier_timeout_s: longest wait for all ranks to join an epoch.
-        finish_timeout_s: longest wait for all ranks to return from the block.
-        max_attempts: of this process; None for any number.
-        max_idle_attempts: after so many attempts in a row that this rank's own exception has
-            ended, before a step was done, the process ends: what fails every time is not mended by
-            trying again. A step is done where ``step_upon_restart`` grows, or the step of the
-            ``checkpoint_manager``. None for any number.
-        progress_timeout_s: longest time between two calls of ``ping`` in the block, the first
-            counted from its start; None for any.
+        abort: ends communication and other work when a fault is reported. None: nothing; the
+            function has to return by itself. CheckpointlessAbortManager has a default that includes
+            Transformer Engine's buffers, asynchronous saves and data loaders. Compose calls its
+            last part first, as NVRx does.
+        finalize: called with the state between two attempts.
+        health_check: called with the state and the exception of the function; if it raises, this
+            process ends. CudaHealthCheck, FaultCounter, ChainedHealthCheck.
+        hp_api_factory: creates the coordinator; None: the one that the environment names.
+        abort_timeout: longest time from a fault until the function has been left; then the process
+            ends with code 86. None: 60.
+        enabled: False: the function is not wrapped.
+        trace_file_path: file for a trace of the call by VizTracer, if it is installed.
+        async_raise_before_abort: interrupt the function as soon as communication has ended; False:
+            after all of ``abort``.
+        early_abort_communicator: end communication before the other parts of ``abort``.
+        checkpoint_manager: its ``parameter_update_lock`` protects updates from interruption; its
+            ``on_fault(fault)``, if any, is called between two attempts.
+        check_memory_status: log memory at each restart, and warn if it grows.
+        barrier_timeout_s: longest wait for all ranks to join an attempt.
+        finish_timeout_s: longest wait for all ranks to return from the function.
+        max_attempts: attempts of this process; None: unlimited.
+        max_idle_attempts: this process ends after so many consecutive attempts that its own
+            exception ended before a step was done (``step_upon_restart`` or the step of the
+            ``checkpoint_manager`` did not grow); None: unlimited.
+        progress_timeout_s: longest time between two calls of ``ping``, or from the start of the
+            function to the first; None: unlimited.
 
     Raises:
-        StrategyError: a time or a count is no number above 0, or a part cannot be called.
-        MissingDependencyError: a trace is asked for, and VizTracer is not installed.
+        StrategyError: a time or count is not above 0, or a part is not callable.
+        MissingDependencyError: ``trace_file_path`` is set, and VizTracer is not installed.
     """
 
     abort: Callable[[HPState], HPState] | None = Compose(HPAbortTorchDistributed())  # noqa: RUF009 - it has no state
