@@ -546,7 +546,7 @@ class TieredCheckpointManager:
         raise SystemExit(self.options.exit_code)
 
     def release(self) -> None:
-        """Release lock and signals at once. Rank-local and idempotent."""
+        """Give up the lock and the signals, as they are. Rank-local; again nothing."""
         if not self._is_open:
             return
         self._is_open = self._is_watching = False

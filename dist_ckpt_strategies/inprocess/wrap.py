@@ -148,15 +148,15 @@ class HPWrapper:
 
 
 class HPCallWrapper:
-    """One call of the block: attempt after attempt, until all ranks have returned from one.
+    """One call of the function: attempts until all ranks have returned from one.
 
     Args:
-        wrapper: with the settings.
+        wrapper: the options.
 
     Attributes:
-        step_upon_restart: steps since the attempt began; for the block to count.
-        num_attempts: that this process has taken part in.
-        last_fault: what has ended the attempt before this one.
+        step_upon_restart: steps since the attempt began; the function counts them.
+        num_attempts: number of attempts of this process.
+        last_fault: the fault that ended the previous attempt.
     """
 
     def __init__(self, wrapper: HPWrapper) -> None:
@@ -178,11 +178,11 @@ class HPCallWrapper:
         self._records_gradients = torch.is_grad_enabled()
 
     def run(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-        """What ``fn`` returns in the first attempt that no fault ends.
+        """The result of ``fn`` in the first attempt that no fault ends.
 
         Raises:
             RestartLimitError: all attempts are used up.
-            HealthCheckError: this process is not fit for another one.
+            HealthCheckError: this process cannot take part in another one.
             PeerTimeoutError: not all ranks joined, or returned, in time.
             PeerLostError: the coordinator does not answer.
         """
@@ -216,7 +216,7 @@ class HPCallWrapper:
         self._is_in_block = True
 
     def start_hp_fault_handling_thread(self) -> None:
-        """Watch for faults from now on, and stop the block when there is one."""
+        """Watch for faults from now on, and interrupt the function when there is one."""
         coordinator = self._opened()
         place = coordinator.wait_rank()
         state = HPState(place.global_rank, place.world_size, self._epoch, self.num_attempts)
@@ -224,7 +224,7 @@ class HPCallWrapper:
         self._attempt.start()
 
     def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> Any:
-        """What ``fn`` returns.
+        """The result of ``fn``.
 
         Raises:
             RankShouldRestart: it raised, or a fault has interrupted it.
