@@ -66,11 +66,11 @@ class Attempt:
 
     Attributes:
         tier: where it is.
-        iteration: of the training; for the local tier the newest that was tried, or -1 where of
-            each save some shard is lost: the reason says which.
-        name: its directory, or its URL.
+        iteration: iteration of the training; for the local tier the newest that was tried, or -1 if
+            each save lacks a shard, which the reason names.
+        name: its directory or URL.
         reason: why it was refused.
-        is_unfinished: whether its save never came to an end: nothing was ever promised.
+        is_unfinished: whether its save never ended.
     """
 
     tier: Tier
@@ -86,15 +86,15 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded, and what had to be passed over for it.
+    """What was loaded, and which checkpoints were refused before.
 
     Attributes:
         tier: where it was.
-        iteration: of the training.
-        name: the id of this rank's shard, or the directory.
-        state: what the local manager's ``load`` gave, or ``load_local`` or ``load_global``; None
-            without that, and where memory has filled the state.
-        attempts: newer checkpoints that could not be used, in the order in which they were tried.
+        iteration: iteration of the training.
+        name: id of this rank's local shard, or directory or URL.
+        state: result of the local manager's ``load``, of ``load_local`` or of ``load_global``; None
+            without these functions, and if the state was filled from memory.
+        attempts: checkpoints that could not be used, in the order in which they were tried.
     """
 
     tier: Tier
