@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_pickle
+from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_content
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
 from dist_ckpt_strategies.local.shard_format import (
@@ -124,7 +124,7 @@ def decode_shard(filled: FilledShard, allowed: Allowed, *, on_host: bool = True)
     on_host = on_host or not torch.cuda.is_available()
     shard_id = filled.shard.shard_id
     *tensors, content = filled.payloads
-    found = load_pickle(content.numpy().tobytes(), str(shard_id), _NAME, allowed)
+    found = load_content(content.numpy().tobytes(), str(shard_id), _NAME, allowed)
     try:
         state, devices = found["state"], found["devices"]
         pairs = zip(tensors, devices, strict=True)
@@ -173,5 +173,5 @@ def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
                 break
     else:
         return None
-    found = load_pickle(content.tobytes(), one.path, _NAME, allowed)
+    found = load_content(content.tobytes(), one.path, _NAME, allowed)
     return found["state"].common_state_dict

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from dist_ckpt_strategies.comm.shared_work import Watch
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -29,12 +30,10 @@ from dist_ckpt_strategies.formats.issues import (
     Problem,
     StaleFile,
     StaleKind,
-    Watch,
-    marker_or_issue,
+    checked_marker,
     missing_common,
     unreadable,
 )
-from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import run_checks
 from dist_ckpt_strategies.local.shard_files import RANK, SUFFIX, ShardReader, lock_unless_written
 from dist_ckpt_strategies.local.shard_format import LocalShard, LocalShardId
@@ -102,8 +101,8 @@ def scan_local(root: Path) -> LocalScan | None:
     root = root.absolute()
     require_directory(root)
     top = read_folder(root, "")
-    marker = marker_or_issue(Directory(root))
-    backend = marker.sharded_backend if isinstance(marker, CheckpointMarker) else None
+    marker, _ = checked_marker(Directory(root))
+    backend = None if marker is None else marker.sharded_backend
     if backend not in {None, BACKEND}:
         return None
     copies: list[StoredCopy] = []

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local.shard_format import (
     END_NBYTES,
     BufferDigests,
@@ -42,7 +42,6 @@ from dist_ckpt_strategies.storage.files import (
 )
 from dist_ckpt_strategies.storage.io_pool import (
     MAX_SLICE_NBYTES,
-    is_cancelled,
     limited,
     raise_if_cancelled,
 )
@@ -177,8 +176,11 @@ class ShardWriter:
             raise_if_cancelled()
             self._partial.replace(self.path)  # locked until it has its name
             self._has_appeared = True
-            if is_cancelled():
-                self.path.unlink()
+            try:
+                raise_if_cancelled()
+            except StorageError:
+                self.path.unlink(missing_ok=True)
+                raise
             sync_path(self.path.parent)
             sync_path(self.path.parent.parent)
 
