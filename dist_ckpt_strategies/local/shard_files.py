@@ -190,6 +190,7 @@ class ShardWriter:
         written = self.path if self._has_appeared else self._partial
         with file_errors(None, written):
             written.unlink(missing_ok=True)
+            os.ftruncate(self._handle, 0)  # an error that is kept may refer to the writer for long
 
 
 class ShardReader:
