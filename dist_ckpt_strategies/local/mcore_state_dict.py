@@ -20,10 +20,10 @@ from dist_ckpt_strategies.comm.collective import (
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import ObjectId, ShardId, ShardSpec
 from dist_ckpt_strategies.device import TensorBytes, torch_dtype
-from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError
+from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StrategyError
 from dist_ckpt_strategies.local.plan import ShardSlice, build_distribution, build_reshard_plan
 from dist_ckpt_strategies.local.state_dicts import ListedTensors
 from dist_ckpt_strategies.megatron.shards import (
@@ -132,6 +132,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
         world = _communicator(None, "split of a state dict")
 
         def split() -> tuple[SaveParts, MCoreTensorAwareStateDict]:
+            options_from_environment()
             _require_algorithm(algo)
             parts = split_for_save(sharded_state_dict, None)
             return parts, cls(parts.common, parts.sharded)
@@ -246,6 +247,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
         begun: list[tuple[StateDict, LoadParts]] = []
 
         def begin() -> bool:
+            options_from_environment()
             _require_algorithm(algo)
             self.require_tensors()
             wanted = {} if sharded_state_dict is None else sharded_state_dict
@@ -344,7 +346,12 @@ def _id_of(value: Any) -> ObjectId | ShardId:
 
 
 def _communicator(group: ProcessGroup | None, purpose: str) -> Communicator:
-    return open_communicator(group, timeout_s=options_from_environment().timeout_s, purpose=purpose)
+    """The ranks of a group. Options that are invalid here are reported by the first collective."""
+    try:
+        timeout_s = options_from_environment().timeout_s
+    except StrategyError:
+        timeout_s = Options().timeout_s
+    return open_communicator(group, timeout_s=timeout_s, purpose=purpose)
 
 
 def _require_algorithm(algo: str) -> None:
