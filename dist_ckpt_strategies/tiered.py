@@ -410,7 +410,7 @@ class TieredCheckpointManager:
 
         answers = run_and_gather(comm, look, is_sparse=True)
         facts = [found or [False, False, False] for found in answers]
-        preempted = [comm.global_rank(rank) for rank, fact in enumerate(facts) if fact[0]]
+        preempted = [comm.global_ranks[rank] for rank, fact in enumerate(facts) if fact[0]]
         if preempted:
             logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
         elif all(is_done for *_, is_done in facts):

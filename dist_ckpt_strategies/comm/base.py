@@ -48,20 +48,18 @@ class Communicator:
     PeerTimeoutError after that, PeerLostError where contact with a peer broke off. After either the
     group is out of step: nothing more may be asked of it.
 
-    ``rank`` is this process, counted within the group. Tensors on ``device`` travel without a copy
-    to the host or from it.
+    ``rank`` is this process, counted within the group; ``global_ranks`` are those of its members.
+    Tensors on ``device`` travel without a copy to the host or from it. A rank logs its reports at
+    ``report_level``: INFO on global rank 0 alone, as Megatron-LM prints what any rank logs at INFO.
     """
 
     device = torch.device("cpu")
 
     def __init__(self, global_ranks: Sequence[int] = (0,), rank: int = 0) -> None:
-        self._global_ranks = tuple(global_ranks)
+        self.global_ranks = tuple(global_ranks)
         self.rank = rank
-        self.size = len(self._global_ranks)
-
-    def global_rank(self, rank: int) -> int:
-        """The global rank of a rank of the group."""
-        return self._global_ranks[rank]
+        self.size = len(self.global_ranks)
+        self.report_level = logging.DEBUG if self.global_ranks[rank] else logging.INFO
 
     def all_gather(self, item: Message) -> list[Message]:
         """Every rank's item, by rank. Collective."""
@@ -87,14 +85,6 @@ class Communicator:
         return lambda: None
 
 
-def report_level(comm: Communicator) -> int:
-    """The level at which this rank logs its report: INFO on global rank 0, DEBUG on the others.
-
-    Megatron-LM prints what any rank logs at INFO.
-    """
-    return logging.DEBUG if comm.global_rank(comm.rank) else logging.INFO
-
-
 def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[str]) -> str:
     """Which ranks are alike, in words: ``ranks [0, 1, 3] in a save; ranks [2] in a load``.
 
@@ -104,7 +94,7 @@ def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[
     for rank, kind in enumerate(kinds):
         alike[kind].append(rank)
     return "; ".join(
-        f"ranks {[comm.global_rank(rank) for rank in ranks]} in {texts[ranks[0]]}"
+        f"ranks {[comm.global_ranks[rank] for rank in ranks]} in {texts[ranks[0]]}"
         for ranks in alike.values()
     )
 

@@ -40,7 +40,7 @@ def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
         answers = run_and_gather(comm, lambda: results.append(step()), is_sparse=True)
         for rank, answer in enumerate(answers):
             if answer is not None:
-                raise out_of_step(comm.global_rank(rank), "this step")
+                raise out_of_step(comm.global_ranks[rank], "this step")
         return results[0]
     finally:
         results.clear()  # or a raised error would hold the tensors
@@ -74,7 +74,7 @@ def run_and_gather(
         answers = [[None] if is_sparse and found is None else found for found in answers]
         for rank, answer in enumerate(answers):
             if not (isinstance(answer, list) and len(answer) in {1, _NUM_FIELDS}):
-                raise out_of_step(comm.global_rank(rank), "this step")
+                raise out_of_step(comm.global_ranks[rank], "this step")
         if any(len(answer) > 1 for answer in answers):
             _raise_first(comm, own, answers)
         return [gathered for (gathered,) in answers]
@@ -136,12 +136,12 @@ def _raise_first(
     try:
         if own is not None:
             if own.global_rank is None:
-                own.at_rank(comm.global_rank(comm.rank))
+                own.at_rank(comm.global_ranks[comm.rank])
             found.append(own)
         for rank, answer in enumerate(answers):
             if len(answer) > 1:
                 kind, message, key, path, reported = answer
-                who = comm.global_rank(rank) if reported is None else reported
+                who = comm.global_ranks[rank] if reported is None else reported
                 found.append(error_from_peer(who, kind, message, key=key, path=path))
         raise min(found, key=lambda error: not isinstance(error, StorageTimeoutError))
     finally:

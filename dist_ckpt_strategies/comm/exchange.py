@@ -291,7 +291,7 @@ class _Rounds:
             ):
                 if sent != found:
                     raise CorruptCheckpointError(
-                        f"{block.name} from rank {self._comm.global_rank(rank)} arrived damaged: "
+                        f"{block.name} from rank {self._comm.global_ranks[rank]} arrived damaged: "
                         f"digest {found}, expected {sent}",
                         key=block.key,
                     )

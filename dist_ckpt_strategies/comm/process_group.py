@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,9 @@ from dist_ckpt_strategies.errors import (
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
 
+is_distributed: Callable[[], bool] = dist.is_initialized
+"""Whether torch.distributed is initialised; this process is alone where it is not."""
+
 RELEASED = "this process stopped waiting for its peers: a rank has failed"
 
 ABORTED = threading.Event()
@@ -38,11 +41,6 @@ def raise_if_aborted() -> None:
     """
     if ABORTED.is_set():
         raise WaitReleasedError(None, RELEASED)
-
-
-def is_distributed() -> bool:
-    """Whether torch.distributed is initialised; this process is alone where it is not."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def global_rank() -> int:

@@ -46,7 +46,7 @@ class Ranks:
         self._comm = None if comm is None or comm.size == 1 else comm
         self.rank = 0 if self._comm is None else self._comm.rank
         self.size = 1 if self._comm is None else self._comm.size
-        self.first = f"rank {0 if self._comm is None else self._comm.global_rank(0)}"
+        self.first = f"rank {0 if self._comm is None else self._comm.global_ranks[0]}"
 
     def run(self, step: Callable[[], T]) -> T:
         """Run a step on every rank; returns this rank's result."""

@@ -450,7 +450,7 @@ def _retrieved_objects(
             found.update(pickle.loads(content))  # noqa: S301 - of a rank of this job
         for name in sorted(wanted.keys() - found.keys()):
             raise ArrayNotFoundError(
-                f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
+                f"{name.unique_key}: rank {comm.global_ranks[wanted[name]]} wants this object, "
                 "which no local shard of the checkpoint holds",
                 key=name.key,
             )

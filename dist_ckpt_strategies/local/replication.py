@@ -146,8 +146,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         for rank, found in enumerate(asked):
             if found != asked[0]:
                 raise PlanError(
-                    f"rank {world.global_rank(rank)} asks for other cliques than rank "
-                    f"{world.global_rank(0)}: give replication_jump, replication_factor and "
+                    f"rank {world.global_ranks[rank]} asks for other cliques than rank "
+                    f"{world.global_ranks[0]}: give replication_jump, replication_factor and "
                     "allow_uneven alike"
                 )
         backend = "nccl" if target_device.startswith("cuda") else "gloo"
@@ -234,7 +234,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             return [str(id_) for id_ in wanted]
 
         everyone = run_and_gather(comm, ask)
-        members = [comm.global_rank(rank) for rank in range(comm.size)]
+        members = list(comm.global_ranks)
 
         def plan() -> ExchangePlan:
             # NVRx hands on a list of all ranks' as it was gathered.
@@ -242,7 +242,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             found = ids if isinstance(ids, Mapping) else dict(enumerate(ids))
             available = {rank: list(map(str, found.get(rank, ()))) for rank in members}
             wishes = dict(zip(members, everyone, strict=True))
-            return build_exchange_plan(available, wishes, comm.global_rank(comm.rank))
+            return build_exchange_plan(available, wishes, comm.global_ranks[comm.rank])
 
         return run_collectively(comm, plan)
 
@@ -260,7 +260,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             CorruptCheckpointError: one arrived damaged.
         """
         comm = self.communicator("retrieval")
-        me = comm.global_rank(comm.rank)
+        me = comm.global_ranks[comm.rank]
 
         def sent() -> dict[str, TensorAwareStateDict]:
             ids = sorted(plan.required_ids(me))
@@ -271,7 +271,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                     )
             return {id_: my_data[id_] for id_ in ids}
 
-        members = [comm.global_rank(rank) for rank in range(comm.size)]
+        members = list(comm.global_ranks)
 
         def transfers(_: object) -> list[Transfer]:
             place = members.index
@@ -298,7 +298,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         def encode() -> dict[str, Any]:
             self.let_finish(limit_of_wait(self._timeout_s))
-            me = LocalShardId(_IN_MEMORY, comm.global_rank(comm.rank))
+            me = LocalShardId(_IN_MEMORY, comm.global_ranks[comm.rank])
             for id_, state in states().items():
                 encoded[id_] = encode_state(state, me, 1, "", allowed)
             return {id_: one.shard.to_message() for id_, one in encoded.items()}

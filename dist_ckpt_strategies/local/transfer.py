@@ -78,7 +78,7 @@ def run_replicate(
             for rank, message in enumerate(messages):
                 shard = LocalShard.from_message(message)
                 if shard.shard_id.save != own.shard_id.save:
-                    who = comm.global_rank(rank)
+                    who = comm.global_ranks[rank]
                     raise PlanError(f"rank {who} saves {shard.shard_id}, this rank {own.shard_id}")
                 writer = open_writer(shard)
                 cleanup.callback(_abandon, writer)
@@ -141,7 +141,7 @@ def _finish(
             if found != digest:
                 raise CorruptCheckpointError(
                     f"{buffer.name}: the copy of {writer.shard.shard_id} that rank "
-                    f"{comm.global_rank(rank)} sent did not arrive as it was",
+                    f"{comm.global_ranks[rank]} sent did not arrive as it was",
                     key=buffer.name,
                 )
     for writer, digests in zip(writers, sent, strict=True):

@@ -153,7 +153,7 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
     save.release_tensors()
 
     def prepare() -> BackgroundWork[_Written]:
-        writer.require(f"rank {comm.global_rank(0)}")
+        writer.require(f"rank {comm.global_ranks[0]}")
         write_arrays = _array_write(save, staged)
 
         def write() -> _Written:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Message, report_level
+from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
@@ -216,8 +216,8 @@ class ShardedLoad:
         report = LoadReport(len(self._plan), nbytes, time.monotonic() - started)
         if self._objects:
             self._read_objects(loaded)
-        me = comm.global_rank(comm.rank)
-        logger.log(report_level(comm), "rank %s: load from %s: %s", me, self._name, report)
+        me = comm.global_ranks[comm.rank]
+        logger.log(comm.report_level, "rank %s: load from %s: %s", me, self._name, report)
         self._loaded = finish(mapped_values(lambda value: loaded[id(value)], self._state))
         return self._converted or None
 

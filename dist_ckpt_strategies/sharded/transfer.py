@@ -128,7 +128,7 @@ def assemble(
             chunks.append((write.array, write.region, chunk))
         use(chunks)
 
-    me = comm.global_rank(comm.rank)
+    me = comm.global_ranks[comm.rank]
     for round_ in plan.rounds:
         arrived = _exchanged(round_, tensors, comm)
         own = [write for write in round_ if write.writer == me]
@@ -139,8 +139,8 @@ def _exchanged(
     round_: Sequence[WriteItem], tensors: Tensors, comm: Communicator
 ) -> dict[ShardSlice, torch.Tensor]:
     """Move the slices of one round to their writers; those that have come here. Collective."""
-    me = comm.global_rank(comm.rank)
-    in_group = {comm.global_rank(rank): rank for rank in range(comm.size)}
+    me = comm.global_ranks[comm.rank]
+    in_group = {comm.global_ranks[rank]: rank for rank in range(comm.size)}
     moves = [(write, move) for write in round_ for move in write.moves]
     incoming = [(write, move) for write, move in moves if write.writer == me]
 

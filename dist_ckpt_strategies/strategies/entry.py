@@ -357,7 +357,7 @@ class _Save:
     def _by_foreign(self, place: DirectoryPlace) -> None:
         """The strategy of another package takes the staging directory for the checkpoint."""
         comm, sharded, state = self.comm, self.sharded, self.state
-        run_collectively(comm, lambda: place.require(f"rank {comm.global_rank(0)}"))
+        run_collectively(comm, lambda: place.require(f"rank {comm.global_ranks[0]}"))
         if not handles_objects(sharded):
             objects, state = run_collectively(comm, lambda: split_objects(state))
             run_collectively(comm, lambda: self._write_objects(objects, place.location))

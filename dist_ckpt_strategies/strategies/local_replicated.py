@@ -104,7 +104,7 @@ class _OnNodes(Configured):
         found = Path(checkpoint_dir).absolute()
         if self._local.node_directory is None:
             return found
-        return Path(self._local.node_directory(comm.global_rank(comm.rank))) / found.name
+        return Path(self._local.node_directory(comm.global_ranks[comm.rank])) / found.name
 
     def _manager(
         self,

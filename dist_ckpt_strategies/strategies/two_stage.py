@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, report_level
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
@@ -228,9 +228,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             restart_limit()
             loaded, self._report = run_collectively(world, lambda: load.run(self._allowed))
         warn_of_conversions(world, checkpoint_dir, converted)
-        who = world.global_rank(world.rank)
+        who = world.global_ranks[world.rank]
         text = "rank %s: load from %s: %s"
-        logger.log(report_level(world), text, who, checkpoint_dir, self._report)
+        logger.log(world.report_level, text, who, checkpoint_dir, self._report)
         return loaded
 
     @raises_megatron_errors

@@ -192,7 +192,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             self.version,
             located(checkpoint_dir, self.options),
             self.options,
-            global_rank=comm.global_rank(comm.rank),
+            global_rank=comm.global_ranks[comm.rank],
             keeps_old=overwrite is not None,
             overwrite=bool(overwrite),
         )

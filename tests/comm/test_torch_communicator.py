@@ -38,7 +38,7 @@ def test_without_torch_distributed_a_process_is_alone() -> None:
     comm = open_communicator(None, timeout_s=1.0, purpose="a test")
 
     assert type(comm) is Communicator
-    assert (comm.rank, comm.size, comm.global_rank(0)) == (0, 1, 0)
+    assert (comm.rank, comm.size, comm.global_ranks[0]) == (0, 1, 0)
 
 
 # Another collective of the job
@@ -84,7 +84,7 @@ def name_global_ranks(rank: int) -> None:
         if rank not in members:
             continue
         comm = open_communicator(group, timeout_s=60.0, purpose=f"group {members}")
-        names = [comm.global_rank(r) for r in range(comm.size)]
+        names = list(comm.global_ranks)
         assert (names[comm.rank], sorted(names)) == (rank, sorted(members))
 
         def step() -> None:
