@@ -31,7 +31,6 @@ from dist_ckpt_strategies.megatron.shards import (
     SaveParts,
     StateDict,
     mapped_values,
-    merge_factories,
     merged,
     message_of,
     needs_stored_keys,
@@ -266,7 +265,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
         loaded = self.loaded(comm, outcome.sharded, deliver)
         run_collectively(
             comm,
-            lambda: merge_factories(merged(state, parts.nonpersistent, loaded), parts.factories),
+            lambda: merged(state, parts.nonpersistent, loaded, factories=parts.factories),
         )
         return state, outcome.missing, outcome.unexpected
 

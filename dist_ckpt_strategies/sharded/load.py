@@ -121,7 +121,7 @@ class ShardedLoad:
         checkpoint: where from.
         name: of the checkpoint, for messages.
         options: timeout and memory budget.
-        allowed: gives the classes that objects may be unpickled to.
+        allow: classes that objects may be unpickled to.
         destination_of: gives the tensor to fill for a ShardedTensor.
         validates: whether Megatron-Core's own checks of the sharding are run.
     """
@@ -134,12 +134,12 @@ class ShardedLoad:
         *,
         name: object,
         options: Options,
-        allowed: Callable[[], Allowed],
+        allow: Allowed,
         destination_of: Callable[[Any], torch.Tensor] | None = None,
         validates: bool = False,
     ) -> None:
         self._comm, self._state, self._checkpoint = comm, state, checkpoint
-        self._name, self._options, self._allowed = name, options, allowed
+        self._name, self._options, self._allow = name, options, allow
         self._destination_of = destination_of or destination
         self._validates = validates
         values = list(sharded_values(state))
@@ -222,7 +222,7 @@ class ShardedLoad:
         return self._converted or None
 
     def _read_objects(self, loaded: dict[int, Any]) -> None:
-        allow, checkpoint = self._allowed(), self._checkpoint
+        allow, checkpoint = self._allow, self._checkpoint
 
         def read(wanted: Any) -> None:
             name = object_id(wanted)

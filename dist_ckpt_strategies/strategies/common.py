@@ -94,7 +94,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
         comm = self.communicator("save of common state", f"to {root}")
 
         def write() -> None:
-            content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed())
+            content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed)
             if isinstance(root, Path):
                 invalidate(root)
             store_at(root).write(COMMON_NAME, content)
@@ -117,7 +117,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
         require_storable_keys((), {object_id(value).key for value in objects})
         for value in objects:
             name = object_id(value)
-            content = dump_loadable(value.data, name=name.unique_key, allow=self.allowed())
+            content = dump_loadable(value.data, name=name.unique_key, allow=self.allowed)
             write_dumped(root, name, content)
 
 
@@ -146,7 +146,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
             UnsafeObjectError: it needs a class that is not allowed; the message names it.
             CorruptCheckpointError: it is damaged.
         """
-        options, allow = self.options, self.allowed()
+        options, allow = self.options, self.allowed
         root = content_of(located(checkpoint_dir, options))
         store = store_at(root)
         path = store.path(COMMON_NAME)
@@ -173,7 +173,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
     ) -> StateDict:
         """A state dict of the same structure with the stored objects. Rank-local."""
-        root, allow = self._directory(checkpoint_dir), self.allowed()
+        root, allow = self._directory(checkpoint_dir), self.allowed
         return mapped_values(
             lambda value: read_object(root, object_id(value), allow), sharded_objects_state_dict
         )

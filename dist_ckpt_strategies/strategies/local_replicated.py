@@ -230,7 +230,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
     def _common_content(self, path: Path, found: Any | None) -> bytes:
         """The content of ``common.pt``, which is written first where it is an object."""
         if found is not None:
-            write_file(path, dump_loadable(found.data, name=found.key, allow=self.allowed()))
+            write_file(path, dump_loadable(found.data, name=found.key, allow=self.allowed))
         with file_errors("common state", path):
             return read_file(path)
 

@@ -161,7 +161,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.options = own_options.with_changes(
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )
-        self._allow = tuple(allow)
+        self._allow: Allowed = (
+            base_strategy.allowed if self._is_own else (*default_allowed(), *allow)
+        )
         self._report: BroadcastReport | None = None
 
     @property
@@ -226,7 +228,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         with time_limit(self.options.timeout_s, OPENING, then=3 / 8):
             converted = run_and_gather(world, load.prepare)
             restart_limit()
-            loaded, self._report = run_collectively(world, lambda: load.run(self._allowed))
+            loaded, self._report = run_collectively(world, lambda: load.run(self._allow))
         warn_of_conversions(world, checkpoint_dir, converted)
         who = world.global_ranks[world.rank]
         text = "rank %s: load from %s: %s"
@@ -319,9 +321,3 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             channels=self._channels,
             payload_device=None if self.cpu_transfer else payload_device(group),
         )
-
-    def _allowed(self) -> Allowed:
-        if self._is_own:
-            allowed: Allowed = self.base_strategy.allowed()
-            return allowed
-        return [*default_allowed(), *self._allow]
