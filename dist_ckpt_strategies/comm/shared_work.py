@@ -68,7 +68,7 @@ class Ranks:
 
     def require_alike(self, sizes: Sequence[int]) -> None:
         """Raise a PlanError unless all ranks have listed tasks of the same sizes."""
-        if len({*self.gather(lambda: _digest_of(sizes))}) > 1:
+        if len({*self.gather(lambda: hashlib.sha256(repr(sizes).encode()).hexdigest())}) > 1:
             raise PlanError(
                 "the ranks see different checkpoints; every rank needs the same file system and "
                 "the same options, and nothing may be written there meanwhile"
@@ -161,10 +161,6 @@ def open_world(
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-def _digest_of(sizes: Sequence[int]) -> str:
-    return hashlib.sha256(repr(sizes).encode()).hexdigest()
 
 
 class _Progress(Generic[Task, T]):
