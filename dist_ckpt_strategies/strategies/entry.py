@@ -31,12 +31,11 @@ from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
     CheckpointMarker,
     Location,
-    content_of,
+    current_place,
     is_finished,
     located,
     read_marker,
     require_path,
-    store_at,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
 from dist_ckpt_strategies.megatron.shards import (
@@ -65,7 +64,8 @@ from dist_ckpt_strategies.sharded.checks import (
 )
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, TorchCommonSaveStrategy
@@ -368,12 +368,12 @@ class _Save:
         run_on_first_rank(comm, commit)
         return None
 
-    def _write_common(self, place: Location) -> None:
+    def _write_common(self, place: Path) -> None:
         assert self.common is not None  # noqa: S101 - ``open`` has set it
         if self.common.save is not None:
             self.common.save(place)
         elif self.common.content is not None:
-            store_at(place).write(COMMON_NAME, self.common.content)
+            Directory(place).write(COMMON_NAME, self.common.content)
 
     def _write_objects(self, objects: StateDict, place: Location) -> None:
         if not handles_objects(self.common_saver):
@@ -540,7 +540,7 @@ class _Load:
             raise self.invalid
         place = located(self.checkpoint_dir, self.options)
         try:
-            self.root = root = content_of(place)
+            self.root = root = current_place(place) if isinstance(place, Bucket) else place
             formats = astuple(read_marker(root))
             choice = self.sharded_strategy and self.chosen
             action = StrategyAction.LOAD_SHARDED
