@@ -17,8 +17,14 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.base import Communicator, Message, Receive, Send
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Message,
+    Receive,
+    Send,
+    run_and_gather,
+    run_collectively,
+)
 from dist_ckpt_strategies.device import host_memory, to_host, uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather
 from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,

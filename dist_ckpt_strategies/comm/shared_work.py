@@ -60,7 +60,7 @@ class Ranks:
         """Run a step on every rank; returns all results, of JSON types, by rank."""
         if self._comm is None:
             return [step()]
-        from dist_ckpt_strategies.comm.collective import run_and_gather  # noqa: PLC0415
+        from dist_ckpt_strategies.comm.base import run_and_gather  # noqa: PLC0415
 
         return run_and_gather(self._comm, step)
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import limit_of_wait, options_from_environment

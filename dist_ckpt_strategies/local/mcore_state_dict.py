@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import (
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
     run_and_gather,
     run_and_gather_bytes,
     run_collectively,

@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,

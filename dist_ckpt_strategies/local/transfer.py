@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.device import TensorBytes, host_memory, to_host, torch_dtype

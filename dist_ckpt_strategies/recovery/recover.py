@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Message
-from dist_ckpt_strategies.comm.collective import run_and_gather
+from dist_ckpt_strategies.comm.base import Message, run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
 from dist_ckpt_strategies.errors import StorageError

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Message
-from dist_ckpt_strategies.comm.collective import run_and_gather
+from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
 from dist_ckpt_strategies.core.report import LoadReport

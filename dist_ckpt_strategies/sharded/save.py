@@ -27,8 +27,10 @@ from dist_ckpt_strategies.comm.base import (
     Message,
     Receive,
     Send,
+    run_and_gather,
+    run_collectively,
+    run_on_first_rank,
 )
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, ShardId

@@ -13,8 +13,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
-from dist_ckpt_strategies.comm.collective import run_collectively
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send, run_collectively
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardId
 from dist_ckpt_strategies.device import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.collective import run_on_first_rank
+from dist_ckpt_strategies.comm.base import run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import require_storable_keys

@@ -15,8 +15,13 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from dist_ckpt_strategies.comm.base import Communicator, Message
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Message,
+    run_and_gather,
+    run_collectively,
+    run_on_first_rank,
+)
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, group_ranks
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment

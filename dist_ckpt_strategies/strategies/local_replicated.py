@@ -20,8 +20,9 @@ from typing import Any
 
 import xxhash
 
-from dist_ckpt_strategies.comm.base import Communicator, Message
-from dist_ckpt_strategies.comm.collective import (
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Message,
     run_and_gather,
     run_and_gather_bytes,
     run_collectively,

@@ -13,8 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     is_alive,

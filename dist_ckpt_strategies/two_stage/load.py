@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import (
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
     run_and_gather,
     run_and_gather_bytes,
 )

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
-from dist_ckpt_strategies.comm.collective import run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
 from dist_ckpt_strategies.comm.process_group import new_gloo_groups, new_group_of
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.errors import (
