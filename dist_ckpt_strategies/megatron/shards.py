@@ -239,21 +239,6 @@ mapped_values: Callable[[Callable[[Any], Any], StateDict], StateDict] = dict_lis
 parsed_strict: Callable[[str | StrictHandling], StrictHandling] = parse_strict_flag
 
 
-class SaveParts(NamedTuple):
-    """A state dict to save, split: what is sharded, and what every rank holds alike."""
-
-    sharded: StateDict
-    common: StateDict
-
-
-class LoadParts(NamedTuple):
-    """A state dict to load, split: what is loaded, what stays, and how loaded tensors merge."""
-
-    sharded: StateDict
-    nonpersistent: StateDict
-    factories: StateDict
-
-
 class StrictOutcome(NamedTuple):
     """What is loaded, and the keys that only one side has."""
 
@@ -262,8 +247,12 @@ class StrictOutcome(NamedTuple):
     unexpected: set[str]
 
 
-def split_for_save(state_dict: StateDict, content_metadata: dict[str, Any] | None) -> SaveParts:
-    """Factories applied, non-persistent values dropped, sharded and common parted. Rank-local.
+def split_for_save(
+    state_dict: StateDict, content_metadata: dict[str, Any] | None
+) -> tuple[StateDict, StateDict]:
+    """What is sharded, with factories applied, and what every rank holds alike. Rank-local.
+
+    Values that are not persistent are in neither.
 
     Raises:
         PlanError: it is no dict.
@@ -277,7 +266,7 @@ def split_for_save(state_dict: StateDict, content_metadata: dict[str, Any] | Non
     content = common.get(CONTENT_METADATA_KEY)
     if isinstance(content, dict):
         common[CONTENT_METADATA_KEY] = {k: v for k, v in content.items() if k != _GROUP_KEY}
-    return SaveParts(sharded, common)
+    return sharded, common
 
 
 def require_equal_common(common: StateDict) -> None:
@@ -336,8 +325,8 @@ def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
     return None
 
 
-def split_for_load(state_dict: StateDict) -> LoadParts:
-    """Factories applied, non-persistent values kept apart. Rank-local.
+def split_for_load(state_dict: StateDict) -> tuple[StateDict, StateDict, StateDict]:
+    """What is loaded, with factories applied; what is not persistent; the factories. Rank-local.
 
     Raises:
         PlanError: it is no dict.
@@ -347,7 +336,7 @@ def split_for_load(state_dict: StateDict) -> LoadParts:
     force_all_tensors_to_non_fp8(state_dict)
     sharded, nonpersistent, factories = load_preprocess(state_dict)
     sharded, _ = extract_sharded_base(sharded)
-    return LoadParts(sharded, nonpersistent, factories)
+    return sharded, nonpersistent, factories
 
 
 def _no_dict(found: object) -> PlanError:
