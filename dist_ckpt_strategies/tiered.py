@@ -13,8 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    run_and_gather,
+    run_collectively,
+    run_on_first_rank,
+)
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.report import SaveMetrics
@@ -412,7 +416,7 @@ class TieredCheckpointManager:
 
         answers = run_and_gather(comm, look, is_sparse=True)
         facts = [found or [False, False, False] for found in answers]
-        preempted = [comm.global_rank(rank) for rank, fact in enumerate(facts) if fact[0]]
+        preempted = [comm.global_ranks[rank] for rank, fact in enumerate(facts) if fact[0]]
         if preempted:
             logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
         elif all(is_done for *_, is_done in facts):

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.bench import BACKENDS, STEPS, Sample, drop_cache
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import (
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
     run_and_gather,
     run_collectively,
     run_on_first_rank,

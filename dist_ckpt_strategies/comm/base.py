@@ -1,4 +1,8 @@
-"""What the package asks of a group of ranks; a process alone is a group of one."""
+"""What the package asks of a group of ranks, and its steps with a collective error check.
+
+A process alone is a group of one. With the check, the failure of a step on one rank is raised on
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,25 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
-from dist_ckpt_strategies.errors import PeerLostError
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
+    SaveTimeoutError,
+    StorageTimeoutError,
+    as_checkpoint_error,
+    error_from_peer,
+    kind_of,
+)
+
+T = TypeVar("T")
 
 Message = Any
 """What ranks send each other: JSON types only. Nothing that comes from a peer is unpickled."""
@@ -48,20 +64,18 @@ class Communicator:
     PeerTimeoutError after that, PeerLostError where contact with a peer broke off. After either the
     group is out of step: nothing more may be asked of it.
 
-    ``rank`` is this process, counted within the group. Tensors on ``device`` travel without a copy
-    to the host or from it.
+    ``rank`` is this process, counted within the group; ``global_ranks`` are those of its members.
+    Tensors on ``device`` travel without a copy to the host or from it. A rank logs its reports at
+    ``report_level``: INFO on global rank 0 alone, as Megatron-LM prints what any rank logs at INFO.
     """
 
     device = torch.device("cpu")
 
     def __init__(self, global_ranks: Sequence[int] = (0,), rank: int = 0) -> None:
-        self._global_ranks = tuple(global_ranks)
+        self.global_ranks = tuple(global_ranks)
         self.rank = rank
-        self.size = len(self._global_ranks)
-
-    def global_rank(self, rank: int) -> int:
-        """The global rank of a rank of the group."""
-        return self._global_ranks[rank]
+        self.size = len(self.global_ranks)
+        self.report_level = logging.DEBUG if self.global_ranks[rank] else logging.INFO
 
     def all_gather(self, item: Message) -> list[Message]:
         """Every rank's item, by rank. Collective."""
@@ -87,14 +101,6 @@ class Communicator:
         return lambda: None
 
 
-def report_level(comm: Communicator) -> int:
-    """The level at which this rank logs its report: INFO on global rank 0, DEBUG on the others.
-
-    Megatron-LM prints what any rank logs at INFO.
-    """
-    return logging.DEBUG if comm.global_rank(comm.rank) else logging.INFO
-
-
 def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[str]) -> str:
     """Which ranks are alike, in words: ``ranks [0, 1, 3] in a save; ranks [2] in a load``.
 
@@ -104,7 +110,7 @@ def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[
     for rank, kind in enumerate(kinds):
         alike[kind].append(rank)
     return "; ".join(
-        f"ranks {[comm.global_rank(rank) for rank in ranks]} in {texts[ranks[0]]}"
+        f"ranks {[comm.global_ranks[rank] for rank in ranks]} in {texts[ranks[0]]}"
         for ranks in alike.values()
     )
 
@@ -116,3 +122,131 @@ def out_of_step(global_rank: int, what: str) -> PeerLostError:
         f"ranks are out of step: what this one has sent does not belong to {what}; it has left an "
         "earlier step by an error of its own, or this one has: see what each of them raised first",
     )
+
+
+# Steps with a collective error check
+
+_NUM_FIELDS = 5
+"""Of a failure: class, message, key, path, and the rank where another one's is reported."""
+
+
+def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
+    """Run a rank-local step, then raise on every rank if it failed on any.
+
+    Collective: every rank of ``comm`` calls this, once per step.
+
+    The failed rank raises its own error, led by its global rank; one that is not of this package
+    becomes a CheckpointError too. The others raise a PeerError of the same class as the first
+    failed rank's error, which names that rank, the key and the file.
+    """
+    results: list[T] = []
+    try:
+        answers = run_and_gather(comm, lambda: results.append(step()), is_sparse=True)
+        for rank, answer in enumerate(answers):
+            if answer is not None:
+                raise out_of_step(comm.global_ranks[rank], "this step")
+        return results[0]
+    finally:
+        results.clear()  # or a raised error would hold the tensors
+
+
+def run_and_gather(
+    comm: Communicator, step: Callable[[], Message], *, is_sparse: bool = False
+) -> list[Message]:
+    """Like ``run_collectively``, and return what the step returned on every rank, by rank.
+
+    Collective. One gather serves for both. With ``is_sparse``, None, the usual result, is sent as
+    nothing, which takes one collective of torch's in place of two; a rank in another step is
+    detected only where a step has a result.
+    """
+    result: Message = None
+    own: CheckpointError | None = None
+    try:
+        try:
+            result = step()
+        except SaveTimeoutError as error:
+            own = error
+        except (PeerTimeoutError, PeerLostError):
+            raise  # ranks are out of step: there is no collective any more
+        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+            own = as_checkpoint_error(error)
+        if own is not None:
+            key, path = (None if text is None else str(text) for text in (own.key, own.path))
+            answers = comm.all_gather([kind_of(own), own.message, key, path, own.global_rank])
+        else:
+            answers = comm.all_gather(None if is_sparse and result is None else [result])
+        answers = [[None] if is_sparse and found is None else found for found in answers]
+        for rank, answer in enumerate(answers):
+            if not (isinstance(answer, list) and len(answer) in {1, _NUM_FIELDS}):
+                raise out_of_step(comm.global_ranks[rank], "this step")
+        if any(len(answer) > 1 for answer in answers):
+            _raise_first(comm, own, answers)
+        return [gathered for (gathered,) in answers]
+    finally:
+        del result, own  # or a raised error would hold this frame and its tensors, in a cycle
+
+
+def run_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> list[bytes]:
+    """Like ``run_and_gather``, for bytes: every rank's, by rank.
+
+    Collective: one gather, and where ranks have different bytes another one and an exchange.
+    Equal bytes are sent once to each rank that lacks them, and the list holds one object many
+    times: replicas that ask for the same cost little.
+    """
+    held: list[bytes] = []
+
+    def describe() -> list[Any]:
+        held.append(step())
+        return [len(held[0]), xxhash.xxh3_128_hexdigest(held[0])]
+
+    described = [tuple(answer) for answer in run_and_gather(comm, describe)]
+    holder: dict[tuple[int, str], int] = {}
+    for rank, what in enumerate(described):
+        holder.setdefault(what, rank)
+    mine, content = described[comm.rank], held[0]
+    if len(holder) == 1:
+        return [content for _ in described]
+
+    def prepare() -> tuple[list[Send], dict[tuple[int, str], Bytes]]:
+        buffers = {what: np.empty(what[0], np.uint8) for what in holder if what != mine}
+        if holder[mine] != comm.rank or not content:
+            return [], buffers
+        data = np.frombuffer(bytearray(content), np.uint8)
+        return [Send(rank, data) for rank, what in enumerate(described) if what != mine], buffers
+
+    sends, buffers = run_collectively(comm, prepare)
+    comm.exchange(sends, [Receive(holder[what], to) for what, to in buffers.items() if what[0]])
+    found = {what: buffer.tobytes() for what, buffer in buffers.items()} | {mine: content}
+    return [found[what] for what in described]
+
+
+def run_on_first_rank(comm: Communicator, step: Callable[[], None]) -> None:
+    """Run a step on the group's first rank alone, then raise on every rank if it failed.
+
+    Collective.
+    """
+    run_collectively(comm, step if comm.rank == 0 else lambda: None)
+
+
+def _raise_first(
+    comm: Communicator, own: CheckpointError | None, answers: Sequence[Message]
+) -> None:
+    """Raise a rank's own error, else the first other rank's.
+
+    Where storage was silent on any rank, every rank raises that: no rank must go on to another
+    checkpoint for the damage that it has found itself.
+    """
+    found = []
+    try:
+        if own is not None:
+            if own.global_rank is None:
+                own.at_rank(comm.global_ranks[comm.rank])
+            found.append(own)
+        for rank, answer in enumerate(answers):
+            if len(answer) > 1:
+                kind, message, key, path, reported = answer
+                who = comm.global_ranks[rank] if reported is None else reported
+                found.append(error_from_peer(who, kind, message, key=key, path=path))
+        raise min(found, key=lambda error: not isinstance(error, StorageTimeoutError))
+    finally:
+        del own, found

@@ -17,8 +17,14 @@ from typing import Any, Self, TypeVar
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.base import Communicator, Message, Receive, Send
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Message,
+    Receive,
+    Send,
+    run_and_gather,
+    run_collectively,
+)
 from dist_ckpt_strategies.device import TensorBytes, host_memory, to_host, uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled
@@ -317,7 +323,7 @@ class _Rounds:
             ):
                 if sent != found:
                     raise CorruptCheckpointError(
-                        f"{block.name} from rank {self._comm.global_rank(rank)} arrived damaged: "
+                        f"{block.name} from rank {self._comm.global_ranks[rank]} arrived damaged: "
                         f"digest {found}, expected {sent}",
                         key=block.key,
                     )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather
 from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
@@ -23,6 +22,9 @@ from dist_ckpt_strategies.errors import (
 
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
+
+is_distributed: Callable[[], bool] = dist.is_initialized
+"""Whether torch.distributed is initialised; this process is alone where it is not."""
 
 RELEASED = "this process stopped waiting for its peers: a rank has failed"
 
@@ -38,11 +40,6 @@ def raise_if_aborted() -> None:
     """
     if ABORTED.is_set():
         raise WaitReleasedError(None, RELEASED)
-
-
-def is_distributed() -> bool:
-    """Whether torch.distributed is initialised; this process is alone where it is not."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def global_rank() -> int:

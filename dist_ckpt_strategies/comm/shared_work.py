@@ -48,7 +48,7 @@ class Ranks:
         self._comm = None if comm is None or comm.size == 1 else comm
         self.rank = 0 if self._comm is None else self._comm.rank
         self.size = 1 if self._comm is None else self._comm.size
-        self.first = f"rank {0 if self._comm is None else self._comm.global_rank(0)}"
+        self.first = f"rank {0 if self._comm is None else self._comm.global_ranks[0]}"
 
     def run(self, step: Callable[[], T]) -> T:
         """Run a step on every rank; returns this rank's result."""
@@ -60,7 +60,7 @@ class Ranks:
         """Run a step on every rank; returns all results, of JSON types, by rank."""
         if self._comm is None:
             return [step()]
-        from dist_ckpt_strategies.comm.collective import run_and_gather  # noqa: PLC0415
+        from dist_ckpt_strategies.comm.base import run_and_gather  # noqa: PLC0415
 
         return run_and_gather(self._comm, step)
 
@@ -70,7 +70,7 @@ class Ranks:
 
     def require_alike(self, sizes: Sequence[int]) -> None:
         """Raise a PlanError unless all ranks have listed tasks of the same sizes."""
-        if len({*self.gather(lambda: _digest_of(sizes))}) > 1:
+        if len({*self.gather(lambda: hashlib.sha256(repr(sizes).encode()).hexdigest())}) > 1:
             raise PlanError(
                 "the ranks see different checkpoints; every rank needs the same file system and "
                 "the same options, and nothing may be written there meanwhile"
@@ -163,10 +163,6 @@ def open_world(
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-def _digest_of(sizes: Sequence[int]) -> str:
-    return hashlib.sha256(repr(sizes).encode()).hexdigest()
 
 
 class _Progress(Generic[Task, T]):

@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,11 +32,12 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.comm.process_group import (
+    ABORTED,
+    RELEASED,
     ProcessGroup,
     abort_nccl,
     is_distributed,
     message_device,
-    raise_if_aborted,
 )
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -43,6 +45,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     PlanError,
+    WaitReleasedError,
     as_checkpoint_error,
     error_from_peer,
 )
@@ -68,10 +71,23 @@ _LOOKUP_S = 5.0
 
 _LOOKUP_PAUSE_S = 0.05
 
-_COUNTS: WeakKeyDictionary[Any, tuple[int, float, str]] = WeakKeyDictionary()
-"""Collectives of each group so far, when the last one was reached, and a name of this process'
-group: a later one may have torch's name of it. Torch's own sequence number counts messages between
-single ranks too, and a group takes no attributes."""
+
+@dataclass(slots=True)
+class _Reached:
+    """How far a group is: its collectives so far, and when the last one was reached.
+
+    Torch's own sequence number counts messages between single ranks too. A later group may have
+    torch's name of this one, but not ``name``. Messages have to be on ``device``.
+    """
+
+    device: torch.device
+    total: int = 0
+    at: float = 0.0
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+_REACHED: WeakKeyDictionary[Any, _Reached] = WeakKeyDictionary()
+"""Of each group: it takes no attributes."""
 
 _SHARE_OF_LIMIT = 0.5
 """A rank that reaches a collective later than this after the one before may come too late."""
@@ -136,7 +152,10 @@ class TorchCommunicator(Communicator):
         self._channels = tuple(channels) or (group,)
         self._has_own_channels = bool(channels)
         self._timeout_s = timeout_s
-        self._message_device = message_device(group)
+        if group not in _REACHED:
+            _REACHED[group] = _Reached(message_device(group))
+        self._reached = _REACHED[group]
+        self._message_device = self._reached.device
         self.device = payload_device or self._message_device
         self._unconnected = [
             channel
@@ -149,10 +168,9 @@ class TorchCommunicator(Communicator):
         self._purpose_number = digest % ((1 << _PURPOSE_BITS) - 1) + 1
         self._store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public way
         prefix = f"dist_ckpt/{group.group_name}"
-        self._keys = {rank: f"{prefix}/{rank}" for rank in self._global_ranks}
+        self._keys = {rank: f"{prefix}/{rank}" for rank in self.global_ranks}
         self._given_up_key = f"{prefix}/given_up"
         self._num_collectives = 0
-        self._total, self._name = 0, ""
 
     @property
     def _what(self) -> str:
@@ -174,27 +192,32 @@ class TorchCommunicator(Communicator):
         number = self._purpose_number << _SIZE_BITS | len(content)
         numbers = [_NUMBER.unpack(found)[0] for found in self._gathered(_NUMBER.pack(number))]
         purposes = [found >> _SIZE_BITS for found in numbers]
-        if min(purposes) <= 0:
-            raise out_of_step(self.global_rank(purposes.index(min(purposes))), self._what)
         if len(set(purposes)) > 1:
             raise self._other_purpose(purposes)
         sizes = [found & (1 << _SIZE_BITS) - 1 for found in numbers]
         if not any(sizes):
             return [None] * self.size
         texts = self._gathered(content.ljust(max(sizes), b"\0"))
-        messages = [
-            self._decoded(rank, text[:size]) if size else [None]
-            for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))
-        ]
         if failure is not None:
-            raise failure.at_rank(self.global_rank(self.rank))
-        for rank, message in enumerate(messages):
+            raise failure.at_rank(self.global_ranks[self.rank])
+        messages = []
+        for who, text, size in zip(self.global_ranks, texts, sizes, strict=True):
+            try:
+                message = json.loads(text[:size]) if size else [None]
+            except ValueError as error:  # it comes from another collective of the job
+                raise out_of_step(who, self._what) from error
             if isinstance(message, str):
-                raise error_from_peer(self.global_rank(rank), "CheckpointError", message)
-        return [message for (message,) in messages]
+                raise error_from_peer(who, "CheckpointError", message)
+            messages.append(message[0])
+        return messages
 
-    def _other_purpose(self, purposes: Sequence[int]) -> PlanError:
-        """The error for ranks that call for different purposes. Collective: all of them see it."""
+    def _other_purpose(self, purposes: Sequence[int]) -> CheckpointError:
+        """The error for ranks that call for different purposes.
+
+        Collective: all of them see it, unless one is in another collective of the job.
+        """
+        if min(purposes) <= 0:
+            return out_of_step(self.global_ranks[purposes.index(min(purposes))], self._what)
         mine = self._what.encode()[:_PURPOSE_NBYTES].ljust(_PURPOSE_NBYTES, b"\0")
         texts = [text.rstrip(b"\0").decode(errors="replace") for text in self._gathered(mine)]
         return PlanError(
@@ -203,29 +226,21 @@ class TorchCommunicator(Communicator):
             "see that first"
         )
 
-    def _decoded(self, rank: int, content: bytes) -> Message:
-        """What a rank has sent; it may come from another collective of the job."""
-        try:
-            return json.loads(content)
-        except ValueError as error:
-            raise out_of_step(self.global_rank(rank), self._what) from error
-
     def _gathered(self, content: bytes) -> list[bytes]:
         """Every rank's bytes, as many as here. One collective, which this rank notes it reaches.
 
         Over NCCL all ranks of each channel connect first: an exchange may be one of few of them.
         """
         self._num_collectives += 1
-        now = time.monotonic()
-        total, before, self._name = _COUNTS.get(self._group) or (0, 0.0, uuid.uuid4().hex)
-        self._total = total + 1
-        _COUNTS[self._group] = self._total, now, self._name
+        now, reached = time.monotonic(), self._reached
+        before, reached.at = reached.at, now
+        reached.total += 1
         deadline = now + self._timeout_s
-        reached = f"{self._total} {self._name} {process_name(os.getpid())}"
+        note = f"{reached.total} {reached.name} {process_name(os.getpid())}"
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._message_device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self._peer_errors(deadline):
-            self._store.set(self._keys[self._global_ranks[self.rank]], reached)
+            self._store.set(self._keys[self.global_ranks[self.rank]], note)
             while self._unconnected:
                 nothing = torch.zeros(1, device=self.device)
                 channel = self._unconnected.pop()
@@ -251,7 +266,7 @@ class TorchCommunicator(Communicator):
         def operation(call: Any, rank: int, tensor: torch.Tensor) -> dist.P2POp:
             channel = self._channels[turns[call, rank] % len(self._channels)]
             turns[call, rank] += 1
-            return dist.P2POp(call, tensor, self._global_ranks[rank], channel)
+            return dist.P2POp(call, tensor, self.global_ranks[rank], channel)
 
         received = [(receive, self._tensor_of(receive.into)) for receive in receives]
         operations = [operation(dist.irecv, r.from_rank, tensor) for r, tensor in received]
@@ -314,7 +329,7 @@ class TorchCommunicator(Communicator):
             with suppress(RuntimeError, ValueError):
                 abort_nccl({self._group, *self._channels})
         if self._has_own_channels and self._message_device.type == "cpu":
-            peer = self._global_ranks[self.rank - 1]
+            peer = self.global_ranks[self.rank - 1]
             for channel in self._channels:
                 nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 with suppress(RuntimeError, ValueError):
@@ -348,7 +363,7 @@ class TorchCommunicator(Communicator):
             return
         rank, total, name = self._store.get(self._given_up_key).decode().split()
         key = self._keys.get(int(rank))  # an earlier group of that name had other ranks
-        if key is None or int(total) < self._total:
+        if key is None or int(total) < self._reached.total:
             return
         if self._store.get(key).decode().split()[1] == name:
             raise PeerTimeoutError(
@@ -368,17 +383,18 @@ class TorchCommunicator(Communicator):
         connection on a thread.
         """
         limit_s = min(self._timeout_s, _LOOKUP_S)
+        total = self._reached.total  # the thread may go on after it was given up
 
         def ask() -> list[int]:
             store = self._store.clone()
             if not is_lost:
-                me = self._global_ranks[self.rank]
-                store.set(self._given_up_key, f"{me} {self._total} {self._name}")
-                ended, late = _ended_and_late(store, self._keys, self._total)
+                me = self.global_ranks[self.rank]
+                store.set(self._given_up_key, f"{me} {total} {self._reached.name}")
+                ended, late = _ended_and_late(store, self._keys, total)
                 return late or ended
             deadline = time.monotonic() + limit_s / 2
             while True:
-                ended, late = _ended_and_late(store, self._keys, self._total)
+                ended, late = _ended_and_late(store, self._keys, total)
                 if ended or len(late) <= 1 or time.monotonic() >= deadline:
                     return ended or late
                 time.sleep(_LOOKUP_PAUSE_S)
@@ -398,14 +414,16 @@ def _as_tensor(data: Buffer) -> torch.Tensor:
 def _wait(work: Any, deadline: float, device: torch.device) -> None:
     """Return when the work is done; a RuntimeError after the deadline, or if contact broke off.
 
-    On a device the work's own ``wait`` holds up a stream alone.
+    On a device the work's own ``wait`` holds up a stream alone. NCCL ends pending works without an
+    error when this process' communication is ended; what they have received is garbage.
     """
     while device.type != "cpu" and not work.is_completed():
         if time.monotonic() >= deadline:
             raise RuntimeError("the device is not done in time")
         time.sleep(_DEVICE_PAUSE_S)
     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    raise_if_aborted()
+    if ABORTED.is_set():
+        raise WaitReleasedError(None, RELEASED)
 
 
 # Which ranks have not reached a collective, or have died in it

@@ -11,8 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator, report_level
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import limit_of_wait, options_from_environment
@@ -262,7 +261,7 @@ class LocalCheckpointManager:
 
         state = run_collectively(comm, decode)
         own = LocalShardId(shards[0].shard.shard_id.save, comm.rank)
-        logger.log(report_level(comm), "rank %s: loaded %s", own.global_rank, own)
+        logger.log(comm.report_level, "rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
 
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
@@ -277,7 +276,7 @@ class LocalCheckpointManager:
             purpose=f"{purpose} in session {self.session_id!r}" if self.session_id else purpose,
             detail=f"{detail} below {self.root_local_ckpt_dir}".lstrip(),
         )
-        found = [comm.global_rank(rank) for rank in range(comm.size)]
+        found = list(comm.global_ranks)
         if found != list(range(comm.size)):
             raise PlanError(f"group: expected ranks 0 to {comm.size - 1} in order, found {found}")
         return comm
@@ -371,7 +370,7 @@ class LocalCheckpointManager:
             raise
         restart_limit()  # in the background, what others were waited for is not storage
         text = "rank %s: local save of iteration %s: %s"
-        logger.log(report_level(comm), text, comm.rank, save.iteration, report)
+        logger.log(comm.report_level, text, comm.rank, save.iteration, report)
         if save == self._newest:
             complete_save(comm, self._directory, self.session_id, save, self._keep)
 

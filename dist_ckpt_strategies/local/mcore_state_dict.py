@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import (
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
     run_and_gather,
     run_and_gather_bytes,
     run_collectively,
@@ -27,11 +27,8 @@ from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StrategyE
 from dist_ckpt_strategies.local.plan import ShardSlice, build_distribution, build_reshard_plan
 from dist_ckpt_strategies.local.state_dicts import ListedTensors
 from dist_ckpt_strategies.megatron.shards import (
-    LoadParts,
-    SaveParts,
     StateDict,
     mapped_values,
-    merge_factories,
     merged,
     message_of,
     needs_stored_keys,
@@ -131,19 +128,19 @@ class MCoreTensorAwareStateDict(ListedTensors):
         """
         world = _communicator(None, "split of a state dict")
 
-        def split() -> tuple[SaveParts, MCoreTensorAwareStateDict]:
+        def split() -> tuple[StateDict, StateDict, MCoreTensorAwareStateDict]:
             options_from_environment()
             _require_algorithm(algo)
-            parts = split_for_save(sharded_state_dict, None)
-            return parts, cls(parts.common, parts.sharded)
+            sharded, common = split_for_save(sharded_state_dict, None)
+            return sharded, common, cls(common, sharded)
 
-        parts, whole = run_collectively(world, split)
+        sharded, common, whole = run_collectively(world, split)
         if cached_metadata is None:
-            check_save(world, parts.sharded, parts.common)
+            check_save(world, sharded, common)
         if algo == "atomic":
             return whole, None
         group = _communicator(parallelization_group, "distribution of shards")
-        return cls.distributed(group, parts.common, parts.sharded, cached_metadata)
+        return cls.distributed(group, common, sharded, cached_metadata)
 
     @classmethod
     def distributed(
@@ -244,29 +241,26 @@ class MCoreTensorAwareStateDict(ListedTensors):
     ) -> tuple[StateDict, set[str], set[str]]:
         """See ``to_state_dict`` and ``loaded``; with missing and unexpected keys. Collective."""
         comm = _communicator(None, "making of a state dict")
-        begun: list[tuple[StateDict, LoadParts]] = []
+        begun: list[tuple[StateDict, ...]] = []
 
         def begin() -> bool:
             options_from_environment()
             _require_algorithm(algo)
             self.require_tensors()
             wanted = {} if sharded_state_dict is None else sharded_state_dict
-            parts = split_for_load(mapped_values(copy.copy, wanted))
-            begun.append((mapped_values(lambda value: value, self.common_state_dict), parts))
+            state = mapped_values(lambda value: value, self.common_state_dict)
+            begun.append((state, *split_for_load(mapped_values(copy.copy, wanted))))
             return bool(wanted)
 
         is_any_wanted = any(run_and_gather(comm, begin))
-        ((state, parts),) = begun
+        ((state, sharded, nonpersistent, factories),) = begun
         if not is_any_wanted:
             return state, set(), set()
         strictness = run_collectively(comm, lambda: parsed_strict(strict))
         stored = _stored_keys(comm, self._bare) if needs_stored_keys(strictness) else {}
-        outcome = check_load(comm, parts.sharded, strictness, lambda: stored, validates)
+        outcome = check_load(comm, sharded, strictness, lambda: stored, validates)
         loaded = self.loaded(comm, outcome.sharded, deliver)
-        run_collectively(
-            comm,
-            lambda: merge_factories(merged(state, parts.nonpersistent, loaded), parts.factories),
-        )
+        run_collectively(comm, lambda: merged(state, nonpersistent, loaded, factories=factories))
         return state, outcome.missing, outcome.unexpected
 
     @property
@@ -440,7 +434,7 @@ def _retrieved_objects(
             found.update(pickle.loads(content))  # noqa: S301 - of a rank of this job
         for name in sorted(wanted.keys() - found.keys()):
             raise ArrayNotFoundError(
-                f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
+                f"{name.unique_key}: rank {comm.global_ranks[wanted[name]]} wants this object, "
                 "which no local shard of the checkpoint holds",
                 key=name.key,
             )

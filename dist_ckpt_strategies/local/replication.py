@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
@@ -146,8 +145,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         for rank, found in enumerate(asked):
             if found != asked[0]:
                 raise PlanError(
-                    f"rank {world.global_rank(rank)} asks for other cliques than rank "
-                    f"{world.global_rank(0)}: give replication_jump, replication_factor and "
+                    f"rank {world.global_ranks[rank]} asks for other cliques than rank "
+                    f"{world.global_ranks[0]}: give replication_jump, replication_factor and "
                     "allow_uneven alike"
                 )
         backend = "nccl" if target_device.startswith("cuda") else "gloo"
@@ -235,7 +234,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             return [str(id_) for id_ in wanted]
 
         everyone = run_and_gather(comm, ask)
-        members = [comm.global_rank(rank) for rank in range(comm.size)]
+        members = list(comm.global_ranks)
 
         def plan() -> ExchangePlan:
             # NVRx hands on a list of all ranks' as it was gathered.
@@ -243,7 +242,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             found = ids if isinstance(ids, Mapping) else dict(enumerate(ids))
             available = {rank: list(map(str, found.get(rank, ()))) for rank in members}
             wishes = dict(zip(members, everyone, strict=True))
-            return build_exchange_plan(available, wishes, comm.global_rank(comm.rank))
+            return build_exchange_plan(available, wishes, comm.global_ranks[comm.rank])
 
         return run_collectively(comm, plan)
 
@@ -261,7 +260,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             CorruptCheckpointError: one arrived damaged.
         """
         comm = self.communicator("retrieval")
-        place = {comm.global_rank(rank): rank for rank in range(comm.size)}
+        place = {rank: number for number, rank in enumerate(comm.global_ranks)}
         transfers = (Transfer(t.id_, place[t.sender], place[t.receiver]) for t in plan.entries)
         return self._exchange(comm, transfers, my_data)
 
@@ -283,7 +282,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         def encode() -> dict[str, Any]:
             self.let_finish(limit_of_wait(self._timeout_s))
             transfers.extend(planned)
-            me = LocalShardId(_IN_MEMORY, comm.global_rank(comm.rank))
+            me = LocalShardId(_IN_MEMORY, comm.global_ranks[comm.rank])
             for id_ in sorted({t.id_ for t in transfers if t.sender == comm.rank}):
                 if id_ not in states:
                     raise PlanError(

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.device import TensorBytes, host_memory, to_host, torch_dtype
@@ -76,7 +75,7 @@ def run_replicate(
             for rank, message in enumerate(messages):
                 shard = LocalShard.from_message(message)
                 if shard.shard_id.save != own.shard_id.save:
-                    who = comm.global_rank(rank)
+                    who = comm.global_ranks[rank]
                     raise PlanError(f"rank {who} saves {shard.shard_id}, this rank {own.shard_id}")
                 writer = open_writer(shard)
                 cleanup.callback(_abandon, writer)
@@ -125,7 +124,7 @@ def _finish(
             if found != digest:
                 raise CorruptCheckpointError(
                     f"{buffer.name}: the copy of {writer.shard.shard_id} that rank "
-                    f"{comm.global_rank(rank)} sent did not arrive as it was",
+                    f"{comm.global_ranks[rank]} sent did not arrive as it was",
                     key=buffer.name,
                 )
     for writer, digests in zip(writers, sent, strict=True):

@@ -92,7 +92,8 @@ def shard_data(tensor: Any) -> torch.Tensor:
     if tensor.data is None:
         raise PlanError(f"{tensor.key}: the ShardedTensor has no data to save", key=tensor.key)
     data: torch.Tensor = tensor.data.detach()
-    found, expected = (tuple(data.shape), data.dtype), (_extent(tensor.local_shape), tensor.dtype)
+    found = (tuple(data.shape), data.dtype)
+    expected = (tuple(tensor.local_shape), tensor.dtype)
     if found != expected:
         raise PlanError(
             f"{tensor.key}: the data is {found[0]} of {found[1]}, but the ShardedTensor says "
@@ -129,24 +130,30 @@ def message_of(value: Any) -> Message:
         PlanError: its key is no text, its replica_id no number nor numbers, or a tensor has a
             flattened range.
     """
-    if not isinstance(value.key, str):
-        raise PlanError(f"expected text as key of a {type(value).__name__}, found {value.key!r}")
-    where = [value.key, _extent(value.global_shape), _extent(value.global_offset)]
+    key, replica = value.key, value.replica_id
+    if not isinstance(key, str):
+        raise PlanError(f"expected text as key of a {type(value).__name__}, found {key!r}")
+    try:
+        replica = [*map(int, replica)] if isinstance(replica, Sequence) else int(replica)
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"{key}: expected a number or several as replica_id, found {replica!r}", key=key
+        ) from error
+    where = [key, [*map(int, value.global_shape)], [*map(int, value.global_offset)], replica]
     if isinstance(value, ShardedObject):
-        return [*where, _replica(value)]
+        return where
     if getattr(value, "flattened_range", None) is not None:
         raise PlanError(
-            f"{value.key}: flattened ranges are not supported, Megatron-Core 0.16 removed them; "
+            f"{key}: flattened ranges are not supported, Megatron-Core 0.16 removed them; "
             "use the fully_reshardable or dp_reshardable optimizer format",
-            key=value.key,
+            key=key,
         )
     fragments = value.axis_fragmentations
     return [
         *where,
-        _replica(value),
         str(value.dtype).removeprefix("torch."),
-        _extent(value.local_shape),
-        None if fragments is None else _extent(fragments),
+        [*map(int, value.local_shape)],
+        None if fragments is None else [*map(int, fragments)],
         int(value.prepend_axis_num),
         bool(value.allow_shape_mismatch),
     ]
@@ -159,19 +166,20 @@ def digest_of(messages: Sequence[Any]) -> str:
 
 def value_from_message(message: Message) -> Any:
     """The ShardedTensor or ShardedObject, without data, that ``message_of`` described."""
-    key, shape, offset, replica = message[:_NUM_OBJECT_FIELDS]
-    replica_id = replica if isinstance(replica, int) else _extent(replica)
-    if len(message) == _NUM_OBJECT_FIELDS:
-        return ShardedObject(key, None, _extent(shape), _extent(offset), replica_id)
-    dtype, local_shape, fragments, prepend, may_mismatch = message[_NUM_OBJECT_FIELDS:]
+    # JSON has no tuples.
+    found: Any = (tuple(field) if isinstance(field, list) else field for field in message)
+    key, shape, offset, replica_id, *of_tensor = found
+    if not of_tensor:
+        return ShardedObject(key, None, shape, offset, replica_id)
+    dtype, local_shape, fragments, prepend, may_mismatch = of_tensor
     return ShardedTensor(
         key,
         None,
         getattr(torch, dtype),
-        _extent(local_shape),
-        _extent(shape),
-        _extent(offset),
-        None if fragments is None else _extent(fragments),
+        local_shape,
+        shape,
+        offset,
+        fragments,
         replica_id,
         prepend,
         may_mismatch,
@@ -211,21 +219,6 @@ def is_main_message(message: Message) -> bool:
     return not (replica if isinstance(replica, int) else any(replica))
 
 
-def _replica(value: Any) -> int | Shape:
-    replica = value.replica_id
-    try:
-        return _extent(replica) if isinstance(replica, Sequence) else int(replica)
-    except (TypeError, ValueError) as error:
-        raise PlanError(
-            f"{value.key}: expected a number or several as replica_id, found {replica!r}",
-            key=value.key,
-        ) from error
-
-
-def _extent(numbers: Any) -> Shape:
-    return tuple(map(int, numbers))
-
-
 CONTENT_METADATA_KEY = "content_metadata"
 
 _GROUP_KEY = "dp_cp_group"
@@ -243,23 +236,7 @@ _RETURNING: Mapping[StrictHandling, StrictHandling] = MappingProxyType(
 
 
 mapped_values: Callable[[Callable[[Any], Any], StateDict], StateDict] = dict_list_map_outplace
-merge_factories: Callable[[StateDict, StateDict], StateDict] = apply_factory_merges
 parsed_strict: Callable[[str | StrictHandling], StrictHandling] = parse_strict_flag
-
-
-class SaveParts(NamedTuple):
-    """A state dict to save, split: what is sharded, and what every rank holds alike."""
-
-    sharded: StateDict
-    common: StateDict
-
-
-class LoadParts(NamedTuple):
-    """A state dict to load, split: what is loaded, what stays, and how loaded tensors merge."""
-
-    sharded: StateDict
-    nonpersistent: StateDict
-    factories: StateDict
 
 
 class StrictOutcome(NamedTuple):
@@ -270,13 +247,18 @@ class StrictOutcome(NamedTuple):
     unexpected: set[str]
 
 
-def split_for_save(state_dict: StateDict, content_metadata: dict[str, Any] | None) -> SaveParts:
-    """Factories applied, non-persistent values dropped, sharded and common parted. Rank-local.
+def split_for_save(
+    state_dict: StateDict, content_metadata: dict[str, Any] | None
+) -> tuple[StateDict, StateDict]:
+    """What is sharded, with factories applied, and what every rank holds alike. Rank-local.
+
+    Values that are not persistent are in neither.
 
     Raises:
         PlanError: it is no dict.
     """
-    _require_dict(state_dict)
+    if not isinstance(state_dict, dict):
+        raise _no_dict(state_dict)
     whole = mapped_values(lambda value: value, state_dict)  # factories are replaced in place
     if content_metadata is not None:
         whole[CONTENT_METADATA_KEY] = content_metadata
@@ -284,7 +266,7 @@ def split_for_save(state_dict: StateDict, content_metadata: dict[str, Any] | Non
     content = common.get(CONTENT_METADATA_KEY)
     if isinstance(content, dict):
         common[CONTENT_METADATA_KEY] = {k: v for k, v in content.items() if k != _GROUP_KEY}
-    return SaveParts(sharded, common)
+    return sharded, common
 
 
 def require_equal_common(common: StateDict) -> None:
@@ -343,24 +325,22 @@ def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
     return None
 
 
-def split_for_load(state_dict: StateDict) -> LoadParts:
-    """Factories applied, non-persistent values kept apart. Rank-local.
+def split_for_load(state_dict: StateDict) -> tuple[StateDict, StateDict, StateDict]:
+    """What is loaded, with factories applied; what is not persistent; the factories. Rank-local.
 
     Raises:
         PlanError: it is no dict.
     """
-    _require_dict(state_dict)
+    if not isinstance(state_dict, dict):
+        raise _no_dict(state_dict)
     force_all_tensors_to_non_fp8(state_dict)
     sharded, nonpersistent, factories = load_preprocess(state_dict)
     sharded, _ = extract_sharded_base(sharded)
-    return LoadParts(sharded, nonpersistent, factories)
+    return sharded, nonpersistent, factories
 
 
-def _require_dict(state_dict: Any) -> None:
-    if not isinstance(state_dict, dict):
-        raise PlanError(
-            f"expected a dict as sharded state dict, found a {type(state_dict).__name__}"
-        )
+def _no_dict(found: object) -> PlanError:
+    return PlanError(f"expected a dict as sharded state dict, found a {type(found).__name__}")
 
 
 def needs_stored_keys(strict: StrictHandling) -> bool:
@@ -397,8 +377,10 @@ def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:
     return found
 
 
-def merged(base: StateDict, *others: StateDict) -> StateDict:
-    """``base`` with the others merged into it; ``base`` itself is changed and returned.
+def merged(base: StateDict, *others: StateDict, factories: StateDict | None = None) -> StateDict:
+    """``base`` with the others merged into it, then with what factories make of their tensors.
+
+    ``base`` itself is changed and returned.
 
     Raises:
         PlanError: two of them hold something at one place, such as common state of the checkpoint
@@ -415,6 +397,8 @@ def merged(base: StateDict, *others: StateDict) -> StateDict:
             "the loaded state does not fit together; the checkpoint's common state may have "
             f"another type at a place of the sharded state dict: {text}"
         ) from error
+    if factories:
+        apply_factory_merges(base, factories)
     return base
 
 

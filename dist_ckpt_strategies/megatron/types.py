@@ -41,8 +41,6 @@ except ImportError:
     base = types.ModuleType("base")
 
 __all__ = [
-    "TENSOR_AWARE_CLASS",
-    "TORCH_DIST",
     "AsyncRequest",
     "AsyncSaveShardedStrategy",
     "CheckpointingException",
@@ -54,19 +52,8 @@ __all__ = [
     "ShardedTensor",
     "StrategyAction",
     "StrictHandling",
-    "as_megatron_error",
-    "default_allowed",
-    "handles_objects",
-    "has_registry",
-    "is_strategy",
-    "raises_megatron_errors",
-    "register_strategy",
-    "registered_strategy",
-    "require_reads",
-    "split_common_object",
-    "tensor_aware_class",
-    "torch_dist_strategy",
 ]
+"""What other modules take from here of Megatron-Core's."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

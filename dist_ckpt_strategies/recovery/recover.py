@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport
@@ -195,7 +194,7 @@ class Recovery:
     def _known_random_states(self) -> tuple[tuple[int, range], ...] | None:
         if self._random_states is None:
             return None
-        of_comm = {self._comm.global_rank(rank): rank for rank in range(self._comm.size)}
+        of_comm = {self._comm.global_ranks[rank]: rank for rank in range(self._comm.size)}
         by_step: dict[int, list[int]] = {}
         for global_rank, step in self._random_states:
             if global_rank in of_comm:
@@ -248,7 +247,7 @@ class Recovery:
     def _random_states_for(self, receiver: int, step: int) -> dict[int, bytes]:
         """The receiver's own, and this rank's: should it be lost next, the receiver has them."""
         states = self._random_states or {}
-        ranks = (self._comm.global_rank(rank) for rank in (receiver, self._comm.rank))
+        ranks = (self._comm.global_ranks[rank] for rank in (receiver, self._comm.rank))
         return {rank: states[rank, step] for rank in ranks if (rank, step) in states}
 
     def _blocks(self, plan: RecoveryPlan, sizes: Sequence[Mapping[int, int]]) -> Blocks:
@@ -295,7 +294,7 @@ class Recovery:
 
     def _raise_if_any(self, answers: Sequence[str], kind: Callable[[str], CheckpointError]) -> None:
         failed = [
-            f"rank {self._comm.global_rank(r)}: {why}" for r, why in enumerate(answers) if why
+            f"rank {self._comm.global_ranks[r]}: {why}" for r, why in enumerate(answers) if why
         ]
         if failed:
             raise kind("; ".join(failed[:_MAX_SHOWN]))

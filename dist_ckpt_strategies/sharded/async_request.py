@@ -16,8 +16,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, NoReturn, TypeVar
 
-from dist_ckpt_strategies.comm.base import Communicator, who_is_where
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    run_and_gather,
+    run_collectively,
+    who_is_where,
+)
 from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
 from dist_ckpt_strategies.megatron.types import AsyncRequest, raises_megatron_errors

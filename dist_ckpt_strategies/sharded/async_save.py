@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Message
-from dist_ckpt_strategies.comm.collective import run_and_gather
+from dist_ckpt_strategies.comm.base import Message, run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
 from dist_ckpt_strategies.errors import StorageError
@@ -153,7 +152,7 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
     save.release_tensors()
 
     def prepare() -> BackgroundWork[_Written]:
-        writer.require(f"rank {comm.global_rank(0)}")
+        writer.require(f"rank {comm.global_ranks[0]}")
         write_arrays = _array_write(save, staged)
 
         def write() -> _Written:

@@ -7,8 +7,13 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from dist_ckpt_strategies.comm.base import Communicator, Message, who_is_where
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Message,
+    run_and_gather,
+    run_collectively,
+    who_is_where,
+)
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import RankShards
 from dist_ckpt_strategies.errors import PlanError

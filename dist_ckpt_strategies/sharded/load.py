@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Message, report_level
-from dist_ckpt_strategies.comm.collective import run_and_gather
+from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
 from dist_ckpt_strategies.core.report import LoadReport
@@ -121,7 +120,7 @@ class ShardedLoad:
         checkpoint: where from.
         name: of the checkpoint, for messages.
         options: timeout and memory budget.
-        allowed: gives the classes that objects may be unpickled to.
+        allow: classes that objects may be unpickled to.
         destination_of: gives the tensor to fill for a ShardedTensor.
         validates: whether Megatron-Core's own checks of the sharding are run.
     """
@@ -134,12 +133,12 @@ class ShardedLoad:
         *,
         name: object,
         options: Options,
-        allowed: Callable[[], Allowed],
+        allow: Allowed,
         destination_of: Callable[[Any], torch.Tensor] | None = None,
         validates: bool = False,
     ) -> None:
         self._comm, self._state, self._checkpoint = comm, state, checkpoint
-        self._name, self._options, self._allowed = name, options, allowed
+        self._name, self._options, self._allow = name, options, allow
         self._destination_of = destination_of or destination
         self._validates = validates
         values = list(sharded_values(state))
@@ -216,13 +215,13 @@ class ShardedLoad:
         report = LoadReport(len(self._plan), nbytes, time.monotonic() - started)
         if self._objects:
             self._read_objects(loaded)
-        me = comm.global_rank(comm.rank)
-        logger.log(report_level(comm), "rank %s: load from %s: %s", me, self._name, report)
+        me = comm.global_ranks[comm.rank]
+        logger.log(comm.report_level, "rank %s: load from %s: %s", me, self._name, report)
         self._loaded = finish(mapped_values(lambda value: loaded[id(value)], self._state))
         return self._converted or None
 
     def _read_objects(self, loaded: dict[int, Any]) -> None:
-        allow, checkpoint = self._allowed(), self._checkpoint
+        allow, checkpoint = self._allow, self._checkpoint
 
         def read(wanted: Any) -> None:
             name = object_id(wanted)

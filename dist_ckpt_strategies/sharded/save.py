@@ -27,9 +27,10 @@ from dist_ckpt_strategies.comm.base import (
     Message,
     Receive,
     Send,
-    report_level,
+    run_and_gather,
+    run_collectively,
+    run_on_first_rank,
 )
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, ShardId
@@ -295,7 +296,7 @@ class ShardedSave:
         """
         started = time.monotonic()
         comm, writer, plan, tensors = self.comm, self.writer, self.planned.plan, self.tensors
-        options, owner = writer.options, f"rank {comm.global_rank(0)}"
+        options, owner = writer.options, f"rank {comm.global_ranks[0]}"
 
         def write() -> Message:
             if not plan.rounds:
@@ -318,10 +319,10 @@ class ShardedSave:
 
     def log_report(self, seconds: float) -> SaveReport:
         """Log what this rank has written, in so many seconds; returns that. Rank-local."""
-        me, report = self.comm.global_rank(self.comm.rank), self.planned.report
+        me, report = self.comm.global_ranks[self.comm.rank], self.planned.report
         report = replace(report, seconds=seconds)
         text = "rank %s: save to %s: %s"
-        logger.log(report_level(self.comm), text, me, self.writer.root, report)
+        logger.log(self.comm.report_level, text, me, self.writer.root, report)
         return report
 
     def release_tensors(self) -> None:
@@ -423,7 +424,7 @@ class ShardedSave:
         objects: list[tuple[ObjectId, int]] = []
         names: tuple[ShardId | None, ...] = ()
         for rank, (messages, *_) in enumerate(everyone):
-            global_rank = comm.global_rank(rank)
+            global_rank = comm.global_ranks[rank]
             shards = list(map(shard_from_message, messages))
             requests.append(RankShards(global_rank, tuple(s for s in shards if s is not None)))
             objects += [
@@ -456,7 +457,7 @@ class ShardedSave:
         keys = frozenset(array.key for array in arrays).union(object_keys)
         if comm.rank == 0:
             self.writer.place.begin(keys)
-        me = comm.global_rank(comm.rank)
+        me = comm.global_ranks[comm.rank]
         share = plan.share_of(me)
         report = SaveReport(
             num_arrays=len(share.creations),

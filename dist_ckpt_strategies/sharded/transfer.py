@@ -13,8 +13,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
-from dist_ckpt_strategies.comm.collective import run_collectively
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send, run_collectively
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardId
 from dist_ckpt_strategies.device import (
@@ -128,7 +127,7 @@ def assemble(
             chunks.append((write.array, write.region, chunk))
         use(chunks)
 
-    me = comm.global_rank(comm.rank)
+    me = comm.global_ranks[comm.rank]
     for round_ in plan.rounds:
         arrived = _exchanged(round_, tensors, comm)
         own = [write for write in round_ if write.writer == me]
@@ -139,8 +138,8 @@ def _exchanged(
     round_: Sequence[WriteItem], tensors: Tensors, comm: Communicator
 ) -> dict[ShardSlice, torch.Tensor]:
     """Move the slices of one round to their writers; those that have come here. Collective."""
-    me = comm.global_rank(comm.rank)
-    in_group = {comm.global_rank(rank): rank for rank in range(comm.size)}
+    me = comm.global_ranks[comm.rank]
+    in_group = {comm.global_ranks[rank]: rank for rank in range(comm.size)}
     moves = [(write, move) for write in round_ for move in write.moves]
     incoming = [(write, move) for write, move in moves if write.writer == me]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.collective import run_on_first_rank
+from dist_ckpt_strategies.comm.base import run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import require_storable_keys
@@ -96,7 +96,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
         comm = self.communicator("save of common state", f"to {root}")
 
         def write() -> None:
-            content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed())
+            content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed)
             if isinstance(root, Path):
                 invalidate(root)
             store_at(root).write(COMMON_NAME, content)
@@ -119,7 +119,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
         require_storable_keys((), {object_id(value).key for value in objects})
         for value in objects:
             name = object_id(value)
-            content = dump_loadable(value.data, name=name.unique_key, allow=self.allowed())
+            content = dump_loadable(value.data, name=name.unique_key, allow=self.allowed)
             write_dumped(root, name, content)
 
 
@@ -148,7 +148,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
             UnsafeObjectError: it needs a class that is not allowed; the message names it.
             CorruptCheckpointError: it is damaged.
         """
-        options, allow = self.options, self.allowed()
+        options, allow = self.options, self.allowed
         root = located(checkpoint_dir, options)
         store = current_place(root) if isinstance(root, Bucket) else Directory(root)
         path = store.path(COMMON_NAME)
@@ -176,7 +176,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
     ) -> StateDict:
         """A state dict of the same structure with the stored objects. Rank-local."""
         checkpoint = Format1Checkpoint(self._directory(checkpoint_dir), self.options)
-        allow = self.allowed()
+        allow = self.allowed
 
         def load(value: Any) -> Any:
             name = object_id(value)

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from dist_ckpt_strategies.comm.base import Communicator, Message
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Message,
+    run_and_gather,
+    run_collectively,
+    run_on_first_rank,
+)
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, group_ranks
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
@@ -39,7 +45,6 @@ from dist_ckpt_strategies.formats.locations import (
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
-    merge_factories,
     merged,
     parsed_strict,
     sharded_values,
@@ -142,47 +147,25 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             digests where that is asked for.
     """
     action, detail = StrategyAction.SAVE_SHARDED, f"to {checkpoint_dir}"
-    comm, options, saver, invalid = _opened(action, sharded_strategy, detail, timeout_s, allow)
-    saves: list[_Save] = []
-
-    def open_save() -> ShardedSave | None:
-        if invalid is not None:
-            raise invalid
-        base = _inner(saver)  # a wrapper of Megatron-Core 0.17 and later says torch_dist by default
-        if async_strategy not in _QUEUES:
-            raise StrategyError(
-                f"async_strategy: expected one of {_QUEUES}, found {async_strategy!r}"
-            )
-        if verify_integrity and (base.backend, base.version) != ("zarr", 2):
-            raise StrategyError(
-                "verify_integrity: only format ('zarr', 2) has digests, and "
-                f"{(base.backend, base.version)} is saved"
-            )
-        common_saver = resolve(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
-        state, common_state = split_for_save(sharded_state_dict, content_metadata)
-        compared: StateDict | None = None
-        if validate_access_integrity:
-            preprocess = preprocess_common_before_consistancy_check
-            compared = preprocess(common_state) if preprocess else common_state
-        common = _common_state(
-            common_state,
-            common_saver,
-            compared,
-            allow,
-            is_first=comm.rank == 0,
-            is_async=async_sharded_save,
-        )
-        marker = CheckpointMarker(
-            base.backend, base.version, common_saver.backend, common_saver.version
-        ).to_json()
-        root = located(checkpoint_dir, options)
-        saves.append(
-            _Save(comm, root, options, saver, common_saver, state, common, marker, overwrite)
-        )
-        return saves[0].open(is_async=async_sharded_save)
-
-    with time_limit(options.timeout_s, OPENING, then=WORK), allowing(() if invalid else allow):
-        begun = begun_save(comm, open_save) or saves[0].run_otherwise(is_async=async_sharded_save)
+    call = _Save(
+        *_opened(action, sharded_strategy, detail, timeout_s, allow),
+        sharded_state_dict,
+        checkpoint_dir,
+        common_strategy,
+        validate_access_integrity,
+        async_sharded_save,
+        preprocess_common_before_consistancy_check,
+        content_metadata,
+        async_strategy,
+        verify_integrity,
+        overwrite,
+        allow,
+    )
+    with (
+        time_limit(call.options.timeout_s, OPENING, then=WORK),
+        allowing(() if call.invalid else allow),
+    ):
+        begun = begun_save(call.comm, call.open) or call.run_otherwise()
         if begun and async_sharded_save:
             return begin_in_background(begun)
         if begun:
@@ -239,98 +222,128 @@ def save_async(  # noqa: PLR0913 - those of save
     return request
 
 
-def _common_state(
-    state: StateDict,
-    saver: Any,
-    compared: StateDict | None,
-    allow: Allowed,
-    *,
-    is_first: bool,
-    is_async: bool,
-) -> CommonState:
-    """The common state, ready to be written; one that a load would refuse is an error."""
-    is_ours = isinstance(saver, TorchCommonSaveStrategy)
-    content: bytes | None = None
-    if is_ours and is_first:
-        content = dump_loadable(state, name=COMMON_STATE, allow=saver.allowed())
-    digest = ""  # where two differ, the states may still be equal
-    if compared is not None:
-        known = content if compared is state else None
-        digest = xxh3_64_hexdigest(known or dump_object(compared, name=COMMON_STATE))
-    if is_ours:
-        return CommonState(compared, digest, content, None)
-    if is_first and saver.backend == TORCH_BACKEND:
-        dump_loadable(state, name=COMMON_STATE, allow=allow)
-    elif is_first:
-        dump_object(state, name=COMMON_STATE)
-    kept = deepcopy(state) if is_async else state
-
-    def write(place: Location) -> None:
-        with allowing(allow):
-            saver.save_common(kept, place)
-
-    return CommonState(compared, digest, None, write)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Save:
-    """A save of which nothing is written yet; ``comm`` is all ranks."""
+    """A save: what ``_opened`` returns, the arguments of ``save``, and what ``open`` sets."""
 
     comm: Communicator
-    root: Location
     options: Options
     sharded: Any
-    common_saver: Any
+    base: Any
+    invalid: Exception | None
     state: StateDict
-    common: CommonState
-    marker: bytes
+    checkpoint_dir: str | Path
+    common_strategy: StrategyChoice
+    validates: bool
+    is_async: bool
+    preprocess: Preprocess | None
+    content_metadata: dict[str, Any] | None
+    async_strategy: str | None
+    verify: bool
     overwrite: bool
+    allow: Allowed
+    root: Location = Path()
+    common_saver: Any = None
+    common: CommonState | None = None
+    marker: bytes = b""
 
-    def open(self, *, is_async: bool) -> ShardedSave | None:
+    def open(self) -> ShardedSave | None:
         """This rank's save; None where another package's strategy saves. Rank-local."""
-        base, root = _inner(self.sharded), self.root
+        if self.invalid is not None:
+            raise self.invalid
+        base = self.base  # a wrapper of Megatron-Core 0.17 and later says torch_dist by default
         is_ours = isinstance(base, ZarrSaveShardedStrategy)
-        if is_async and not is_ours:
-            raise StrategyError(
-                f"{self.sharded}: this package saves in the background with ('zarr', 1) and "
-                "('zarr', 2) only; call dist_checkpointing.save for the strategy's own way"
-            )
-        if (base.backend, base.version) != ("zarr", 2):
-            require_path(root, f"format {(base.backend, base.version)}")
+        self.root = located(self.checkpoint_dir, self.options)
+        if not is_ours or base.version != 2 or self.async_strategy is not None:  # noqa: PLR2004
+            self._require_suitable(is_ours=is_ours)
+        saver = resolve(StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
+        self.common_saver = saver
+        self.state, common = split_for_save(self.state, self.content_metadata)
+        self.common = self._common_state(common)
+        self.marker = CheckpointMarker(
+            base.backend, base.version, saver.backend, saver.version
+        ).to_json()
         if self.comm.rank == 0:
-            complete_commit(root)
-            if not self.overwrite and is_finished(root):
+            complete_commit(self.root)
+            if not self.overwrite and is_finished(self.root):
                 raise CheckpointExistsError(
-                    f"{root} already holds a finished checkpoint; pass overwrite=True to replace "
-                    "it",
-                    path=str(root),
+                    f"{self.root} already holds a finished checkpoint; pass overwrite=True to "
+                    "replace it",
+                    path=str(self.root),
                 )
         if base is not self.sharded or not is_ours:
             return None
-        return self._begun(base, is_async=is_async, validates=self.common.compared is not None)
+        return self._begun(base, validates=self.validates)
 
-    def _begun(self, base: Any, *, is_async: bool, validates: bool) -> ShardedSave:
-        opened: ShardedSave = base.open_save(
+    def _begun(self, base: Any, *, validates: bool) -> ShardedSave:
+        begun: ShardedSave = base.open_save(
             self.comm,
             self.state,
             self.root,
             overwrite=self.overwrite,
-            is_async=is_async,
+            is_async=self.is_async,
             validates=validates,
             common=self.common,
             marker=self.marker,
         )
-        return opened
+        return begun
 
-    def run_otherwise(self, *, is_async: bool) -> ShardedSave | None:
+    def _require_suitable(self, *, is_ours: bool) -> None:
+        """Raise where the strategy cannot do what is asked for; only ("zarr", 2) can do it all."""
+        stored = (self.base.backend, self.base.version)
+        if self.async_strategy not in _QUEUES:
+            raise StrategyError(
+                f"async_strategy: expected one of {_QUEUES}, found {self.async_strategy!r}"
+            )
+        if self.verify and stored != ("zarr", 2):
+            raise StrategyError(
+                f"verify_integrity: only format ('zarr', 2) has digests, and {stored} is saved"
+            )
+        if self.is_async and not is_ours:
+            raise StrategyError(
+                f"{self.sharded}: this package saves in the background with ('zarr', 1) and "
+                "('zarr', 2) only; call dist_checkpointing.save for the strategy's own way"
+            )
+        if stored != ("zarr", 2):
+            require_path(self.root, f"format {stored}")
+
+    def _common_state(self, state: StateDict) -> CommonState:
+        """The common state, ready to be written; one that a load would refuse is an error."""
+        saver, allow, is_first = self.common_saver, self.allow, self.comm.rank == 0
+        compared = None
+        if self.validates:
+            compared = self.preprocess(state) if self.preprocess else state
+        is_ours = isinstance(saver, TorchCommonSaveStrategy)
+        content: bytes | None = None
+        if is_ours and is_first:
+            content = dump_loadable(state, name=COMMON_STATE, allow=saver.allowed)
+        digest = ""  # where two differ, the states may still be equal
+        if compared is not None:
+            known = content if compared is state else None
+            digest = xxh3_64_hexdigest(known or dump_object(compared, name=COMMON_STATE))
+        if is_ours:
+            return CommonState(compared, digest, content, None)
+        if is_first and saver.backend == TORCH_BACKEND:
+            dump_loadable(state, name=COMMON_STATE, allow=allow)
+        elif is_first:
+            dump_object(state, name=COMMON_STATE)
+        kept = deepcopy(state) if self.is_async else state
+
+        def write(place: Location) -> None:
+            with allowing(allow):
+                saver.save_common(kept, place)
+
+        return CommonState(compared, digest, None, write)
+
+    def run_otherwise(self) -> ShardedSave | None:
         """Save by a strategy of another package, or open a save within a wrapper. Collective."""
-        comm, saver, base, state = self.comm, self.sharded, _inner(self.sharded), self.state
-        if self.common.compared is not None:
+        comm, saver, base, state = self.comm, self.sharded, self.base, self.state
+        if self.common is not None and self.common.compared is not None:
             check_save(comm, state, self.common.compared)
         if isinstance(base, ZarrSaveShardedStrategy):
             run_collectively(comm, lambda: saver.apply_saving_parallelization(state))
-            base = base.with_options(timeout_s=self.options.timeout_s)
-            return begun_save(comm, lambda: self._begun(base, is_async=is_async, validates=False))
+            own = base.with_options(timeout_s=self.options.timeout_s)
+            return begun_save(comm, lambda: self._begun(own, validates=False))
         root = require_path(self.root, type(saver).__name__)
         place = DirectoryPlace(root, self.options, keeps_old=True, overwrite=self.overwrite)
 
@@ -345,38 +358,35 @@ class _Save:
             place.commit(self.marker)
 
         if isinstance(base, LocalReplicatedSaveShardedStrategy):
-            run_collectively(comm, lambda: self._write_common(place))
+            run_collectively(comm, lambda: self._write_common(place.location))
             run_collectively(
                 comm, lambda: base.save(state, root, common_dir=place.location, commit=commit)
             )
-        else:
-            self._by_foreign(place)
-            run_on_first_rank(comm, commit)
-        return None
-
-    def _by_foreign(self, place: DirectoryPlace) -> None:
-        """The strategy of another package takes the staging directory for the checkpoint."""
-        comm, sharded, state = self.comm, self.sharded, self.state
-        run_collectively(comm, lambda: place.require(f"rank {comm.global_rank(0)}"))
-        if not handles_objects(sharded):
+            return None
+        # The strategy of another package takes the staging directory for the checkpoint.
+        run_collectively(comm, lambda: place.require(f"rank {comm.global_ranks[0]}"))
+        if not handles_objects(saver):
             objects, state = run_collectively(comm, lambda: split_objects(state))
             run_collectively(comm, lambda: self._write_objects(objects, place.location))
-        run_collectively(comm, lambda: sharded.save(state, place.location))
-        run_collectively(comm, lambda: self._write_common(place))
+        run_collectively(comm, lambda: saver.save(state, place.location))
+        run_collectively(comm, lambda: self._write_common(place.location))
+        run_on_first_rank(comm, commit)
+        return None
 
-    def _write_common(self, place: DirectoryPlace) -> None:
+    def _write_common(self, place: Path) -> None:
+        assert self.common is not None  # noqa: S101 - ``open`` has set it
         if self.common.save is not None:
-            self.common.save(place.location)
+            self.common.save(place)
         elif self.common.content is not None:
-            Directory(place.location).write(COMMON_NAME, self.common.content)
+            Directory(place).write(COMMON_NAME, self.common.content)
 
-    def _write_objects(self, objects: StateDict, root: Location) -> None:
+    def _write_objects(self, objects: StateDict, place: Location) -> None:
         if not handles_objects(self.common_saver):
             raise StrategyError(
                 f"the state dict has ShardedObjects, which neither {self.sharded} nor "
                 f"{self.common_saver} can handle; choose a strategy that does"
             )
-        self.common_saver.save_sharded_objects(objects, root)
+        self.common_saver.save_sharded_objects(objects, place)
 
 
 @raises_megatron_errors
@@ -432,70 +442,38 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
-    comm, options, chosen, invalid = _opened(
-        action, sharded_strategy, detail, timeout_s, allow, process_group
+    call = _Load(
+        *_opened(action, sharded_strategy, detail, timeout_s, allow, process_group),
+        sharded_state_dict,
+        checkpoint_dir,
+        sharded_strategy,
+        common_strategy,
+        validate_access_integrity,
+        strict,
+        Verify.FULL if verify_integrity else verify,
+        strict_dtype,
+        timeout_s,
     )
-    loads: list[_Load] = []
-
-    def describe(*, is_last: bool = False) -> Message:
-        if invalid is not None:
-            raise invalid
-        place = located(checkpoint_dir, options)
-        try:
-            root = current_place(place) if isinstance(place, Bucket) else place
-            formats = astuple(read_marker(root))
-            loader = _fitting(root, action, sharded_strategy and chosen, formats[:2], timeout_s)
-            commons = _fitting(root, StrategyAction.LOAD_COMMON, common_strategy, formats[2:])
-            result: StateDict = commons.load_common(root)
-        except (CheckpointNotFoundError, IncompleteCheckpointError):
-            if is_last or not isinstance(place, Path):
-                raise
-            if comm.rank == 0:
-                complete_commit(place)
-            return None  # that may have completed an interrupted one, or another node has it
-        state, nonpersistent, factories = split_for_load(sharded_state_dict)
-        if verify_integrity or verify is not None or strict_dtype:
-            loader = _with_options(
-                loader,
-                root,
-                state,
-                Verify.FULL if verify_integrity else verify,
-                strict_dtype=strict_dtype,
-            )
-        loads[:] = [
-            _Load(
-                comm,
-                root,
-                loader,
-                commons,
-                parsed_strict(strict),
-                validate_access_integrity,
-                state,
-                factories,
-                merged(result, nonpersistent),
-            )
-        ]
-        return loads[0].describe(
-            checkpoint_dir, (getattr(_inner(chosen), "group", None), options.timeout_s)
-        )
-
-    with time_limit(options.timeout_s, OPENING, then=WORK), allowing(() if invalid else allow):
-        answers = run_and_gather(comm, describe)
+    comm = call.comm
+    with (
+        time_limit(call.options.timeout_s, OPENING, then=WORK),
+        allowing(() if call.invalid else allow),
+    ):
+        answers = run_and_gather(comm, call.describe)
         restart_limit()
         local = {a for a in answers if isinstance(a, str) and a.startswith(_LOCAL)}
         if None in answers or len(local) > 1:
-            _restore_local(comm, local, checkpoint_dir)
-            answers = run_and_gather(comm, lambda: describe(is_last=True))
-        return loads[0].run(answers)
-
-
-def _restore_local(comm: Communicator, local: set[str], checkpoint_dir: str | Path) -> None:
-    """Where a checkpoint is local, have every node hold its common state. Collective."""
-    if local:
-        directory = run_collectively(
-            comm, lambda: require_path(located(checkpoint_dir, None), "local_replicated")
-        )
-        restore_common(comm, directory, str(checkpoint_dir))
+            if local:  # have every node hold the common state
+                root = run_collectively(
+                    comm, lambda: require_path(located(checkpoint_dir, None), "local_replicated")
+                )
+                restore_common(comm, root, str(checkpoint_dir))
+            answers = run_and_gather(comm, lambda: call.describe(is_last=True))
+        if call.direct is None or any(isinstance(answer, str) for answer in answers):
+            return call.run_otherwise(answers)
+        call.direct.begin(answers)
+        result: StateDict = call.direct.run(call.finish)
+        return result
 
 
 def _fitting(
@@ -520,29 +498,6 @@ def _fitting(
     return found
 
 
-def _with_options(
-    loader: Any, root: Location, wanted: StateDict, verify: str | None, *, strict_dtype: bool
-) -> Any:
-    """The load strategy with the caller's options. Rank-local.
-
-    For a strategy without the option ``strict_dtype`` the stored dtypes are compared here.
-    """
-    if verify is not None and 2 not in getattr(loader, "versions", ()):  # noqa: PLR2004
-        raise StrategyError(
-            f"verify={verify!r}: digests are kept by format ('zarr', 2), which "
-            f"{type(loader).__name__} does not read itself; set verify on the strategy that does, "
-            "or in its options"
-        )
-    if hasattr(loader, "with_options"):
-        return loader.with_options(verify=verify, strict_dtype=strict_dtype or None)
-    if strict_dtype:
-        arrays = loader.load_tensors_metadata(root).values()
-        stored = {array.key: str(array.dtype).removeprefix("torch.") for array in arrays}
-        tensors = [value for value in sharded_values(wanted) if isinstance(value, ShardedTensor)]
-        conversions(tensors, stored, is_strict=True)
-    return loader
-
-
 _LOCAL, _OTHER = "local", "other"
 """What a rank answers whose load does not go straight to a strategy of this package.
 
@@ -552,47 +507,111 @@ Where the checkpoint is local, the digest of its common state follows a colon.
 
 @dataclass(slots=True)
 class _Load:
-    """A load of which nothing is read yet; ``comm`` is all ranks, ``result`` what it returns.
+    """A load: what ``_opened`` returns, the arguments of ``load``, and what ``describe`` sets.
 
-    ``direct`` is set where a strategy of this package loads with the ranks and limit of this call.
+    ``direct`` is set where a strategy of this package loads with the ranks and limit of this call;
+    ``finish`` makes what ``load`` returns of what the strategies have loaded.
     """
 
     comm: Communicator
-    root: Location
-    sharded: Any
-    common_loader: Any
-    strictness: StrictHandling
-    validates: bool
+    options: Options
+    chosen: Any
+    base: Any
+    invalid: Exception | None
     state: StateDict
-    factories: StateDict
-    result: StateDict
+    checkpoint_dir: str | Path
+    sharded_strategy: StrategyChoice
+    common_strategy: StrategyChoice
+    validates: bool
+    strict: str | StrictHandling
+    verify: str | None
+    strict_dtype: bool
+    timeout_s: float | None
+    root: Location = Path()
+    sharded: Any = None
+    common_loader: Any = None
+    wanted: StateDict = field(default_factory=dict)
+    strictness: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    finish: Callable[..., StateDict] = merged
     direct: ShardedLoad | None = None
 
-    def describe(self, name: str | Path, limits: tuple[Any, float]) -> Message:
+    def describe(self, *, is_last: bool = False) -> Message:
         """What other ranks have to know at first. Rank-local; errors as of ``load``.
 
-        A strategy with other ``limits``, ranks and seconds, than this call is called as it is.
+        None: the checkpoint was not found here, so the others have to look again. A strategy with
+        other ranks or another limit than this call is called as it is.
         """
-        ours, strict = self.sharded, self.strictness
+        if self.invalid is not None:
+            raise self.invalid
+        place = located(self.checkpoint_dir, self.options)
+        try:
+            self.root = root = current_place(place) if isinstance(place, Bucket) else place
+            formats = astuple(read_marker(root))
+            choice = self.sharded_strategy and self.chosen
+            action = StrategyAction.LOAD_SHARDED
+            ours = _fitting(root, action, choice, formats[:2], self.timeout_s)
+            action = StrategyAction.LOAD_COMMON
+            self.common_loader = _fitting(root, action, self.common_strategy, formats[2:])
+            result: StateDict = self.common_loader.load_common(root)
+        except (CheckpointNotFoundError, IncompleteCheckpointError):
+            if is_last or not isinstance(place, Path):
+                raise
+            if self.comm.rank == 0:
+                complete_commit(place)
+            return None  # that may have completed an interrupted one, or another node has it
+        self.wanted, nonpersistent, factories = split_for_load(self.state)
+        if self.verify is not None or self.strict_dtype:
+            ours = self._with_options(ours)
+        self.sharded, self.strictness = ours, parsed_strict(self.strict)
+        self.finish = partial(merged, merged(result, nonpersistent), factories=factories)
+        limits = (getattr(self.base, "group", None), self.options.timeout_s)
         if (
             isinstance(ours, ZarrLoadShardedStrategy)
             and type(ours).load is ZarrLoadShardedStrategy.load
             and (ours.group, ours.options.timeout_s) == limits
-            and not StrictHandling.requires_explicit_ckpt_mismatch_check(strict)
-            and not StrictHandling.requires_global_app_metadata(strict)
+            and not StrictHandling.requires_explicit_ckpt_mismatch_check(self.strictness)
+            and not StrictHandling.requires_global_app_metadata(self.strictness)
         ):
             self.direct = ours.open_load(
-                self.comm, self.state, self.root, name=name, validates=self.validates
+                self.comm, self.wanted, root, name=self.checkpoint_dir, validates=self.validates
             )
             return self.direct.describe()
-        if isinstance(_inner(ours), ZarrLoadShardedStrategy):
+        return self._describe_otherwise(root)
+
+    def _describe_otherwise(self, root: Location) -> str:
+        base = _inner(self.sharded)
+        if isinstance(base, ZarrLoadShardedStrategy):
             return _OTHER
-        root = require_path(self.root, type(_inner(ours)).__name__)
-        is_local = isinstance(ours, LocalReplicatedLoadShardedStrategy)
+        root = require_path(root, type(base).__name__)
+        is_local = isinstance(self.sharded, LocalReplicatedLoadShardedStrategy)
         return f"{_LOCAL}:{common_digest(root)}" if is_local else _OTHER
 
-    def run(self, answers: Sequence[Message]) -> StateDict | tuple[StateDict, set[str], set[str]]:
-        """Load; what ``load`` returns. Collective.
+    def _with_options(self, loader: Any) -> Any:
+        """The load strategy with the caller's options. Rank-local.
+
+        For a strategy without the option ``strict_dtype`` the stored dtypes are compared here.
+        """
+        verify, is_strict = self.verify, self.strict_dtype
+        if verify is not None and 2 not in getattr(loader, "versions", ()):  # noqa: PLR2004
+            raise StrategyError(
+                f"verify={verify!r}: digests are kept by format ('zarr', 2), which "
+                f"{type(loader).__name__} does not read itself; set verify on the strategy that "
+                "does, or in its options"
+            )
+        if hasattr(loader, "with_options"):
+            return loader.with_options(verify=verify, strict_dtype=is_strict or None)
+        if is_strict:
+            arrays = loader.load_tensors_metadata(self.root).values()
+            stored = {array.key: str(array.dtype).removeprefix("torch.") for array in arrays}
+            values = sharded_values(self.wanted)
+            tensors = [value for value in values if isinstance(value, ShardedTensor)]
+            conversions(tensors, stored, is_strict=True)
+        return loader
+
+    def run_otherwise(
+        self, answers: Sequence[Message]
+    ) -> StateDict | tuple[StateDict, set[str], set[str]]:
+        """Load where not every rank has a ``direct`` load; what ``load`` returns. Collective.
 
         Raises:
             PlanError: ranks load by strategies of different kinds.
@@ -601,26 +620,18 @@ class _Load:
         kinds = [a.partition(":")[0] if isinstance(a, str) else "zarr" for a in answers]
         if len(set(kinds)) > 1:
             raise different_strategies(comm, "a load", kinds)
-        if self.direct is not None:
-            self.direct.begin(answers)
-            result: StateDict = self.direct.run(self._finished)
-            return result
-        outcome = check_load(comm, self.state, strict, self._stored_keys, self.validates)
-        run_collectively(comm, lambda: self._finished(*self._load_otherwise(outcome.sharded)))
+        outcome = check_load(comm, self.wanted, strict, self._stored_keys, self.validates)
+        result = run_collectively(comm, lambda: self.finish(*self._load_otherwise(outcome.sharded)))
         if StrictHandling.requires_returning_mismatch_keys(strict):
-            return self.result, outcome.missing, outcome.unexpected
-        return self.result
-
-    def _finished(self, *loaded: StateDict) -> StateDict:
-        merge_factories(merged(self.result, *loaded), self.factories)
-        return self.result
+            return result, outcome.missing, outcome.unexpected
+        return result
 
     def _stored_keys(self) -> StateDict:
         """What is stored, but for the object that is the common state, which no caller requests."""
         found: StateDict = self.sharded.load_sharded_metadata(self.root)
         if not handles_objects(self.sharded):
             found = merged(found, self.common_loader.load_sharded_metadata(self.root))
-        if all(value.key != COMMON_OBJECT.key for value in sharded_values(self.state)):
+        if all(value.key != COMMON_OBJECT.key for value in sharded_values(self.wanted)):
             found.pop(COMMON_OBJECT.unique_key, None)
         return found
 
@@ -651,20 +662,22 @@ def _opened(
     timeout_s: float | None,
     allow: Allowed,
     process_group: ProcessGroup | None = None,
-) -> tuple[Communicator, Options, Any, Exception | None]:
-    """The ranks and options of a call, and its strategy; an error is for the first collective.
+) -> tuple[Communicator, Options, Any, Any, Exception | None]:
+    """The ranks and options of a call, its strategy, and that inside of wrappers. Rank-local.
 
-    Ranks and options are those of the strategy, where it is one of this package.
+    Ranks and options are those of the strategy, where it is one of this package. An error is
+    returned too, for the first collective to raise.
     """
-    options, group, found, invalid = None, None, None, None
+    options, group, found, base, invalid = None, None, None, None, None
     try:
         options = options_from_environment()  # reported if invalid, whatever the strategy's are
         with allowing(allow):
             found = resolve(action, choice, ("zarr", 2), timeout_s)
-        base = _inner(found)
+        base = _inner(found) if hasattr(found, "base_strategy") else found
         if isinstance(base, Configured):
             options, group = base.options, base.group
-        options = options.with_changes(timeout_s=timeout_s)
+        if timeout_s is not None:
+            options = options.with_changes(timeout_s=timeout_s)
         if process_group is not None:
             own, group = group_ranks(group), process_group
             if (given := group_ranks(group)) != own:
@@ -672,9 +685,9 @@ def _opened(
                     f"process_group: its {len(given)} ranks are not the {len(own)} that the "
                     "strategy loads with; pass a strategy made with group=process_group"
                 )
-    except Exception as error:  # noqa: BLE001 - see above
+    except Exception as error:  # noqa: BLE001 - raised in the first collective
         invalid = error
     options = options or Options()
     purpose = action.value.partition("_")[0]
     comm = open_communicator(group, timeout_s=options.timeout_s, purpose=purpose, detail=detail)
-    return comm, options, found, invalid
+    return comm, options, found, base, invalid

@@ -20,8 +20,9 @@ from typing import Any
 
 import xxhash
 
-from dist_ckpt_strategies.comm.base import Communicator, Message
-from dist_ckpt_strategies.comm.collective import (
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Message,
     run_and_gather,
     run_and_gather_bytes,
     run_collectively,
@@ -103,7 +104,7 @@ class _OnNodes(Configured):
         found = Path(checkpoint_dir).absolute()
         if self._local.node_directory is None:
             return found
-        return Path(self._local.node_directory(comm.global_rank(comm.rank))) / found.name
+        return Path(self._local.node_directory(comm.global_ranks[comm.rank])) / found.name
 
     def _manager(
         self,
@@ -229,7 +230,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
     def _common_content(self, path: Path, found: Any | None) -> bytes:
         """The content of ``common.pt``, which is written first where it is an object."""
         if found is not None:
-            content = dump_loadable(found.data, name=found.key, allow=self.allowed())
+            content = dump_loadable(found.data, name=found.key, allow=self.allowed)
             Directory(path.parent).write(path.name, content, key="common state")
         with file_errors("common state", path):
             return read_file(path)

@@ -353,7 +353,10 @@ def _not_found(key: _Key, known: Iterable[_Key]) -> StrategyNotFoundError:
 
 
 class Configured:
-    """A strategy's options, the ranks that work together, the classes that objects may be of."""
+    """A strategy's options, the ranks that work together, the classes that objects may be of.
+
+    ``allowed`` are all those classes.
+    """
 
     options: Options
 
@@ -366,6 +369,7 @@ class Configured:
     ) -> None:
         self.options = (options or options_from_environment()).with_changes(**changes)
         self._allow = tuple(allow)
+        self.allowed: Allowed = (*default_allowed(), *self._allow)
         self.group = group
 
     def with_options(self, **changes: Any) -> Self:
@@ -377,10 +381,6 @@ class Configured:
         other = copy(self)
         other.options = self.options.with_changes(**changes)
         return other
-
-    def allowed(self) -> Allowed:
-        """The classes that objects may be of."""
-        return [*default_allowed(), *self._allow]
 
     @property
     def can_handle_sharded_objects(self) -> bool:

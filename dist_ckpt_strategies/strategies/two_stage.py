@@ -13,8 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, report_level
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     is_alive,
@@ -161,7 +160,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.options = own_options.with_changes(
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )
-        self._allow = tuple(allow)
+        self._allow: Allowed = (
+            base_strategy.allowed if self._is_own else (*default_allowed(), *allow)
+        )
         self._report: BroadcastReport | None = None
 
     @property
@@ -226,11 +227,11 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         with time_limit(self.options.timeout_s, OPENING, then=3 / 8):
             converted = run_and_gather(world, load.prepare)
             restart_limit()
-            loaded, self._report = run_collectively(world, lambda: load.run(self._allowed))
+            loaded, self._report = run_collectively(world, lambda: load.run(self._allow))
         warn_of_conversions(world, checkpoint_dir, converted)
-        who = world.global_rank(world.rank)
+        who = world.global_ranks[world.rank]
         text = "rank %s: load from %s: %s"
-        logger.log(report_level(world), text, who, checkpoint_dir, self._report)
+        logger.log(world.report_level, text, who, checkpoint_dir, self._report)
         return loaded
 
     @raises_megatron_errors
@@ -319,9 +320,3 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             channels=self._channels,
             payload_device=None if self.cpu_transfer else payload_device(group),
         )
-
-    def _allowed(self) -> Allowed:
-        if self._is_own:
-            allowed: Allowed = self.base_strategy.allowed()
-            return allowed
-        return [*default_allowed(), *self._allow]

@@ -192,11 +192,11 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             self.version,
             located(checkpoint_dir, self.options),
             self.options,
-            global_rank=comm.global_rank(comm.rank),
+            global_rank=comm.global_ranks[comm.rank],
             keeps_old=overwrite is not None,
             overwrite=bool(overwrite),
         )
-        allowed = self.allowed()
+        allowed = self.allowed
         if overwrite is None:
             sharded_state_dict, found = split_common_object(sharded_state_dict)
             if found is not None:
@@ -297,7 +297,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             self.open_checkpoint(root, self.options, comm),
             name=name or checkpoint_dir,
             options=self.options,
-            allowed=self.allowed,
+            allow=self.allowed,
             destination_of=self.destination_of,
             validates=validates,
         )

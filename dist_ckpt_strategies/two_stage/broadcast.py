@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
-from dist_ckpt_strategies.comm.collective import run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.core.inner_grid import stored_nbytes

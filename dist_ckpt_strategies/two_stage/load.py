@@ -7,7 +7,7 @@ import json
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import (
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
     run_and_gather,
     run_and_gather_bytes,
 )
@@ -129,13 +129,13 @@ class CheckpointLoad:
         own = [numbers[tensor.key] for tensor in self._tensors]
         return self._choose_targets([(number, self._arrays[number]) for number in own])
 
-    def run(self, allowed: Callable[[], Allowed]) -> tuple[StateDict, BroadcastReport]:
+    def run(self, allow: Allowed) -> tuple[StateDict, BroadcastReport]:
         """Read and send everything; a state dict of the structure of the request.
 
         Collective. The caller runs it within an error check.
 
         Args:
-            allowed: returns the classes that objects may be unpickled to.
+            allow: classes that objects may be unpickled to.
 
         Raises:
             StorageError: on every rank if one failed.
@@ -153,8 +153,6 @@ class CheckpointLoad:
             self._plan, self._arrays, self._targets, open_reader, comm, self._options
         )
         contents = self._object_contents() if self._requesters else {}
-
-        allow = allowed() if self._objects else ()
         loaded: dict[int, Any] = {}
         for found in self._objects:
             name = object_id(found)

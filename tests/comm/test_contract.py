@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from dist_ckpt_strategies import errors
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
-from dist_ckpt_strategies.comm.collective import (
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Receive,
+    Send,
     run_and_gather,
     run_and_gather_bytes,
     run_collectively,

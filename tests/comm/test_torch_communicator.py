@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
-from dist_ckpt_strategies.comm.collective import run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
 from dist_ckpt_strategies.comm.process_group import new_gloo_groups, new_group_of
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.errors import (
@@ -38,7 +37,7 @@ def test_without_torch_distributed_a_process_is_alone() -> None:
     comm = open_communicator(None, timeout_s=1.0, purpose="a test")
 
     assert type(comm) is Communicator
-    assert (comm.rank, comm.size, comm.global_rank(0)) == (0, 1, 0)
+    assert (comm.rank, comm.size, comm.global_ranks[0]) == (0, 1, 0)
 
 
 # Another collective of the job
@@ -84,7 +83,7 @@ def name_global_ranks(rank: int) -> None:
         if rank not in members:
             continue
         comm = open_communicator(group, timeout_s=60.0, purpose=f"group {members}")
-        names = [comm.global_rank(r) for r in range(comm.size)]
+        names = list(comm.global_ranks)
         assert (names[comm.rank], sorted(names)) == (rank, sorted(members))
 
         def step() -> None:

@@ -36,7 +36,6 @@ _STORAGE_CALLS = (
     *CHANGES,
 )
 _OF_COLLECTIVES = (
-    "comm/collective.py",
     "comm/base.py",
     "comm/process_group.py",
     "comm/torch_communicator.py",

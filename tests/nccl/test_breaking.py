@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.base import Receive, Send
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Receive, Send, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.step_commit import StepCommit
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
-from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
