@@ -300,7 +300,7 @@ def chunk_grid(source: SourceArray) -> tuple[Shape, bool]:
     shape = source.shape
     if source.chunk_shape is not None:
         pairs = zip(source.chunk_shape, shape, strict=True)
-        return tuple(min(chunk, max(1, extent)) for chunk, extent in pairs), True
+        return tuple(min(chunk, max(1, size)) for chunk, size in pairs), True
     placements = sorted(shard for shard in source.shards if shard.region.numel)
     regions = [placement.region for placement in placements]
     chunk = regular_chunk_shape(shape, regions)
