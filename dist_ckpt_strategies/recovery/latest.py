@@ -152,8 +152,11 @@ def load_latest(
     else:
         comm = open_communicator(None, timeout_s=timeout_s, purpose=purpose)
     attempts: list[Attempt] = []
-    with time_limit(timeout_s):
-        found = _find_global(comm, global_dirs)
+    find, name = partial(global_checkpoints, global_dirs), ", ".join(map(str, global_dirs))
+    with time_limit(timeout_s):  # as the first rank sees them, the newest first
+        found: list[_Found] = run_and_gather(
+            comm, lambda: run_with_limit(find, name) if comm.rank == 0 else []
+        )[0]
     if at_most is not None:
         found = [one for one in found if one[0] <= at_most]
         if local_manager is not None and local_manager.find_latest() > at_most:
@@ -264,18 +267,6 @@ def _note(attempts: list[Attempt], attempt: Attempt) -> None:
     logger.warning("%s", attempt)
 
 
-def _find_global(comm: Communicator, global_dirs: Sequence[str | Path]) -> list[_Found]:
-    """All global checkpoints as the first rank sees them, the newest first. Collective."""
-
-    def look() -> list[_Found]:
-        if comm.rank:
-            return []
-        find = partial(global_checkpoints, global_dirs)
-        return run_with_limit(find, ", ".join(map(str, global_dirs)))
-
-    return [tuple(found) for found in run_and_gather(comm, look)[0]]
-
-
 def global_checkpoints(global_dirs: Sequence[str | Path]) -> list[_Found]:
     """The checkpoints at or below places, the newest first. Rank-local."""
     found: dict[str, bool] = {}
@@ -314,7 +305,7 @@ def _complete(directory: Path) -> None:
 
 
 def _in_store(place: Bucket) -> dict[str, bool]:
-    url = str(place.url)
+    url = str(place)
     names = list(place.names(""))
     if MARKER_NAME in names:
         return {url: True}
