@@ -357,8 +357,6 @@ class TieredCheckpointManager:
         """
         try:
             self.wait()
-            if self._pruning is not None:
-                self._pruning.join(WORK * self._timeout_s)
         finally:
             self.release()
 
@@ -550,13 +548,15 @@ class TieredCheckpointManager:
         raise SystemExit(self.options.exit_code)
 
     def release(self) -> None:
-        """Give up the lock and the signals, as they are. Rank-local; again nothing."""
+        """Give up the signals, end the removal of old checkpoints, give up the lock. Rank-local."""
         if not self._is_open:
             return
         self._is_open = self._is_watching = False
         for number, handler in self._handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
         self._handlers.clear()
+        if self._pruning is not None:
+            self._pruning.join(WORK * self._timeout_s)
         self._lease.release()
 
 

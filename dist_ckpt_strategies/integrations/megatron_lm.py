@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -97,15 +96,13 @@ def install(
         atexit.register(manager.release)
     if has_registry():  # there Megatron-Core looks up who reads the common state
         register(replace_common=True, replace=True, allow=allow, options=chosen)
-    make: Any = partial(LocalCheckpointManager, allow=allow, timeout_s=chosen.timeout_s)
-    if manager is not None and manager.local is not None:
-        make = partial(_the_same, manager.local)
+    local = manager and manager.local
+
+    def make(*a: Any, **kw: Any) -> LocalCheckpointManager:
+        return local or LocalCheckpointManager(*a, allow=allow, timeout_s=chosen.timeout_s, **kw)
+
     _provide_local(make)
     checkpointing.dist_checkpointing = ours
-
-
-def _the_same(manager: LocalCheckpointManager, *_: Any, **__: Any) -> LocalCheckpointManager:
-    return manager
 
 
 def _provide_local(make: Any) -> None:

@@ -127,9 +127,15 @@ def restarting(
     kept = manager or CheckpointManager()
     loop = _Loop(import_module("megatron.training.training"), kept)
     restart: Any = import_module("megatron.training.inprocess_restart")
+    variables: Any = import_module("megatron.training.global_vars")
+    given: list[Any] = []
 
     def block(*a: Any, call: HPCallWrapper | None = None, **kw: Any) -> Any:
         loop.call = call
+        if not given:  # on main the script has parsed the arguments; up to 0.16 pretrain does
+            given.append(copy.deepcopy(variables._GLOBAL_ARGS))  # noqa: SLF001 - may be None
+        elif given[0] is not None:  # and they were cleared after the attempt before
+            variables.set_global_variables(copy.deepcopy(given[0]))
         return pretrain(*a, **kw)
 
     def forget(state: Any) -> Any:

@@ -196,7 +196,7 @@ def use_manager(rank: int, scratch: Path) -> dict[str, Any]:
         request.work.ends_within(60)
         for finalize in request.finalize_fns:
             finalize()
-    manager.close()  # what is old has been removed
+    manager.release()  # as at the end of the process; what is old has been removed
     dist.barrier()
     if rank == 0:
         chunk = min((directory / "arrays" / "own").glob("c*"))

@@ -109,18 +109,19 @@ class Wrappers:
 
     def __call__(self, successor: str = "", **settings: Any) -> HPWrapper:
         """For ``successor`` as for the process that takes the rank over."""
+        return HPWrapper(**self.settings(successor) | settings)
+
+    def settings(self, successor: str = "") -> dict[str, Any]:
+        """What HPWrapper is given."""
 
         def coordinator() -> StoreCoordinator:
             store = JobStore(HOST, self.port)
             return StoreCoordinator(store, self.worker + successor, self.place)
 
-        return HPWrapper(
-            **{
-                "hp_api_factory": coordinator,
-                "barrier_timeout_s": 100.0,
-                "finish_timeout_s": 100.0,
-                "abort_timeout": 60.0,
-                "max_idle_attempts": None,
-                **settings,
-            }
-        )
+        return {
+            "hp_api_factory": coordinator,
+            "barrier_timeout_s": 100.0,
+            "finish_timeout_s": 100.0,
+            "abort_timeout": 60.0,
+            "max_idle_attempts": None,
+        }
