@@ -20,6 +20,7 @@ from dist_ckpt_strategies.device import (
     Slot,
     build_batches,
     copy_into,
+    host_view,
     is_in_order,
     to_host,
     torch_dtype,
@@ -51,19 +52,23 @@ def run_writes(
     once. Others are copied first, batch by batch: while one batch is written the next is copied,
     so that copies take at most ``max_inflight_bytes`` (or twice the largest tensor).
     """
-    sizes = [
-        0 if t.device.type == "cpu" and is_in_order(t) else t.numel() * t.element_size()
-        for _, _, t in writes
-    ]
+    direct: list[ArrayWrite] = []
+    staged: list[tuple[TensorRegion, int]] = []
+    for write in writes:
+        array, region, tensor = write
+        if tensor.device.type == "cpu" and is_in_order(tensor):
+            direct.append(ArrayWrite(array, region, host_view(tensor)))
+        else:
+            staged.append((write, tensor.numel() * tensor.element_size()))
     with InFlight(options.timeout_s) as in_flight:
         if creations:
             in_flight.follow_with(store.begin_creates(creations))
-        for batch in build_batches(sizes, options.max_inflight_bytes // 2):
-            hosts = to_host([writes[number][2] for number in batch])
-            requests = [
-                ArrayWrite(*writes[number][:2], host)
-                for number, host in zip(batch, hosts, strict=True)
-            ]
+        if direct:
+            in_flight.follow_with(store.begin_writes(direct))
+        for batch in build_batches(staged, options.max_inflight_bytes // 2) if staged else ():
+            hosts = to_host([tensor for _, _, tensor in batch])
+            places = [(array, region) for array, region, _ in batch]
+            requests = [ArrayWrite(*at, host) for at, host in zip(places, hosts, strict=True)]
             in_flight.follow_with(store.begin_writes(requests))
 
 
