@@ -142,12 +142,6 @@ def settle(tensors: Sequence[torch.Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def host_buffer(shape: Sequence[int], dtype: DType, *, like: torch.Tensor) -> torch.Tensor:
-    """Uninitialised host memory from which ``like`` will be filled; pinned for a CUDA tensor."""
-    pinned = like.device.type == "cuda"
-    return torch.empty(tuple(shape), dtype=torch_dtype(dtype), pin_memory=pinned, device=_HOST)
-
-
 @dataclass(frozen=True, slots=True)
 class Copies:
     """Copies between the host and devices that are under way."""

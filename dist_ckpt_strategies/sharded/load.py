@@ -24,7 +24,6 @@ from dist_ckpt_strategies.core.report import LoadReport
 from dist_ckpt_strategies.device import (
     build_batches,
     copy_into,
-    host_buffer,
     host_view,
     may_overlap,
     require_plain,
@@ -116,7 +115,7 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
     return ReadItem(array, source, source.within(region), is_padded=source.shape != region.shape)
 
 
-@dataclass
+@dataclass(eq=False)
 class ShardedLoad:
     """One load, in steps. ``describe`` is rank-local and comes first; the others are collective.
 
@@ -258,7 +257,15 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
 
 def _read_staged(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
     """A function, so that the memory of a batch is free before the next one takes its own."""
-    hosts = [host_buffer(region.shape, array.dtype, like=like) for array, region, like in reads]
+    hosts = [
+        torch.empty(
+            region.shape,
+            dtype=torch_dtype(array.dtype),
+            pin_memory=tensor.device.type == "cuda",
+            device="cpu",
+        )
+        for array, region, tensor in reads
+    ]
     requests = [
         ArrayRead(array, region, host_view(host))
         for (array, region, _), host in zip(reads, hosts, strict=True)

@@ -164,7 +164,7 @@ class Planned:
     report: SaveReport
 
 
-@dataclass
+@dataclass(eq=False)
 class ShardedSave:
     """One save, in steps. ``describe`` is rank-local and comes first; the others are collective.
 
