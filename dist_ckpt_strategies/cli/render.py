@@ -26,8 +26,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from dist_ckpt_strategies.comm.shared_work import Watch
 from dist_ckpt_strategies.config import rank_from_environment
-from dist_ckpt_strategies.formats.issues import Watch
 
 SCHEMA = 1
 _UNIT = 1000

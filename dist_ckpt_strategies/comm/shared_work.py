@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Task = TypeVar("Task")
 Watch = Callable[[int, int], None]
+"""Called with how much of a step is done and how much there is; the second may still grow."""
+
 Count = Callable[[int], None]
 
 _PAUSE_S = 0.2

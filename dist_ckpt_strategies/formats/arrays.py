@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
 from dist_ckpt_strategies.core.inner_grid import RUN_NBYTES, InnerGrid, Run, raw_spans
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.formats import zarr2, zarr3
+from dist_ckpt_strategies.formats import zarr2
 from dist_ckpt_strategies.formats.chunks import (
+    ZARR_JSON,
     Blocks,
     InnerChunks,
     at_region,
@@ -31,8 +32,9 @@ from dist_ckpt_strategies.formats.chunks import (
     memory_of,
     missing_chunk,
     opened_chunk,
-    require_size,
     span_shares,
+    wrong_size,
+    zarr_json,
 )
 from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
@@ -53,11 +55,10 @@ from dist_ckpt_strategies.storage.file_systems import (
 )
 from dist_ckpt_strategies.storage.files import (
     Directory,
-    directories_above,
     file_errors,
     new_file,
     pread_into,
-    sync_path,
+    sync_jobs,
     write_buffered,
 )
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer, raise_if_cancelled
@@ -81,11 +82,12 @@ class StoreWriter(ABC):
     """Writes the arrays of one checkpoint.
 
     Attributes:
+        store: the files of the checkpoint.
         digests: of each chunk of format 2 written, by key and index: of its inner chunks, then of
             its index.
     """
 
-    _store: Store
+    store: Store
     _num_metadata_threads: int
     _num_write_threads: int
     digests: dict[tuple[str, Shape], bytes]
@@ -95,11 +97,14 @@ class StoreWriter(ABC):
         """Write the metadata of new arrays."""
         jobs = []
         for array in arrays:
-            layout = zarr2 if array.inner_shape is None else zarr3
-            name = f"{array.directory}/{layout.METADATA_NAME}"
-            content = np.frombuffer(layout.metadata_content(array), np.uint8)
-            write = partial(self._write, array.key, name, content.size, [content])
-            jobs.append(Job(array.key, self._store.path(name), write))
+            if array.inner_shape is None:
+                name = zarr2.METADATA_NAME
+                content = zarr2.metadata_content(array.shape, array.chunk_shape, array.dtype)
+            else:
+                name, content = ZARR_JSON, zarr_json(array)
+            name, segments = f"{array.directory}/{name}", [np.frombuffer(content, np.uint8)]
+            write = partial(self._write, array.key, name, len(content), segments)
+            jobs.append(Job(array.key, self.store.path(name), write))
         return Transfer(jobs, self._num_metadata_threads)
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
@@ -110,11 +115,12 @@ class StoreWriter(ABC):
         jobs = []
         for write in writes:
             array, regular = write.array, write.array.chunk_at(write.region)
-            chunks = _chunks_of(write)
-            if regular is not None:
-                chunks = iter([(regular, (write.region, write.source))])
+            chunks: Iterable[tuple[Shape, tuple[Region, HostArray]]]
+            chunks = (
+                _chunks_of(write) if regular is None else [(regular, (write.region, write.source))]
+            )
             for index, block in chunks:
-                path = self._store.path(array.chunk_file(index))
+                path = self.store.path(array.chunk_file(index))
                 jobs.append(Job(array.key, path, partial(self.write_chunk, array, index, [block])))
         return Transfer(jobs, self._num_write_threads)
 
@@ -129,8 +135,8 @@ class StoreWriter(ABC):
             self._write(array.key, name, array.chunk_nbytes, encode_raw(blocks))
             return
         grid, digests = InnerGrid.of(array, index), bytearray()
-        pieces = encode_inner(grid, array.dtype, blocks, self._buffers, digests)
-        self._write(array.key, name, grid.file_nbytes, pieces)
+        segments = encode_inner(grid, array.dtype, blocks, self._buffers, digests)
+        self._write(array.key, name, grid.file_nbytes, segments)
         self.digests[array.key, index] = bytes(digests)
 
     @abstractmethod
@@ -141,8 +147,8 @@ class StoreWriter(ABC):
         """
 
     @abstractmethod
-    def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
-        """Make a file, out of pieces that are each valid until the next one is asked for."""
+    def _write(self, key: str, name: str, nbytes: int, segments: Iterable[Bytes]) -> None:
+        """Make a file, out of segments, each valid until the next one is asked for."""
 
 
 def _chunks_of(write: ArrayWrite) -> Iterator[tuple[Shape, tuple[Region, HostArray]]]:
@@ -169,7 +175,7 @@ class DirectoryWriter(StoreWriter):
 
     def __init__(self, root: Path, options: Options) -> None:
         self._root = root.absolute()
-        self._store, self.digests = Directory(self._root), {}
+        self.store, self.digests = Directory(self._root), {}
         access = file_access(self._root, options)
         self._num_metadata_threads = access.num_metadata_threads
         self._num_write_threads = access.num_write_threads
@@ -183,29 +189,27 @@ class DirectoryWriter(StoreWriter):
         if self._flush is not None:
             return Transfer([Job("", self._root, self._flush)], 1)
         names = {array.directory: array.key for array in arrays}
-        paths = directories_above(self._root, names)
-        jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
-        return Transfer(jobs, self._num_write_threads)
+        return Transfer(sync_jobs(self._root, names), self._num_write_threads)
 
-    def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
-        path = self._store.path(name)
+    def _write(self, key: str, name: str, nbytes: int, segments: Iterable[Bytes]) -> None:
+        path = self.store.path(name)
         is_flushed = self._flush is None
         with file_errors(key, path), new_file(path, is_flushed=is_flushed) as handle:
             if self._is_direct and nbytes >= MIN_DIRECT_NBYTES and start_direct(handle):
                 with self._buffers.borrowed() as buffer:
-                    _write_direct(handle, pieces, buffer)
+                    _write_direct(handle, segments, buffer)
             else:
-                for piece in pieces:
-                    write_buffered(handle, piece)
+                for segment in segments:
+                    write_buffered(handle, segment)
 
 
-def _write_direct(handle: int, pieces: Iterable[Bytes], buffer: Bytes) -> None:
+def _write_direct(handle: int, segments: Iterable[Bytes], buffer: Bytes) -> None:
     """Write past the page cache, but for the end that fills no block."""
     held = 0
-    for piece in pieces:
+    for segment in segments:
         done = 0
-        while done < piece.size:
-            some = piece[done : done + buffer.size - held]
+        while done < segment.size:
+            some = segment[done : done + buffer.size - held]
             buffer[held : held + some.size] = some
             held, done = held + some.size, done + some.size
             if held == buffer.size:
@@ -228,7 +232,7 @@ class BucketWriter(StoreWriter):
     """
 
     def __init__(self, bucket: Bucket, options: Options) -> None:
-        self._store, self.digests, self._buffers = bucket, {}, BounceBuffers()
+        self.store, self.digests, self._buffers = bucket, {}, BounceBuffers()
         self._num_metadata_threads = min(options.io_threads, MAX_REQUESTS)
         self._num_write_threads = self._num_metadata_threads
         self._budget = ByteBudget(options.max_inflight_bytes)
@@ -237,9 +241,9 @@ class BucketWriter(StoreWriter):
         """See StoreWriter. What the store has acknowledged is durable."""
         return Transfer((), 0)
 
-    def _write(self, key: str, name: str, nbytes: int, pieces: Iterable[Bytes]) -> None:
+    def _write(self, key: str, name: str, nbytes: int, segments: Iterable[Bytes]) -> None:
         with self._budget.held(_NUM_COPIES * nbytes), _key_errors(key):
-            self._store.write(name, b"".join(piece.tobytes() for piece in pieces))
+            self.store.write(name, b"".join(segment.tobytes() for segment in segments))
 
 
 class Format1Reader:
@@ -298,7 +302,7 @@ class Format1Reader:
                 found = [pread_into(handle, at, memory) for at, memory in spans]
         for (byte_offset, memory), count in zip(spans, found, strict=True):
             if count != memory.size:
-                require_size(array, path, byte_offset + count, array.chunk_nbytes)
+                raise wrong_size(array, path, byte_offset + count, array.chunk_nbytes)
 
     def _read_chunk(self, read: ArrayRead, index: Shape, path: str) -> None:
         """Copy a region of one chunk out of its elements, which are read or decoded first."""
@@ -332,7 +336,7 @@ class Format1Reader:
                 byte_offset = (region.offset[0] + start) * row_nbytes
                 found = byte_offset + pread_into(handle, byte_offset, content)
                 if found < byte_offset + content.size:
-                    require_size(array, path, found, array.chunk_nbytes)
+                    raise wrong_size(array, path, found, array.chunk_nbytes)
                 rows = content.view(array.dtype.numpy).reshape(-1, *array.chunk_shape[1:])
                 part = rows[(slice(None), *region.slices()[1:])]
                 raise_if_cancelled()
@@ -355,7 +359,7 @@ class Format2Reader(ABC):
     """Whether a job reads only inner chunks that follow each other."""
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
-        """See ArrayReader."""
+        """See ArrayReader. The runs that a job reads of a file are as long as it may take."""
         jobs = []
         for read in reads:
             array = read.array
@@ -364,26 +368,21 @@ class Format2Reader(ABC):
                 path, grid = self._store.path(array.chunk_file(index)), InnerGrid.of(array, index)
                 listed = record.chunks[index] if record else None
                 chunk = InnerChunks(array, index, grid, path, listed)
+                shares: list[list[Run]] = []
+                end = left_nbytes = 0
+                for run in grid.runs(read.region):
+                    nbytes = run.num_chunks * grid.stored_nbytes
+                    if nbytes > left_nbytes or (self._is_contiguous and run.first != end):
+                        shares.append([])
+                        left_nbytes = self._max_job_nbytes
+                    shares[-1].append(run)
+                    left_nbytes -= nbytes
+                    end = run.first + run.num_chunks
                 jobs += [
                     Job(array.key, path, partial(self._read_runs, read, chunk, runs))
-                    for runs in self._shares(grid, read.region)
+                    for runs in shares
                 ]
         return Transfer(jobs, self._num_threads)
-
-    def _shares(self, grid: InnerGrid, region: Region) -> Iterator[list[Run]]:
-        """The runs of a chunk that hold what is to be read, grouped to be read by one job."""
-        share: list[Run] = []
-        end = nbytes = 0
-        for run in grid.runs(region):
-            size = run.num_chunks * grid.stored_nbytes
-            is_apart = self._is_contiguous and run.first != end
-            if share and (is_apart or nbytes + size > self._max_job_nbytes):
-                yield share
-                share, nbytes = [], 0
-            share.append(run)
-            nbytes += size
-            end = run.first + run.num_chunks
-        yield share
 
     @abstractmethod
     def _read_runs(self, read: ArrayRead, chunk: InnerChunks, runs: Sequence[Run]) -> None:
@@ -408,10 +407,8 @@ class DirectoryReader(Format2Reader):
     def _read_runs(self, read: ArrayRead, chunk: InnerChunks, runs: Sequence[Run]) -> None:
         grid = chunk.grid
         buffer_nbytes = max(RUN_NBYTES, grid.stored_nbytes) + 2 * BLOCK_NBYTES
-        with (
-            opened_chunk(chunk.array, chunk.path, grid.file_nbytes) as handle,
-            self._buffers.borrowed(buffer_nbytes) as buffer,
-        ):
+        borrow = partial(self._buffers.borrowed, buffer_nbytes)
+        with opened_chunk(chunk.array, chunk.path, grid.file_nbytes) as handle:
             is_direct = (
                 self._is_direct
                 and grid.file_nbytes >= MIN_DIRECT_NBYTES
@@ -420,20 +417,20 @@ class DirectoryReader(Format2Reader):
                 and start_direct(handle)
             )
             for run in runs:
-                memory = None if is_direct else memory_of(grid, run, read.region, read.target)
+                own = None if is_direct else memory_of(grid, run, read.region, read.target)
                 nbytes = run.num_chunks * grid.stored_nbytes
                 byte_offset = run.first * grid.stored_nbytes
-                if is_direct:
-                    content = read_aligned(handle, byte_offset, nbytes, buffer)
-                else:
-                    content = buffer[:nbytes] if memory is None else memory
-                    content = content[: pread_into(handle, byte_offset, content)]
-                if content.size != nbytes:
-                    raise OSError(0, "it ended while it was read")
-                raise_if_cancelled()
-                chunk.verify(run, content)
-                if memory is None:
-                    decode_run(grid, run, read.array.dtype, content, read.region, read.target)
+                with borrow() if own is None else nullcontext(own) as memory:
+                    if is_direct:
+                        content = read_aligned(handle, byte_offset, nbytes, memory)
+                    else:
+                        content = memory[: pread_into(handle, byte_offset, memory[:nbytes])]
+                    if content.size != nbytes:
+                        raise OSError(0, "it ended while it was read")
+                    raise_if_cancelled()
+                    chunk.verify(run, content)
+                    if own is None:
+                        decode_run(grid, run, read.array.dtype, content, read.region, read.target)
 
 
 class BucketReader(Format2Reader):
@@ -465,7 +462,8 @@ class BucketReader(Format2Reader):
             except IncompleteCheckpointError:
                 raise missing_chunk(array, chunk.path) from None
         expected = grid.file_nbytes if is_last else end
-        require_size(array, chunk.path, start + len(content), expected)
+        if start + len(content) != expected:
+            raise wrong_size(array, chunk.path, start + len(content), expected)
         raise_if_cancelled()
         memory = np.frombuffer(content, np.uint8)
         for run in runs:

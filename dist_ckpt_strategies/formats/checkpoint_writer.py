@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import BucketWriter, DirectoryWriter, StoreWriter
-from dist_ckpt_strategies.formats.commit import open_save_place
+from dist_ckpt_strategies.formats.commit import BucketPlace, DirectoryPlace
 from dist_ckpt_strategies.formats.locations import Location, require_path, store_at
 from dist_ckpt_strategies.formats.manifest import (
+    HEADER,
+    INDEX_LEAD,
     INDEX_NAME,
     MANIFEST_NAME,
     OBJECTS_NAME,
     Fields,
     SegmentEntry,
-    array_fields,
     digest_of,
-    index_content,
-    merged_segment,
-    segment_content,
 )
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
@@ -39,14 +40,18 @@ from dist_ckpt_strategies.formats.objects import (
     write_dumped,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
-from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
+from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory, sync_jobs
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import Store
 
 _OBJECT_THREADS = 8
 
 _MAX_PLAIN_NBYTES = 4 << 10
 """Larger plain objects go to a file of objects, which keeps the manifest small."""
+
+_PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
+
+_compact_json = partial(json.dumps, separators=(",", ":"), allow_nan=False)
 
 
 class CheckpointWriter:
@@ -89,13 +94,8 @@ class CheckpointWriter:
         if self._is_format1:
             require_path(root, "format ('zarr', 1)")
             self.chunk_layout = ChunkLayout.WHOLE
-        self.place = open_save_place(
-            root,
-            options,
-            keeps_old=keeps_old,
-            overwrite=overwrite,
-            is_format2=not self._is_format1,
-        )
+        place = BucketPlace if isinstance(root, Bucket) else DirectoryPlace
+        self.place = place(root, options, keeps_old, overwrite, is_format2=not self._is_format1)
         self.options, self._global_rank = options, global_rank
         self._objects: list[Fields] = []
         self._num_packs = 0
@@ -118,11 +118,12 @@ class CheckpointWriter:
         """
         self.place.require(owner)
         location = self.place.location
-        self.store = store_at(location)
         if isinstance(location, Bucket):
-            self.arrays = BucketWriter(location, self.options)
+            self.store, self.arrays = location, BucketWriter(location, self.options)
         else:
+            self.store = Directory(location)
             self.arrays = DirectoryWriter(location, self.options)
+        self.store = self.arrays.store
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """Store what was dumped of this rank's objects, durably: files of one, or of many.
@@ -137,7 +138,7 @@ class CheckpointWriter:
                 jobs.append(Job(one.key, f"{location}/{one.unique_key}", write))
             Transfer(jobs, _OBJECT_THREADS).wait(self.options.timeout_s)
             names = {one.key: one.key for one in objects}
-            run_with_limit(partial(sync_directories, location, names), location)
+            Transfer(sync_jobs(location, names), _OBJECT_THREADS).wait(self.options.timeout_s)
             return
         pack = bytearray()
         name = f"{OBJECTS_NAME}/rank-{self._global_rank + self._num_packs:05d}.bin"
@@ -161,16 +162,26 @@ class CheckpointWriter:
             arrays: those that this rank has created or written to.
             firsts: the first key that each segment may list; the empty one first.
         """
-        chunks: dict[str, dict[Shape, bytes]] = defaultdict(dict)
-        for (key, index), digests in self.arrays.digests.items():
-            chunks[key][index] = digests
-        found: dict[int, tuple[list[Fields], list[Fields]]] = defaultdict(lambda: ([], []))
+        rank = self._global_rank
+        files: dict[str, list[Fields]] = defaultdict(list)
+        for (key, index), digests in sorted(self.arrays.digests.items()):
+            files[key].append({"index": index, "writer": rank, "digests": digests.hex()})
+        segments: dict[int, dict[str, list[Fields]]]
+        segments = defaultdict(lambda: {"arrays": [], "objects": []})
         for array in arrays:
-            fields = array_fields(array, self._global_rank, chunks[array.key])
-            found[bisect_right(firsts, array.key) - 1][0].append(fields)
+            fields: Fields = {
+                "key": array.key,
+                "shape": array.shape,
+                "dtype": array.dtype.value,
+                "chunk_shape": array.chunk_shape,
+                "inner_shape": array.inner_shape,
+                "crc32c": array.has_crc32c,
+                "chunks": files[array.key],
+            }
+            segments[bisect_right(firsts, array.key) - 1]["arrays"].append(fields)
         for fields in self._objects:
-            found[bisect_right(firsts, fields["key"]) - 1][1].append(fields)
-        return {number: segment_content(*both) for number, both in found.items()}
+            segments[bisect_right(firsts, fields["key"]) - 1]["objects"].append(fields)
+        return {number: _compact_json(fields).encode() for number, fields in segments.items()}
 
     def write_segment(self, number: int, first: str, contents: Iterable[bytes]) -> Any:
         """Write a segment of the manifest, durably; its entry in the index, of JSON types.
@@ -184,13 +195,32 @@ class CheckpointWriter:
             IncompleteCheckpointError: ranks describe an array differently, or no rank has written
                 some chunk.
         """
-        try:
-            arrays, objects = merged_segment(contents)
-        except ValueError as error:
+        arrays: dict[str, tuple[Fields, list[Fields]]] = {}
+        objects: list[Fields] = []
+        problems = []
+        for content in contents:
+            segment = json.loads(content)
+            objects += segment["objects"]
+            for fields in segment["arrays"]:
+                key, chunks = fields["key"], fields.pop("chunks")
+                known, known_chunks = arrays.setdefault(key, (fields, []))
+                known_chunks += chunks
+                if known != fields:
+                    problems.append(f"{key}: {known} on one rank, {fields} on another")
+        for key, (fields, chunks) in arrays.items():
+            pairs = zip(fields["shape"], fields["chunk_shape"], strict=True)
+            expected = math.prod(-(-n // c) for n, c in pairs)
+            if len({tuple(chunk["index"]) for chunk in chunks}) != expected:
+                problems.append(f"{key}: {len(chunks)} of {expected} chunks")
+        if problems:
             raise IncompleteCheckpointError(
-                f"{self.store}: the files that the ranks wrote are not a checkpoint: {error}"
-            ) from error
-        content, name = segment_content(arrays, objects), f"{MANIFEST_NAME}/part-{number:05d}.json"
+                f"{self.store}: the files that the ranks wrote are not a checkpoint: {problems[0]}"
+            )
+        merged = {
+            "arrays": [{**fields, "chunks": some} for _, (fields, some) in sorted(arrays.items())],
+            "objects": sorted(objects, key=lambda fields: (fields["key"], fields["offset"])),
+        }
+        content, name = _compact_json(merged).encode(), f"{MANIFEST_NAME}/part-{number:05d}.json"
         self.store.write(name, content)
         return [name, first, len(content), digest_of(content), len(arrays), len(objects)]
 
@@ -204,9 +234,27 @@ class CheckpointWriter:
             layout: parallel sizes of the job that saved.
             common: content of the common state's file; None where others have written that.
         """
-        segments = [SegmentEntry(*entry) for entry in entries]
         # Megatron-Core's own save has put the common state into the checkpoint already.
         for store in (self.store, store_at(self.root)) if common is None else ():
             with suppress(IncompleteCheckpointError):
                 common = common or store.read(COMMON_NAME)
-        self.store.write(INDEX_NAME, index_content(segments, common, layout))
+        segments = [SegmentEntry(*entry)._asdict() for entry in entries]
+        body = {
+            **HEADER,
+            "layout": dict(layout),
+            "versions": _installed_versions(),
+            "common": None if common is None else [len(common), digest_of(common)],
+            "parts": sorted(segments, key=lambda segment: segment["first"]),
+        }
+        rest = b'",' + json.dumps(body, indent=1).encode()[1:]
+        self.store.write(INDEX_NAME, INDEX_LEAD + digest_of(rest).encode() + rest)
+
+
+@cache
+def _installed_versions() -> Mapping[str, str]:
+    """The versions of the packages that take part; looking them up takes milliseconds."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # a package run from its sources
+            found[name] = importlib.metadata.version(name)
+    return found

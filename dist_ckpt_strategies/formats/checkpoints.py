@@ -14,6 +14,7 @@ from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    StorageError,
 )
 from dist_ckpt_strategies.formats.arrays import (
     BucketReader,
@@ -25,9 +26,8 @@ from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import (
     Location,
-    content_of,
+    current_place,
     require_something,
-    store_at,
 )
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
@@ -40,14 +40,20 @@ from dist_ckpt_strategies.formats.objects import (
     object_ids,
     object_path,
     plain_content,
-    read_content,
 )
-from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_keys, find_array
+from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_keys, parse_metadata
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
-from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    MAX_JSON_NBYTES,
+    Directory,
+    file_errors,
+    read_file,
+    require_directory,
+)
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, limited, run_with_limit
-from dist_ckpt_strategies.storage.store import ArrayReader
+from dist_ckpt_strategies.storage.store import ArrayReader, Store
 
 
 @limited
@@ -91,10 +97,13 @@ class Format1Checkpoint:
         found: dict[str, ArraySpec] = {}
 
         def find(key: str) -> None:
+            path = paths[key]
             try:
-                found[key] = find_array(self._root, key)
-            except ArrayNotFoundError as error:
+                with file_errors(key, path):
+                    content = read_file(path, MAX_JSON_NBYTES)
+            except IncompleteCheckpointError as error:
                 raise self._not_found(key) from error
+            found[key] = parse_metadata(key, path, content)
 
         jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
         num_threads = file_access(self._root, self._options).num_metadata_threads
@@ -122,7 +131,9 @@ class Format1Checkpoint:
         Raises:
             ArrayNotFoundError: there is no such shard.
         """
-        return read_content(self._root, object_id)
+        path = object_path(self._root, object_id)
+        with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
+            return run_with_limit(partial(read_file, path), path)
 
     def _not_found(self, key: str) -> ArrayNotFoundError:
         root = self._root
@@ -157,15 +168,18 @@ class Format2Checkpoint:
     """
 
     def __init__(self, root: Location, options: Options) -> None:
-        self._options, self._root = options, content_of(root)
-        root = self._root
-        if isinstance(root, Path):
-            run_with_limit(partial(require_directory, root), root)
-        self.file_store = store_at(root)
+        self.file_store: Store
+        if isinstance(root, Bucket):
+            root = self.file_store = current_place(root)
+        else:
+            self.file_store = Directory(root)
+        self._options, self._root = options, root
         try:  # asked for by its name: lists of an object store may not know of it yet
             self.manifest = Manifest(self.file_store)
-        except IncompleteCheckpointError:
-            if isinstance(root, Bucket):
+        except StorageError as error:
+            if isinstance(root, Path):
+                run_with_limit(partial(require_directory, root), root)
+            elif isinstance(error, IncompleteCheckpointError):
                 require_something(root)
             raise
         self.identity = self.manifest.digest
@@ -235,7 +249,7 @@ class Format2Checkpoint:
                     path=path,
                 )
 
-        checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.index.common)
+        checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.common)
         jobs = (
             Job(check.key or "", store.path(check.name), partial(require, check))
             for check in islice(checks, rank, None, num_ranks)
@@ -250,7 +264,8 @@ class Format2Checkpoint:
             CorruptCheckpointError: it is another.
         """
         content, path = self.file_store.read(COMMON_NAME), self.file_store.path(COMMON_NAME)
-        found, listed = FileDigest.of(content), self.manifest.index.common
+        found = FileDigest(len(content), digest_of(content))
+        listed = self.manifest.common
         if listed not in {None, found}:
             raise CorruptCheckpointError(
                 f"{path} is damaged: expected {listed}, found {found}", path=path

@@ -1,14 +1,22 @@
-"""The bytes of one chunk, of either format: assembled for a file or an object, and read back."""
+"""The files of one array: chunks of either format, assembled and read back; ``zarr.json``.
+
+Format 2 is one Zarr v3 array in a directory per key, below ``arrays``. The file of a chunk holds
+inner chunks (codec ``sharding_indexed``), one after the other in C order, then the index of them.
+TensorStore reads such arrays, and zarr-python those of a dtype it knows.
+
+Source: the Zarr v3 specification.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -20,10 +28,7 @@ import xxhash
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
 from dist_ckpt_strategies.core.inner_grid import ChunkSpans, InnerGrid, Run
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-)
+from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.manifest import DIGEST_NBYTES, ChunkRecord
 from dist_ckpt_strategies.storage.file_systems import BounceBuffers, Bytes
 from dist_ckpt_strategies.storage.files import READ_AT_ONCE, file_errors
@@ -36,6 +41,12 @@ any strides. In format 1 a region may reach past the array's edge, where its ele
 
 Digests = Mapping[tuple[str, Shape], bytes]
 """Of each chunk, by key and index: of its inner chunks, then of its index; see ``digests_of``."""
+
+ZARR_JSON = "zarr.json"
+"""The metadata of an array of format 2."""
+
+_END = "}}}"
+"""Of that file: what stands behind the key, the last value in it."""
 
 _MAX_COPY_NBYTES = 4 << 20
 _ABSENT = 2**64 - 1
@@ -62,10 +73,9 @@ def damaged_chunk(array: ArraySpec, path: str, what: str) -> CorruptCheckpointEr
     return CorruptCheckpointError(text, key=array.key, path=path)
 
 
-def require_size(array: ArraySpec, path: str, found: int, expected: int) -> None:
-    """Raise CorruptCheckpointError unless a chunk file has the size that it has to have."""
-    if found != expected:
-        raise damaged_chunk(array, path, f"has {found} bytes, expected {expected}")
+def wrong_size(array: ArraySpec, path: str, found: int, expected: int) -> CorruptCheckpointError:
+    """The error for a chunk file of another size than it has to have."""
+    return damaged_chunk(array, path, f"has {found} bytes, expected {expected}")
 
 
 @contextmanager
@@ -88,8 +98,9 @@ def opened_chunk(array: ArraySpec, path: str, nbytes: int | None) -> Iterator[in
         except FileNotFoundError:
             raise missing_chunk(array, path) from None
         try:
-            if nbytes is not None:
-                require_size(array, path, os.fstat(handle).st_size, nbytes)
+            found = os.fstat(handle).st_size
+            if nbytes not in {None, found}:
+                raise wrong_size(array, path, found, nbytes or 0)
             yield handle
         finally:
             os.close(handle)
@@ -113,7 +124,8 @@ class InnerChunks:
         digests = digests_of(content.reshape(run.num_chunks, -1))
         start = run.first * DIGEST_NBYTES
         listed = record.digests[start : start + len(digests)]
-        for number, found, expected in differing(digests, listed):
+        if digests != listed:
+            number, found, expected = next(differing(digests, listed))
             raise damaged_chunk(
                 self.array,
                 self.path,
@@ -123,7 +135,7 @@ class InnerChunks:
 
 
 def encode_raw(blocks: Blocks) -> Iterator[Bytes]:
-    """All bytes of the file of a chunk of format 1, piece by piece."""
+    """All bytes of the file of a chunk of format 1, in segments."""
     for region, elements in blocks:
         for block in _in_order(bits_of(elements), region.shape):
             yield block.reshape(-1).view(np.uint8)
@@ -132,7 +144,7 @@ def encode_raw(blocks: Blocks) -> Iterator[Bytes]:
 def encode_inner(
     grid: InnerGrid, dtype: DType, blocks: Blocks, buffers: BounceBuffers, digests: bytearray
 ) -> Iterator[Bytes]:
-    """All bytes of the file of a chunk of format 2, each piece until the next is asked for.
+    """All bytes of the file of a chunk of format 2, each segment until the next is asked for.
 
     The digests of the inner chunks, then that of the index, are added to ``digests``. What does not
     lie in memory as in the file is gathered in one of the buffers.
@@ -184,14 +196,18 @@ def memory_of(grid: InnerGrid, run: Run, region: Region, elements: HostArray) ->
     if grid.is_flat and region == grid.region and elements.flags.c_contiguous:
         start, stop = (n * grid.raw_nbytes for n in (run.first, run.first + run.num_chunks))
         return elements.reshape(-1).view(np.uint8)[start:stop] if stop <= elements.nbytes else None
+    found = grid.region_of(run.offset, run.shape)
     is_row = all(n == 1 for n in run.shape[1:]) or all(i == 1 for i in grid.inner_shape[:-1])
-    if not is_row or grid.stored_nbytes != grid.raw_nbytes:
+    if not is_row:
         return None
-    covered = _whole_region(grid, run, region)
-    if covered is None:
+    if found != region:
+        if not region.contains(found):
+            return None
+        elements = at_region(elements, found.within(region))
+    is_as_stored = elements.nbytes == run.num_chunks * grid.stored_nbytes  # no padding, no checksum
+    if not is_as_stored or not elements.flags.c_contiguous:
         return None
-    part = at_region(elements, covered.within(region))
-    return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+    return elements.reshape(-1).view(np.uint8)
 
 
 def span_shares(spans: ChunkSpans, memory: Bytes) -> Iterator[tuple[tuple[int, Bytes], ...]]:
@@ -255,11 +271,10 @@ def digests_of(chunks: Bytes) -> bytes:
 
 def differing(found: bytes, listed: bytes) -> Iterator[tuple[int, str, str]]:
     """The digests that differ: number, the one found and the one listed, in hexadecimal."""
-    if found != listed:
-        for at in range(0, len(found), DIGEST_NBYTES):
-            one, other = found[at : at + DIGEST_NBYTES], listed[at : at + DIGEST_NBYTES]
-            if one != other:
-                yield at // DIGEST_NBYTES, one.hex(), other.hex()
+    for at in range(0, len(found), DIGEST_NBYTES):
+        one, other = found[at : at + DIGEST_NBYTES], listed[at : at + DIGEST_NBYTES]
+        if one != other:
+            yield at // DIGEST_NBYTES, one.hex(), other.hex()
 
 
 @lru_cache(maxsize=32)
@@ -284,3 +299,47 @@ def _whole_region(grid: InnerGrid, run: Run, region: Region) -> Region | None:
 def bits_of(elements: HostArray) -> HostArray:
     """The same memory as whole numbers: copies keep every bit, and need no code for the dtype."""
     return elements.view(_BITS.get(elements.itemsize, elements.dtype))
+
+
+def zarr_json(array: ArraySpec) -> bytes:
+    """The bytes of ``zarr.json``. The arrays of all layers have few descriptions between them."""
+    return (_before_key(replace(array, key="")) + json.dumps(array.key) + _END).encode()
+
+
+@lru_cache(maxsize=256)
+def _before_key(array: ArraySpec) -> str:
+    assert array.inner_shape is not None  # noqa: S101 - callers pass arrays of format 2
+    little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
+    checksum = {"name": "crc32c"}
+    inner_codecs = [little_endian, checksum] if array.has_crc32c else [little_endian]
+    zero: Any = 0 if "int" in array.dtype.value else 0.0  # no chunk of ours is ever left out
+    if array.dtype is DType.BOOL:
+        zero = False
+    elif array.dtype.value.startswith("complex"):
+        zero = [0.0, 0.0]
+    metadata = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": array.shape,
+        "data_type": array.dtype.value,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": array.chunk_shape},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": [
+            {
+                "name": "sharding_indexed",
+                "configuration": {
+                    "chunk_shape": array.inner_shape,
+                    "codecs": inner_codecs,
+                    "index_codecs": [little_endian, checksum],
+                    "index_location": "end",
+                },
+            }
+        ],
+        "fill_value": zero,
+        "attributes": {"dist_ckpt_strategies": {"key": array.key}},
+    }
+    # With indent, json takes ten times as long.
+    return json.dumps(metadata).removesuffix(f'""{_END}')

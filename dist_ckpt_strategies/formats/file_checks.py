@@ -14,7 +14,13 @@ import numpy as np
 from dist_ckpt_strategies.core.array import ArraySpec, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from dist_ckpt_strategies.formats.chunks import differing, digests_of, missing_chunk
+from dist_ckpt_strategies.formats.chunks import (
+    ZARR_JSON,
+    differing,
+    digests_of,
+    missing_chunk,
+    zarr_json,
+)
 from dist_ckpt_strategies.formats.issues import FileCheck, Issue, Problem
 from dist_ckpt_strategies.formats.manifest import (
     DIGEST_NBYTES,
@@ -25,7 +31,6 @@ from dist_ckpt_strategies.formats.manifest import (
     Span,
     digest_of,
 )
-from dist_ckpt_strategies.formats.zarr3 import METADATA_NAME, metadata_content
 from dist_ckpt_strategies.storage.files import COMMON_NAME, WrongSizeError, block_sizes
 from dist_ckpt_strategies.storage.folders import nbytes_text
 from dist_ckpt_strategies.storage.store import Store
@@ -46,9 +51,10 @@ def manifest_files(
         common: the common state's file, if it is listed.
     """
     for record in arrays:
-        array, content = record.array, metadata_content(record.array)
-        name, listed = f"{array.directory}/{METADATA_NAME}", FileDigest.of(content)
-        yield _whole_file(store, array.key, name, listed, "what other readers need to know")
+        array, content = record.array, zarr_json(record.array)
+        listed = FileDigest(len(content), digest_of(content))
+        name, what = f"{array.directory}/{ZARR_JSON}", "what other readers need to know"
+        yield _whole_file(store, array.key, name, listed, what)
         grid = InnerGrid.of(array, (0,) * len(array.shape))
         for index, chunk in record.chunks.items():
             num_chunks = len(chunk.digests) // DIGEST_NBYTES - 1
@@ -75,7 +81,8 @@ def _whole_file(
     expected = f"{what}, {nbytes_text(listed.nbytes)}"
 
     def run() -> Iterator[Issue]:
-        found = FileDigest.of(store.read(name))
+        content = store.read(name)
+        found = FileDigest(len(content), digest_of(content))
         if found != listed:
             yield Issue(Problem.DAMAGED, key, name, f"{what}, {listed}", str(found))
 

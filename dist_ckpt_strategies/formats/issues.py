@@ -22,7 +22,7 @@ from dist_ckpt_strategies.storage.folders import nbytes_text
 if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.core.array import ArraySpec, Shape
     from dist_ckpt_strategies.formats.locations import CheckpointMarker
-    from dist_ckpt_strategies.formats.manifest import ManifestIndex
+    from dist_ckpt_strategies.formats.manifest import Manifest
     from dist_ckpt_strategies.storage.bucket import Bucket
     from dist_ckpt_strategies.storage.store import Store
 
@@ -33,9 +33,6 @@ NO_FILE = "no file"
 
 NO_ANSWER = (StoreAccessError, StoreUnreachableError, BucketNotFoundError)
 """Errors of an object store as a whole: they say nothing about the object that was asked for."""
-
-Watch = Callable[[int, int], None]
-"""Called with how much of a step is done and how much there is; the second may still grow."""
 
 _MAX_NAMED = 3
 COMMON_FORMAT = ("torch", 1)
@@ -166,7 +163,7 @@ class Scan:
         checks: gives the checks of all files that have digests or checksums of their own.
         num_threads: to run them with.
         begun: None where no file says it.
-        index: the manifest's table of contents; None where there is none, or it is damaged.
+        manifest: None where there is none, or its index is damaged.
         others: names beside the checkpoint's own, which the manifest says nothing about.
     """
 
@@ -183,7 +180,7 @@ class Scan:
     checks: Callable[[], Iterator[FileCheck]] = field(repr=False, compare=False)
     num_threads: int = field(repr=False, compare=False)
     begun: SaveBegun | None = None
-    index: ManifestIndex | None = None
+    manifest: Manifest | None = None
     others: tuple[str, ...] = ()
 
     @property
@@ -235,8 +232,14 @@ def require_no_inner(place: object, inner: Sequence[str]) -> None:
         )
 
 
-def marker_or_issue(store: Store) -> CheckpointMarker | Issue:
-    """The marker of a checkpoint, or what is wrong with it.
+def checked_marker(
+    store: Store, expected: tuple[str, int] | None = None
+) -> tuple[CheckpointMarker | None, list[Issue]]:
+    """The marker of a checkpoint, if there is one, and what is wrong with it.
+
+    Args:
+        store: the checkpoint.
+        expected: backend and version of the sharded state; None for any.
 
     Raises:
         StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.
@@ -244,25 +247,21 @@ def marker_or_issue(store: Store) -> CheckpointMarker | Issue:
     from dist_ckpt_strategies.formats.locations import CheckpointMarker  # noqa: PLC0415 - see above
 
     try:
-        return CheckpointMarker.from_json(store.read(MARKER_NAME))
+        marker = CheckpointMarker.from_json(store.read(MARKER_NAME))
     except NO_ANSWER:
         raise
     except IncompleteCheckpointError:
-        expected = "the last file that a save writes"
-        return Issue(Problem.MISSING_MARKER, None, MARKER_NAME, expected, NO_FILE)
+        text = "the last file that a save writes"
+        return None, [Issue(Problem.MISSING_MARKER, None, MARKER_NAME, text, NO_FILE)]
     except StorageError as error:
         why = error.message.removeprefix(f"{store.path(MARKER_NAME)}: ")
-        return unreadable(None, MARKER_NAME, why)
+        return None, [unreadable(None, MARKER_NAME, why)]
     except (ValueError, TypeError) as error:
-        expected = "the fields of a marker as JSON"
-        return Issue(Problem.DAMAGED, None, MARKER_NAME, expected, str(error))
-
-
-def check_marker(marker: CheckpointMarker | Issue, expected: tuple[str, int]) -> Iterator[Issue]:
-    """What is wrong with a marker; ``expected`` are backend and version of the sharded state."""
-    if isinstance(marker, Issue):
-        yield marker
-        return
+        text = "the fields of a marker as JSON"
+        return None, [Issue(Problem.DAMAGED, None, MARKER_NAME, text, str(error))]
+    issues: list[Issue] = []
+    if expected is None:
+        return marker, issues
     for which, found, known in (
         ("sharded", marker.sharded_format, expected),
         ("common", marker.common_format, COMMON_FORMAT),
@@ -270,4 +269,5 @@ def check_marker(marker: CheckpointMarker | Issue, expected: tuple[str, int]) ->
         if found != known:
             text = f"{which} backend {known[0]} version {known[1]}"
             what = f"{found[0]} version {found[1]}"
-            yield Issue(Problem.UNKNOWN_BACKEND, None, MARKER_NAME, text, what)
+            issues.append(Issue(Problem.UNKNOWN_BACKEND, None, MARKER_NAME, text, what))
+    return marker, issues

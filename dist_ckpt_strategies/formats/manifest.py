@@ -1,19 +1,17 @@
-"""The manifest of a format 2 checkpoint: what it says about each file, its writing and reading."""
+"""The manifest of a format 2 checkpoint: what it says of each file. CheckpointWriter writes it."""
 
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import json
-import math
 import socket
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, Self
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -38,16 +36,19 @@ FOLDER_NAMES = (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME)
 
 SCHEMA = "dist_ckpt_strategies.manifest"
 _VERSION = 1
-_HEADER = {"schema": SCHEMA, "version": _VERSION}
-
-_PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
+HEADER = {"schema": SCHEMA, "version": _VERSION}
 
 DIGEST_NBYTES = 8
 
-_DIGEST_LEAD = b'{"digest":"'
+INDEX_LEAD = b'{"digest":"'
+"""How the index begins; the digest of all that follows stands behind it."""
+
 _DIGEST_HEX = 32
 
 Fields = dict[str, Any]
+
+digest_of = xxhash.xxh3_128_hexdigest
+"""The digest by which files are listed that are read whole."""
 
 
 class ChunkRecord(NamedTuple):
@@ -126,66 +127,15 @@ class FileDigest(NamedTuple):
         """For messages."""
         return f"{self.nbytes} bytes with digest {self.digest}"
 
-    @classmethod
-    def of(cls, content: bytes) -> Self:
-        """Of a file with that content."""
-        return cls(len(content), digest_of(content))
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestIndex:
-    """The manifest's table of contents.
-
-    Attributes:
-        segments: its files, by their first keys.
-        common: the common state's file; None where there was none at the time of the save.
-        layout: parallel sizes of the job that saved, by name, and its number of ranks.
-        versions: of the packages that took part, by name.
-    """
-
-    segments: tuple[SegmentEntry, ...]
-    common: FileDigest | None
-    layout: Mapping[str, int]
-    versions: Mapping[str, str]
-
 
 def begun_content(save_id: str) -> bytes:
     """The bytes of the first file of a save, which says where and when it began."""
     begun = {"token": save_id, "host": socket.gethostname(), "time": time.time()}
-    return json.dumps({**_HEADER, **begun}).encode()
-
-
-def digest_of(content: bytes | memoryview) -> str:
-    """The digest by which files are listed that are read whole."""
-    return xxhash.xxh3_128_hexdigest(content)
-
-
-def array_fields(array: ArraySpec, writer: int, digests: Mapping[Shape, bytes]) -> Fields:
-    """An array, and its files that a rank has written, of JSON types.
-
-    Args:
-        array: of format 2.
-        writer: the global rank.
-        digests: of each chunk that it has written, by index: of its inner chunks, then of its
-            index.
-    """
-    assert array.inner_shape is not None  # noqa: S101 - format 2 has no others
-    return {
-        "key": array.key,
-        "shape": list(array.shape),
-        "dtype": array.dtype.value,
-        "chunk_shape": list(array.chunk_shape),
-        "inner_shape": list(array.inner_shape),
-        "crc32c": array.has_crc32c,
-        "chunks": [
-            {"index": list(index), "writer": writer, "digests": found.hex()}
-            for index, found in sorted(digests.items())
-        ],
-    }
+    return json.dumps({**HEADER, **begun}).encode()
 
 
 def array_record(fields: Fields) -> ArrayRecord:
-    """The array that ``array_fields`` described.
+    """The array that these fields of a segment describe.
 
     Raises:
         ValueError, LookupError, TypeError: these are not fields of an array, or a file or digest is
@@ -242,95 +192,6 @@ def _object_record(fields: Fields) -> ObjectRecord:
     return ObjectRecord(found, writer, Span(name, byte_offset, nbytes, str(digest)))
 
 
-def segment_content(arrays: Iterable[Fields], objects: Iterable[Fields]) -> bytes:
-    """The bytes of a segment."""
-    segment = {"arrays": list(arrays), "objects": list(objects)}
-    return json.dumps(segment, separators=(",", ":"), allow_nan=False).encode()
-
-
-def merged_segment(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields]]:
-    """The arrays and objects of one segment, out of what several ranks know of it.
-
-    Raises:
-        ValueError: ranks describe an array differently, or a chunk of it is missing.
-    """
-    arrays: dict[str, tuple[Fields, list[Fields]]] = {}
-    objects: list[Fields] = []
-    for content in contents:
-        segment = json.loads(content)
-        objects += segment["objects"]
-        for fields in segment["arrays"]:
-            chunks = fields.pop("chunks")
-            known, known_chunks = arrays.setdefault(fields["key"], (fields, []))
-            if known != fields:
-                raise ValueError(f"{fields['key']}: {known} on one rank, {fields} on another")
-            known_chunks += chunks
-    for key, (fields, chunks) in arrays.items():
-        grid = [-(-n // c) for n, c in zip(fields["shape"], fields["chunk_shape"], strict=True)]
-        if len({tuple(chunk["index"]) for chunk in chunks}) != math.prod(grid):
-            raise ValueError(f"{key}: {len(chunks)} of {math.prod(grid)} chunks")
-    merged = [{**fields, "chunks": chunks} for _, (fields, chunks) in sorted(arrays.items())]
-    return merged, sorted(objects, key=lambda fields: (fields["key"], fields["offset"]))
-
-
-def index_content(
-    entries: Iterable[SegmentEntry], common: bytes | None, layout: Mapping[str, int]
-) -> bytes:
-    """The bytes of the index: JSON whose first field is the digest of all that follows.
-
-    Args:
-        entries: of all segments, in any order.
-        common: content of the common state's file, if there is one.
-        layout: see ManifestIndex.
-    """
-    body = {
-        **_HEADER,
-        "layout": dict(layout),
-        "versions": _installed_versions(),
-        "common": None if common is None else [len(common), digest_of(common)],
-        "parts": [entry._asdict() for entry in sorted(entries, key=lambda entry: entry.first)],
-    }
-    rest = b'",' + json.dumps(body, indent=1).encode()[1:]
-    return _DIGEST_LEAD + digest_of(rest).encode() + rest
-
-
-@cache
-def _installed_versions() -> Mapping[str, str]:
-    """The versions of the packages that take part; looking them up takes milliseconds."""
-    found = {}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):  # a package run from its sources
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def _parse_index(content: bytes, path: str) -> ManifestIndex:
-    start = len(_DIGEST_LEAD)
-    digest, rest = content[start : start + _DIGEST_HEX], content[start + _DIGEST_HEX :]
-    if not content.startswith(_DIGEST_LEAD) or digest != digest_of(rest).encode():
-        raise CorruptCheckpointError(
-            f"{path} is damaged: its {len(content)} bytes do not begin with the digest of what "
-            f"follows, {digest_of(rest)}",
-            path=path,
-        )
-    with _parsing(path):
-        fields = json.loads(content)
-        if (fields["schema"], fields["version"]) != (SCHEMA, _VERSION):
-            raise IncompatibleVersionError(
-                f"{path}: schema {fields['schema']} {fields['version']}, this version of the "
-                f"package reads {SCHEMA} {_VERSION}; install a later one"
-            )
-        segments = tuple(SegmentEntry(**listed) for listed in fields["parts"])
-        for segment in segments:
-            if not segment.name.startswith(f"{MANIFEST_NAME}/") or ".." in segment.name:
-                raise ValueError(f"{segment.name!r}, expected a file in {MANIFEST_NAME}")
-        firsts = [segment.first for segment in segments]
-        if not firsts or firsts != sorted(set(firsts)):
-            raise ValueError("the first keys of its segments do not ascend")
-        common = fields["common"] and FileDigest(*fields["common"])
-        return ManifestIndex(segments, common, fields["layout"], fields["versions"])
-
-
 def _numbers(found: Any) -> Shape:
     if not isinstance(found, list) or [n for n in found if type(n) is not int or n < 0]:
         raise ValueError(f"{found!r}, expected a list of whole numbers")
@@ -365,8 +226,11 @@ class Manifest:
         store: the checkpoint.
 
     Attributes:
-        index: its table of contents.
-        digest: of the file of that.
+        segments: its files, by their first keys.
+        common: the common state's file; None where there was none at the time of the save.
+        layout: parallel sizes of the job that saved, by name, and its number of ranks.
+        versions: of the packages that took part, by name.
+        digest: of the index, which lists all these.
 
     Raises:
         IncompleteCheckpointError: it has none.
@@ -376,11 +240,36 @@ class Manifest:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        content = store.read(INDEX_NAME)
-        self.index = _parse_index(content, store.path(INDEX_NAME))
-        self.digest = digest_of(content)
         self._segments: dict[str, _Segment] = {}
         self._records: dict[str, ArrayRecord] = {}
+        content, path = store.read(INDEX_NAME), store.path(INDEX_NAME)
+        self.digest = digest_of(content)
+        start = len(INDEX_LEAD)
+        digest, rest = content[start : start + _DIGEST_HEX], content[start + _DIGEST_HEX :]
+        if not content.startswith(INDEX_LEAD) or digest != digest_of(rest).encode():
+            raise CorruptCheckpointError(
+                f"{path} is damaged: its {len(content)} bytes do not begin with the digest of what "
+                f"follows, {digest_of(rest)}",
+                path=path,
+            )
+        with _parsing(path):
+            fields = json.loads(content)
+            if (fields["schema"], fields["version"]) != (SCHEMA, _VERSION):
+                raise IncompatibleVersionError(
+                    f"{path}: schema {fields['schema']} {fields['version']}, this version of the "
+                    f"package reads {SCHEMA} {_VERSION}; install a later one"
+                )
+            self.segments = tuple(SegmentEntry(**listed) for listed in fields["parts"])
+            for segment in self.segments:
+                if not segment.name.startswith(f"{MANIFEST_NAME}/") or ".." in segment.name:
+                    raise ValueError(f"{segment.name!r}, expected a file in {MANIFEST_NAME}")
+            firsts = [segment.first for segment in self.segments]
+            if not firsts or firsts != sorted(set(firsts)):
+                raise ValueError("the first keys of its segments do not ascend")
+            common = fields["common"]
+            self.common = None if common is None else FileDigest(*common)
+            self.layout: Mapping[str, int] = fields["layout"]
+            self.versions: Mapping[str, str] = fields["versions"]
 
     def find(self, key: str) -> ArrayRecord:
         """The array of that key.
@@ -390,7 +279,7 @@ class Manifest:
             CorruptCheckpointError: the segment that lists it is damaged.
         """
         if key not in self._records:
-            segment = self._segment_for(key)
+            segment = self._segment(key)
             if key not in segment.arrays:
                 raise self._not_found(key, list(self.keys()), "array")
             with _parsing(segment.path):
@@ -399,15 +288,15 @@ class Manifest:
 
     def find_object(self, object_id: ObjectId) -> ObjectRecord:
         """One shard of an object; errors as in ``find``."""
-        segment, name = self._segment_for(object_id.key), object_id.unique_key
+        segment, name = self._segment(object_id.key), object_id.unique_key
         if name not in segment.objects:
             raise self._not_found(name, [r.id.unique_key for r in self.objects()], "object")
         return segment.objects[name]
 
     def keys(self) -> Iterator[str]:
         """The keys of all arrays, sorted."""
-        for entry in self.index.segments:
-            yield from self._segment(entry).arrays
+        for entry in self.segments:
+            yield from self._segment(entry.first).arrays
 
     def arrays(self) -> Iterator[ArrayRecord]:
         """All arrays, sorted by key."""
@@ -415,8 +304,8 @@ class Manifest:
 
     def objects(self) -> Iterator[ObjectRecord]:
         """All shards of objects, sorted."""
-        for entry in self.index.segments:
-            yield from self._segment(entry).objects.values()
+        for entry in self.segments:
+            yield from self._segment(entry.first).objects.values()
 
     def contents_of(self, entry: SegmentEntry) -> tuple[list[ArrayRecord], list[ObjectRecord]]:
         """The arrays and objects that one segment lists.
@@ -425,15 +314,13 @@ class Manifest:
             IncompleteCheckpointError: it is missing.
             CorruptCheckpointError: it is damaged.
         """
-        segment = self._segment(entry)
+        segment = self._segment(entry.first)
         return list(map(self.find, segment.arrays)), list(segment.objects.values())
 
-    def _segment_for(self, key: str) -> _Segment:
-        """The segment that lists a key, if there is one."""
-        number = bisect_right(self.index.segments, key, key=lambda entry: entry.first) - 1
-        return self._segment(self.index.segments[max(number, 0)])
-
-    def _segment(self, entry: SegmentEntry) -> _Segment:
+    def _segment(self, key: str) -> _Segment:
+        """The segment that lists a key, if one does."""
+        number = bisect_right(self.segments, key, key=lambda entry: entry.first) - 1
+        entry = self.segments[max(number, 0)]
         if entry.name in self._segments:
             return self._segments[entry.name]
         content, path = self._store.read(entry.name), self._store.path(entry.name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import pickle
 import re
 import struct
@@ -24,7 +23,6 @@ from typing import IO, Any
 
 from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId
 from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleVersionError,
@@ -32,15 +30,11 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     UnsafeObjectError,
 )
+from dist_ckpt_strategies.formats.zarr2 import entries_below
 from dist_ckpt_strategies.storage.files import (
-    PARTIAL_PREFIX,
-    REMOVED_PREFIX,
+    Directory,
     file_errors,
-    is_directory,
-    is_elsewhere,
-    read_file,
     remove_empty,
-    write_file,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
 
@@ -82,8 +76,9 @@ def object_ids(root: Path) -> Iterator[ObjectId]:
     offset found, as Megatron-Core concludes.
     """
     by_key: dict[str, list[ObjectId]] = {}
-    for object_id in _named_ids(root, ""):
-        by_key.setdefault(object_id.key, []).append(object_id)
+    for path, _ in entries_below(root):
+        if found := shard_id(path):
+            by_key.setdefault(found.key, []).append(found)
     for key in sorted(by_key):
         last = max(object_id.offset[-1] for object_id in by_key[key]) + 1
         for object_id in sorted(by_key[key]):
@@ -118,38 +113,12 @@ def object_path(root: Path, object_id: ObjectId) -> Path:
     return path if path.exists() or not older.exists() else older
 
 
-@limited
-def read_content(root: Path, object_id: ObjectId) -> bytes:
-    """The bytes of the file of one shard of an object, to be loaded by ``load_pickle``.
-
-    Raises:
-        ArrayNotFoundError: there is no such shard.
-    """
-    path = object_path(root, object_id)
-    with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
-        return read_file(path)
-
-
 def remove_object(root: Path, object_id: ObjectId) -> None:
     """Remove one shard of an object, durably; directories that it leaves empty go too."""
     path = object_path(root, object_id)
     with file_errors(object_id.key, path):
         path.unlink(missing_ok=True)
         remove_empty(path.parent, root)
-
-
-def _named_ids(directory: Path, prefix: str) -> Iterator[ObjectId]:
-    with file_errors(prefix, directory), os.scandir(directory) as scan:
-        entries = list(scan)
-    for entry in entries:
-        if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)):
-            continue
-        if entry.name.endswith(OBJECT_SUFFIX):
-            found = ObjectId.parse(prefix + entry.name.removesuffix(OBJECT_SUFFIX))
-            if found is not None:
-                yield found
-        elif is_directory(entry) and not is_elsewhere(entry):
-            yield from _named_ids(Path(entry.path), f"{prefix}{entry.name}/")
 
 
 def file_damage(file: IO[bytes]) -> str | None:
@@ -272,21 +241,7 @@ def write_dumped(root: Path, object_id: ObjectId, content: bytes) -> None:
     path = root / (object_id.unique_key + OBJECT_SUFFIX)
     with file_errors(object_id.key, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, content)
-
-
-def read_object(root: Path, object_id: ObjectId, allow: Allowed) -> Any:
-    """Load one shard of an object, its tensors on the CPU.
-
-    The older name, without the last number of the shape, is accepted.
-
-    Raises:
-        ArrayNotFoundError: there is no such shard.
-        UnsafeObjectError: it needs a class that is not in ``allow``.
-        CorruptCheckpointError: the file is not what ``torch.save`` wrote.
-    """
-    content = read_content(root, object_id)
-    return load_pickle(content, object_path(root, object_id), object_id.unique_key, allow)
+        Directory(path.parent).write(path.name, content, key=object_id.key)
 
 
 @contextmanager
@@ -341,22 +296,20 @@ def _by_name(found: Any) -> tuple[Any, str]:
 
 
 def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
-    """The object that ``dump_object`` or ``plain_content`` made bytes of; see load_pickle."""
-    plain = plain_value(content)
-    return load_pickle(content, path, name, allow) if plain is None else plain.value
-
-
-def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
-    """The object that the bytes of a ``.pt`` file hold, its tensors on the CPU.
+    """The object that ``dump_object`` or ``plain_content`` made bytes of, its tensors on the CPU.
 
     Raises:
         UnsafeObjectError: it needs a class that is not in ``allow``.
         CorruptCheckpointError: they are not what ``torch.save`` wrote.
         IncompatibleVersionError: it needs a member of an enum that the installed release lacks.
     """
+    if content.startswith(_PLAIN_LEAD):
+        plain = plain_value(content)
+        if plain is not None:
+            return plain.value
+    require_archive(content, path, name)
     import torch  # noqa: PLC0415 - takes a while, and scans go without
 
-    require_archive(content, path, name)
     with allowing(allow):
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

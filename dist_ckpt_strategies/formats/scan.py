@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.comm.shared_work import Count, Ranks
+from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
 from dist_ckpt_strategies.core.array import UNKNOWN, ArraySpec, ObjectId, Shape
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -26,6 +26,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
+from dist_ckpt_strategies.formats.chunks import ZARR_JSON
 from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import (
     COMMON_FORMAT,
@@ -41,10 +42,8 @@ from dist_ckpt_strategies.formats.issues import (
     ScannedObject,
     StaleFile,
     StaleKind,
-    Watch,
-    check_marker,
+    checked_marker,
     compared,
-    marker_or_issue,
     missing_common,
     require_no_inner,
     sorted_by_key,
@@ -53,7 +52,11 @@ from dist_ckpt_strategies.formats.issues import (
 from dist_ckpt_strategies.formats.locations import (
     HOLDS_SAFETENSORS,
     CheckpointMarker,
+    Location,
     are_safetensors,
+    current_place,
+    require_something,
+    visible_place,
 )
 from dist_ckpt_strategies.formats.manifest import (
     FOLDER_NAMES,
@@ -63,12 +66,11 @@ from dist_ckpt_strategies.formats.manifest import (
     SCHEMA,
     ArrayRecord,
     Manifest,
-    ManifestIndex,
     ObjectRecord,
 )
 from dist_ckpt_strategies.formats.objects import file_damage, shard_id, shard_path
-from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, parse_metadata
-from dist_ckpt_strategies.formats.zarr3 import METADATA_NAME as FORMAT2_METADATA_NAME
+from dist_ckpt_strategies.formats.zarr2 import LOCKS_SUFFIX, METADATA_NAME, parse_metadata
+from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -90,9 +92,8 @@ from dist_ckpt_strategies.storage.folders import (
 )
 from dist_ckpt_strategies.storage.store import Store
 
-if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
+if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
-    from dist_ckpt_strategies.storage.bucket import Bucket
 
 _FORMAT1, _FORMAT2 = ("zarr", 1), ("zarr", 2)
 
@@ -102,8 +103,6 @@ _NUM_THREADS = 8
 _CHUNK_NAME = re.compile(r"\d+(?:\.\d+)*", re.ASCII)
 _CHUNK_FOLDERS = re.compile(r"(?:/\d+)+\Z", re.ASCII)
 _SUFFIX = f"/{METADATA_NAME}"
-_LOCKS_SUFFIX = ".sync"
-"""Megatron-Core <= 0.15 kept locks of the array ``w`` in ``w.sync``, one empty file each."""
 
 _TEMPORARY_SUFFIXES = (".__lock", ".partial")
 """Files that TensorStore and zarr-python rename once they are whole."""
@@ -114,7 +113,7 @@ _UNLISTED_NAMES = (MARKER_NAME, COMMON_NAME, SAVE_NAME, INDEX_NAME)
 """Files that belong to a checkpoint of format 2, though the manifest may not list them."""
 
 
-def scan(place: Path | Bucket, watch: Watch | None = None) -> Scan:
+def scan(place: Location, watch: Watch | None = None) -> Scan:
     """What a checkpoint holds, and what is wrong with it, by names, sizes and metadata.
 
     Reads no array and no object; ``verify`` compares their bytes. A checkpoint of another sharded
@@ -200,10 +199,9 @@ def _run(check: FileCheck, count: Count) -> list[Issue]:
 
 
 def _scan_format1(root: Path, watch: Watch | None) -> Scan:
-    top, marker = read_folder(root, ""), marker_or_issue(Directory(root))
-    is_foreign = isinstance(marker, CheckpointMarker) and marker.sharded_format != _FORMAT1
+    top, (marker, issues) = read_folder(root, ""), checked_marker(Directory(root), _FORMAT1)
+    is_foreign = marker is not None and marker.sharded_format != _FORMAT1
     folders = list(_folders(root, watch))
-    issues = list(check_marker(marker, _FORMAT1))
     issues += (unreadable(None, f.key or ".", f.failure) for f in folders if f.failure)
     files: dict[str, int] = {}
     stale: list[StaleFile] = []
@@ -213,11 +211,11 @@ def _scan_format1(root: Path, watch: Watch | None) -> Scan:
     common_nbytes = top.files.get(COMMON_NAME)
     if common_nbytes is not None:
         checks.append(_archive(root, None, COMMON_NAME, common_nbytes))
-    elif isinstance(marker, Issue) or marker.common_format == COMMON_FORMAT:
+    elif marker is None or marker.common_format == COMMON_FORMAT:
         issues.append(missing_common())
     arrays = tuple(_compared_arrays(root, files, checks, issues))
     objects = tuple(_compared_objects(root, files, checks, issues))
-    if isinstance(marker, Issue) and common_nbytes is None and not arrays and not objects:
+    if marker is None and common_nbytes is None and not arrays and not objects:
         if are_safetensors(top.files):
             text = f"{root} is no checkpoint: {HOLDS_SAFETENSORS}"
             raise CheckpointNotFoundError(text, path=str(root))
@@ -226,7 +224,7 @@ def _scan_format1(root: Path, watch: Watch | None) -> Scan:
     return Scan(
         root=root,
         version=None if is_foreign else 1,
-        marker=marker if isinstance(marker, CheckpointMarker) else None,
+        marker=marker,
         common_nbytes=common_nbytes,
         arrays=arrays,
         objects=objects,
@@ -265,7 +263,7 @@ def _stale_kind(folder: Folder) -> StaleKind | None:
         return StaleKind.REMOVED
     if parts[0].startswith(PARTIAL_PREFIX):
         return StaleKind.PARTIAL
-    if parts[-1].endswith(_LOCKS_SUFFIX) and folder.files and not folder.nbytes:
+    if parts[-1].endswith(LOCKS_SUFFIX) and folder.files and not folder.nbytes:
         return StaleKind.LOCKS
     return None
 
@@ -408,8 +406,8 @@ def _archive(root: Path, key: str | None, path: str, nbytes: int) -> FileCheck:
     return FileCheck(key, path, nbytes, run)
 
 
-_Listed = tuple[Store, CheckpointMarker | Issue, dict[str, int | None], tuple[str, ...]]
-"""What gives the content of files; the marker, or what is wrong with it; the size of each of the
+_Listed = tuple[Store, CheckpointMarker | None, list[Issue], dict[str, int | None], tuple[str, ...]]
+"""What gives the content of files; the marker, and what is wrong with it; the size of each of the
 checkpoint's files by name, None where a listing has none; names beside them."""
 
 
@@ -417,10 +415,10 @@ def _files_of_directory(root: Path) -> _Listed | None:
     """None where the directory is not of format 2."""
     top, store = read_folder(root, ""), Directory(root)
     _require_listed(root, top)
-    marker = marker_or_issue(store)
+    marker, issues = checked_marker(store, _FORMAT2)
     with file_errors(None, root / MANIFEST_NAME):  # which may not be looked into
         is_known = any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME))
-    if not is_known and not _is_format2(marker):
+    if not is_known and not (marker and marker.sharded_format == _FORMAT2):
         return None
     files: dict[str, int | None] = {n: size for n, size in top.files.items() if _is_own(n)}
     for folder in folders_below(root, [name for name in FOLDER_NAMES if name in top.folders]):
@@ -428,7 +426,7 @@ def _files_of_directory(root: Path) -> _Listed | None:
         files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
     names = {*top.files, *top.folders, *top.links, *top.others}
     others = sorted(n for n in names.difference(files, FOLDER_NAMES) if not _is_stale(n))
-    return store, marker, files, tuple(others)
+    return store, marker, issues, files, tuple(others)
 
 
 def _require_listed(root: Path, folder: Folder) -> None:
@@ -439,12 +437,6 @@ def _require_listed(root: Path, folder: Folder) -> None:
 
 def _files_of_bucket(bucket: Bucket) -> _Listed:
     """One list of all names below the URL: those of the last save, and what is beside it."""
-    from dist_ckpt_strategies.formats.locations import (  # noqa: PLC0415
-        current_place,
-        require_something,
-        visible_place,
-    )
-
     names = bucket.names()
     if not names:
         require_something(bucket)
@@ -452,8 +444,9 @@ def _files_of_bucket(bucket: Bucket) -> _Listed:
     prefix = str(place).removeprefix(str(bucket)).removeprefix("/")
     inner = [n.removeprefix(f"{prefix}/") for n in names if n.startswith(prefix and f"{prefix}/")]
     is_current = str(place) == str(current_place(bucket))
-    marker = marker_or_issue(place if is_current else bucket)
-    if not {SAVE_NAME, INDEX_NAME} & set(inner) and not _is_format2(marker):
+    marker, issues = checked_marker(place if is_current else bucket, _FORMAT2)
+    is_known = bool({SAVE_NAME, INDEX_NAME} & set(inner))
+    if not is_known and not (marker and marker.sharded_format == _FORMAT2):
         ends = (f"/{MARKER_NAME}", f"/{SAVE_NAME}")
         inner = sorted({n.partition("/")[0] for n in names if n[n.find("/") :] in ends})
         require_no_inner(bucket, inner)
@@ -466,11 +459,7 @@ def _files_of_bucket(bucket: Bucket) -> _Listed:
     if prefix:
         beside = {name.partition("/")[0] for name in names}
         others |= beside.difference({prefix, MARKER_NAME})
-    return place, marker, dict.fromkeys(own), tuple(sorted(others))
-
-
-def _is_format2(marker: CheckpointMarker | Issue) -> bool:
-    return isinstance(marker, CheckpointMarker) and marker.sharded_format == _FORMAT2
+    return place, marker, issues, dict.fromkeys(own), tuple(sorted(others))
 
 
 def _is_stale(name: str) -> bool:
@@ -484,18 +473,20 @@ def _is_own(name: str) -> bool:
 
 
 def _scan_format2(
-    place: Path | Bucket,
+    place: Location,
     store: Store,
-    marker: CheckpointMarker | Issue,
+    marker: CheckpointMarker | None,
+    issues: list[Issue],
     files: dict[str, int | None],
     others: tuple[str, ...],
 ) -> Scan:
     """Compare the files of a checkpoint with its manifest; see ``_Listed``."""
-    index, arrays, objects, issues = _read_manifest(store)
-    common = None if index is None else index.common
+    manifest, arrays, objects, of_manifest = _read_manifest(store)
+    common = None if manifest is None else manifest.common
     checks = partial(manifest_files, store, arrays, objects, common)
     of_files: list[Issue] = []
     listed = set(_UNLISTED_NAMES)
+    scanned = []
     chunks: dict[str, list[int]] = defaultdict(list)
     for check in checks():
         listed.add(check.name)
@@ -503,38 +494,42 @@ def _scan_format2(
         if check.name in files:
             nbytes = files[check.name]
             nbytes = files[check.name] = check.nbytes if nbytes is None else nbytes
-            if check.key is not None and not check.name.endswith(FORMAT2_METADATA_NAME):
+            if check.key is not None and not check.name.endswith(ZARR_JSON):
                 chunks[check.key].append(nbytes)
+    for record in arrays:
+        writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
+        sizes = chunks[record.array.key]
+        scanned.append(ScannedArray(record.array, len(sizes), sum(sizes), writers))
     if common is None and COMMON_NAME not in files:
         of_files.append(missing_common())
-    if index is not None and not issues:
-        of_files += _unlisted(files, listed, index)
+    if manifest is not None and not of_manifest:
+        of_files += _unlisted(files, listed, manifest)
     stale = sorted((name, nbytes or 0) for name, nbytes in files.items() if _is_stale(name))
     of_files.sort(key=lambda issue: issue.path)
     return Scan(
         root=place,
         version=2,
-        marker=marker if isinstance(marker, CheckpointMarker) else None,
+        marker=marker,
         common_nbytes=files.get(COMMON_NAME),
-        arrays=tuple(_scanned_array(record, chunks[record.array.key]) for record in arrays),
+        arrays=tuple(scanned),
         objects=tuple(_grids(objects)),
         stale_files=tuple(StaleFile(StaleKind.PARTIAL, *one) for one in stale),
-        issues=sorted_by_key([*check_marker(marker, _FORMAT2), *issues, *of_files]),
+        issues=sorted_by_key([*issues, *of_manifest, *of_files]),
         num_files=len(files),
         nbytes=sum(nbytes or 0 for nbytes in files.values()),
         checks=checks,
         num_threads=store.num_readers,
         begun=read_begun(store),
-        index=index,
+        manifest=manifest,
         others=others,
     )
 
 
 def _unlisted(
-    files: dict[str, int | None], listed: set[str], index: ManifestIndex
+    files: dict[str, int | None], listed: set[str], manifest: Manifest
 ) -> Iterator[Issue]:
     """An issue for each file that the manifest, all of which was read, does not list."""
-    for segment in index.segments:
+    for segment in manifest.segments:
         listed.add(segment.name)
         if files.get(segment.name, 0) is None:
             files[segment.name] = segment.nbytes
@@ -561,7 +556,7 @@ def read_begun(store: Store) -> SaveBegun | None:
 
 def _read_manifest(
     store: Store,
-) -> tuple[ManifestIndex | None, list[ArrayRecord], list[ObjectRecord], list[Issue]]:
+) -> tuple[Manifest | None, list[ArrayRecord], list[ObjectRecord], list[Issue]]:
     """The manifest as far as it can be read, sorted by key, and what is missing or damaged."""
     arrays: list[ArrayRecord] = []
     objects: list[ObjectRecord] = []
@@ -572,7 +567,7 @@ def _read_manifest(
         if error.path is None:
             raise  # of a later version
         return None, [], [], [_bad_manifest(INDEX_NAME, error)]
-    for segment in manifest.index.segments:
+    for segment in manifest.segments:
         try:
             of_segment = manifest.contents_of(segment)
         except CheckpointError as error:
@@ -580,7 +575,7 @@ def _read_manifest(
         else:
             arrays += of_segment[0]
             objects += of_segment[1]
-    return manifest.index, arrays, objects, issues
+    return manifest, arrays, objects, issues
 
 
 def _bad_manifest(name: str, error: CheckpointError) -> Issue:
@@ -590,16 +585,9 @@ def _bad_manifest(name: str, error: CheckpointError) -> Issue:
     return Issue(Problem.DAMAGED, None, name, "what the save wrote", text)
 
 
-def _scanned_array(record: ArrayRecord, sizes: Sequence[int]) -> ScannedArray:
-    writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
-    return ScannedArray(record.array, len(sizes), sum(sizes), writers)
-
-
 def _grids(objects: Sequence[ObjectRecord]) -> Iterator[ScannedObject]:
-    by_key: dict[str, list[ObjectRecord]] = {}
-    for record in objects:
-        by_key.setdefault(record.id.key, []).append(record)
-    for key, records in by_key.items():
+    for key, group in groupby(objects, lambda record: record.id.key):
+        records = list(group)
         nbytes = sum(record.span.nbytes for record in records if record.span is not None)
         writers = tuple(sorted({record.writer for record in records}))
         shape = records[0].id.shape

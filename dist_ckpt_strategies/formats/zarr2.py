@@ -20,18 +20,17 @@ import numpy as np
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Shape
 from dist_ckpt_strategies.errors import ArrayNotFoundError, CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.storage.files import (
-    MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
     is_directory,
     is_elsewhere,
-    read_file,
     remove_empty,
 )
 
 METADATA_NAME = ".zarray"
-_LOCKS_SUFFIX = ".sync"
+LOCKS_SUFFIX = ".sync"
+"""Megatron-Core <= 0.15 kept locks of the array ``w`` in ``w.sync``, one empty file each."""
 
 
 def dtype_name(dtype: DType) -> str:
@@ -39,16 +38,12 @@ def dtype_name(dtype: DType) -> str:
     return dtype.value if dtype.is_extension else dtype.numpy.newbyteorder("<").str
 
 
-def metadata_content(array: ArraySpec) -> bytes:
+@lru_cache(maxsize=256)
+def metadata_content(shape: Shape, chunk_shape: Shape, dtype: DType) -> bytes:
     """The bytes of ``.zarray``: the fields that Megatron-Core <= 0.15 wrote, laid out as by zarr 2.
 
     The arrays of all layers have few descriptions between them, and indented JSON takes its time.
     """
-    return _content(array.shape, array.chunk_shape, array.dtype)
-
-
-@lru_cache(maxsize=256)
-def _content(shape: Shape, chunk_shape: Shape, dtype: DType) -> bytes:
     fields = {
         "chunks": chunk_shape,
         "compressor": None,
@@ -112,19 +107,6 @@ def _shape(numbers: Any, *, least: int) -> Shape:
     return tuple(numbers)
 
 
-def find_array(root: Path, key: str) -> ArraySpec:
-    """The array of that key in a checkpoint directory.
-
-    Raises:
-        ArrayNotFoundError: there is none.
-        CorruptCheckpointError: its description cannot be read.
-    """
-    path = f"{root}/{key}/{METADATA_NAME}"
-    with file_errors(key, path, not_found=ArrayNotFoundError):
-        content = read_file(path, MAX_JSON_NBYTES)
-    return parse_metadata(key, path, content)
-
-
 def remove_array(root: Path, key: str) -> None:
     """Remove an array; it is gone at once, its files follow. Of a link only the link goes."""
     directory = root / key
@@ -142,35 +124,36 @@ def remove_array(root: Path, key: str) -> None:
 
 def lock_directories(root: Path, key: str) -> Iterator[str]:
     """The directory beside an array that Megatron-Core <= 0.15 kept locks in, if there is."""
-    if _is_lock_directory(f"{root}/{key}{_LOCKS_SUFFIX}"):
-        yield key + _LOCKS_SUFFIX
+    if _is_lock_directory(f"{root}/{key}{LOCKS_SUFFIX}"):
+        yield key + LOCKS_SUFFIX
 
 
-def array_keys(directory: Path, prefix: str = "") -> Iterator[str]:
-    """Keys of all arrays below a checkpoint directory, at any depth, sorted within a directory.
+def array_keys(root: Path) -> Iterator[str]:
+    """Keys of all arrays below a checkpoint directory, at any depth; an array may be a link."""
+    for key, entry in entries_below(root):
+        if not is_directory(entry) or _is_lock_directory(entry.path):
+            continue
+        if os.path.exists(os.path.join(entry.path, METADATA_NAME)):  # noqa: PTH110, PTH118 - 10,000 times
+            yield key
 
-    An array may be a link; other links, and checkpoints further down, are not looked into.
+
+def entries_below(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Everything below a checkpoint directory, each with its path there, sorted by names.
+
+    Links, and checkpoints further down, are not looked into.
     """
     with file_errors(prefix, directory):
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     for entry in entries:
-        if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)) or not is_directory(entry):
-            continue
-        if _is_lock_directory(entry.path):
-            continue
-        key = prefix + entry.name
-        if os.path.exists(os.path.join(entry.path, METADATA_NAME)):  # noqa: PTH110, PTH118 - 10,000 times
-            yield key
-        if not is_elsewhere(entry):
-            yield from array_keys(Path(entry.path), key + "/")
+        if not entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)):
+            yield prefix + entry.name, entry
+            if is_directory(entry) and not is_elsewhere(entry):
+                yield from entries_below(Path(entry.path), f"{prefix}{entry.name}/")
 
 
 def _is_lock_directory(path: str) -> bool:
-    """Whether Megatron-Core <= 0.15 kept its locks of an array here, beside the array.
-
-    It holds a file for each of the array's, ``.zarray`` included, and all of them are empty.
-    """
-    if not path.endswith(_LOCKS_SUFFIX):
+    """Whether it holds an array's locks: a file for each of the array's, ``.zarray`` included."""
+    if not path.endswith(LOCKS_SUFFIX):
         return False
     try:
         return os.stat(os.path.join(path, METADATA_NAME)).st_size == 0  # noqa: PTH116, PTH118

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.device import require_plain
@@ -20,7 +19,7 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_pickle
+from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_content
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
 from dist_ckpt_strategies.local.shard_format import (
@@ -125,7 +124,7 @@ def decode_shard(filled: FilledShard, allowed: Allowed, *, on_host: bool = True)
     on_host = on_host or not torch.cuda.is_available()
     shard_id = filled.shard.shard_id
     *tensors, content = filled.payloads
-    found = load_pickle(content.numpy().tobytes(), str(shard_id), _NAME, allowed)
+    found = load_content(content.numpy().tobytes(), str(shard_id), _NAME, allowed)
     try:
         state, devices = found["state"], found["devices"]
         pairs = zip(tensors, devices, strict=True)
@@ -169,10 +168,9 @@ def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
     for one in sorted(directory.find(), key=lambda one: one.shard_id, reverse=True):
         with suppress(CheckpointError), ShardReader(one.path) as reader:
             content = np.empty(reader.shard.buffers[-1].nbytes, np.uint8)
-            reader.read(reader.shard.byte_offsets[-1], content)
-            if xxhash.xxh3_64_intdigest(content.data) == reader.digests[-1]:
+            if reader.read_buffer(-1, content) == reader.digests[-1]:
                 break
     else:
         return None
-    found = load_pickle(content.tobytes(), one.path, _NAME, allowed)
+    found = load_content(content.tobytes(), one.path, _NAME, allowed)
     return found["state"].common_state_dict

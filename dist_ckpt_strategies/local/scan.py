@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
 
+from dist_ckpt_strategies.comm.shared_work import Watch
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -30,15 +30,13 @@ from dist_ckpt_strategies.formats.issues import (
     Problem,
     StaleFile,
     StaleKind,
-    Watch,
-    marker_or_issue,
+    checked_marker,
     missing_common,
     unreadable,
 )
-from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import run_checks
 from dist_ckpt_strategies.local.shard_files import RANK, SUFFIX, ShardReader, lock_unless_written
-from dist_ckpt_strategies.local.shard_format import BufferDigests, LocalShard, LocalShardId
+from dist_ckpt_strategies.local.shard_format import LocalShard, LocalShardId
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     PARTIAL_PREFIX,
@@ -57,7 +55,6 @@ SESSION = re.compile(r"[0-9a-f]{32}")
 """The name of a directory with the shards of one save: the digest of its ``common.pt``."""
 
 _MAX_DEPTH = 3
-_BLOCK_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +101,8 @@ def scan_local(root: Path) -> LocalScan | None:
     root = root.absolute()
     require_directory(root)
     top = read_folder(root, "")
-    marker = marker_or_issue(Directory(root))
-    backend = marker.sharded_backend if isinstance(marker, CheckpointMarker) else None
+    marker, _ = checked_marker(Directory(root))
+    backend = None if marker is None else marker.sharded_backend
     if backend not in {None, BACKEND}:
         return None
     copies: list[StoredCopy] = []
@@ -149,16 +146,11 @@ def verify_local(
 
 def check_shard(root: Path, path: str) -> Iterator[Issue]:
     """What is wrong with a local shard file: its description, or tensors that are not as stored."""
-    memory = np.empty(_BLOCK_NBYTES, np.uint8)
     try:
         with ShardReader(root / path) as reader:
-            digests = BufferDigests(reader.shard)
-            for start in range(0, reader.shard.nbytes, _BLOCK_NBYTES):
-                block = memory[: reader.shard.nbytes - start]
-                reader.read(start, block)
-                digests.take(start, block)
-            pairs = zip(reader.shard.buffers, reader.digests, digests.values(), strict=True)
-            for buffer, expected, found in pairs:
+            pairs = zip(reader.shard.buffers, reader.digests, strict=True)
+            for number, (buffer, expected) in enumerate(pairs):
+                found = reader.read_buffer(number)
                 if found != expected:
                     text = f"digest {expected:016x}"
                     yield Issue(Problem.DAMAGED, buffer.name, path, text, f"{found:016x}")

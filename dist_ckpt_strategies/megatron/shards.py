@@ -37,7 +37,6 @@ from dist_ckpt_strategies.core.array import (
     ShardId,
     ShardSpec,
 )
-from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.types import (
     CheckpointingException,
@@ -88,12 +87,10 @@ def shard_data(tensor: Any) -> torch.Tensor:
     """The data of a ShardedTensor, shaped like its region; a view, not a copy.
 
     Raises:
-        PlanError: it has no data, or such as cannot be saved, or of another shape or dtype than it
-            says.
+        PlanError: it has no data, or data of another shape or dtype than it says.
     """
     if tensor.data is None:
         raise PlanError(f"{tensor.key}: the ShardedTensor has no data to save", key=tensor.key)
-    require_plain(tensor.data, key=tensor.key)
     data: torch.Tensor = tensor.data.detach()
     found, expected = (tuple(data.shape), data.dtype), (_extent(tensor.local_shape), tensor.dtype)
     if found != expected:

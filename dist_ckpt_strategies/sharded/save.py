@@ -34,6 +34,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, ShardId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.report import SaveReport
+from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location
@@ -225,6 +226,8 @@ class ShardedSave:
             data = None
             if is_main_message(message):
                 if isinstance(value, ShardedTensor):
+                    if value.data is not None:
+                        require_plain(value.data, key=value.key)
                     data = shard_data(value)
                 else:
                     self._take_object(value, object_from_message(message))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from dist_ckpt_strategies.device import (
 from dist_ckpt_strategies.formats.arrays import StoreWriter
 from dist_ckpt_strategies.sharded.plan import SavePlan, ShardSlice, WriteItem
 from dist_ckpt_strategies.sharded.writer_process import StagedWrite
-from dist_ckpt_strategies.storage.io_pool import InFlight
+from dist_ckpt_strategies.storage.io_pool import wait_in_turn
 from dist_ckpt_strategies.storage.store import ArrayWrite
 
 Tensors = Mapping[ShardId, torch.Tensor]
@@ -60,16 +61,15 @@ def run_writes(
             direct.append(ArrayWrite(array, region, host_view(tensor)))
         else:
             staged.append((write, tensor.numel() * tensor.element_size()))
-    with InFlight(options.timeout_s) as in_flight:
-        if creations:
-            in_flight.follow_with(store.begin_creates(creations))
-        if direct:
-            in_flight.follow_with(store.begin_writes(direct))
-        for batch in build_batches(staged, options.max_inflight_bytes // 2) if staged else ():
-            hosts = to_host([tensor for _, _, tensor in batch])
-            places = [(array, region) for array, region, _ in batch]
-            requests = [ArrayWrite(*at, host) for at, host in zip(places, hosts, strict=True)]
-            in_flight.follow_with(store.begin_writes(requests))
+    batches = build_batches(staged, options.max_inflight_bytes // 2) if staged else ()
+    # Generators: a batch is copied when the one before it is under way.
+    copied = ((batch, to_host([tensor for _, _, tensor in batch])) for batch in batches)
+    requests = (
+        [ArrayWrite(array, at, host) for (array, at, _), host in zip(batch, hosts, strict=True)]
+        for batch, hosts in copied
+    )
+    begun = map(store.begin_writes, chain([direct], requests))
+    wait_in_turn(chain([store.begin_creates(creations)], begun), options.timeout_s)
 
 
 def stage_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dist_ckpt_strategies.comm.collective import run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
@@ -13,9 +14,10 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     IncompleteCheckpointError,
 )
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
 from dist_ckpt_strategies.formats.commit import invalidate
 from dist_ckpt_strategies.formats.locations import (
-    content_of,
+    current_place,
     located,
     require_path,
     store_at,
@@ -25,7 +27,6 @@ from dist_ckpt_strategies.formats.objects import (
     dump_loadable,
     load_content,
     object_ids,
-    read_object,
     write_dumped,
 )
 from dist_ckpt_strategies.megatron.shards import (
@@ -41,7 +42,8 @@ from dist_ckpt_strategies.megatron.types import (
     SaveCommonStrategy,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 from dist_ckpt_strategies.tools.readers import open_reader
@@ -147,8 +149,8 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
             CorruptCheckpointError: it is damaged.
         """
         options, allow = self.options, self.allowed()
-        root = content_of(located(checkpoint_dir, options))
-        store = store_at(root)
+        root = located(checkpoint_dir, options)
+        store = current_place(root) if isinstance(root, Bucket) else Directory(root)
         path = store.path(COMMON_NAME)
         with time_limit(options.timeout_s):
             try:
@@ -173,10 +175,15 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
     ) -> StateDict:
         """A state dict of the same structure with the stored objects. Rank-local."""
-        root, allow = self._directory(checkpoint_dir), self.allowed()
-        return mapped_values(
-            lambda value: read_object(root, object_id(value), allow), sharded_objects_state_dict
-        )
+        checkpoint = Format1Checkpoint(self._directory(checkpoint_dir), self.options)
+        allow = self.allowed()
+
+        def load(value: Any) -> Any:
+            name = object_id(value)
+            content, path = checkpoint.object_content(name), checkpoint.object_path(name)
+            return load_content(content, path, name.unique_key, allow)
+
+        return mapped_values(load, sharded_objects_state_dict)
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:

@@ -323,7 +323,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             return checkpoint
         if options.verify is Verify.FULL:
             checkpoint.require_whole(comm.rank, comm.size)
-        elif comm.rank == 0 and checkpoint.manifest.index.common is not None:
+        elif comm.rank == 0 and checkpoint.manifest.common is not None:
             checkpoint.common_content()
         return checkpoint
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.shared_work import Count, Ranks
+from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
 from dist_ckpt_strategies.config import MIB, Options, options_from_environment
 from dist_ckpt_strategies.core.array import Region
 from dist_ckpt_strategies.errors import (
@@ -23,8 +23,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
-from dist_ckpt_strategies.formats.commit import complete_commit, open_save_place
-from dist_ckpt_strategies.formats.issues import Watch
+from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
     SAVE_PREFIX,
     Location,
@@ -181,7 +180,8 @@ def convert(  # noqa: PLR0913
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """
-    conversion = _Conversion(options or ConvertOptions(), allow, Ranks(comm), keys)
+    allowed = [*default_allowed(), *allow]
+    conversion = _Conversion(options or ConvertOptions(), allowed, Ranks(comm), keys)
     return conversion.run(source, target, Format(to), watch)
 
 
@@ -208,43 +208,32 @@ def upgrade(  # noqa: PLR0913
     chosen = None if to is None else Format(to)
     if chosen is Format.SAFETENSORS:
         raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
-    conversion = _Conversion(options or ConvertOptions(), allow, Ranks(comm), is_upgrade=True)
+    allowed = [*default_allowed(), *allow]
+    conversion = _Conversion(options or ConvertOptions(), allowed, Ranks(comm), is_upgrade=True)
     return conversion.run(source, target, chosen, watch)
 
 
+@dataclass(frozen=True)
 class _Conversion:
     """One conversion, on all ranks that share it."""
 
-    def __init__(
-        self,
-        options: ConvertOptions,
-        allow: Allowed,
-        ranks: Ranks,
-        keys: str | None = None,
-        *,
-        is_upgrade: bool = False,
-    ) -> None:
-        self._options, self._ranks, self._keys, self._is_upgrade = options, ranks, keys, is_upgrade
-        self._allow = [*default_allowed(), *allow]
+    options: ConvertOptions
+    allow: Allowed
+    ranks: Ranks
+    keys: str | None = None
+    is_upgrade: bool = False
 
     def run(
         self, source: str | Path, target: str | Path, to: Format | None, watch: Watch | None
     ) -> ConvertReport:
         """Plan, write to a place of its own, and move that into the target. Collective."""
-        started = time.monotonic()
-        ranks, memory = self._ranks, Memory()
-
-        def prepare() -> tuple[CheckpointReader, TargetWriter, bytes]:
-            reader = self._options.open(source, self._allow)
-            writer = self._writer(reader, target, to or reader.format)
-            return reader, writer, self._common(reader, writer)
-
-        reader, writer, common = ranks.run(prepare)
+        started, ranks, memory = time.monotonic(), self.ranks, Memory()
+        reader, writer, common = ranks.run(lambda: self._open(source, target, to))
         plan, place = writer.plan, writer.place
         ranks.require_alike([task.nbytes for task in plan.tasks])
 
         def begin() -> str:
-            _require_free(writer.root, "" if self._is_upgrade else reader.root)
+            _require_free(writer.root, "" if self.is_upgrade else reader.root)
             place.save_id = place.new_save_id()
             writer.begin()
             return place.save_id
@@ -265,7 +254,7 @@ class _Conversion:
             plan.tasks,
             lambda task: task.nbytes,
             write,
-            num_threads=self._options.threads,
+            num_threads=self.options.threads,
             watch=watch,
         )
 
@@ -283,9 +272,21 @@ class _Conversion:
         seconds = time.monotonic() - started
         return ConvertReport(len(plan.arrays), len(plan.objects), plan.nbytes, seconds)
 
+    def _open(
+        self, source: str | Path, target: str | Path, to: Format | None
+    ) -> tuple[CheckpointReader, TargetWriter, bytes]:
+        """The source, the target, and on the first rank the file of the common state."""
+        reader = self.options.open(source, self.allow)
+        writer, common = self._writer(reader, target, to or reader.format), b""
+        if self.ranks.rank == 0 and writer.marker is not None:
+            common = reader.common_content()
+            if self.is_upgrade:
+                common = upgraded_common(common, f"{reader.root}/{COMMON_NAME}", self.allow)
+        return reader, writer, common
+
     def _writer(self, reader: CheckpointReader, target: str | Path, to: Format) -> TargetWriter:
         """Check the target's address, and plan; nothing is written."""
-        options, block_nbytes = self._options.storage, self._options.block_nbytes
+        options, block_nbytes = self.options.storage, self.options.block_nbytes
         root = _resolved(target, options)
         if to is not Format.ZARR2:
             require_path(root, f"a target of format {to}")
@@ -294,14 +295,14 @@ class _Conversion:
                 f"{root}: the target must be a place beside the source, {reader.root}, not the "
                 "same, nor one within the other"
             )
-        arrays = _chosen(reader, to, self._keys)
+        arrays = _chosen(reader, to, self.keys)
         file_nbytes = 5 * 10**9 if to is Format.SAFETENSORS else 512 * MIB
         plan = build_convert_plan(
             arrays,
             to,
-            upgraded_keys(array.key for array in arrays) if self._is_upgrade else {},
+            upgraded_keys(array.key for array in arrays) if self.is_upgrade else {},
             () if to is Format.SAFETENSORS else reader.objects,
-            file_nbytes=self._options.max_file_bytes or file_nbytes,
+            file_nbytes=self.options.max_file_bytes or file_nbytes,
             object_nbytes=block_nbytes if isinstance(root, Bucket) else None,
         )
         if to in {Format.ZARR1, Format.ZARR2}:
@@ -310,21 +311,12 @@ class _Conversion:
                 version, root, options, global_rank=0, keeps_old=True, overwrite=False
             )
             return ZarrWriter(of_saves, plan, block_nbytes)
-        place = open_save_place(root, options, keeps_old=True, overwrite=False)
+        place = DirectoryPlace(root, options, keeps_old=True, overwrite=False)
         if to is Format.SAFETENSORS:
             return SafetensorsWriter(root, place, plan, block_nbytes)
         from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415
 
-        return TorchDistWriter(root, place, plan, block_nbytes, self._allow)
-
-    def _common(self, reader: CheckpointReader, writer: TargetWriter) -> bytes:
-        """The file of the common state, on the first rank, which writes it."""
-        if self._ranks.rank or writer.marker is None:
-            return b""
-        common = reader.common_content()
-        if self._is_upgrade:
-            common = upgraded_common(common, f"{reader.root}/{COMMON_NAME}", self._allow)
-        return common
+        return TorchDistWriter(root, place, plan, block_nbytes, self.allow)
 
 
 def _resolved(name: str | Path, options: Options) -> Location:

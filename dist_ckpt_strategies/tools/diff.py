@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.shared_work import Count, Ranks
+from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
 from dist_ckpt_strategies.core.array import Region, Shape
 from dist_ckpt_strategies.errors import ArrayNotFoundError
-from dist_ckpt_strategies.formats.issues import Watch
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.megatron.types import default_allowed, raises_megatron_errors
 from dist_ckpt_strategies.storage.files import COMMON_NAME
@@ -146,7 +145,8 @@ def diff(  # noqa: PLR0913
         StorageError: one of them is missing or damaged.
         UnsafeObjectError: an object that differs needs a class that is not allowed.
     """
-    comparison = _Comparison(options or ConvertOptions(), allow, Ranks(comm))
+    allowed = [*default_allowed(), *allow]
+    comparison = _Comparison(options or ConvertOptions(), allowed, Ranks(comm))
     return comparison.run(a, b, keys, watch)
 
 
@@ -154,8 +154,7 @@ class _Comparison:
     """One comparison, on all ranks of a communicator."""
 
     def __init__(self, options: ConvertOptions, allow: Allowed, ranks: Ranks) -> None:
-        self._options, self._ranks = options, ranks
-        self._allow = [*default_allowed(), *allow]
+        self._options, self._allow, self._ranks = options, allow, ranks
         self._memory = Memory()
 
     def run(

@@ -297,7 +297,7 @@ def chunk_grid(source: SourceArray) -> tuple[Shape, bool]:
     shape = source.shape
     if source.chunk_shape is not None:
         pairs = zip(source.chunk_shape, shape, strict=True)
-        return tuple(min(chunk, max(1, extent)) for chunk, extent in pairs), True
+        return tuple(min(chunk, max(1, size)) for chunk, size in pairs), True
     placements = sorted(shard for shard in source.shards if shard.region.numel)
     return find_chunk_shape(source.key, shape, source.dtype.itemsize, placements)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.config import StoreOptions, store_options_from_environment
+from dist_ckpt_strategies.config import StoreOptions
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompatibleVersionError,
@@ -26,30 +25,31 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.commit import (
     OLD_MARKER_NAME,
     complete_commit,
+    remove,
     remove_contents,
 )
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
+from dist_ckpt_strategies.formats.locations import (
+    SAVE_PREFIX,
+    Location,
+    located,
+    require_something,
+)
 from dist_ckpt_strategies.formats.manifest import SAVE_NAME
 from dist_ckpt_strategies.formats.scan import read_begun, scan
+from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Directory,
-    StoreUrl,
     file_errors,
     is_elsewhere,
-    parsed_address,
     require_directory,
     sync_path,
 )
 from dist_ckpt_strategies.storage.folders import folders_below, reason
 from dist_ckpt_strategies.storage.store import Store
-
-if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
-    from dist_ckpt_strategies.storage.bucket import Bucket
-
-    Location = Path | Bucket
 
 _TRACKER_NAME = "latest_checkpointed_iteration.txt"
 """Where Megatron-LM notes which iteration is to be resumed."""
@@ -72,24 +72,6 @@ class Status(StrEnum):
     UNFINISHED = "unfinished"
     OTHER = "other"
     UNREADABLE = "unreadable"
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionPolicy:
-    """Which checkpoints are kept; without any of the first three nothing is removed.
-
-    Attributes:
-        last: number of newest complete checkpoints; None keeps all.
-        every: keeps iterations that are a multiple of it.
-        removes_unfinished: whether files of killed saves are removed.
-        older_than_s: keeps unfinished ones that changed less than this many seconds ago: their save
-            may still be running.
-    """
-
-    last: int | None = None
-    every: int | None = None
-    removes_unfinished: bool = False
-    older_than_s: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +162,11 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         StorageError: ``root`` cannot be read, or something cannot be removed; what went before is
             gone.
     """
-    location: Location | StoreUrl = parsed_address(root, what="root")
-    if isinstance(location, StoreUrl):
-        from dist_ckpt_strategies.storage.bucket import Bucket  # noqa: PLC0415
-
-        location = Bucket(location, store or store_options_from_environment())
-    policy = RetentionPolicy(keep_last, keep_every, unfinished, older_than_s)
+    location = located(root, store, what="root")
     removed, kept = [], []
-    for decision in build_prune_plan(_find(location), policy):
+    for decision in build_prune_plan(
+        _find(location), keep_last, keep_every, unfinished=unfinished, older_than_s=older_than_s
+    ):
         if not decision.is_removed:
             kept.append(decision)
         elif dry_run:
@@ -198,7 +177,12 @@ def prune(  # noqa: PLR0913 - one parameter for each option
 
 
 def build_prune_plan(
-    found: Iterable[PruneDecision], policy: RetentionPolicy
+    found: Iterable[PruneDecision],
+    last: int | None = None,
+    every: int | None = None,
+    *,
+    unfinished: bool = False,
+    older_than_s: float = 3600.0,
 ) -> tuple[PruneDecision, ...]:
     """Decide about each directory; the newest complete one is always kept.
 
@@ -209,25 +193,49 @@ def build_prune_plan(
 
     Args:
         found: the directories.
-        policy: what is to stay.
+        last: number of newest complete checkpoints that stay; without this and ``every`` all do.
+        every: iterations that are a multiple of it stay.
+        unfinished: whether files of killed saves are removed.
+        older_than_s: unfinished ones that changed less than this many seconds ago stay.
 
     Returns:
         In the order of removal: unfinished ones, then the oldest.
 
     Raises:
-        PlanError: a number of the policy is out of range.
+        PlanError: a number is out of range.
     """
-    for name, count in (("keep_last", policy.last), ("keep_every", policy.every)):
+    for name, count in (("keep_last", last), ("keep_every", every)):
         if count is not None and count < 1:
             raise PlanError(f"{name} is {count}, expected 1 or more")
-    if not policy.older_than_s >= 0:
-        raise PlanError(f"older_than is {policy.older_than_s} s, expected 0 or more")
+    if not older_than_s >= 0:
+        raise PlanError(f"older_than is {older_than_s} s, expected 0 or more")
     ordered = sorted(found, key=_order)
     complete = [one for one in ordered if one.status is Status.COMPLETE]
+    written_last = min(reversed(complete), key=lambda one: one.age_s, default=None)
+    is_all_kept, num_kept = last is None and every is None, last or 0
     decisions = []
     for one in sorted(ordered, key=lambda one: one.status is not Status.UNFINISHED):
-        why = _why_it_stays(one, policy, complete)
-        is_killed = one.status is Status.UNFINISHED
+        is_killed, is_complete = one.status is Status.UNFINISHED, one.status is Status.COMPLETE
+        is_damaged = one.status is Status.DAMAGED
+        num_newer = sum(_order(other) > _order(one) for other in complete)
+        is_multiple = bool(every and one.iteration is not None and one.iteration % every == 0)
+        may_run = f"unfinished, and may still be written: changed {one.age_s:.0f} s ago"
+        damaged = "damaged, and not counted; `dist-ckpt verify` lists the damage"
+        reasons = (
+            (one.status is Status.OTHER, "not known to be a checkpoint of this package"),
+            (one.status is Status.UNREADABLE, f"cannot be read: {one.why}"),
+            (is_killed and not unfinished, "unfinished; kept without --unfinished"),
+            (is_killed and one.age_s < older_than_s, may_run),
+            (is_damaged and (is_all_kept or num_newer < (last or 1)), damaged),
+            (is_complete and is_all_kept, "complete; kept without --keep-last or --keep-every"),
+            (is_complete and num_newer == 0, "the newest"),
+            (one is written_last, "written last"),
+            (is_complete and num_newer < num_kept, f"one of the last {last}"),
+            (not is_killed and is_multiple, f"a multiple of {every}"),
+            (not is_killed and one.is_named, "the run's tracker file names it"),
+            (not is_killed and one.name == _RELEASE, "a release"),
+        )
+        why = next((why for applies, why in reasons if applies), "")
         removal = f"{one.status}{': its save was killed' if is_killed else ', and not to be kept'}"
         decisions.append(replace(one, is_removed=not why, why=why or removal))
     return tuple(decisions)
@@ -235,36 +243,6 @@ def build_prune_plan(
 
 def _order(one: PruneDecision) -> tuple[bool, int, float, str]:
     return one.iteration is not None, one.iteration or 0, -one.age_s, one.name
-
-
-def _why_it_stays(
-    one: PruneDecision, policy: RetentionPolicy, complete: Sequence[PruneDecision]
-) -> str:
-    """Why a directory stays; empty where it does not."""
-    status, last, every = one.status, policy.last or 0, policy.every or 0
-    is_unfinished, is_complete = status is Status.UNFINISHED, status is Status.COMPLETE
-    is_damaged, is_all_kept = status is Status.DAMAGED, not last and not every
-    num_newer = sum(_order(other) > _order(one) for other in complete)
-    is_last = one is min(reversed(complete), key=lambda other: other.age_s, default=None)
-    is_multiple = bool(every and one.iteration is not None and one.iteration % every == 0)
-    is_young = one.age_s < policy.older_than_s
-    may_run = f"unfinished, and may still be written: changed {one.age_s:.0f} s ago"
-    damaged = "damaged, and not counted; `dist-ckpt verify` lists the damage"
-    reasons = (
-        (status is Status.OTHER, "not known to be a checkpoint of this package"),
-        (status is Status.UNREADABLE, f"cannot be read: {one.why}"),
-        (is_unfinished and not policy.removes_unfinished, "unfinished; kept without --unfinished"),
-        (is_unfinished and is_young, may_run),
-        (is_damaged and (is_all_kept or num_newer < (last or 1)), damaged),
-        (is_complete and is_all_kept, "complete; kept without --keep-last or --keep-every"),
-        (is_complete and num_newer == 0, "the newest"),
-        (is_last, "written last"),
-        (is_complete and num_newer < last, f"one of the last {last}"),
-        (not is_unfinished and is_multiple, f"a multiple of {every}"),
-        (not is_unfinished and one.is_named, "the run's tracker file names it"),
-        (not is_unfinished and one.name == _RELEASE, "a release"),
-    )
-    return next((why for applies, why in reasons if applies), "")
 
 
 def _find(root: Location) -> list[PruneDecision]:
@@ -292,11 +270,6 @@ def _find(root: Location) -> list[PruneDecision]:
 
 def _names_below(root: Bucket) -> tuple[list[str], bool]:
     """What stands for directories below a URL, and whether it is a checkpoint itself."""
-    from dist_ckpt_strategies.formats.locations import (  # noqa: PLC0415
-        SAVE_PREFIX,
-        require_something,
-    )
-
     names = root.names()
     if not names:
         require_something(root)
@@ -358,7 +331,7 @@ def _scanned(place: Location) -> tuple[Status, int | None, float]:
     unreadable = problems.get(Problem.UNREADABLE)
     if unreadable is not None:
         raise StorageError(f"{unreadable.path}: {unreadable.found}", path=unreadable.path)
-    has_manifest = found.version == 1 or found.index is not None
+    has_manifest = found.version == 1 or found.manifest is not None
     if found.marker is not None and has_manifest and Problem.UNKNOWN_BACKEND not in problems:
         lacks_files = bool(problems.keys() - {Problem.UNEXPECTED_FILE})
         status = Status.DAMAGED if lacks_files else Status.COMPLETE
@@ -371,7 +344,7 @@ def _scanned(place: Location) -> tuple[Status, int | None, float]:
 
 
 def _is_stale(entry: os.DirEntry[str]) -> bool:
-    """Whether a killed save left this: a staging directory, removed files, a withdrawn marker."""
+    """Whether a killed save left this: a staging directory, removed files, an old marker."""
     if entry.name == OLD_MARKER_NAME:
         return True
     return entry.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and entry.is_dir()
@@ -387,8 +360,6 @@ def _is_unchanged(root: Location, found: PruneDecision, older_than_s: float) -> 
 def _remove(root: Location, name: str) -> tuple[str, ...]:
     """Remove a checkpoint, its marker first; names of what is no part of it, and stays."""
     if not isinstance(root, Path):
-        from dist_ckpt_strategies.formats.commit import remove  # noqa: PLC0415
-
         return remove(root.below(name))
     directory = root / name
     remove_contents(directory)

@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -14,10 +15,7 @@ import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import COMMON_OBJECT, DType, ObjectId, Region, Shape
-from dist_ckpt_strategies.errors import (
-    IncompatibleVersionError,
-    IncompleteCheckpointError,
-)
+from dist_ckpt_strategies.errors import IncompatibleVersionError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
@@ -25,7 +23,6 @@ from dist_ckpt_strategies.formats.checkpoints import (
 )
 from dist_ckpt_strategies.formats.locations import Location, read_marker, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, plain_value, require_archive
-from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
@@ -117,7 +114,7 @@ class ZarrReader(CheckpointReader):
             for a in self._specs.values()
         )
         if isinstance(checkpoint, Format2Checkpoint):
-            self.layout = checkpoint.manifest.index.layout
+            self.layout = checkpoint.manifest.layout
 
     def read(self, key: str, region: Region, target: HostArray) -> None:
         """See CheckpointReader. Arrays of format 1 have no digests."""
@@ -178,16 +175,13 @@ def open_reader(root: Location, options: Options, allow: Allowed) -> CheckpointR
         )
     if backend == ("zarr", 2):
         return ZarrReader(root, Format2Checkpoint(root, options), options.timeout_s)
-    if isinstance(root, Bucket):
-        raise IncompatibleVersionError(
-            f"{root}: format {backend}; from an object store only ('zarr', 2) is read"
-        )
-    if backend == ("zarr", 1):
-        return ZarrReader(root, Format1Checkpoint(root, options), options.timeout_s)
-    if backend == ("torch_dist", 1):
-        from dist_ckpt_strategies.tools.torch_dist import TorchDistReader  # noqa: PLC0415
+    expected = "('zarr', 2), the only one that is read from an object store"
+    if isinstance(root, Path):
+        expected = "('zarr', 1), ('zarr', 2) or ('torch_dist', 1)"
+        if backend == ("zarr", 1):
+            return ZarrReader(root, Format1Checkpoint(root, options), options.timeout_s)
+        if backend == ("torch_dist", 1):
+            from dist_ckpt_strategies.tools.torch_dist import TorchDistReader  # noqa: PLC0415
 
-        return TorchDistReader(root, allow)
-    raise IncompatibleVersionError(
-        f"{root}: format {backend}; expected ('zarr', 1), ('zarr', 2) or ('torch_dist', 1)"
-    )
+            return TorchDistReader(root, allow)
+    raise IncompatibleVersionError(f"{root}: format {backend}; expected {expected}")

@@ -44,7 +44,6 @@ from dist_ckpt_strategies.formats.objects import (
     dump_object,
     is_plain,
     load_content,
-    load_pickle,
     plain_content,
 )
 from dist_ckpt_strategies.storage.files import (
@@ -240,7 +239,7 @@ class TorchDistReader(CheckpointReader):
         path = f"{self.root}/{name}"
         with file_errors(key, path):
             content = read_file(path, nbytes, byte_offset)
-        value = load_pickle(content, path, key, self._allow)
+        value = load_content(content, path, key, self._allow)
         if isinstance(value, torch.Tensor):
             found = f"{value.dtype} {tuple(value.shape)}"
         else:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_pickle
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content
 
 _OLD_FORM = "fully_sharded_model_space"
 """Written by Megatron-Core up to 0.15.3, and NeMo 1.x."""
@@ -41,7 +41,7 @@ def upgraded_common(content: bytes, path: str, allow: Allowed) -> bytes:
         StrategyError: no optimizer in it is of the old form, or its steps differ.
         UnsafeObjectError: it needs a class that is not allowed.
     """
-    state = load_pickle(content, path, "common state", allow)
+    state = load_content(content, path, "common state", allow)
     optimizers = [found for found in _dicts(state) if _FORM in found]
     old = [found for found in optimizers if found[_FORM] == _OLD_FORM]
     if not old:
@@ -51,31 +51,23 @@ def upgraded_common(content: bytes, path: str, allow: Allowed) -> bytes:
             f"{_OLD_FORM}, found {', '.join(forms) or 'none'}"
         )
     for optimizer in old:
-        _upgrade_into(optimizer, path)
+        optimizer[_FORM] = _NEW_FORM
+        params = _dicts(optimizer.pop("param_state", {}))
+        numbers = [param["step"] for param in params if "step" in param]
+        steps = {step.item() if hasattr(step, "item") else step for step in numbers}
+        for group in optimizer.get("optimizer", {}).get("param_groups", ()):
+            if "step" in group or not steps:
+                continue
+            if len(steps) > 1:
+                raise StrategyError(
+                    f"{path}: parameters of one optimizer have taken different numbers of steps "
+                    f"({sorted(steps)}), which {_NEW_FORM} cannot express"
+                )
+            (group["step"],) = steps
     for found in _dicts(state):
         if found.get(_METADATA_FORM) == _OLD_FORM:
             found[_METADATA_FORM] = _NEW_FORM
     return dump_object(state, name="common state")
-
-
-def _upgrade_into(optimizer: dict[Any, Any], path: str) -> None:
-    """Change one optimizer's state to the new form, in place."""
-    optimizer[_FORM] = _NEW_FORM
-    states = _dicts(optimizer.pop("param_state", {}))
-    steps = {_number(found["step"]) for found in states if "step" in found}
-    for group in optimizer.get("optimizer", {}).get("param_groups", ()):
-        if "step" in group or not steps:
-            continue
-        if len(steps) > 1:
-            raise StrategyError(
-                f"{path}: parameters of one optimizer have taken different numbers of steps "
-                f"({sorted(steps)}), which {_NEW_FORM} cannot express"
-            )
-        (group["step"],) = steps
-
-
-def _number(step: Any) -> Any:
-    return step.item() if hasattr(step, "item") else step
 
 
 def _dicts(value: Any) -> Iterator[dict[Any, Any]]:

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import FusedLayoutAdam
 from dist_ckpt_strategies.cli.demo.main import ParallelLayout
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import CheckpointError, StrategyError
-from dist_ckpt_strategies.formats.objects import dump_object, load_pickle
+from dist_ckpt_strategies.formats.objects import dump_object, load_content
 from dist_ckpt_strategies.tools.upgrade import upgraded_common
 from tests.golden.gpt import Trainee, gather_whole, parallel
 from tests.golden.routes import Route, begin_rank, load_along, require_done
@@ -156,7 +156,7 @@ def test_steps_that_only_the_parameters_have_go_to_the_groups() -> None:
     }
     content = upgraded_common(dump_object(old, name="c"), "common.pt", ())
 
-    (found,) = load_pickle(content, "common.pt", "c", ())["optimizer_states"]
+    (found,) = load_content(content, "common.pt", "c", ())["optimizer_states"]
     assert found == {
         "optimizer": {"param_groups": [{"lr": 1.0, "step": 4.0}, {"lr": 2.0, "step": 5}]},
         "param_state_sharding_type": "fully_reshardable",

@@ -103,7 +103,7 @@ def test_other_formats_do_not_go_to_a_store_and_say_so(
     environment.put(
         bucket, "run/metadata.json", b'{"sharded_backend":"torch_dist","common_backend":"torch"}'
     )
-    with pytest.raises(IncompatibleVersionError, match="from an object store only"):
+    with pytest.raises(IncompatibleVersionError, match="read from an object store"):
         diff(url, tmp_path / "one")
 
 

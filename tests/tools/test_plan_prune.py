@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.tools.prune import PruneDecision, Status, build_prune_plan
-from dist_ckpt_strategies.tools.prune import RetentionPolicy as Policy
+
+Policy = dict[str, Any]
 
 
 def of(iteration: int | None, status: Status = Status.COMPLETE, **more: object) -> PruneDecision:
@@ -19,7 +22,7 @@ def of(iteration: int | None, status: Status = Status.COMPLETE, **more: object) 
 
 
 def goes(found: list[PruneDecision], policy: Policy) -> list[str]:
-    return [one.name for one in build_prune_plan(found, policy) if one.is_removed]
+    return [one.name for one in build_prune_plan(found, **policy) if one.is_removed]
 
 
 RUN = [of(100 * n) for n in range(1, 8)]
@@ -41,14 +44,14 @@ WENT_BACK = [of(100, is_named=True), of(200), of(300, age_s=1.0), of(400), of(50
         (RUN, Policy(last=100), []),
         (RUN, Policy(last=1, every=300), [100, 200, 400, 500]),
         (RUN, Policy(every=300), [100, 200, 400, 500]),
-        ([*RUN, unfinished(900)], Policy(removes_unfinished=True), [900]),
+        ([*RUN, unfinished(900)], Policy(unfinished=True), [900]),
         ([*RUN[:2], unfinished(900)], Policy(last=1), [100]),
         (YOUNG_AND_OLD, Policy(last=1), []),
-        (YOUNG_AND_OLD, Policy(removes_unfinished=True), [800]),
-        (YOUNG_AND_OLD, Policy(removes_unfinished=True, older_than_s=0), [800, 900]),
+        (YOUNG_AND_OLD, Policy(unfinished=True), [800]),
+        (YOUNG_AND_OLD, Policy(unfinished=True, older_than_s=0), [800, 900]),
         ([*RUN, *DAMAGED], Policy(last=2), [100, 150, 200, 300, 400, 500, 550]),
         ([*RUN, *DAMAGED], Policy(last=3), [100, 150, 200, 300, 400]),
-        ([*RUN, *DAMAGED], Policy(removes_unfinished=True), []),
+        ([*RUN, *DAMAGED], Policy(unfinished=True), []),
         (DAMAGED, Policy(last=1), []),
         (WENT_BACK, Policy(last=1), [200, 400]),
     ],
@@ -62,7 +65,7 @@ def test_what_is_not_to_be_kept_goes_in_this_order(
 @pytest.mark.parametrize("policy", [Policy(last=0), Policy(every=0), Policy(older_than_s=-1)])
 def test_numbers_that_cannot_be_meant_are_refused(policy: Policy) -> None:
     with pytest.raises(PlanError, match="expected"):
-        build_prune_plan(RUN, policy)
+        build_prune_plan(RUN, **policy)
 
 
 found_sets = st.lists(
@@ -93,8 +96,10 @@ def test_whatever_is_asked_for_the_newest_and_what_is_not_ours_stay(
     removes_unfinished: bool,
     older_than_s: float,
 ) -> None:
-    policy = Policy(last, every, removes_unfinished, older_than_s)
-    plan = build_prune_plan(found, policy)
+    policy = Policy(
+        last=last, every=every, unfinished=removes_unfinished, older_than_s=older_than_s
+    )
+    plan = build_prune_plan(found, **policy)
     names = {decision.name for decision in plan if decision.is_removed}
     gone = [one for one in found if one.name in names]
     complete = [one for one in found if one.status is Status.COMPLETE]
@@ -107,4 +112,4 @@ def test_whatever_is_asked_for_the_newest_and_what_is_not_ours_stay(
         kept = [one for one in complete if one not in gone]
         assert any(one.iteration == newest.iteration for one in kept)
         assert len(kept) >= min(len(complete), last or 1)
-    assert build_prune_plan(found[::-1], policy) == plan
+    assert build_prune_plan(found[::-1], **policy) == plan
