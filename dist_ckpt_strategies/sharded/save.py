@@ -91,13 +91,13 @@ class RunningSaves:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.places: WeakKeyDictionary[BackgroundWork[Any], str] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[BackgroundWork[Any], str] = WeakKeyDictionary()
 
     def add(self, place: Location, work: BackgroundWork[Any]) -> None:
         """Note one that has begun."""
         name = _name_of(place)
         with self._lock:
-            self.places[work] = name
+            self._places[work] = name
 
     def wait(self, place: Location, options: Options) -> None:
         """Return when all that write to a place have ended, well or not. Rank-local.
@@ -105,9 +105,11 @@ class RunningSaves:
         Raises:
             SaveTimeoutError: that takes longer than most of the time limit, of which it is no part.
         """
+        if not self._places:
+            return
         name, deadline = _name_of(place), time.monotonic() + WORK * options.timeout_s
         with self._lock:
-            works = [work for work, known in self.places.items() if known == name]
+            works = [work for work, known in self._places.items() if known == name]
         with uncounted():
             for work in works:
                 work.wait(max(0.0, deadline - time.monotonic()))
@@ -214,8 +216,7 @@ class ShardedSave:
         writer, options = self.writer, self.writer.options
         if self.is_async:
             self.cache.get_ready(options)
-        if RUNNING_SAVES.places:
-            RUNNING_SAVES.wait(writer.root, options)
+        RUNNING_SAVES.wait(writer.root, options)
         if self.comm.rank == 0:  # before anything can be refused: see DirectoryPlace
             self.save_id = writer.place.new_save_id()
             writer.place.save_id = self.save_id
