@@ -12,12 +12,12 @@ import mmap
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ from dist_ckpt_strategies.errors import PlanError
 logger = logging.getLogger(__name__)
 
 HostArray = npt.NDArray[Any]
+
+T = TypeVar("T")
 
 _HOST = torch.device("cpu")
 _ALIGNMENT = 64
@@ -116,38 +118,28 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
     return [host_view(host) for host in hosts]
 
 
-def build_batches(staged_nbytes: Sequence[int], budget_nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Positions of the transfers, batch by batch, in order.
-
-    What needs no staging memory goes into the first batch, so that it is issued at once.
+def build_batches(sizes: Iterable[tuple[T, int]], budget_nbytes: int) -> list[list[T]]:
+    """Transfers batch by batch, in order.
 
     Args:
-        staged_nbytes: staging memory that each transfer needs, in bytes; 0 for none.
+        sizes: each transfer, and the staging memory that it needs, in bytes.
         budget_nbytes: bound on the sum within a batch; a larger transfer goes alone.
     """
-    batches: list[list[int]] = [[n for n, size in enumerate(staged_nbytes) if size == 0]]
+    batches: list[list[T]] = []
     used = 0
-    for number, size in enumerate(staged_nbytes):
-        if size == 0:
-            continue
-        if used and used + size > budget_nbytes:
+    for transfer, nbytes in sizes:
+        if not batches or used + nbytes > budget_nbytes:
             batches.append([])
             used = 0
-        batches[-1].append(number)
-        used += size
-    return tuple(tuple(batch) for batch in batches if batch)
+        batches[-1].append(transfer)
+        used += nbytes
+    return batches
 
 
 def settle(tensors: Sequence[torch.Tensor]) -> None:
     """Return when the work that this thread's current streams have queued for them is done."""
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
-
-
-def host_buffer(shape: Sequence[int], dtype: DType, *, like: torch.Tensor) -> torch.Tensor:
-    """Uninitialised host memory from which ``like`` will be filled; pinned for a CUDA tensor."""
-    pinned = like.device.type == "cuda"
-    return torch.empty(tuple(shape), dtype=torch_dtype(dtype), pin_memory=pinned, device=_HOST)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,10 +77,10 @@ class Region(NamedTuple):
 
     def cells(self, cell: Shape) -> Iterator[Shape]:
         """Indices, in C order, of the cells of a regular grid that share an element with it."""
-        if self.numel == 0:
+        if 0 in self.shape:
             return iter(())
-        spans = zip(self.offset, self.end, cell, strict=True)
-        return product(*[range(a // c, (e - 1) // c + 1) for a, e, c in spans])
+        spans = zip(self.offset, self.shape, cell, strict=True)
+        return product(*[range(a // c, (a + n - 1) // c + 1) for a, n, c in spans])
 
     def within(self, frame: Region) -> Region:
         """The same region, in coordinates relative to ``frame``."""

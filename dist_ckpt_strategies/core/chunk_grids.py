@@ -123,31 +123,42 @@ _MAX_CANDIDATES = 64
 _MAX_MORE_PARTS = 16
 
 
-def regular_chunk_shape(shape: Shape, regions: Sequence[Region]) -> Shape | None:
-    """The chunk shape under which every region is exactly one chunk, or None.
+def find_chunk_shape(
+    key: str,
+    shape: Shape,
+    itemsize: int,
+    placements: Sequence[ShardPlacement],
+    copies: Iterable[ShardPlacement] = (),
+) -> tuple[Shape, bool]:
+    """A chunk shape for an array, and whether its chunks are the shards, one each.
 
-    The last chunk of a dim may be cut short by the array's edge.
+    That they are proves that they make up the array, without comparing regions.
+
+    Args:
+        key: of the array.
+        shape: of the array, in elements.
+        itemsize: bytes of one element.
+        placements: the main replicas, none empty.
+        copies: see require_partition.
+
+    Raises:
+        CoverageError, DuplicateWriterError: see require_partition.
     """
-    if not regions:
-        return tuple(max(1, n) for n in shape)
-    chunk = tuple(max(extents) for extents in zip(*(r.shape for r in regions), strict=True))
-    for region in regions:
-        for offset, extent, size, dim in zip(
-            region.offset, region.shape, chunk, shape, strict=True
-        ):
-            if offset < 0 or offset % size or extent != min(size, dim - offset):
-                return None
-    return chunk
-
-
-def fills_grid(shape: Shape, chunk: Shape, regions: Sequence[Region]) -> bool:
-    """Whether regions that are each one chunk of a grid are all of its chunks, once each.
-
-    The proof that shards make up an array, for the regular case: without comparing regions.
-    """
-    indices = {tuple(o // c for o, c in zip(r.offset, chunk, strict=True)) for r in regions}
-    num_chunks = math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
-    return len(indices) == len(regions) == num_chunks
+    regions = [placement.region for placement in placements]
+    extents = zip(*(region.shape for region in regions), strict=True)
+    chunk = tuple(map(max, extents)) if regions else tuple(max(1, n) for n in shape)
+    is_regular = all(
+        offset >= 0 and offset % c == 0 and n == min(c, size - offset)  # the edge may cut a chunk
+        for region in regions
+        for offset, n, c, size in zip(*region, chunk, shape, strict=True)
+    )
+    if is_regular:
+        indices = {tuple(map(operator.floordiv, region.offset, chunk)) for region in regions}
+        num_chunks = math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+        if len(indices) == len(regions) == num_chunks:
+            return chunk, True
+    require_partition(key, shape, placements, copies)
+    return irregular_chunk_shape(shape, itemsize, placements), False
 
 
 def irregular_chunk_shape(

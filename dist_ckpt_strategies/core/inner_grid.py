@@ -52,6 +52,7 @@ class InnerGrid(NamedTuple):
         data_nbytes: bytes of the file before its index.
         index_nbytes: bytes of the index, which ends the file.
         file_nbytes: bytes of the file.
+        is_flat: whether the file has the chunk's elements in C order: only its end may be padded.
     """
 
     region: Region
@@ -64,6 +65,7 @@ class InnerGrid(NamedTuple):
     data_nbytes: int
     index_nbytes: int
     file_nbytes: int
+    is_flat: bool
 
     @staticmethod
     def of(array: ArraySpec, index: Shape) -> InnerGrid:
@@ -129,6 +131,9 @@ def _grid_at(
     num_chunks = math.prod(counts)
     data_nbytes = num_chunks * (raw + crc_nbytes)
     index_nbytes = math.prod(slot_counts) * INDEX_ENTRY_NBYTES + CRC_NBYTES
+    cut = next((dim for dim, extent in enumerate(inner) if extent > 1), max(0, len(inner) - 1))
+    is_padded = counts != tuple(map(operator.floordiv, held, inner))
+    is_flat = inner[cut + 1 :] == held[cut + 1 :] and not (is_padded and math.prod(held[:cut]) > 1)
     return InnerGrid(
         region=Region(offset, held),
         inner_shape=inner,
@@ -140,6 +145,7 @@ def _grid_at(
         data_nbytes=data_nbytes,
         index_nbytes=index_nbytes,
         file_nbytes=data_nbytes + index_nbytes,
+        is_flat=is_flat and not crc_nbytes,
     )
 
 

@@ -151,7 +151,9 @@ def encode_inner(
     """
     for region, elements in blocks:
         counts = tuple(-(-n // i) for n, i in zip(region.shape, grid.inner_shape, strict=True))
-        part = grid._replace(region=region, counts=counts)
+        part = grid
+        if region != grid.region:
+            part = grid._replace(region=region, counts=counts, is_flat=False)
         for run in part.runs():
             nbytes = run.num_chunks * grid.stored_nbytes
             own = memory_of(part, run, region, elements)
@@ -191,6 +193,9 @@ def _in_order(elements: HostArray, shape: Shape) -> Iterator[HostArray]:
 
 def memory_of(grid: InnerGrid, run: Run, region: Region, elements: HostArray) -> Bytes | None:
     """The memory of a run's elements, out of those of ``region``, where it is as in the file."""
+    if grid.is_flat and region == grid.region and elements.flags.c_contiguous:
+        start, stop = (n * grid.raw_nbytes for n in (run.first, run.first + run.num_chunks))
+        return elements.reshape(-1).view(np.uint8)[start:stop] if stop <= elements.nbytes else None
     found = grid.region_of(run.offset, run.shape)
     is_row = all(n == 1 for n in run.shape[1:]) or all(i == 1 for i in grid.inner_shape[:-1])
     if not is_row:

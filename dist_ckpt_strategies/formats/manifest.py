@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import xxhash
@@ -141,29 +142,42 @@ def array_record(fields: Fields) -> ArrayRecord:
             missing.
     """
     key = str(fields["key"])
-    shape, chunk_shape, inner_shape = (
-        _numbers(fields[name]) for name in ("shape", "chunk_shape", "inner_shape")
-    )
-    if not len(shape) == len(chunk_shape) == len(inner_shape):
-        raise ValueError(f"{key}: dims of shape, chunk_shape and inner_shape differ")
-    if any(i < 1 or c < i or c % i for c, i in zip(chunk_shape, inner_shape, strict=True)):
-        raise ValueError(f"{key}: inner_shape {inner_shape} does not divide {chunk_shape}")
     dtype, has_crc32c = DType.named(fields["dtype"], key=key), bool(fields["crc32c"])
-    array = ArraySpec(
-        key, shape, dtype, chunk_shape, inner_shape=inner_shape, has_crc32c=has_crc32c
-    )
+    names = ("shape", "chunk_shape", "inner_shape")
+    shape, chunk_shape, inner_shape = (tuple(fields[name]) for name in names)
     chunks = {
-        _numbers(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
+        tuple(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
         for chunk in fields["chunks"]
     }
-    if len(chunks) != array.num_chunks:
-        raise ValueError(f"{key}: {len(chunks)} of {array.num_chunks} chunks")
-    for index in array.chunk_indices():
-        expected = InnerGrid.of(array, index).num_chunks + 1
+    try:
+        num_digests = _num_digests(shape, chunk_shape, inner_shape, len(chunks))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    for index, expected in num_digests.items():
         found, rest = divmod(len(chunks[index].digests), DIGEST_NBYTES)
         if found != expected or rest:
             raise ValueError(f"{key}: chunk {index} has {found} digests, expected {expected}")
+    array = ArraySpec(
+        key, shape, dtype, chunk_shape, inner_shape=inner_shape, has_crc32c=has_crc32c
+    )
     return ArrayRecord(array, chunks)
+
+
+@lru_cache(maxsize=256)
+def _num_digests(
+    shape: Shape, chunk_shape: Shape, inner_shape: Shape, num_chunks: int
+) -> Mapping[Shape, int]:
+    """How many digests each chunk has, by index. The arrays of all layers have few shapes."""
+    for numbers in (shape, chunk_shape, inner_shape):
+        _numbers([*numbers])
+    if not len(shape) == len(chunk_shape) == len(inner_shape):
+        raise ValueError("dims of shape, chunk_shape and inner_shape differ")
+    if any(i < 1 or c < i or c % i for c, i in zip(chunk_shape, inner_shape, strict=True)):
+        raise ValueError(f"inner_shape {inner_shape} does not divide {chunk_shape}")
+    array = ArraySpec("", shape, DType.UINT8, chunk_shape, inner_shape=inner_shape)
+    if num_chunks != array.num_chunks:
+        raise ValueError(f"{num_chunks} of {array.num_chunks} chunks")
+    return {n: InnerGrid.of(array, n).num_chunks + 1 for n in array.chunk_indices()}
 
 
 def _object_record(fields: Fields) -> ObjectRecord:

@@ -195,8 +195,7 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
     with time_limit(timeout_s, then=ENDING):
         described = run_and_gather(comm, written)
         restart_limit()
-        save.complete(described)
-    save.log_report(work.seconds)
+        save.complete(described, lambda: work.seconds)
 
 
 def _array_write(save: ShardedSave, staged: tuple[StagedWrite, ...]) -> Callable[[], _Written]:

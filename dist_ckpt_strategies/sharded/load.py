@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from dist_ckpt_strategies.core.report import LoadReport
 from dist_ckpt_strategies.device import (
     build_batches,
     copy_into,
-    host_buffer,
     host_view,
     may_overlap,
     require_plain,
@@ -67,7 +66,7 @@ class ReadItem:
     Attributes:
         array: the stored array.
         source: region of the stored array to read; None where the shard lies wholly beyond it.
-        target: the same region, in coordinates of the wanted tensor.
+        target: the same region, in coordinates of the wanted tensor; None where that is all of it.
         is_padded: whether a part of the tensor has no counterpart in storage and becomes zeros.
     """
 
@@ -88,33 +87,38 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
             not set; or the number of dims differs.
     """
     key, region = want.id
-    same_rank = len(array.shape) == len(want.array_shape)
-    if array.shape != want.array_shape and not (want.may_mismatch and same_rank):
+    shape = array.shape
+    if shape != want.array_shape and not (
+        want.may_mismatch and len(shape) == len(want.array_shape)
+    ):
         raise ShapeMismatchError(
-            f"{key}: shape {array.shape} in the checkpoint, {want.array_shape} requested; "
+            f"{key}: shape {shape} in the checkpoint, {want.array_shape} requested; "
             "load it as it is stored, or set allow_shape_mismatch on the ShardedTensor",
             key=key,
         )
-    if region.numel == 0:
+    if 0 in region.shape:
         return ReadItem(array, None, None, is_padded=False)
-    whole = Region.whole(array.shape)
-    if whole.contains(region):
-        return ReadItem(array, region, Region.whole(region.shape), is_padded=False)
+    for start, num, size in zip(*region, shape, strict=True):
+        if start < 0 or start + num > size:
+            break
+    else:
+        return ReadItem(array, region, None, is_padded=False)
     if not want.may_mismatch:
         raise ShapeMismatchError(
-            f"{key}: {region} requested, outside the array's shape {array.shape}",
+            f"{key}: {region} requested, outside the array's shape {shape}",
             key=key,
         )
-    source = region.intersect(whole)
+    source = region.intersect(Region.whole(shape))
     if source is None:
         return ReadItem(array, None, None, is_padded=True)
     return ReadItem(array, source, source.within(region), is_padded=source.shape != region.shape)
 
 
+@dataclass(eq=False)
 class ShardedLoad:
     """One load, in steps. ``describe`` is rank-local and comes first; the others are collective.
 
-    Args:
+    Attributes:
         comm: ranks that load together.
         state: ShardedTensors and ShardedObjects to load.
         checkpoint: where from.
@@ -125,30 +129,20 @@ class ShardedLoad:
         validates: whether Megatron-Core's own checks of the sharding are run.
     """
 
-    def __init__(  # noqa: PLR0913 - what a load is made of
-        self,
-        comm: Communicator,
-        state: StateDict,
-        checkpoint: StoredCheckpoint,
-        *,
-        name: object,
-        options: Options,
-        allow: Allowed,
-        destination_of: Callable[[Any], torch.Tensor] | None = None,
-        validates: bool = False,
-    ) -> None:
-        self._comm, self._state, self._checkpoint = comm, state, checkpoint
-        self._name, self._options, self._allow = name, options, allow
-        self._destination_of = destination_of or destination
-        self._validates = validates
-        values = list(sharded_values(state))
-        self._messages = list(map(message_of, values))
-        self._tensors = [value for value in values if isinstance(value, ShardedTensor)]
-        self._objects = [value for value in values if not isinstance(value, ShardedTensor)]
-        self._converted: Conversions = []
-        self._results: list[torch.Tensor] = []
-        self._plan: list[ReadItem] = []
-        self._loaded: Any = None
+    comm: Communicator
+    state: StateDict
+    checkpoint: StoredCheckpoint
+    name: object
+    options: Options
+    allow: Allowed
+    destination_of: Callable[[Any], torch.Tensor]
+    validates: bool = False
+
+    _messages: list[Message] = field(default_factory=list, init=False)
+    _plan: list[tuple[Any, ReadItem, torch.Tensor]] = field(default_factory=list, init=False)
+    _objects: list[Any] = field(default_factory=list, init=False)
+    _converted: Conversions = field(default_factory=list, init=False)
+    _loaded: Any = field(default=None, init=False)
 
     def describe(self) -> Message:
         """Plan the reads; what the other ranks have to know. Rank-local.
@@ -157,15 +151,19 @@ class ShardedLoad:
             ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: this rank
                 cannot be given what it asks for.
         """
-        stored = self._checkpoint.find({tensor.key for tensor in self._tensors})
+        values = list(sharded_values(self.state))
+        self._messages = list(map(message_of, values))
+        tensors = [value for value in values if isinstance(value, ShardedTensor)]
+        self._objects = [value for value in values if not isinstance(value, ShardedTensor)]
+        stored = self.checkpoint.find({tensor.key for tensor in tensors})
         specs = (spec for spec in map(shard_from_message, self._messages) if spec is not None)
-        self._plan = [build_read_item(spec, stored[spec.id.key]) for spec in specs]
+        reads = [build_read_item(spec, stored[spec.id.key]) for spec in specs]
         dtypes = {key: array.dtype.value for key, array in stored.items()}
-        is_strict = self._options.strict_dtype
-        self._converted = conversions(self._tensors, dtypes, is_strict=is_strict)
-        self._results = [self._destination_of(tensor) for tensor in self._tensors]
-        own = digest_of(self._messages) if self._validates else ""
-        return [own, VALIDATED.last, self._checkpoint.identity]
+        self._converted = conversions(tensors, dtypes, is_strict=self.options.strict_dtype)
+        results = map(self.destination_of, tensors)
+        self._plan = list(zip(tensors, reads, results, strict=True))
+        own = digest_of(self._messages) if self.validates else ""
+        return [own, VALIDATED.last, self.checkpoint.identity]
 
     def begin(self, answers: Sequence[Message]) -> None:
         """Raise where the ranks' shards do not fit together, or their checkpoints. Collective.
@@ -177,13 +175,13 @@ class ShardedLoad:
         owns, lasts, identities = zip(*answers, strict=True)
         if len(set(identities)) > 1:
             raise StorageError(
-                f"{self._name}: ranks have opened different checkpoints there, by the "
+                f"{self.name}: ranks have opened different checkpoints there, by the "
                 f"digests of their manifests ({', '.join(sorted(set(identities)))}); it was "
                 "replaced meanwhile, load again"
             )
         group = digest_of(owns)
         if any(owns) and any(last != group for last in lasts):
-            require_validated(self._comm, self._messages, group)
+            require_validated(self.comm, self._messages, group)
 
     def run(self, finish: Callable[[StateDict], Any] = lambda state: state) -> Any:
         """Read everything; what ``finish`` makes of the loaded state dict. Collective.
@@ -192,36 +190,37 @@ class ShardedLoad:
             StorageError: a chunk or object is missing or damaged; a PeerError of the same class
                 on the other ranks.
         """
-        converted = run_and_gather(self._comm, lambda: self._read(finish), is_sparse=True)
+        converted = run_and_gather(self.comm, lambda: self._read(finish), is_sparse=True)
         if any(converted):
-            warn_of_conversions(self._comm, self._name, filter(None, converted))
+            warn_of_conversions(self.comm, self.name, filter(None, converted))
         return self._loaded
 
     def _read(self, finish: Callable[[StateDict], Any]) -> Message:
         """Fill every tensor; what this rank has converted, if anything. Rank-local."""
-        comm, started = self._comm, time.monotonic()
+        comm, started = self.comm, time.monotonic()
         loaded: dict[int, Any] = {}
         reads = []
-        for read, result, tensor in zip(self._plan, self._results, self._tensors, strict=True):
+        nbytes = 0
+        for tensor, read, result in self._plan:
             loaded[id(tensor)] = result
             target = result.detach()[(None,) * tensor.prepend_axis_num]
             if read.is_padded:
                 target.zero_()
-            if read.source is not None and read.target is not None:
-                part = target[read.target.slices()] if read.is_padded else target
+            if read.source is not None:
+                part = target if read.target is None else target[read.target.slices()]
                 reads.append((read.array, read.source, part))
-        run_reads(self._checkpoint.array_reader(), reads, self._options)
-        nbytes = sum(source.numel * array.dtype.itemsize for array, source, _ in reads)
+                nbytes += part.numel() * read.array.dtype.itemsize
+        run_reads(self.checkpoint.array_reader(), reads, self.options)
         report = LoadReport(len(self._plan), nbytes, time.monotonic() - started)
         if self._objects:
             self._read_objects(loaded)
         me = comm.global_ranks[comm.rank]
-        logger.log(comm.report_level, "rank %s: load from %s: %s", me, self._name, report)
-        self._loaded = finish(mapped_values(lambda value: loaded[id(value)], self._state))
+        logger.log(comm.report_level, "rank %s: load from %s: %s", me, self.name, report)
+        self._loaded = finish(mapped_values(lambda value: loaded[id(value)], self.state))
         return self._converted or None
 
     def _read_objects(self, loaded: dict[int, Any]) -> None:
-        allow, checkpoint = self._allow, self._checkpoint
+        allow, checkpoint = self.allow, self.checkpoint
 
         def read(wanted: Any) -> None:
             name = object_id(wanted)
@@ -230,7 +229,7 @@ class ShardedLoad:
             loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
 
         jobs = (Job(found.key, found.unique_key, partial(read, found)) for found in self._objects)
-        Transfer(jobs, 1).wait(self._options.timeout_s)
+        Transfer(jobs, 1).wait(self.options.timeout_s)
 
 
 def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
@@ -240,32 +239,38 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
     memory of the stored dtype, pinned for CUDA, batch by batch, and converted as ``copy_`` does;
     that takes at most ``max_inflight_bytes`` (or the largest tensor).
     """
-    sizes = []
-    for array, region, tensor in reads:
-        is_direct = tensor.device.type == "cpu" and tensor.dtype == torch_dtype(array.dtype)
-        needs_staging = not is_direct or tensor.is_conj() or tensor.is_neg()
-        sizes.append(region.numel * array.dtype.itemsize if needs_staging else 0)
-    for batch in build_batches(sizes, options.max_inflight_bytes):
-        staged = [sizes[number] > 0 for number in batch]
-        _run_batch(store, [reads[number] for number in batch], staged, options)
+    direct: list[ArrayRead] = []
+    staged: list[tuple[TensorRegion, int]] = []
+    for read in reads:
+        array, region, tensor = read
+        is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+        if is_plain and tensor.dtype == torch_dtype(array.dtype):
+            direct.append(ArrayRead(array, region, host_view(tensor)))
+        else:
+            staged.append((read, region.numel * array.dtype.itemsize))
+    if direct:
+        store.begin_reads(direct).wait(options.timeout_s)
+    for batch in build_batches(staged, options.max_inflight_bytes) if staged else ():
+        _read_staged(store, batch, options)
 
 
-def _run_batch(
-    store: ArrayReader, reads: Sequence[TensorRegion], staged: Sequence[bool], options: Options
-) -> None:
+def _read_staged(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
     """A function, so that the memory of a batch is free before the next one takes its own."""
     hosts = [
-        host_buffer(region.shape, array.dtype, like=tensor) if is_staged else tensor
-        for (array, region, tensor), is_staged in zip(reads, staged, strict=True)
+        torch.empty(
+            region.shape,
+            dtype=torch_dtype(array.dtype),
+            pin_memory=tensor.device.type == "cuda",
+            device="cpu",
+        )
+        for array, region, tensor in reads
     ]
     requests = [
         ArrayRead(array, region, host_view(host))
         for (array, region, _), host in zip(reads, hosts, strict=True)
     ]
     store.begin_reads(requests).wait(options.timeout_s)
-    pairs = [(t, host) for (_, _, t), host in zip(reads, hosts, strict=True) if host is not t]
-    if pairs:
-        copy_into(*zip(*pairs, strict=True))
+    copy_into([tensor for _, _, tensor in reads], hosts)
 
 
 def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> StateDict:
@@ -347,7 +352,7 @@ def destination(tensor: Any) -> torch.Tensor:
             f"{tensor.key}: its data has shape {found}, its local_shape is {stated}",
             key=tensor.key,
         )
-    if may_overlap(data):
+    if not data.is_contiguous() and may_overlap(data):
         raise PlanError(
             f"{tensor.key}: elements of its data share memory, as after expand(), so that it "
             "cannot be filled; give the ShardedTensor a clone",

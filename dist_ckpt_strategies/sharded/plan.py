@@ -25,11 +25,8 @@ from dist_ckpt_strategies.core.chunk_grids import (
     ShardPlacement,
     chunk_parts,
     cut_chunk,
-    fills_grid,
-    irregular_chunk_shape,
+    find_chunk_shape,
     object_chunk_shape,
-    regular_chunk_shape,
-    require_partition,
 )
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
@@ -311,31 +308,18 @@ def _grid_of(
     copies: Iterable[ShardPlacement],
     chunk_layout: ChunkLayout,
 ) -> _Grid:
-    regions = [placement.region for placement in placements]
-    regular = regular_chunk_shape(array.shape, regions)
-    if regular is None or not fills_grid(array.shape, regular, regions):
-        require_partition(array.key, array.shape, placements, list(copies))
-    chunk = regular
-    if chunk is None:
-        chunk = irregular_chunk_shape(array.shape, array.dtype.itemsize, placements)
-    if chunk_layout is ChunkLayout.BOUNDED:
-        chunk = object_chunk_shape(chunk, array.dtype.itemsize)
-    cut = _cut(chunk, array, chunk_layout, is_movable=regular is None)
-    if cut is not None and chunk == regular:
-        return *cut, None
-    if cut is None:
-        cut = _cut(chunk, array, chunk_layout, is_movable=True)
-        assert cut is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
-    return *cut, _chunks_of(array.shape, cut[0], placements)
-
-
-def _cut(
-    chunk: Shape, array: ArraySpec, chunk_layout: ChunkLayout, *, is_movable: bool
-) -> tuple[Shape, Shape | None] | None:
-    """The shapes of chunks and inner chunks; None where a chunk has no factors for them."""
+    key, shape, itemsize = array.key, array.shape, array.dtype.itemsize
+    shard, is_regular = find_chunk_shape(key, shape, itemsize, placements, copies)
     if chunk_layout is ChunkLayout.WHOLE:
-        return chunk, None
-    return cut_chunk(chunk, array.shape, array.dtype.itemsize, is_movable=is_movable)
+        return shard, None, None if is_regular else _chunks_of(shape, shard, placements)
+    is_bounded = chunk_layout is ChunkLayout.BOUNDED
+    chunk = object_chunk_shape(shard, itemsize) if is_bounded else shard
+    cut = cut_chunk(chunk, shape, itemsize, is_movable=not is_regular)
+    if cut is not None and is_regular and chunk == shard:
+        return *cut, None
+    cut = cut or cut_chunk(chunk, shape, itemsize, is_movable=True)
+    assert cut is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
+    return *cut, _chunks_of(shape, cut[0], placements)
 
 
 def _chunks_of(shape: Shape, chunk: Shape, placements: Sequence[ShardPlacement]) -> _Chunks:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,10 +168,11 @@ class Planned:
     report: SaveReport
 
 
+@dataclass(eq=False)
 class ShardedSave:
     """One save, in steps. ``describe`` is rank-local and comes first; the others are collective.
 
-    Args:
+    Attributes:
         comm: ranks that save together.
         state: this rank's ShardedTensors and ShardedObjects.
         writer: writes the checkpoint.
@@ -182,37 +182,29 @@ class ShardedSave:
         validates: whether Megatron-Core's own checks of the sharding are run too.
         common: the common state; None where Megatron-Core's own save has written it.
         marker: content of ``metadata.json``; None where Megatron-Core's own save writes it.
-
-    Attributes:
+        save_id: after ``begin``.
         planned: the plan, after ``begin``.
         tensors: this rank's main replicas by name, after ``begin``.
     """
 
-    planned: Planned
+    comm: Communicator
+    state: StateDict
+    writer: CheckpointWriter
+    cache: SaveCache
+    allow: Allowed = ()
+    is_async: bool = False
+    validates: bool = False
+    common: CommonState | None = None
+    marker: bytes | None = None
 
-    def __init__(  # noqa: PLR0913 - what a save is made of
-        self,
-        comm: Communicator,
-        state: StateDict,
-        writer: CheckpointWriter,
-        cache: SaveCache,
-        allow: Allowed = (),
-        *,
-        is_async: bool = False,
-        validates: bool = False,
-        common: CommonState | None = None,
-        marker: bytes | None = None,
-    ) -> None:
-        self.comm, self.writer, self.cache = comm, writer, cache
-        self._state, self._allow, self._validates = state, allow, validates
-        self._common, self._marker, self.is_async = common, marker, is_async
-        self.save_id = ""
-        self.tensors: dict[ShardId, torch.Tensor] = {}
-        self._held: list[torch.Tensor | None] = []
-        self._objects: dict[ObjectId, bytes] = {}
-        self._described: list[Any] = []
-        self._own = ""
-        self._segments: Mapping[int, bytes] = {}
+    save_id: str = field(default="", init=False)
+    planned: Planned = field(init=False)
+    tensors: dict[ShardId, torch.Tensor] = field(default_factory=dict, init=False)
+    _held: list[torch.Tensor | None] = field(default_factory=list, init=False)
+    _objects: dict[ObjectId, bytes] = field(default_factory=dict, init=False)
+    _described: list[Any] = field(default_factory=list, init=False)
+    _own: str = field(default="", init=False)
+    _segments: Mapping[int, bytes] = field(default_factory=dict, init=False)
 
     def describe(self) -> Message:
         """What the other ranks have to know at first. It waits for saves in the background.
@@ -230,7 +222,7 @@ class ShardedSave:
             self.save_id = writer.place.new_save_id()
             writer.place.save_id = self.save_id
         messages = []
-        for value in sharded_values(self._state):
+        for value in sharded_values(self.state):
             message = message_of(value)
             messages.append(message)
             data = None
@@ -243,11 +235,11 @@ class ShardedSave:
                     self._take_object(value, object_from_message(message))
             self._held.append(data)
         layout = writer.chunk_layout.value
-        self._described = [messages, options.max_inflight_bytes, layout, self._validates]
+        self._described = [messages, options.max_inflight_bytes, layout, self.validates]
         self._own, last = digest_of(self._described), self.cache.planned
         if self.comm.rank == 0 and last is not None and last.own == self._own:
             writer.place.begin(last.keys)
-        common = self._common.digest if self._common else ""
+        common = self.common.digest if self.common else ""
         return [self._own, last and last.digest, self.save_id, common]
 
     def begin(self, answers: Sequence[Message]) -> None:
@@ -257,7 +249,7 @@ class ShardedSave:
             PlanError: the main replicas do not make up the arrays, or common states differ.
             CheckpointExistsError: the directory holds other arrays, and no marker.
         """
-        comm, cache, common = self.comm, self.cache, self._common
+        comm, cache, common = self.comm, self.cache, self.common
         owns, lasts, save_ids, digests = zip(*answers, strict=True)
         self.save_id = save_ids[0]
         self.writer.place.save_id = self.save_id
@@ -314,27 +306,19 @@ class ShardedSave:
         if plan.rounds:
             run_collectively(comm, lambda: writer.require(owner))
             assemble(plan, tensors, comm, lambda some: run_writes(writer.arrays, some, options))
-        self.complete(run_and_gather(comm, write, is_sparse=True))
-        return self.log_report(time.monotonic() - started)
-
-    def log_report(self, seconds: float) -> SaveReport:
-        """Log what this rank has written, in so many seconds; returns that. Rank-local."""
-        me, report = self.comm.global_ranks[self.comm.rank], self.planned.report
-        report = replace(report, seconds=seconds)
-        text = "rank %s: save to %s: %s"
-        logger.log(self.comm.report_level, text, me, self.writer.root, report)
-        return report
+        described = run_and_gather(comm, write, is_sparse=True)
+        return self.complete(described, lambda: time.monotonic() - started)
 
     def release_tensors(self) -> None:
         """Keep no reference to a tensor: all of them have been copied. Rank-local."""
-        self._state, self._held, self.tensors = {}, [], {}
+        self.state, self._held, self.tensors = {}, [], {}
 
     def write_small_files(self) -> None:
         """Write this rank's objects, and on the first rank the common state. Rank-local."""
         if self._objects:
             self.writer.write_objects(self._objects)
-        if self._common and self._common.content is not None:
-            self.writer.store.write(COMMON_NAME, self._common.content)
+        if self.common and self.common.content is not None:
+            self.writer.store.write(COMMON_NAME, self.common.content)
 
     def describe_files(self) -> Message:
         """What this rank knows of each segment of the manifest, or its size. Rank-local.
@@ -349,63 +333,81 @@ class ShardedSave:
         found = sorted(self._segments.items())
         return [[n, c.decode() if len(c) <= limit else len(c)] for n, c in found] or None
 
-    def complete(self, described: Sequence[Message]) -> None:
-        """Write the manifest, and make the save the checkpoint's content. Collective."""
-        comm, writer, common = self.comm, self.writer, self._common
+    def complete(self, described: Sequence[Message], seconds: Callable[[], float]) -> SaveReport:
+        """Write the manifest, make the save the checkpoint's content, and log it. Collective.
+
+        Args:
+            described: of all ranks, as ``describe_files`` gives it.
+            seconds: how long the save took, asked for in the end.
+        """
+        comm, writer, common, planned = self.comm, self.writer, self.common, self.planned
         if common is not None and common.save is not None:
             run_collectively(comm, partial(common.save, writer.place.location))
-        manifest = self.planned.manifest
-        received = self._received_segments(described) if any(described) else {}
+        firsts, owners = planned.manifest.firsts, planned.manifest.owners
+        known = [(rank, *one) for rank, found in enumerate(described) for one in found or ()]
+        received = {
+            number: [
+                self._segments[n] if rank == comm.rank else text.encode()
+                for rank, n, text in known
+                if n == number and (rank == comm.rank or isinstance(text, str))
+            ]
+            for number, owner in enumerate(owners)
+            if owner == comm.rank
+        }
+        large = [one for one in known if isinstance(one[-1], int)]
+        if large:
+            self._exchange_segments(large, received)
 
         def write_segments() -> list[Any]:
-            return [
-                writer.write_segment(number, manifest.firsts[number], received.get(number, []))
-                for number, owner in enumerate(manifest.owners)
-                if owner == comm.rank
-            ]
+            return [writer.write_segment(n, firsts[n], some) for n, some in received.items()]
 
-        is_by_first = not any(manifest.owners)
+        is_by_first = not any(owners)
         answers = [] if is_by_first else run_and_gather(comm, write_segments)
 
         def commit() -> None:
-            if manifest.owners:
+            if owners:
                 found = [write_segments()] if is_by_first else answers
                 layout = {"ranks": comm.size, **parallel_sizes()}
                 entries = [entry for of_rank in found for entry in of_rank]
                 writer.write_index(entries, layout, common.content if common else None)
-            writer.place.commit(self._marker)
+            writer.place.commit(self.marker)
 
         run_on_first_rank(comm, commit)
+        report = replace(planned.report, seconds=seconds())
+        text, me = "rank %s: save to %s: %s", comm.global_ranks[comm.rank]
+        logger.log(comm.report_level, text, me, writer.root, report)
+        return report
 
-    def _received_segments(self, described: Sequence[Message]) -> dict[int, list[bytes]]:
-        """What all ranks know of the segments that this one writes. Collective."""
-        me, owners = self.comm.rank, self.planned.manifest.owners
-        found: dict[int, list[bytes]] = defaultdict(list)
-        incoming: list[tuple[int, int, int]] = []
-        known = [(n, rank, text) for rank, one in enumerate(described) for n, text in one or ()]
-        for n, rank, text in known:
-            if owners[n] == me and isinstance(text, int) and rank != me:
-                incoming.append((n, rank, text))
-            elif owners[n] == me:
-                found[n].append(self._segments[n] if rank == me else text.encode())
-        if not any(isinstance(text, int) for _, _, text in known):
-            return found
-        limit = _EAGER_NBYTES // self.comm.size
+    def _exchange_segments(
+        self, large: Sequence[tuple[int, int, int]], received: Mapping[int, list[bytes]]
+    ) -> None:
+        """Add what other ranks know of the segments written here and is too large for a gather.
+
+        Collective.
+
+        Args:
+            large: rank, segment and size of each description.
+            received: what is known of each segment that is written here.
+        """
+        comm = self.comm
+        owners, limit = self.planned.manifest.owners, _EAGER_NBYTES // comm.size
+        incoming = [
+            (rank, n, nbytes) for rank, n, nbytes in large if n in received and rank != comm.rank
+        ]
 
         def prepare() -> tuple[list[Send], list[Bytes]]:
             sends = [
                 Send(owners[n], np.frombuffer(bytearray(content), np.uint8))
                 for n, content in sorted(self._segments.items())
-                if owners[n] != me and len(content) > limit
+                if owners[n] != comm.rank and len(content) > limit
             ]
             return sends, [np.empty(nbytes, np.uint8) for _, _, nbytes in incoming]
 
-        sends, buffers = run_collectively(self.comm, prepare)
+        sends, buffers = run_collectively(comm, prepare)
         pairs = list(zip(incoming, buffers, strict=True))
-        self.comm.exchange(sends, [Receive(rank, buffer) for (_, rank, _), buffer in pairs])
-        for (n, _, _), buffer in pairs:
-            found[n].append(buffer.tobytes())
-        return found
+        comm.exchange(sends, [Receive(rank, buffer) for (rank, *_), buffer in pairs])
+        for (_, n, _), buffer in pairs:
+            received[n].append(buffer.tobytes())
 
     def _take_object(self, value: Any, name: ObjectId) -> None:
         """Dump the object of a main replica."""
@@ -415,7 +417,7 @@ class ShardedSave:
                 "replica_id",
                 key=name.key,
             )
-        self._objects[name] = self.writer.dump(value.data, name=name.unique_key, allow=self._allow)
+        self._objects[name] = self.writer.dump(value.data, name=name.unique_key, allow=self.allow)
 
     def _new_plan(self, group: str, everyone: Sequence[Message]) -> Planned:
         """The plan that follows from what all ranks have described; the first makes the place."""
@@ -445,7 +447,7 @@ class ShardedSave:
         )
         if any(validates for *_, validates in everyone):
             require_valid([list(map(value_from_message, messages)) for messages, *_ in everyone])
-        if self._validates:
+        if self.validates:
             VALIDATED.last = digest_of([digest_of(messages) for messages, *_ in everyone])
         arrays = [creation.array for creation in plan.creations]
         object_keys = [object_id.key for object_id, _ in objects]

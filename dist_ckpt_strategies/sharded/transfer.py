@@ -20,6 +20,7 @@ from dist_ckpt_strategies.device import (
     Slot,
     build_batches,
     copy_into,
+    host_view,
     is_in_order,
     to_host,
     torch_dtype,
@@ -51,19 +52,23 @@ def run_writes(
     once. Others are copied first, batch by batch: while one batch is written the next is copied,
     so that copies take at most ``max_inflight_bytes`` (or twice the largest tensor).
     """
-    sizes = [
-        0 if t.device.type == "cpu" and is_in_order(t) else t.numel() * t.element_size()
-        for _, _, t in writes
-    ]
-    batches = build_batches(sizes, options.max_inflight_bytes // 2)
+    direct: list[ArrayWrite] = []
+    staged: list[tuple[TensorRegion, int]] = []
+    for write in writes:
+        array, region, tensor = write
+        if tensor.device.type == "cpu" and is_in_order(tensor):
+            direct.append(ArrayWrite(array, region, host_view(tensor)))
+        else:
+            staged.append((write, tensor.numel() * tensor.element_size()))
+    batches = build_batches(staged, options.max_inflight_bytes // 2) if staged else ()
     # Generators: a batch is copied when the one before it is under way.
-    copied = ((batch, to_host([writes[number][2] for number in batch])) for batch in batches)
+    copied = ((batch, to_host([tensor for _, _, tensor in batch])) for batch in batches)
     requests = (
-        [ArrayWrite(*writes[number][:2], host) for number, host in zip(batch, hosts, strict=True)]
+        [ArrayWrite(array, at, host) for (array, at, _), host in zip(batch, hosts, strict=True)]
         for batch, hosts in copied
     )
-    transfers = chain([store.begin_creates(creations)], map(store.begin_writes, requests))
-    wait_in_turn(transfers, options.timeout_s)
+    begun = map(store.begin_writes, chain([direct], requests))
+    wait_in_turn(chain([store.begin_creates(creations)], begun), options.timeout_s)
 
 
 def stage_plan(

@@ -21,11 +21,8 @@ from dist_ckpt_strategies.core.array import (
 from dist_ckpt_strategies.core.chunk_grids import (
     ShardPlacement,
     cut_chunk,
-    fills_grid,
-    irregular_chunk_shape,
+    find_chunk_shape,
     object_chunk_shape,
-    regular_chunk_shape,
-    require_partition,
 )
 from dist_ckpt_strategies.errors import PlanError
 
@@ -302,13 +299,7 @@ def chunk_grid(source: SourceArray) -> tuple[Shape, bool]:
         pairs = zip(source.chunk_shape, shape, strict=True)
         return tuple(min(chunk, max(1, size)) for chunk, size in pairs), True
     placements = sorted(shard for shard in source.shards if shard.region.numel)
-    regions = [placement.region for placement in placements]
-    chunk = regular_chunk_shape(shape, regions)
-    if chunk is None or not fills_grid(shape, chunk, regions):
-        require_partition(source.key, shape, placements)
-    if chunk is None:
-        return irregular_chunk_shape(shape, source.dtype.itemsize, placements), False
-    return chunk, True
+    return find_chunk_shape(source.key, shape, source.dtype.itemsize, placements)
 
 
 def _safetensors_tasks(wholes: Sequence[WriteItem], file_nbytes: int) -> Iterator[FileTask]:

@@ -233,8 +233,10 @@ class CheckpointLoad:
         for (number, _), read, tensor, result in zip(
             found, plan, self._tensors, self._results, strict=True
         ):
-            if read.source is not None and read.target is not None:
-                view = _in_array_dims(result, tensor)[read.target.slices()]
+            if read.source is not None:
+                view = _in_array_dims(result, tensor)
+                if read.target is not None:
+                    view = view[read.target.slices()]
                 self._targets.append(Target(number, read.source, view))
             if read.is_padded:
                 self._padding.append(result.detach())
