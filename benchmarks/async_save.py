@@ -3,7 +3,7 @@
     python benchmarks/async_save.py --out async_save.jsonl
     python benchmarks/async_save.py --smoke
 
-Two parts, alternating contenders, medians; the first round of each is not counted.
+Two parts, alternating candidates, medians; the first round of each is not counted.
 
 ``blocking``: two ranks. Seconds until the call returns and the tensors may be overwritten, beside a
 copy of the rank's bytes into memory that is in use; and seconds until the checkpoint is there. What
@@ -36,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 import torch
 import typer
 
-from benchmarks.common.command_line import Contest, Output, among, contest_command
+from benchmarks.candidates.one_state import TORCH_DIST, ZARR, ZARR_2, Megatron, stand_in_for_cuda
+from benchmarks.common.command_line import Comparison, Output, among, comparison_command
 from benchmarks.common.disks import file_system, fresh, touch_memory, workspace
 from benchmarks.common.processes import RankContext, Ranks, join_gloo, quiet_imports
 from benchmarks.common.rounds import SECONDS, Case, Sample, alternate
 from benchmarks.common.states import GptSize, Shard, build_shards
-from benchmarks.contenders.one_state import TORCH_DIST, ZARR, ZARR_2, Megatron, stand_in_for_cuda
 
 with quiet_imports():
     from megatron.core import dist_checkpointing
@@ -75,7 +75,7 @@ with open(name, "wb", buffering=0) as file:
 """
 
 
-class AsyncContender(Protocol):
+class AsyncCandidate(Protocol):
     """One way to save behind training."""
 
     def begin(self, directory: Path) -> None:
@@ -123,7 +123,7 @@ class _Queue(Megatron):
         self._queue.schedule_async_request(request)
 
     def is_done(self) -> bool:
-        """See AsyncContender. It also ends the save that is done."""
+        """See AsyncCandidate. It also ends the save that is done."""
         self._queue.maybe_finalize_async_calls(blocking=False)
         return bool(self._queue.get_num_unfinalized_calls() == 0)
 
@@ -146,7 +146,7 @@ class _Memcpy:
         return True
 
     def finish(self) -> None:
-        """See AsyncContender. Nothing is left."""
+        """See AsyncCandidate. Nothing is left."""
 
 
 class _Idle:
@@ -164,7 +164,7 @@ class _Idle:
         return self._left <= 0
 
     def finish(self) -> None:
-        """See AsyncContender. Nothing is left."""
+        """See AsyncCandidate. Nothing is left."""
 
 
 class _RawWriter:
@@ -186,12 +186,12 @@ class _RawWriter:
             raise OSError(f"the raw writer ended with {self._process.returncode}")
 
 
-def _entry(backend: tuple[str, int], shards: tuple[Shard, ...]) -> AsyncContender:
+def _entry(backend: tuple[str, int], shards: tuple[Shard, ...]) -> AsyncCandidate:
     dist_ckpt_strategies.register()
     return _Entry(shards, backend)
 
 
-MAKERS: Mapping[str, Callable[[tuple[Shard, ...]], AsyncContender]] = MappingProxyType(
+MAKERS: Mapping[str, Callable[[tuple[Shard, ...]], AsyncCandidate]] = MappingProxyType(
     {
         MEMCPY: _Memcpy,
         IDLE: _Idle,
@@ -293,14 +293,14 @@ def _move_others(core: int) -> None:
 
 
 class AsyncWorker:
-    """One rank: every contender over the same shards."""
+    """One rank: every candidate over the same shards."""
 
     def __init__(self, context: RankContext, size: GptSize, names: Sequence[str]) -> None:
         join_gloo(context)
         shards = build_shards(size, context.global_rank, context.num_ranks)
         self._nbytes = sum(shard.tensor.nbytes for shard in shards)
         self._target = Target({shard.key: shard.tensor for shard in shards})
-        self._contenders = {name: MAKERS[name](shards) for name in names}
+        self._candidates = {name: MAKERS[name](shards) for name in names}
 
     def nbytes(self) -> int:
         """Of this rank's shards."""
@@ -308,27 +308,27 @@ class AsyncWorker:
 
     def begin(self, name: str, directory: Path) -> None:
         """The part that training waits for. Timed."""
-        self._contenders[name].begin(directory)
+        self._candidates[name].begin(directory)
 
     def finish(self, name: str) -> None:
         """Wait until all is written and the checkpoint is there. Timed."""
-        self._contenders[name].finish()
+        self._candidates[name].finish()
 
     def check(self, name: str, directory: Path) -> None:
-        """Load what a contender has saved, where it saves, and compare.
+        """Load what a candidate has saved, where it saves, and compare.
 
         Raises:
             ValueError: a tensor differs.
         """
-        contender = self._contenders[name]
-        if isinstance(contender, Megatron):
+        candidate = self._candidates[name]
+        if isinstance(candidate, Megatron):
             self._target.clear()
-            self._target.accept(contender.load(directory))
+            self._target.accept(candidate.load(directory))
             self._target.check(name)
 
     def train(self, name: str, directory: Path, schedule: Schedule) -> Steps:
         """Steps of training before, during and after a save."""
-        one = self._contenders[name]
+        one = self._candidates[name]
         return run_beside(schedule, lambda: one.begin(directory), one.is_done, one.finish)
 
 
@@ -352,19 +352,19 @@ class AsyncCase(Case):
     shares_core: bool = False
 
 
-def _names_of(part: str, contest: Contest) -> list[str]:
-    return [name for name in contest.names if part in BASELINES.get(name, PARTS)]
+def _names_of(part: str, comparison: Comparison) -> list[str]:
+    return [name for name in comparison.names if part in BASELINES.get(name, PARTS)]
 
 
-def _run_blocking(size: GptSize, contest: Contest, output: Output) -> None:
+def _run_blocking(size: GptSize, comparison: Comparison, output: Output) -> None:
     """Time what is waited for, in every place."""
-    names = _names_of(BLOCKING, contest)
-    with Ranks(_NUM_RANKS, _MODULE, size, names, timeout_s=contest.timeout_s) as ranks:
+    names = _names_of(BLOCKING, comparison)
+    with Ranks(_NUM_RANKS, _MODULE, size, names, timeout_s=comparison.timeout_s) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
-        for place in contest.places:
+        for place in comparison.places:
             case = AsyncCase(file_system(place), nbytes, size.num_arrays, _NUM_RANKS)
             with workspace(place) as directory:
-                rounds = _blocking_rounds(ranks, case, directory, names, contest.repetitions)
+                rounds = _blocking_rounds(ranks, case, directory, names, comparison.repetitions)
                 output.write_samples(case, rounds)
                 for name in names:
                     ranks.step("check", name, directory / name)
@@ -383,23 +383,25 @@ def _blocking_rounds(
             yield Sample(BLOCKING, name, repetition, values)
 
 
-def _run_training(size: GptSize, contest: Contest, schedule: Schedule, output: Output) -> None:
+def _run_training(
+    size: GptSize, comparison: Comparison, schedule: Schedule, output: Output
+) -> None:
     """Time steps of training beside saves, in every place. All steps are written too."""
-    names = _names_of(TRAINING, contest)
+    names = _names_of(TRAINING, comparison)
     step_seconds = schedule.step_seconds
     shares_core = _share_core(schedule.training_core, schedule.writing_core)
-    with Ranks(1, _MODULE, size, names, timeout_s=contest.timeout_s) as ranks:
+    with Ranks(1, _MODULE, size, names, timeout_s=comparison.timeout_s) as ranks:
         nbytes = ranks.step("nbytes").values[0]
-        for place in contest.places:
+        for place in comparison.places:
             plain = (file_system(place), nbytes, size.num_arrays, 1, 1)
             case = AsyncCase(*plain, TRAINING, step_seconds, shares_core)
             with workspace(place) as directory:
-                for repetition, name in alternate(names, contest.repetitions + 1):
+                for repetition, name in alternate(names, comparison.repetitions + 1):
                     target = fresh(directory, name)
                     touch_memory(case.held_nbytes)
                     (steps,) = ranks.step("train", name, target, schedule).values
                     if repetition > 0:
-                        about = {"contender": name, "repetition": repetition, "case": case}
+                        about = {"candidate": name, "repetition": repetition, "case": case}
                         output.write("steps", steps, **about)
                         sample = Sample(TRAINING, name, repetition, _of_steps(steps))
                         output.write_samples(case, [sample])
@@ -430,9 +432,9 @@ def _share_core(one: int, other: int) -> bool:
     return any(ends[0] <= other <= ends[-1] for ends in ranges)
 
 
-@contest_command(list(MAKERS), list(BASELINES))
+@comparison_command(list(MAKERS), list(BASELINES))
 def main(
-    contest: Contest,
+    comparison: Comparison,
     output: Output,
     *,
     part: Annotated[
@@ -440,18 +442,18 @@ def main(
     ] = None,
     step_ms: Annotated[float, typer.Option(min=1, help="Of a step of training.")] = 70.0,
 ) -> None:
-    """Save one GPT-like state behind training with every contender in turn."""
+    """Save one GPT-like state behind training with every candidate in turn."""
     parts = part or PARTS
     cores = sorted(os.sched_getaffinity(0))
     has_two = len(cores) > 1
     if TRAINING in parts and not has_two:
         output.skip(TRAINING, "one core only: there is none to write on beside training")
-    pace = (0.002, 3) if contest.is_smoke else (step_ms / 1000, _NUM_IDLE)
-    for size in contest.sizes:
+    pace = (0.002, 3) if comparison.is_smoke else (step_ms / 1000, _NUM_IDLE)
+    for size in comparison.sizes:
         if BLOCKING in parts:
-            _run_blocking(size, contest, output)
+            _run_blocking(size, comparison, output)
         if TRAINING in parts and has_two:
-            _run_training(size, contest, Schedule(cores[-1], cores[0], *pace), output)
+            _run_training(size, comparison, Schedule(cores[-1], cores[0], *pace), output)
 
 
 if __name__ == "__main__":

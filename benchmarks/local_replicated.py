@@ -1,18 +1,18 @@
-"""Save every rank's state to its node with a copy at a peer, and get it back, beside the floor.
+"""Save every rank's state to its node with a copy at a peer, and get it back, beside the baseline.
 
     python benchmarks/local_replicated.py --out local_replicated.jsonl
     python benchmarks/local_replicated.py --smoke
 
 Four ranks, each a node of its own with a directory of its own; cliques of two. Alternating
-contenders, medians; on a disk and on a memory file system. Each round: save, the blocking part of
+candidates, medians; on a disk and on a memory file system. Each round: save, the blocking part of
 an asynchronous save, load, and load after rank 1's directory is gone. Every load is checked. The
 first round is not counted.
 
-The floors: of the blocking part, one copy of the rank's bytes into memory that is in use; of a
+The baselines: of the blocking part, one copy of the rank's bytes into memory that is in use; of a
 save, the exchange of the bytes between the two of a clique over gloo, then two plain files written
 and flushed; of a load, reading a file into memory in use; of a recovery, for rank 1 sending the
-bytes instead. ``floor, new memory`` loads into new memory, which a process that has just started
-has to. The last column gives the ratio to the floor of a save whatever the step: exchange
+bytes instead. ``baseline, new memory`` loads into new memory, which a process that has just started
+has to. The last column gives the ratio to the baseline of a save whatever the step: exchange
 and write.
 
 ``nvrx`` is nvidia-resiliency-ext, with a few stand-ins for CUDA; it does not flush its files.
@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.common.command_line import Contest, Output, contest_command
+from benchmarks.common.command_line import Comparison, Output, comparison_command
 from benchmarks.common.disks import file_system, touch_memory, workspace
 from benchmarks.common.processes import RankContext, Ranks, join_gloo
 from benchmarks.common.rounds import SECONDS, Sample, alternate
@@ -47,8 +47,8 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
 )
 
-FLOOR, NVRX = "floor", "nvrx"
-NAMES = (FLOOR, "floor, new memory", "local manager", NVRX, "nvrx, flushed")
+BASELINE, NVRX = "baseline", "nvrx"
+NAMES = (BASELINE, "baseline, new memory", "local manager", NVRX, "nvrx, flushed")
 STEPS = ("save", "blocking part", "load", "recovery")
 _MIB = 1 << 20
 _NUM_RANKS = 4
@@ -56,7 +56,7 @@ _TENSOR_NBYTES = 4 << 20
 _LOST_RANK = 1
 
 
-class LocalContender(Protocol):
+class LocalCandidate(Protocol):
     """One way to keep local checkpoints. Every method is collective."""
 
     def save(self, root: Path, iteration: int) -> None:
@@ -81,7 +81,7 @@ class LocalContender(Protocol):
 
 
 class LocalWorker:
-    """One rank: every contender over the same tensors."""
+    """One rank: every candidate over the same tensors."""
 
     def __init__(self, context: RankContext, nbytes: int, names: Sequence[str]) -> None:
         join_gloo(context)
@@ -90,24 +90,24 @@ class LocalWorker:
         count = max(1, nbytes // _TENSOR_NBYTES)
         shape = (min(nbytes, _TENSOR_NBYTES) // 4,)
         self._tensors = [torch.randn(shape, generator=generator) for _ in range(count)]
-        self._contenders = {name: _contender(name, self._rank, self._tensors) for name in names}
+        self._candidates = {name: _candidate(name, self._rank, self._tensors) for name in names}
         self._loaded: list[torch.Tensor] | None = None
 
     def save(self, name: str, directory: Path, repetition: int) -> None:
         """Save. Timed."""
-        self._contenders[name].save(self._root(name, directory), 2 * repetition + 1)
+        self._candidates[name].save(self._root(name, directory), 2 * repetition + 1)
 
     def blocking_part(self, name: str, directory: Path, repetition: int) -> None:
         """Begin an asynchronous save. Timed."""
-        self._contenders[name].begin(self._root(name, directory), 2 * repetition + 2)
+        self._candidates[name].begin(self._root(name, directory), 2 * repetition + 2)
 
     def load(self, name: str, directory: Path, _repetition: int) -> None:
         """Load. Timed."""
-        self._loaded = self._contenders[name].load(self._root(name, directory))
+        self._loaded = self._candidates[name].load(self._root(name, directory))
 
     def recovery(self, name: str, directory: Path, _repetition: int) -> None:
         """Load, after a loss. Timed."""
-        self._loaded = self._contenders[name].recover(self._root(name, directory))
+        self._loaded = self._candidates[name].recover(self._root(name, directory))
 
     def lose(self, name: str, directory: Path) -> None:
         """Remove the directory of one rank."""
@@ -122,13 +122,13 @@ class LocalWorker:
             ValueError: it is not what was saved.
         """
         if step == "blocking part":
-            self._contenders[name].finish()
+            self._candidates[name].finish()
         loaded, self._loaded = self._loaded, None
         if loaded is not None and not _are_equal(loaded, self._tensors):
             raise ValueError(f"{name}: {step} gave other values than were saved")
 
     def remove(self, name: str, directory: Path) -> None:
-        """Remove all that a contender has stored."""
+        """Remove all that a candidate has stored."""
         shutil.rmtree(self._root(name, directory), ignore_errors=True)
 
     def _root(self, name: str, directory: Path) -> Path:
@@ -140,7 +140,7 @@ def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-class _Floor:
+class _Baseline:
     """What the steps come down to, in one stream each."""
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -202,7 +202,7 @@ class _Floor:
                 work.wait()
 
 
-class _NewMemoryFloor(_Floor):
+class _NewMemoryBaseline(_Baseline):
     """The same, but what is loaded goes to new memory, as in a process that has just started."""
 
     def load(self, root: Path) -> list[torch.Tensor]:
@@ -257,13 +257,15 @@ class _Manager:
         return BasicTensorAwareStateDict({"model": list(self._tensors)})
 
 
-def _contender(name: str, rank: int, tensors: Sequence[torch.Tensor]) -> LocalContender:
+def _candidate(name: str, rank: int, tensors: Sequence[torch.Tensor]) -> LocalCandidate:
     if name.startswith(NVRX):
-        from benchmarks.contenders import nvrx  # noqa: PLC0415 - imported where it takes part
+        from benchmarks.candidates import nvrx  # noqa: PLC0415 - imported where it takes part
 
-        found: LocalContender = (nvrx.Nvrx if name == NVRX else nvrx.FlushedNvrx)(rank, tensors)
+        found: LocalCandidate = (nvrx.Nvrx if name == NVRX else nvrx.FlushedNvrx)(rank, tensors)
         return found
-    return {FLOOR: _Floor, "floor, new memory": _NewMemoryFloor}.get(name, _Manager)(rank, tensors)
+    return {BASELINE: _Baseline, "baseline, new memory": _NewMemoryBaseline}.get(name, _Manager)(
+        rank, tensors
+    )
 
 
 def make_worker(nbytes: int, names: Sequence[str], context: RankContext) -> LocalWorker:
@@ -284,7 +286,7 @@ class LocalCase:
 def _rounds(
     ranks: Ranks, case: LocalCase, names: Sequence[str], directory: Path, repetitions: int
 ) -> Iterator[Sample]:
-    """All steps of every contender in turn."""
+    """All steps of every candidate in turn."""
     for repetition, name in alternate(names, repetitions + 1):
         for step in STEPS:
             touch_memory(2 * case.rank_nbytes * case.num_ranks)
@@ -297,21 +299,21 @@ def _rounds(
         ranks.step("remove", name, directory)
 
 
-@contest_command(NAMES, (FLOOR,), sizes_gb=())
+@comparison_command(NAMES, (BASELINE,), sizes_gb=())
 def main(
-    contest: Contest,
+    comparison: Comparison,
     output: Output,
     *,
     mib: Annotated[int, typer.Option(min=1, help="MiB of each rank's state.")] = 256,
 ) -> None:
-    """Save, load and recover local checkpoints with every contender in turn."""
-    nbytes = (1 if contest.is_smoke else mib) * _MIB
-    args = ("benchmarks.local_replicated", nbytes, contest.names)
-    with Ranks(_NUM_RANKS, *args, timeout_s=contest.timeout_s) as ranks:
-        for place in contest.places:
+    """Save, load and recover local checkpoints with every candidate in turn."""
+    nbytes = (1 if comparison.is_smoke else mib) * _MIB
+    args = ("benchmarks.local_replicated", nbytes, comparison.names)
+    with Ranks(_NUM_RANKS, *args, timeout_s=comparison.timeout_s) as ranks:
+        for place in comparison.places:
             case = LocalCase(file_system(place), nbytes)
             with workspace(place) as directory:
-                rounds = _rounds(ranks, case, contest.names, directory, contest.repetitions)
+                rounds = _rounds(ranks, case, comparison.names, directory, comparison.repetitions)
                 output.write_samples(case, rounds)
 
 

@@ -4,7 +4,7 @@
     python benchmarks/object_stores.py --smoke --server moto
 
 The server, Ceph's radosgw or moto, is started for the benchmark on this machine, keeps its objects
-in memory, and shares the cores with the ranks. Two ranks, alternating contenders, medians; every
+in memory, and shares the cores with the ranks. Two ranks, alternating candidates, medians; every
 load is checked; the first round is not counted. The baselines put and get the same bytes, one
 object for each shard or 64 MiB of it, with as many requests at the same time as format 2 has.
 """
@@ -32,11 +32,12 @@ import typer
 from torch import distributed as dist
 
 import dist_ckpt_strategies
+from benchmarks.candidates.one_state import ZARR_2, Candidate, Megatron, Tensors
 from benchmarks.common.command_line import (
-    Contest,
+    Comparison,
     Output,
     among,
-    contest_command,
+    comparison_command,
     missing_package,
 )
 from benchmarks.common.disks import touch_memory, workspace
@@ -44,7 +45,6 @@ from benchmarks.common.processes import RankContext, Ranks, join_gloo
 from benchmarks.common.rounds import SECONDS, Case, Sample, Step, alternate, load_rounds
 from benchmarks.common.states import GptSize, Shard, build_shards
 from benchmarks.common.worker import Worker
-from benchmarks.contenders.one_state import ZARR_2, Contender, Megatron, Tensors
 from tests.support.object_stores import Radosgw, moto, why_no_radosgw
 
 RADOSGW, MOTO = "radosgw", "moto"
@@ -184,7 +184,7 @@ def _fill(memory: memoryview, content: bytes) -> None:
     np.asarray(memory)[:] = np.frombuffer(content, dtype=np.uint8)
 
 
-MAKERS: Mapping[str, Callable[[str, tuple[Shard, ...]], Contender]] = MappingProxyType(
+MAKERS: Mapping[str, Callable[[str, tuple[Shard, ...]], Candidate]] = MappingProxyType(
     {RAW_PUT: _TensorStorePuts, "boto3 put": _Boto3Puts, "zarr 2": _ZarrAt}
 )
 
@@ -227,30 +227,32 @@ def delete_below(client: Any, bucket: str, name: str) -> None:
         client.delete_objects(Bucket=bucket, Delete={"Objects": some, "Quiet": True})
 
 
-def _run_size(size: GptSize, server: str, store: Any, contest: Contest, output: Output) -> None:
-    args = ("benchmarks.object_stores", size, contest.names, store.endpoint)
-    with Ranks(_NUM_RANKS, *args, timeout_s=contest.timeout_s) as ranks:
+def _run_size(
+    size: GptSize, server: str, store: Any, comparison: Comparison, output: Output
+) -> None:
+    args = ("benchmarks.object_stores", size, comparison.names, store.endpoint)
+    with Ranks(_NUM_RANKS, *args, timeout_s=comparison.timeout_s) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
         case = Case(server, nbytes, size.num_arrays, _NUM_RANKS)
-        output.write_samples(case, _rounds(ranks, case, store.client(), contest))
+        output.write_samples(case, _rounds(ranks, case, store.client(), comparison))
 
 
-def _rounds(ranks: Ranks, case: Case, client: Any, contest: Contest) -> Iterator[Sample]:
+def _rounds(ranks: Ranks, case: Case, client: Any, comparison: Comparison) -> Iterator[Sample]:
     """Saves, the last of which stay, and loads of those."""
-    for repetition, name in alternate(contest.names, contest.repetitions + 1):
+    for repetition, name in alternate(comparison.names, comparison.repetitions + 1):
         delete_below(client, _BUCKET, name)
         touch_memory(case.held_nbytes)
         seconds = ranks.step("save", name, _NOWHERE / name).seconds
         if repetition > 0:
             yield Sample("save", name, repetition, {SECONDS: seconds})
-    stored = {name: _NOWHERE / name for name in contest.names}
-    for sample in load_rounds(ranks, case, Step.LOAD_WARM, stored, contest.repetitions):
-        yield Sample("load", sample.contender, sample.repetition, sample.values)
+    stored = {name: _NOWHERE / name for name in comparison.names}
+    for sample in load_rounds(ranks, case, Step.LOAD_WARM, stored, comparison.repetitions):
+        yield Sample("load", sample.candidate, sample.repetition, sample.values)
 
 
-@contest_command(list(MAKERS), (RAW_PUT,), in_memory=False)
+@comparison_command(list(MAKERS), (RAW_PUT,), in_memory=False)
 def main(
-    contest: Contest,
+    comparison: Comparison,
     output: Output,
     *,
     server: Annotated[
@@ -262,28 +264,28 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Save and load one GPT-like state in an object store with every contender in turn.
+    """Save and load one GPT-like state in an object store with every candidate in turn.
 
     What is written to a directory are the server's own files.
     """
-    for place in contest.places:
+    for place in comparison.places:
         for one in server or [MOTO if why_not(RADOSGW) else RADOSGW]:
             if reason := why_not(one):
                 output.skip(one, reason)
             else:
                 with workspace(place) as directory:
-                    _run_server(one, directory, contest, output)
+                    _run_server(one, directory, comparison, output)
 
 
-def _run_server(server: str, directory: Path, contest: Contest, output: Output) -> None:
+def _run_server(server: str, directory: Path, comparison: Comparison, output: Output) -> None:
     """Time every size against a server of its own."""
-    for size in contest.sizes:
+    for size in comparison.sizes:
         place = directory / f"{server}-{size.hidden}"
         place.mkdir()
         with open_store(server, place) as store:
             os.environ.update(store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": _REQUEST_TIMEOUT_S})
             store.make_bucket(_BUCKET)
-            _run_size(size, server, store, contest, output)
+            _run_size(size, server, store, comparison, output)
 
 
 if __name__ == "__main__":

@@ -41,15 +41,15 @@ class Worker:
         self._groups = make_groups(NUM_SHARDS)
         self._training = ShardedTraining(self._groups)
 
-    def train(self, contender: str, num_steps: int) -> float:
+    def train(self, candidate: str, num_steps: int) -> float:
         """Seconds of some steps. Collective."""
-        manager = CheckpointManager(enable_checksum=contender == CHECKSUMS)
-        if contender != PLAIN:
+        manager = CheckpointManager(enable_checksum=candidate == CHECKSUMS)
+        if candidate != PLAIN:
             manager.track(self._training, replica_group=self._groups.twins)
             step(self._training, manager)
         began = time.perf_counter()
         for _ in range(num_steps):
-            if contender == PLAIN:
+            if candidate == PLAIN:
                 self._plain_step()
             else:
                 step(self._training, manager)
@@ -73,13 +73,13 @@ def costs(ms_per_step: dict[tuple[str, int], float]) -> dict[str, float]:
     """Median milliseconds that each adds to a plain step of the same round.
 
     Args:
-        ms_per_step: by contender and round.
+        ms_per_step: by candidate and round.
     """
     return {
         name: statistics.median(
             ms - ms_per_step[PLAIN, number]
-            for (contender, number), ms in ms_per_step.items()
-            if contender == name
+            for (candidate, number), ms in ms_per_step.items()
+            if candidate == name
         )
         for name in NAMES[1:]
     }
@@ -105,11 +105,11 @@ def main(
             timed = ranks.step("train", name, steps)
             if repetition > 0:
                 found[name, repetition] = ms = 1000 * max(timed.values) / steps
-                line = {"contender": name, "repetition": repetition, "ms_per_step": ms}
+                line = {"candidate": name, "repetition": repetition, "ms_per_step": ms}
                 output.write("round", {**line, "num_steps": steps})
         for name, ms in costs(found).items():
             share = ms / 1000 / _REFERENCE_STEP_S
-            output.write("summary", {"contender": name, "ms_per_step": ms, "share": share})
+            output.write("summary", {"candidate": name, "ms_per_step": ms, "share": share})
 
 
 if __name__ == "__main__":

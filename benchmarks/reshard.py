@@ -4,7 +4,7 @@
     python benchmarks/reshard.py --smoke
 
 Some ranks save and end; others load, warm and cold, into tensors that are there already.
-Alternating contenders, medians; every load is checked; the first round is not counted. Baseline:
+Alternating candidates, medians; every load is checked; the first round is not counted. Baseline:
 each rank reads its own bytes, and no others, from a file of its own in one stream.
 
 Bytes read are those of all ranks in ``/proc/self/io``, over the bytes of the tensors that are
@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 import typer
 
-from benchmarks.common.command_line import Contest, Output, among, contest_command
+from benchmarks.candidates.one_state import Make, raw_flushed, torch_dist, zarr, zarr_2
+from benchmarks.common.command_line import Comparison, Output, among, comparison_command
 from benchmarks.common.disks import file_system, workspace
 from benchmarks.common.processes import RankContext, Ranks, join_gloo
 from benchmarks.common.rounds import SECONDS, Case, Sample, load_rounds
 from benchmarks.common.states import Division, GptSize, Split, build_slices
-from benchmarks.common.worker import Entrant, Worker
-from benchmarks.contenders.one_state import Make, raw_flushed, torch_dist, zarr, zarr_2
+from benchmarks.common.worker import Entry, Worker
 
 READ_SHARES = "raw read"
 MAKERS: Mapping[str, Make] = MappingProxyType(
@@ -59,8 +59,8 @@ class ReshardCase(Case):
 class CountingWorker(Worker):
     """One rank: the bytes that its loads read are counted too."""
 
-    def __init__(self, context: RankContext, nbytes: int, entrants: Mapping[str, Entrant]) -> None:
-        super().__init__(context, nbytes, entrants)
+    def __init__(self, context: RankContext, nbytes: int, entries: Mapping[str, Entry]) -> None:
+        super().__init__(context, nbytes, entries)
         self._last = (0, 0)
 
     def load(self, name: str, directory: Path) -> None:
@@ -94,25 +94,29 @@ def make_worker(
     return CountingWorker.over(context, shards, MAKERS, names)
 
 
-def _run_move(size: GptSize, move: str, place: Path, contest: Contest, output: Output) -> None:
+def _run_move(
+    size: GptSize, move: str, place: Path, comparison: Comparison, output: Output
+) -> None:
     saved, loaded = MOVES[move]
     with workspace(place) as directory:
-        stored = {name: directory / name for name in contest.names}
-        names = [name for name in contest.names if name != READ_SHARES]
-        with _ranks(size, saved, names, contest) as ranks:
+        stored = {name: directory / name for name in comparison.names}
+        names = [name for name in comparison.names if name != READ_SHARES]
+        with _ranks(size, saved, names, comparison) as ranks:
             for name in names:
                 _save(ranks, name, stored[name])
-        with _ranks(size, loaded, contest.names, contest) as ranks:
+        with _ranks(size, loaded, comparison.names, comparison) as ranks:
             nbytes = sum(ranks.step("nbytes").values)
             _save(ranks, READ_SHARES, stored[READ_SHARES])
             num_ranks = loaded.num_parts
             case = ReshardCase(file_system(place), nbytes, size.num_arrays, num_ranks, 1, move)
-            output.write_samples(case, _loads(ranks, case, stored, contest.repetitions))
+            output.write_samples(case, _loads(ranks, case, stored, comparison.repetitions))
 
 
-def _ranks(size: GptSize, division: Division, names: Sequence[str], contest: Contest) -> Ranks:
+def _ranks(
+    size: GptSize, division: Division, names: Sequence[str], comparison: Comparison
+) -> Ranks:
     args = ("benchmarks.reshard", size, division, names)
-    return Ranks(division.num_parts, *args, timeout_s=contest.timeout_s)
+    return Ranks(division.num_parts, *args, timeout_s=comparison.timeout_s)
 
 
 def _save(ranks: Ranks, name: str, target: Path) -> None:
@@ -133,12 +137,12 @@ def _loads(
                 "read_by_calls": sum(calls) / case.nbytes,
                 "read_from_device": sum(device) / case.nbytes,
             }
-            yield Sample(step, sample.contender, sample.repetition, values)
+            yield Sample(step, sample.candidate, sample.repetition, values)
 
 
-@contest_command(list(MAKERS), (READ_SHARES,))
+@comparison_command(list(MAKERS), (READ_SHARES,))
 def main(
-    contest: Contest,
+    comparison: Comparison,
     output: Output,
     *,
     move: Annotated[
@@ -146,11 +150,11 @@ def main(
         typer.Option(help="Only these changes of layout; see MOVES.", callback=among(MOVES)),
     ] = None,
 ) -> None:
-    """Load one GPT-like state in another layout with every contender in turn."""
-    for size in contest.sizes:
+    """Load one GPT-like state in another layout with every candidate in turn."""
+    for size in comparison.sizes:
         for name in move or MOVES:
-            for place in contest.places:
-                _run_move(size, name, place, contest, output)
+            for place in comparison.places:
+                _run_move(size, name, place, comparison, output)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Save and load one GPT-like state with every contender in turn, beside one stream per rank.
+"""Save and load one GPT-like state with every candidate in turn, beside one stream per rank.
 
     python benchmarks/save_load.py --out save_load.jsonl
     python benchmarks/save_load.py --smoke
 
-Two ranks, alternating contenders, medians. A save is timed twice: as the contender does it, and
+Two ranks, alternating candidates, medians. A save is timed twice: as the candidate does it, and
 until its files are on the disk (where it leaves that to the kernel, an fsync of all its files is
-added). A load fills tensors that are already there: a contender that returns new ones pays for
+added). A load fills tensors that are already there: a candidate that returns new ones pays for
 the copy. Every load is checked. The first round of each step is not counted.
 """
 
@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 import typer
 
-from benchmarks.common.command_line import Contest, Output, contest_command
+from benchmarks.candidates.one_state import MAKERS, RAW_FLUSHED, RAW_PLAIN
+from benchmarks.common.command_line import Comparison, Output, comparison_command
 from benchmarks.common.disks import file_system
 from benchmarks.common.processes import RankContext, Ranks, join_gloo
 from benchmarks.common.rounds import Case, run_saves_and_loads
 from benchmarks.common.states import GptSize, build_shards
 from benchmarks.common.worker import Worker
-from benchmarks.contenders.one_state import MAKERS, RAW_FLUSHED, RAW_PLAIN
 
 _NUM_RANKS = 2
 
@@ -37,16 +37,16 @@ def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> Wo
     return Worker.over(context, shards, MAKERS, names)
 
 
-@contest_command(list(MAKERS), (RAW_FLUSHED, RAW_PLAIN))
-def main(contest: Contest, output: Output) -> None:
-    """Save and load one GPT-like state with every contender in turn."""
-    for size in contest.sizes:
-        args = ("benchmarks.save_load", size, contest.names)
-        with Ranks(_NUM_RANKS, *args, timeout_s=contest.timeout_s) as ranks:
+@comparison_command(list(MAKERS), (RAW_FLUSHED, RAW_PLAIN))
+def main(comparison: Comparison, output: Output) -> None:
+    """Save and load one GPT-like state with every candidate in turn."""
+    for size in comparison.sizes:
+        args = ("benchmarks.save_load", size, comparison.names)
+        with Ranks(_NUM_RANKS, *args, timeout_s=comparison.timeout_s) as ranks:
             nbytes = sum(ranks.step("nbytes").values)
-            for place in contest.places:
+            for place in comparison.places:
                 case = Case(file_system(place), nbytes, size.num_arrays, _NUM_RANKS)
-                run_saves_and_loads(ranks, case, place, contest, output)
+                run_saves_and_loads(ranks, case, place, comparison, output)
 
 
 if __name__ == "__main__":

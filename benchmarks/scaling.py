@@ -5,7 +5,7 @@
     python benchmarks/scaling.py --sweep arrays
 
 Arrays of equal size, divided by rows. One thing grows, the others stay at 256 MB, 300 arrays and
-two ranks. Everything else is as in save_load.py: alternating contenders, medians, every load
+two ranks. Everything else is as in save_load.py: alternating candidates, medians, every load
 checked, the first round not counted.
 """
 
@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 import typer
 
-from benchmarks.common.command_line import Contest, Output, among, contest_command
+from benchmarks.candidates.one_state import MAKERS, RAW_FLUSHED, RAW_PLAIN
+from benchmarks.common.command_line import Comparison, Output, among, comparison_command
 from benchmarks.common.disks import file_system
 from benchmarks.common.processes import RankContext, Ranks, join_gloo
 from benchmarks.common.rounds import Case, run_saves_and_loads
 from benchmarks.common.states import Extent, build_equal_shards
 from benchmarks.common.worker import Worker
-from benchmarks.contenders.one_state import MAKERS, RAW_FLUSHED, RAW_PLAIN
 
 _MB = 10**6
 _NAMES = (RAW_FLUSHED, RAW_PLAIN, "zarr 1", "zarr 2", "torch_dist")
@@ -57,21 +57,21 @@ def make_worker(extent: Extent, names: Sequence[str], context: RankContext) -> W
     return Worker.over(context, build_equal_shards(extent, context.global_rank), MAKERS, names)
 
 
-def _run_extent(sweep: str, extent: Extent, contest: Contest, output: Output) -> None:
-    num_ranks, timeout_s = extent.num_ranks, contest.timeout_s
+def _run_extent(sweep: str, extent: Extent, comparison: Comparison, output: Output) -> None:
+    num_ranks, timeout_s = extent.num_ranks, comparison.timeout_s
     module = "benchmarks.scaling"
-    with Ranks(num_ranks, module, extent, contest.names, timeout_s=timeout_s) as ranks:
+    with Ranks(num_ranks, module, extent, comparison.names, timeout_s=timeout_s) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
-        for place in contest.places:
+        for place in comparison.places:
             case = ScalingCase(
                 file_system(place), nbytes, extent.num_arrays, num_ranks, sweep=sweep
             )
-            run_saves_and_loads(ranks, case, place, contest, output)
+            run_saves_and_loads(ranks, case, place, comparison, output)
 
 
-@contest_command(_NAMES, (RAW_FLUSHED, RAW_PLAIN), sizes_gb=(), in_memory=False, repetitions=5)
+@comparison_command(_NAMES, (RAW_FLUSHED, RAW_PLAIN), sizes_gb=(), in_memory=False, repetitions=5)
 def main(
-    contest: Contest,
+    comparison: Comparison,
     output: Output,
     *,
     sweep: Annotated[
@@ -80,9 +80,9 @@ def main(
     ] = None,
 ) -> None:
     """Save and load while bytes, arrays or ranks grow."""
-    for name, extents in (_SMOKE if contest.is_smoke else SWEEPS).items():
+    for name, extents in (_SMOKE if comparison.is_smoke else SWEEPS).items():
         for extent in extents if not sweep or name in sweep else ():
-            _run_extent(name, extent, contest, output)
+            _run_extent(name, extent, comparison, output)
 
 
 if __name__ == "__main__":

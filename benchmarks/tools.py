@@ -6,7 +6,7 @@
 One GPT-like state, saved by two ranks in format 1 and in format 2. Every run has a process of its
 own, or two that share the work and the threads. The peak of resident memory, of both together, is
 taken at the end; the time is that of the tool, without the start of Python. Warm: the page cache
-holds the source; cold: it holds nothing of it. Contenders take turns; medians.
+holds the source; cold: it holds nothing of it. Candidates take turns; medians.
 
 The baselines have as many threads as the tools: ``raw read`` reads the same files, ``raw copy``
 also writes and flushes each as it is. A conversion is durable when it returns.
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 import typer
 
-from benchmarks.common.command_line import Contest, Output, contest_command
+from benchmarks.common.command_line import Comparison, Output, comparison_command
 from benchmarks.common.disks import (
     drop_cache,
     file_system,
@@ -228,14 +228,14 @@ class ToolCase(Case):
 
 
 def _run_place(
-    size: GptSize, place: Path, max_memory_nbytes: int, contest: Contest, output: Output
+    size: GptSize, place: Path, max_memory_nbytes: int, comparison: Comparison, output: Output
 ) -> None:
     """Time every tool in one place."""
     num_threads = max(2, len(os.sched_getaffinity(0)))
     with workspace(place) as directory:
-        nbytes = _save_all(size, directory, contest)
+        nbytes = _save_all(size, directory, comparison)
         for source, tools in SOURCES.items():
-            names = [name for name in contest.names if name in {*tools, *BASELINES}]
+            names = [name for name in comparison.names if name in {*tools, *BASELINES}]
             if not set(names) & set(tools):
                 continue
             root = directory / source
@@ -245,13 +245,13 @@ def _run_place(
                 source=source, file_nbytes=file_nbytes,
                 num_threads=num_threads, max_memory_nbytes=max_memory_nbytes,
             )  # fmt: skip
-            output.write_samples(case, _rounds(case, root, names, contest))
+            output.write_samples(case, _rounds(case, root, names, comparison))
 
 
-def _save_all(size: GptSize, directory: Path, contest: Contest) -> int:
+def _save_all(size: GptSize, directory: Path, comparison: Comparison) -> int:
     """Store the state in each format; how many bytes it has."""
     args = ("benchmarks.save_load", size, list(SOURCES))
-    with Ranks(_NUM_SAVERS, *args, timeout_s=contest.timeout_s) as ranks:
+    with Ranks(_NUM_SAVERS, *args, timeout_s=comparison.timeout_s) as ranks:
         for source in SOURCES:
             target = directory / source
             target.mkdir()
@@ -260,14 +260,16 @@ def _save_all(size: GptSize, directory: Path, contest: Contest) -> int:
         return sum(ranks.step("nbytes").values)
 
 
-def _rounds(case: ToolCase, root: Path, names: Sequence[str], contest: Contest) -> Iterator[Sample]:
+def _rounds(
+    case: ToolCase, root: Path, names: Sequence[str], comparison: Comparison
+) -> Iterator[Sample]:
     args = ("benchmarks.tools", case.num_threads, case.max_memory_nbytes)
     for step in case.loads:
-        for repetition, name in alternate(names, contest.repetitions):
+        for repetition, name in alternate(names, comparison.repetitions):
             target = root.with_name(f"from {root.name}")
             target.mkdir()
             num_ranks = 2 if name.endswith("2 processes") else 1
-            with Ranks(num_ranks, *args, timeout_s=contest.timeout_s) as ranks:
+            with Ranks(num_ranks, *args, timeout_s=comparison.timeout_s) as ranks:
                 touch_memory(2 * case.max_memory_nbytes)
                 if step is Step.LOAD_COLD:
                     drop_cache(root)
@@ -285,17 +287,17 @@ def _rounds(case: ToolCase, root: Path, names: Sequence[str], contest: Contest) 
             yield Sample(_CACHE[step], name, repetition, values)
 
 
-@contest_command(list(TOOLS), BASELINES, sizes_gb=(4.0,), repetitions=5, timeout_s=600.0)
+@comparison_command(list(TOOLS), BASELINES, sizes_gb=(4.0,), repetitions=5, timeout_s=600.0)
 def main(
-    contest: Contest,
+    comparison: Comparison,
     output: Output,
     *,
     memory: Annotated[int, typer.Option(min=1, help="MiB that a conversion is given.")] = 256,
 ) -> None:
     """Verify and convert one GPT-like checkpoint with every tool in turn."""
-    for size in contest.sizes:
-        for place in contest.places:
-            _run_place(size, place, memory * _MIB, contest, output)
+    for size in comparison.sizes:
+        for place in comparison.places:
+            _run_place(size, place, memory * _MIB, comparison, output)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python benchmarks/two_stage.py --out two_stage.jsonl
     python benchmarks/two_stage.py --smoke
 
-All ranks want the whole state, as data-parallel replicas do. Alternating contenders, medians; from
+All ranks want the whole state, as data-parallel replicas do. Alternating candidates, medians; from
 a memory file system, and from a disk whose files the page cache has forgotten. A load fills
-tensors that are already there and have been used: a contender that returns new ones pays for the
+tensors that are already there and have been used: a candidate that returns new ones pays for the
 copy. Every load is checked. The first round is not counted.
 
 The baseline of a round is the longer of two things: each rank reads its share of the bytes from a
@@ -27,16 +27,10 @@ import torch
 import typer
 from torch import distributed as dist
 
-from benchmarks.common.command_line import Contest, Output, contest_command
-from benchmarks.common.disks import file_system, workspace
-from benchmarks.common.processes import RankContext, Ranks, join_gloo, quiet_imports
-from benchmarks.common.rounds import Case, load_rounds
-from benchmarks.common.states import GptSize, Shard, build_shards
-from benchmarks.common.worker import Entrant, Worker
-from benchmarks.contenders.one_state import (
+from benchmarks.candidates.one_state import (
     TORCH_DIST,
     ZARR,
-    Contender,
+    Candidate,
     Make,
     Megatron,
     Tensors,
@@ -44,6 +38,12 @@ from benchmarks.contenders.one_state import (
     stand_in_for_cuda,
     zarr,
 )
+from benchmarks.common.command_line import Comparison, Output, comparison_command
+from benchmarks.common.disks import file_system, workspace
+from benchmarks.common.processes import RankContext, Ranks, join_gloo, quiet_imports
+from benchmarks.common.rounds import Case, load_rounds
+from benchmarks.common.states import GptSize, Shard, build_shards
+from benchmarks.common.worker import Entry, Worker
 
 with quiet_imports():
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -62,12 +62,12 @@ _NUM_GROUPS = 2
 _empty_like = torch.empty_like
 
 
-def _two_stage_zarr(shards: tuple[Shard, ...]) -> Contender:
+def _two_stage_zarr(shards: tuple[Shard, ...]) -> Candidate:
     zarr(shards)
     return Megatron(shards, ZARR, _two_stage())
 
 
-def _two_stage_torch_dist(shards: tuple[Shard, ...]) -> Contender:
+def _two_stage_torch_dist(shards: tuple[Shard, ...]) -> Candidate:
     stand_in_for_cuda()
     loader = _two_stage(base_strategy=TorchDistLoadShardedStrategy())
     return Megatron(shards, TORCH_DIST, loader)
@@ -114,12 +114,12 @@ class _FullyParallel(Megatron):
         return _empty_like(tensor, **options)
 
 
-def _fully_parallel(shards: tuple[Shard, ...]) -> Contender:
+def _fully_parallel(shards: tuple[Shard, ...]) -> Candidate:
     """A CPU is what CUDA stands for: each tensor is received into a new one."""
     return _FullyParallel(shards, _empty_like)
 
 
-def _fully_parallel_in_place(shards: tuple[Shard, ...]) -> Contender:
+def _fully_parallel_in_place(shards: tuple[Shard, ...]) -> Candidate:
     """As where the state lies on a GPU: each tensor is received where it is wanted."""
     return _FullyParallel(shards, _itself)
 
@@ -166,7 +166,7 @@ MAKERS: Mapping[str, tuple[str, Make]] = MappingProxyType(
         "plain, zarr 1": ("zarr 1", zarr),
     }
 )
-"""For each contender the directory that it reads, which the first one of it saves, and itself."""
+"""For each candidate the directory that it reads, which the first one of it saves, and itself."""
 
 _STORED = {READ_SHARES: "raw", SEND_SHARES: "raw", **{n: where for n, (where, _) in MAKERS.items()}}
 
@@ -176,13 +176,13 @@ def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> Wo
     join_gloo(context)
     shards = build_shards(size, 0, 1)
     target = Target({shard.key: shard.tensor for shard in shards})
-    entrants = _baselines(shards) | {
-        name: Entrant(MAKERS[name][1](shards), target) for name in names if name in MAKERS
+    entries = _baselines(shards) | {
+        name: Entry(MAKERS[name][1](shards), target) for name in names if name in MAKERS
     }
-    return Worker(context, sum(shard.tensor.nbytes for shard in shards), entrants)
+    return Worker(context, sum(shard.tensor.nbytes for shard in shards), entries)
 
 
-def _baselines(shards: tuple[Shard, ...]) -> dict[str, Entrant]:
+def _baselines(shards: tuple[Shard, ...]) -> dict[str, Entry]:
     """Read and exchange of the state as one run of bytes, of which each rank has a share.
 
     Nobody overwrites what a rank sends but the read, with what it has stored itself.
@@ -196,13 +196,13 @@ def _baselines(shards: tuple[Shard, ...]) -> dict[str, Entrant]:
     own = shares[dist.get_rank()]
     others = {share.key: share.tensor for share in shares if share is not own}
     return {
-        READ_SHARES: Entrant(raw_flushed((own,)), Target({own.key: own.tensor})),
-        SEND_SHARES: Entrant(_Sending(shares), Target(others)),
+        READ_SHARES: Entry(raw_flushed((own,)), Target({own.key: own.tensor})),
+        SEND_SHARES: Entry(_Sending(shares), Target(others)),
     }
 
 
 def _save_all(ranks: Ranks, names: Sequence[str], directory: Path) -> dict[str, Path]:
-    """Store the state once in each of the forms that are loaded; where each contender finds it."""
+    """Store the state once in each of the forms that are loaded; where each candidate finds it."""
     stored = {name: directory / _STORED[name] for name in names}
     for target in dict.fromkeys(stored.values()):
         target.mkdir()
@@ -212,31 +212,31 @@ def _save_all(ranks: Ranks, names: Sequence[str], directory: Path) -> dict[str, 
     return stored
 
 
-@contest_command(list(_STORED), (READ_SHARES, SEND_SHARES))
+@comparison_command(list(_STORED), (READ_SHARES, SEND_SHARES))
 def main(
-    contest: Contest,
+    comparison: Comparison,
     output: Output,
     *,
     ranks: Annotated[
         list[int] | None, typer.Option(min=2, help="Replicas.", show_default="2 and 4")
     ] = None,
 ) -> None:
-    """Load one GPT-like state on every rank of a group with every contender in turn."""
-    for size in contest.sizes:
+    """Load one GPT-like state on every rank of a group with every candidate in turn."""
+    for size in comparison.sizes:
         for num_ranks in ranks or (2, 4):
-            _run_group(size, num_ranks, contest, output)
+            _run_group(size, num_ranks, comparison, output)
 
 
-def _run_group(size: GptSize, num_ranks: int, contest: Contest, output: Output) -> None:
-    args = ("benchmarks.two_stage", size, contest.names)
-    with Ranks(num_ranks, *args, timeout_s=contest.timeout_s) as ranks:
+def _run_group(size: GptSize, num_ranks: int, comparison: Comparison, output: Output) -> None:
+    args = ("benchmarks.two_stage", size, comparison.names)
+    with Ranks(num_ranks, *args, timeout_s=comparison.timeout_s) as ranks:
         nbytes = ranks.step("nbytes").values[0]
-        for place in contest.places:
+        for place in comparison.places:
             case = Case(file_system(place), nbytes, size.num_arrays, num_ranks, num_ranks)
             with workspace(place) as directory:
-                stored = _save_all(ranks, contest.names, directory)
+                stored = _save_all(ranks, comparison.names, directory)
                 step = case.loads[-1]  # cold, where there is such a thing
-                rounds = load_rounds(ranks, case, step, stored, contest.repetitions)
+                rounds = load_rounds(ranks, case, step, stored, comparison.repetitions)
                 output.write_samples(case, rounds)
 
 

@@ -54,7 +54,7 @@ NEEDED: Final = {
     "nvrx": "nvidia_resiliency_ext",
     "nvrx, flushed": "nvidia_resiliency_ext",
 }
-"""Contenders that take part where a package is installed that is no dependency of this one."""
+"""Candidates that take part where a package is installed that is no dependency of this one."""
 
 Directory = Annotated[
     Path | None, typer.Option(help="Where to write.", show_default="the temporary directory")
@@ -69,13 +69,13 @@ NOWHERE = Path("/dev/null")
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class Comparison:
     """What is compared, and how often.
 
     Attributes:
         sizes: of the state, one after the other; none where a benchmark has sizes of its own.
         places: where each is stored, one after the other.
-        names: contenders, baselines among them.
+        names: candidates, baselines among them.
         repetitions: measured rounds.
         timeout_s: longest wait for one step.
         is_smoke: toy size is asked for; sizes and repetitions are those of one.
@@ -110,10 +110,10 @@ class Output:
         for sample in samples:
             self.write("sample", sample, case=case)
 
-    def skip(self, contender: str, reason: str) -> None:
+    def skip(self, candidate: str, reason: str) -> None:
         """Say who or what is left out, and why."""
-        self.write("skipped", {"contender": contender, "reason": reason})
-        self.console.print(f"{contender}: skipped, {reason}")
+        self.write("skipped", {"candidate": candidate, "reason": reason})
+        self.console.print(f"{candidate}: skipped, {reason}")
 
 
 def _plain(value: Any) -> Any:
@@ -186,7 +186,7 @@ def _processor() -> str:
 Command = Callable[..., None]
 
 
-def contest_command(
+def comparison_command(
     known: Sequence[str],
     baselines: Collection[str],
     *,
@@ -195,13 +195,13 @@ def contest_command(
     repetitions: int = 7,
     timeout_s: float = 300.0,
 ) -> Callable[[Command], Command]:
-    """Makes a command of a function that takes a contest, its output, and options of its own.
+    """Makes a command of a function that takes a comparison, its output, and options of its own.
 
-    The command has the function's own options and those that all contests have.
+    The command has the function's own options and those that all comparisons have.
 
     Args:
-        known: contenders, in the order of the first round.
-        baselines: contenders that take part without being asked for.
+        known: candidates, in the order of the first round.
+        baselines: candidates that take part without being asked for.
         sizes_gb: sizes of the state in GB, if it is not told. Without any there is no such option.
         in_memory: if it is not told where to write: to /dev/shm too.
         repetitions: measured rounds, if it is not told.
@@ -219,7 +219,7 @@ def contest_command(
             Annotated[list[Path] | None, typer.Option(help="Where to write.", show_default=shown)],
             None,
         ),
-        "contender": (
+        "candidate": (
             Annotated[
                 list[str] | None,
                 typer.Option(help="Only these, beside the baselines.", callback=among(known)),
@@ -242,15 +242,15 @@ def contest_command(
             is_smoke = given["smoke"]
             sizes = tuple(gpt_size(int(gb * GB)) for gb in given.get("size", ()))
             with open_output(given["out"], script) as output:
-                contest = Contest(
+                comparison = Comparison(
                     (_SMOKE,) if is_smoke else sizes,
                     tuple(given["directory"] or places),
-                    _chosen_names(given["contender"], known, baselines, output),
+                    _chosen_names(given["candidate"], known, baselines, output),
                     1 if is_smoke else given["repetitions"],
                     given["timeout_s"],
                     is_smoke,
                 )
-                run(contest, output, **options)
+                run(comparison, output, **options)
 
         _, _, *own = inspect.signature(run, eval_str=True).parameters.values()
         added = [
@@ -287,7 +287,7 @@ def missing_package(package: str | None) -> str | None:
 def _chosen_names(
     wanted: Sequence[str] | None, known: Sequence[str], baselines: Collection[str], output: Output
 ) -> tuple[str, ...]:
-    """The wanted contenders, or all, without those whose package is missing, which it reports."""
+    """The wanted candidates, or all, without those whose package is missing, which it reports."""
     found = []
     for name in known:
         if wanted and name not in {*wanted, *baselines}:

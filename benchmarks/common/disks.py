@@ -1,6 +1,6 @@
 """Put files, page cache and memory into the same state before every sample.
 
-Four things that have nothing to do with a contender decide its time if they are left to chance:
+Four things that have nothing to do with a candidate decide its time if they are left to chance:
 
 - Dirty pages of the sample before are still being written: every sample flushes its own.
 - The page cache holds some files and not others: files are read or dropped on purpose.

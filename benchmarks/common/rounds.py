@@ -1,4 +1,4 @@
-"""Rounds: every contender in turn, each from the same state of disk, cache and memory."""
+"""Rounds: every candidate in turn, each from the same state of disk, cache and memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from benchmarks.common.command_line import Contest, Output
+from benchmarks.common.command_line import Comparison, Output
 from benchmarks.common.disks import drop_cache, fill_cache, fresh, touch_memory, workspace
 from benchmarks.common.processes import Ranks
 
 RAW_PLAIN = "raw write"
 SECONDS, DURABLE_SECONDS = "seconds", "durable_seconds"
 LEFT_TO_THE_KERNEL = frozenset({RAW_PLAIN, "torch.save", "safetensors"})
-"""Contenders whose files need not be on the disk when their ``save`` returns."""
+"""Candidates whose files need not be on the disk when their ``save`` returns."""
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
@@ -59,18 +59,18 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of one contender.
+    """One run of one candidate.
 
     Attributes:
         step: what was timed.
-        contender: whose.
+        candidate: whose.
         repetition: which of the alternating rounds.
         values: by name. ``SECONDS`` are from the first rank's start to the last rank's end,
             ``DURABLE_SECONDS`` those until all files are on the disk.
     """
 
     step: str
-    contender: str
+    candidate: str
     repetition: int
     values: Mapping[str, float]
 
@@ -86,18 +86,20 @@ def alternate(names: Sequence[str], repetitions: int) -> Iterator[tuple[int, str
 
 
 def run_saves_and_loads(
-    ranks: Ranks, case: Case, place: Path, contest: Contest, output: Output
+    ranks: Ranks, case: Case, place: Path, comparison: Comparison, output: Output
 ) -> None:
     """Time every step of a case in one place. Loads read what the last round of saves has left."""
     with workspace(place) as directory:
-        output.write_samples(case, _saves(ranks, case, directory, contest))
-        stored = {name: directory / name for name in contest.names if name != RAW_PLAIN}
+        output.write_samples(case, _saves(ranks, case, directory, comparison))
+        stored = {name: directory / name for name in comparison.names if name != RAW_PLAIN}
         for step in case.loads:
-            output.write_samples(case, load_rounds(ranks, case, step, stored, contest.repetitions))
+            output.write_samples(
+                case, load_rounds(ranks, case, step, stored, comparison.repetitions)
+            )
 
 
-def _saves(ranks: Ranks, case: Case, directory: Path, contest: Contest) -> Iterator[Sample]:
-    for repetition, name in alternate(contest.names, contest.repetitions + 1):
+def _saves(ranks: Ranks, case: Case, directory: Path, comparison: Comparison) -> Iterator[Sample]:
+    for repetition, name in alternate(comparison.names, comparison.repetitions + 1):
         target = fresh(directory, name)
         touch_memory(case.held_nbytes)
         seconds = ranks.step("save", name, target).seconds
@@ -118,7 +120,7 @@ def load_rounds(
         ranks: those who load.
         case: what they load.
         step: LOAD_WARM or LOAD_COLD.
-        stored: for each contender, in the order of the first round, what it is to load.
+        stored: for each candidate, in the order of the first round, what it is to load.
         repetitions: measured rounds.
     """
     for repetition, name in alternate(list(stored), repetitions + 1):

@@ -46,7 +46,7 @@ _SUMMARY: Final = (
 )
 
 _OURS: Final = ("zarr", "two-stage", "plain, zarr", "verify", "to ", "local manager")
-"""How the names of this package's contenders begin."""
+"""How the names of this package's candidates begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _subject_table(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
     cells = [
         [
             f"{row.case}: {row.step}",
-            row.stat.contender.replace("floor", "baseline"),
+            row.stat.candidate,
             _spread(row.stat.seconds),
             _ratio(row, subject.baseline, RAW_PLAIN),
             _ratio(row, subject.peer),
@@ -209,8 +209,8 @@ def _figure(subject: Subject, rows: Sequence[Row]) -> Figure:
         ratio = row.stat.ratios.get(subject.baseline) or row.stat.ratios.get(RAW_PLAIN)
         if ratio is None or ratio == Spread(1.0, 1.0, 1.0):
             continue
-        label = row.stat.contender.replace("floor", "baseline")
-        bar = Bar.of(label, ratio, is_ours=row.stat.contender.startswith(_OURS))
+        label = row.stat.candidate
+        bar = Bar.of(label, ratio, is_ours=row.stat.candidate.startswith(_OURS))
         panels.setdefault(f"{row.case}: {row.step}", []).append(bar)
     shown = tuple(Panel(title, tuple(bars)) for title, bars in panels.items())
     return Figure(subject.stem, "times the baseline (lower is better)", shown, baseline=1.0)
@@ -223,7 +223,7 @@ def _summary_panels(rows: Sequence[Row]) -> tuple[Panel, ...]:
     panels: dict[str, list[Bar]] = {}
     for row in on_disk:
         if row.fields["nbytes"] == largest and row.step in {"durable save", "load cold"}:
-            name = row.stat.contender
+            name = row.stat.candidate
             bar = Bar.of(name, row.stat.seconds, is_ours=name.startswith(_OURS))
             panels.setdefault(f"{row.case}: {row.step}", []).append(bar)
     return tuple(Panel(title, tuple(bars)) for title, bars in panels.items())
@@ -278,7 +278,7 @@ def _recovery_table(faults: Found) -> Iterator[str]:
 
 def _overhead_table(overhead: Found) -> Iterator[str]:
     rows = [
-        [line["contender"], _number(line["ms_per_step"]), f"{100 * line['share']:.2f} %"]
+        [line["candidate"], _number(line["ms_per_step"]), f"{100 * line['share']:.2f} %"]
         for line in overhead.of_kind("summary")
     ]
     if rows:

@@ -1,4 +1,4 @@
-"""Results files as the page reads them, and what the rounds of each contender amount to.
+"""Results files as the page reads them, and what the rounds of each candidate amount to.
 
 Everything is computed from the samples, so a run that was cut short still counts. Light to import.
 """
@@ -32,16 +32,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What the rounds of one contender amount to.
+    """What the rounds of one candidate amount to.
 
     Attributes:
-        contender: its name.
+        candidate: its name.
         num_rounds: how many rounds count.
         seconds: over the rounds.
         ratios: for each baseline, its ratios of seconds over the rounds that both have.
     """
 
-    contender: str
+    candidate: str
     num_rounds: int
     seconds: Spread
     ratios: Mapping[str, Spread]
@@ -100,18 +100,18 @@ def summarise_rounds(
     baselines: Sequence[str],
     seconds: Callable[[Line], float | None] = seconds_of,
 ) -> list[Stat]:
-    """One Stat for each contender, the first baseline before all others.
+    """One Stat for each candidate, the first baseline before all others.
 
     Args:
         samples: of one step of one case.
-        baselines: contenders that all are compared with.
+        baselines: candidates that all are compared with.
         seconds: of a sample; None where it has none.
     """
     by_name: dict[str, dict[int, float]] = {}
     for line in samples:
         found = seconds(line)
         if found is not None:
-            by_name.setdefault(line["contender"], {})[int(line["repetition"])] = found
+            by_name.setdefault(line["candidate"], {})[int(line["repetition"])] = found
     names = sorted(by_name, key=lambda name: (name != baselines[0], name))
     return [_stat(name, by_name, baselines) for name in names]
 
@@ -130,11 +130,11 @@ def with_longest(samples: Sequence[Line], parts: Sequence[str], name: str) -> li
     """The samples, and those of a baseline that takes as long as the longest part of each round."""
     rounds: dict[int, list[Line]] = {}
     for line in samples:
-        if line["contender"] in parts:
+        if line["candidate"] in parts:
             rounds.setdefault(int(line["repetition"]), []).append(line)
     whole = [of_round for of_round in rounds.values() if len(of_round) == len(parts)]
     longest = [max(of_round, key=lambda line: seconds_of(line) or 0.0) for of_round in whole]
-    return [*({**line, "contender": name} for line in longest), *samples]
+    return [*({**line, "candidate": name} for line in longest), *samples]
 
 
 def spread_of(values: Sequence[float]) -> Spread:

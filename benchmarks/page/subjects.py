@@ -1,4 +1,4 @@
-"""The subjects of the page that compare contenders: what is measured, and how a row is made."""
+"""The subjects of the page that compare candidates: what is measured, and how a row is made."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from benchmarks.page.results import (
 TORCH_DIST: Final = "torch_dist"
 RAW_FLUSHED, RAW_PLAIN = "raw write+fsync", "raw write"
 READ_SHARES, SEND_SHARES = "raw read", "gloo exchange"
-PARALLEL, NVRX, LOCAL_FLOOR = "fully parallel", "nvrx", "floor"
+PARALLEL, NVRX, LOCAL_BASELINE = "fully parallel", "nvrx", "baseline"
 _GB, _MIB = 10**9, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender in one case: ``case`` is the text, ``fields`` what it is made of."""
+    """One candidate in one case: ``case`` is the text, ``fields`` what it is made of."""
 
     case: str
     fields: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Subject:
         title: of the table.
         words: what the rows are.
         baseline: that seconds are compared with; the bars of the figure are these ratios.
-        peer: the other contender to compare with.
+        peer: the other candidate to compare with.
         more: further columns: title, name of the value, and what is made of all rounds.
         part: of the benchmark; empty for all.
         figure: whether there is one.
@@ -67,7 +67,7 @@ class Subject:
                 continue
             for shown_step, stats in self._stats(fields, step, samples):
                 for stat in stats:
-                    more = self._more([x for x in samples if x["contender"] == stat.contender])
+                    more = self._more([x for x in samples if x["candidate"] == stat.candidate])
                     yield Row(case_text(case), fields, shown_step, stat, more)
 
     def _stats(
@@ -127,7 +127,7 @@ SUBJECTS: Final = (
         "Every rank requests the whole state. Baseline: the longer of `raw read` (each rank reads "
         "its share) and `gloo exchange` (each rank sends its share to all others). "
         "`fully parallel` is Megatron-Core's FullyParallelLoadStrategyWrapper.",
-        "floor",
+        "baseline",
         PARALLEL,
         figure=True,
     ),
@@ -149,7 +149,7 @@ SUBJECTS: Final = (
         "Local checkpoints",
         "Every rank acts as one node; two ranks hold each state. The baseline moves and writes the "
         "same bytes. `nvrx` is nvidia-resiliency-ext, which does not flush and takes no digests.",
-        LOCAL_FLOOR,
+        LOCAL_BASELINE,
         NVRX,
         figure=True,
     ),
@@ -216,7 +216,7 @@ class Goal:
         text: what is bound.
         limit: the largest value that is good enough.
         stem: of the subject.
-        contender: whose rows.
+        candidate: whose rows.
         of: a baseline, for ratios; or the title of a further column.
         step: beginning of the steps that count; empty for all.
     """
@@ -224,7 +224,7 @@ class Goal:
     text: str
     limit: float
     stem: str
-    contender: str
+    candidate: str
     of: str
     step: str = ""
 
@@ -232,7 +232,7 @@ class Goal:
         """The medians that the goal is about."""
         found = []
         for row in rows:
-            if row.stat.contender == self.contender and row.step.startswith(self.step):
+            if row.stat.candidate == self.candidate and row.step.startswith(self.step):
                 if self.of in row.more:
                     found.append(row.more[self.of])
                 elif self.of in row.stat.ratios:
@@ -252,17 +252,17 @@ GOALS: Final = (
     Goal("zarr 2: cold load, of raw", 1.08, "save_load", "zarr 2", RAW_FLUSHED, "load cold"),
     Goal("zarr 2: warm load, of raw", 1.6, "save_load", "zarr 2", RAW_FLUSHED, "load warm"),
     Goal("two-stage load, of fully parallel", 0.35, "two_stage", "two-stage, zarr 1", PARALLEL),
-    Goal("two-stage load, of the baseline", 1.5, "two_stage", "two-stage, zarr 1", "floor"),
+    Goal("two-stage load, of the baseline", 1.5, "two_stage", "two-stage, zarr 1", "baseline"),
     Goal("another layout: bytes read, of those needed", 1.1, "reshard", "zarr 2", "read"),
     Goal("another layout, of torch_dist", 0.33, "reshard", "zarr 2", TORCH_DIST),
     Goal("asynchronous save: worst step", 1.05, "async_save", "zarr 2", "worst step"),
     Goal("local: blocking part, of memcpy", 1.3, "local_replicated", "local manager",
-         LOCAL_FLOOR, "blocking"),
+         LOCAL_BASELINE, "blocking"),
     Goal("local: save, of exchange and write", 1.5, "local_replicated", "local manager",
-         LOCAL_FLOOR, "save"),
+         LOCAL_BASELINE, "save"),
     Goal("local: save, of nvrx", 0.5, "local_replicated", "local manager", NVRX, "save"),
     Goal("local: recovery, of read and exchange", 1.5, "local_replicated", "local manager",
-         LOCAL_FLOOR, "recovery"),
+         LOCAL_BASELINE, "recovery"),
     Goal("local: recovery, of nvrx", 0.5, "local_replicated", "local manager", NVRX, "recovery"),
     Goal("verify, of raw read", 1.43, "tools", "verify", READ_SHARES),
     Goal("convert to zarr 2, of raw copy", 1.43, "tools", "to zarr 2", "raw copy"),

@@ -42,7 +42,7 @@ _SPACE = 1.3
 """Space that has to be free, in times of the state: one checkpoint, and metadata."""
 
 Sample = dict[str, Any]
-"""One save or load: ``step``, ``contender``, ``repetition`` (0 is the warm-up), ``seconds``."""
+"""One save or load: ``step``, ``candidate``, ``repetition`` (0 is the warm-up), ``seconds``."""
 
 
 def bench_directory(
@@ -135,7 +135,7 @@ def _timings(samples: list[Sample], candidates: list[str], nbytes: int) -> list[
     for step in STEPS:
         # Samples of each candidate are in the order of the rounds.
         seconds = {
-            name: [s["seconds"] for s in samples if (s["step"], s["contender"]) == (step, name)]
+            name: [s["seconds"] for s in samples if (s["step"], s["candidate"]) == (step, name)]
             for name in candidates
         }
         for name, own in seconds.items():
@@ -144,7 +144,7 @@ def _timings(samples: list[Sample], candidates: list[str], nbytes: int) -> list[
             timings.append(
                 {
                     "step": step,
-                    "contender": name,
+                    "candidate": name,
                     "seconds": median,
                     "shortest": min(own),
                     "longest": max(own),
@@ -157,7 +157,7 @@ def _timings(samples: list[Sample], candidates: list[str], nbytes: int) -> list[
 
 def _row(timing: dict[str, Any]) -> tuple[str, ...]:
     return (
-        f"{timing['step']}, {timing['contender']}",
+        f"{timing['step']}, {timing['candidate']}",
         f"{timing['seconds']:.3f}",
         f"{timing['shortest']:.3f} - {timing['longest']:.3f}",
         f"{bytes_text(round(timing['nbytes_per_second']))}/s",

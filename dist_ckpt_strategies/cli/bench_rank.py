@@ -121,7 +121,7 @@ class BenchRank:
                 # Forwards and backwards in turn, so that what each leaves behind affects all.
                 for name in candidates[:: -1 if repetition % 2 else 1]:
                     directory = self._workspace / f"{name} {repetition}"
-                    of_name = {"contender": name, "repetition": repetition}
+                    of_name = {"candidate": name, "repetition": repetition}
                     for step, seconds in self._save_and_load(name, directory):
                         yield {"step": step, **of_name, "seconds": seconds}
 

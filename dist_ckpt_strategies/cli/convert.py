@@ -21,7 +21,7 @@ from dist_ckpt_strategies.cli.render import (
 )
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.config import MIB
-from dist_ckpt_strategies.storage.files import parsed_address
+from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.tools.convert import ConvertOptions, ConvertReport, convert, upgrade
 from dist_ckpt_strategies.tools.diff import (
     ArrayDifference,
@@ -88,7 +88,7 @@ def _compared(report: ConvertReport | DiffReport) -> str:
 
 
 def _absolute(address: str) -> str:
-    return str(parsed_address(address))
+    return str(located(address, None))
 
 
 def _diff_fields(a: str, b: str, report: DiffReport) -> dict[str, Any]:

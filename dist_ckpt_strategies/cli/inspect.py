@@ -38,9 +38,9 @@ from dist_ckpt_strategies.formats.issues import (
     StaleFile,
     StaleKind,
 )
+from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy, scan_local, verify_local
-from dist_ckpt_strategies.storage.files import StoreUrl, parsed_address
 
 _FORMAT2 = 2
 _NUM_FIRST = 3
@@ -99,7 +99,7 @@ def inspect_checkpoint(
         CheckpointNotFoundError: there is no checkpoint.
         ArrayNotFoundError: no key, or id of a local shard, matches the glob ``keys``.
     """
-    found = _scanned(parsed_address(address, what="DIR"), None)
+    found = _scanned(located(address, None, what="DIR"), None)
     summary = summary_of(found, keys, with_objects=with_objects)
     if as_json:
         _print_json("inspect", summary, {"complete": summary.is_fine, **summary.lists})
@@ -115,7 +115,7 @@ def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Stat
         CheckpointNotFoundError: there is no checkpoint.
     """
     began = time.monotonic()
-    place = parsed_address(address, what="DIR")
+    place = located(address, None, what="DIR")
     with open_bars() as open_bar, tool_ranks(nproc) as comm:
         ranks = Ranks(comm)
         if isinstance(place, Path):
@@ -136,13 +136,8 @@ def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Stat
     return status_of_issues(summary.issues)
 
 
-def _scanned(place: Path | StoreUrl, watch: Watch | None) -> Scan | LocalScan:
-    if isinstance(place, StoreUrl):
-        # TensorStore takes a while to import, and directories go without.
-        from dist_ckpt_strategies.formats.locations import located  # noqa: PLC0415
-
-        return scan(located(str(place), None))
-    return scan_local(place) or scan(place, watch)
+def _scanned(place: Location, watch: Watch | None) -> Scan | LocalScan:
+    return (isinstance(place, Path) and scan_local(place)) or scan(place, watch)
 
 
 def _print_json(command: str, summary: Summary, fields: Mapping[str, Any]) -> None:
@@ -169,7 +164,7 @@ def _completeness(summary: Summary) -> str:
     if summary.issues:
         issues = counted(len(summary.issues), "issue")
         return f"NO, {issues}; `dist-ckpt verify` lists them all"
-    is_directory = isinstance(parsed_address(summary.fields["path"]), Path)
+    is_directory = isinstance(located(summary.fields["path"], None), Path)
     looked_at = "names and sizes" if is_directory else "names"  # as an object store lists them
     return f"yes, by {looked_at}; `dist-ckpt verify` also reads the files"
 

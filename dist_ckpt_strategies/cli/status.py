@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 import typer
 
@@ -37,7 +38,6 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.issues import Issue, Problem
-from dist_ckpt_strategies.storage.files import StoreUrl, parsed_address
 
 _DAMAGE = (
     CorruptCheckpointError,
@@ -128,13 +128,13 @@ def require_answers(*addresses: str) -> None:
         StrategyError: an address is none, or a variable of the environment does not parse.
     """
     for address in addresses:
-        url = parsed_address(address)
-        if isinstance(url, StoreUrl):
-            from dist_ckpt_strategies.storage.bucket import Bucket  # noqa: PLC0415
+        from dist_ckpt_strategies.formats.locations import located  # noqa: PLC0415
 
+        options = store_options_from_environment(timeout_s=_FIRST_ANSWER_S)
+        place = located(address, options)
+        if not isinstance(place, Path):
             with _no_library_logs():
-                options = store_options_from_environment(timeout_s=_FIRST_ANSWER_S)
-                Bucket(url, options).require_bucket()
+                place.require_bucket()
 
 
 @contextmanager

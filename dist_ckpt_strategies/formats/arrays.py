@@ -55,11 +55,10 @@ from dist_ckpt_strategies.storage.file_systems import (
 )
 from dist_ckpt_strategies.storage.files import (
     Directory,
-    directories_above,
     file_errors,
     new_file,
     pread_into,
-    sync_path,
+    sync_jobs,
     write_buffered,
 )
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer, raise_if_cancelled
@@ -190,9 +189,7 @@ class DirectoryWriter(StoreWriter):
         if self._flush is not None:
             return Transfer([Job("", self._root, self._flush)], 1)
         names = {array.directory: array.key for array in arrays}
-        paths = directories_above(self._root, names)
-        jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
-        return Transfer(jobs, self._num_write_threads)
+        return Transfer(sync_jobs(self._root, names), self._num_write_threads)
 
     def _write(self, key: str, name: str, nbytes: int, segments: Iterable[Bytes]) -> None:
         path = self.store.path(name)

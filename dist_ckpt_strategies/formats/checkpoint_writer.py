@@ -19,7 +19,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import BucketWriter, DirectoryWriter, StoreWriter
-from dist_ckpt_strategies.formats.commit import open_save_place
+from dist_ckpt_strategies.formats.commit import BucketPlace, DirectoryPlace
 from dist_ckpt_strategies.formats.locations import Location, require_path, store_at
 from dist_ckpt_strategies.formats.manifest import (
     HEADER,
@@ -40,8 +40,8 @@ from dist_ckpt_strategies.formats.objects import (
     write_dumped,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
-from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
+from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory, sync_jobs
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import Store
 
 _OBJECT_THREADS = 8
@@ -94,13 +94,8 @@ class CheckpointWriter:
         if self._is_format1:
             require_path(root, "format ('zarr', 1)")
             self.chunk_layout = ChunkLayout.WHOLE
-        self.place = open_save_place(
-            root,
-            options,
-            keeps_old=keeps_old,
-            overwrite=overwrite,
-            is_format2=not self._is_format1,
-        )
+        place = BucketPlace if isinstance(root, Bucket) else DirectoryPlace
+        self.place = place(root, options, keeps_old, overwrite, is_format2=not self._is_format1)
         self.options, self._global_rank = options, global_rank
         self._objects: list[Fields] = []
         self._num_packs = 0
@@ -124,8 +119,9 @@ class CheckpointWriter:
         self.place.require(owner)
         location = self.place.location
         if isinstance(location, Bucket):
-            self.arrays = BucketWriter(location, self.options)
+            self.store, self.arrays = location, BucketWriter(location, self.options)
         else:
+            self.store = Directory(location)
             self.arrays = DirectoryWriter(location, self.options)
         self.store = self.arrays.store
 
@@ -142,7 +138,7 @@ class CheckpointWriter:
                 jobs.append(Job(one.key, f"{location}/{one.unique_key}", write))
             Transfer(jobs, _OBJECT_THREADS).wait(self.options.timeout_s)
             names = {one.key: one.key for one in objects}
-            run_with_limit(partial(sync_directories, location, names), location)
+            Transfer(sync_jobs(location, names), _OBJECT_THREADS).wait(self.options.timeout_s)
             return
         pack = bytearray()
         name = f"{OBJECTS_NAME}/rank-{self._global_rank + self._num_packs:05d}.bin"

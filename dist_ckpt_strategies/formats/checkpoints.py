@@ -14,6 +14,7 @@ from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    StorageError,
 )
 from dist_ckpt_strategies.formats.arrays import (
     BucketReader,
@@ -25,9 +26,8 @@ from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import (
     Location,
-    content_of,
+    current_place,
     require_something,
-    store_at,
 )
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
@@ -47,12 +47,13 @@ from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_acce
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MAX_JSON_NBYTES,
+    Directory,
     file_errors,
     read_file,
     require_directory,
 )
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, limited, run_with_limit
-from dist_ckpt_strategies.storage.store import ArrayReader
+from dist_ckpt_strategies.storage.store import ArrayReader, Store
 
 
 @limited
@@ -167,15 +168,18 @@ class Format2Checkpoint:
     """
 
     def __init__(self, root: Location, options: Options) -> None:
-        self._options, self._root = options, content_of(root)
-        root = self._root
-        if isinstance(root, Path):
-            run_with_limit(partial(require_directory, root), root)
-        self.file_store = store_at(root)
+        self.file_store: Store
+        if isinstance(root, Bucket):
+            root = self.file_store = current_place(root)
+        else:
+            self.file_store = Directory(root)
+        self._options, self._root = options, root
         try:  # asked for by its name: lists of an object store may not know of it yet
             self.manifest = Manifest(self.file_store)
-        except IncompleteCheckpointError:
-            if isinstance(root, Bucket):
+        except StorageError as error:
+            if isinstance(root, Path):
+                run_with_limit(partial(require_directory, root), root)
+            elif isinstance(error, IncompleteCheckpointError):
                 require_something(root)
             raise
         self.identity = self.manifest.digest

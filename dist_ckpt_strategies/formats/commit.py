@@ -26,7 +26,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from dist_ckpt_strategies.config import Options, place_from_environment
@@ -60,12 +60,10 @@ from dist_ckpt_strategies.storage.files import (
     require_directory,
     sync_path,
     try_lock,
-    write_file,
 )
 from dist_ckpt_strategies.storage.io_pool import (
     limited,
     raise_if_cancelled,
-    run_with_limit,
     storage_error,
 )
 
@@ -152,39 +150,30 @@ def complete_commit(root: Location) -> bool:
         return any(_take_away(root, marker.parent) for marker in sorted(root.glob(_DECIDED)))
 
 
+@dataclass
 class PlaceBase(ABC):
     """Where the files of one save go until it is committed. Nothing else writes there.
 
-    Args:
+    Attributes:
         root: the checkpoint.
         options: limits.
         keeps_old: leave an earlier checkpoint in a directory whole until the commit. Not where the
             caller has replaced its ``common.pt`` already.
         overwrite: replace arrays and objects that belong to no finished checkpoint, too.
         is_format2: whether the save is of format ("zarr", 2), with folders of its own.
-
-    Attributes:
         save_id: of this save. The first rank makes it, the others take it from there.
     """
 
-    save_id = ""
-
-    def __init__(
-        self,
-        root: Location,
-        options: Options,
-        *,
-        keeps_old: bool,
-        overwrite: bool,
-        is_format2: bool = False,
-    ) -> None:
-        self._root, self._timeout_s = root, options.timeout_s
-        self._keeps_old, self._overwrite, self._is_format2 = keeps_old, overwrite, is_format2
-        self._replaces = True
+    root: Location
+    options: Options
+    keeps_old: bool
+    overwrite: bool
+    is_format2: bool = False
+    save_id: str = ""
 
     def __str__(self) -> str:
         """The checkpoint, for messages."""
-        return str(self._root)
+        return str(self.root)
 
     @abstractmethod
     def is_current(self) -> bool:
@@ -199,39 +188,38 @@ class PlaceBase(ABC):
         Raises:
             StorageError: it is not: another save has begun there, or all was removed.
         """
-        deadline = time.monotonic() + min(self._timeout_s / 4, _WAIT_S) * (owner is not None)
+        limit_s = min(self.options.timeout_s / 4, _WAIT_S) if owner else 0.0
+        deadline = time.monotonic() + limit_s
         while not self.is_current():
             if time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
                 continue
-            if owner is None:
-                raise StorageError(
-                    f"{self}: another save to it started before this one ended, or its staged "
-                    "files were removed; nothing became visible; save again from one job at a time",
-                    path=str(self),
-                )
-            raise StorageError(
-                f"{self}: the files of {owner} are not visible here; save from all ranks to one "
-                "directory on a file system that they share, and from one job at a time",
-                path=str(self),
+            what = (
+                f"the files of {owner} are not visible here; save from all ranks to one directory "
+                "on a file system that they share, and from one job at a time"
+                if owner
+                else "another save to it started before this one ended, or its staged files were "
+                "removed; nothing became visible; save again from one job at a time"
             )
+            raise StorageError(f"{self}: {what}", path=str(self))
 
 
 class DirectoryPlace(PlaceBase):
     """A staging directory in the checkpoint's own, which ``begin`` makes; see PlaceBase."""
 
-    _root: Path
+    root: Path
+    _replaces = True
 
     @property
     def location(self) -> Path:
         """What the save writes into; with the save id."""
-        return self._root / f"{PARTIAL_PREFIX}{self.save_id}"
+        return self.root / f"{PARTIAL_PREFIX}{self.save_id}"
 
     def new_save_id(self) -> str:
         """Look at what is there, on the first rank; the id of this save."""
-        if not self._keeps_old:
-            invalidate(self._root)
-            self._overwrite = self._overwrite or (self._root / OLD_MARKER_NAME).exists()
+        if not self.keeps_old:
+            invalidate(self.root)
+            self.overwrite = self.overwrite or (self.root / OLD_MARKER_NAME).exists()
         return uuid.uuid4().hex
 
     @limited
@@ -247,13 +235,14 @@ class DirectoryPlace(PlaceBase):
                 link.
             StorageError: another process is committing a save there.
         """
-        root = self._root
-        self._replaces = keys is not None or self._overwrite
+        root = self.root
+        self._replaces = keys is not None or self.overwrite
         with file_errors(None, root):
             make_directories(root)
-            require_directory(root)
+            if not root.is_dir():
+                require_directory(root)  # names what is there instead
             present = set(os.listdir(root))  # noqa: PTH208 - the names alone
-        if self._is_format2 and not (root / SAVE_NAME).is_file():
+        if self.is_format2 and not (root / SAVE_NAME).is_file():
             for name in sorted(present.intersection(FOLDER_NAMES)):
                 raise CheckpointExistsError(
                     f"{root / name} is not part of a checkpoint of format ('zarr', 2), whose files "
@@ -261,7 +250,7 @@ class DirectoryPlace(PlaceBase):
                     path=str(root / name),
                 )
         if keys is not None and present:
-            if not self._overwrite:
+            if not self.overwrite:
                 _require_replaceable(root, keys)
             _require_no_other_checkpoint(root, [k for k in keys if k.partition("/")[0] in present])
         if present:
@@ -269,7 +258,7 @@ class DirectoryPlace(PlaceBase):
         with file_errors(None, root):
             self.location.mkdir()
             (self.location / _LOCK_NAME).touch()
-        if self._is_format2:
+        if self.is_format2:
             Directory(self.location).write(SAVE_NAME, begun_content(self.save_id))
 
     @limited
@@ -295,13 +284,13 @@ class DirectoryPlace(PlaceBase):
         """
         self._commit(marker)
         try:
-            run_with_limit(partial(_take_away, self._root, self.location), self)
+            _take_away(self.root, self.location)
         except StorageError as error:
             logger.warning("%s: files that the save replaced cannot be removed: %s", self, error)
 
     @limited
     def _commit(self, marker: bytes | None) -> None:
-        root, staging = self._root, self.location
+        root, staging = self.root, self.location
         with file_errors(None, root), _locked(staging):
             self.require()
             is_alone = os.listdir(root) == [staging.name]  # noqa: PTH208 - the names alone
@@ -309,9 +298,10 @@ class DirectoryPlace(PlaceBase):
             going = _names_of_contents(root, with_torch_dist=True) if replaces else ()
             list(_moves(str(staging), str(root), {f"{root}/{name}" for name in going}))  # may raise
             sync_path(staging)
-            _require_own_place()
+            if place_from_environment() is not None:
+                _require_own_place()
             if marker is not None:
-                write_file(staging / MARKER_NAME, marker)
+                Directory(staging).write(MARKER_NAME, marker)
                 sync_path(root)
             raise_if_cancelled()
             if replaces:
@@ -324,22 +314,22 @@ class DirectoryPlace(PlaceBase):
 class BucketPlace(PlaceBase):
     """A prefix of its own in an object store; see PlaceBase and DirectoryPlace."""
 
-    _root: Bucket
+    root: Bucket
 
     @property
     def location(self) -> Bucket:
         """What the save writes into; with the save id."""
-        return self._root.place(SAVE_PREFIX + self.save_id)
+        return self.root.place(SAVE_PREFIX + self.save_id)
 
     def new_save_id(self) -> str:
         """See DirectoryPlace. It is larger than that of the current save, whatever clocks say."""
-        self._root.require_bucket()
-        last = int((current_id(self._root) or "0").partition("-")[0])
+        self.root.require_bucket()
+        last = int((current_id(self.root) or "0").partition("-")[0])
         return f"{max(last + 1, time.time_ns() // 1000):017d}-{uuid.uuid4().hex}"
 
     def begin(self, keys: Collection[str] | None) -> None:  # noqa: ARG002 - only its own prefix
         """Make the place, on the first rank, and remove what earlier saves have not finished."""
-        _remove_others(self._root, current_place(self._root))
+        _remove_others(self.root, current_place(self.root))
         self.location.write(SAVE_NAME, begun_content(self.save_id))
 
     def abandon(self) -> None:
@@ -347,7 +337,7 @@ class BucketPlace(PlaceBase):
 
     def is_current(self) -> bool:
         """See PlaceBase."""
-        return current_id(self._root) <= self.save_id and self.location.has(SAVE_NAME)
+        return current_id(self.root) <= self.save_id and self.location.has(SAVE_NAME)
 
     def commit(self, marker: bytes | None) -> None:
         """See DirectoryPlace. What the save replaces is removed afterwards."""
@@ -355,11 +345,12 @@ class BucketPlace(PlaceBase):
             raise StrategyError(
                 f"{self}: call dist_ckpt_strategies.save, which also writes the marker"
             )
-        bucket, place = self._root, self.location
+        bucket, place = self.root, self.location
         self.require()
         place.write(MARKER_NAME, marker)
         content = {**json.loads(marker), SAVE_FIELD: self.save_id}
-        _require_own_place()
+        if place_from_environment() is not None:
+            _require_own_place()
         bucket.write(MARKER_NAME, json.dumps(content).encode())
         try:
             _remove_others(bucket, place)
@@ -373,22 +364,15 @@ def _require_own_place() -> None:
     Raises:
         StorageError: see ``comm.job_store.require_place``.
     """
-    if place_from_environment() is not None:
-        from dist_ckpt_strategies.comm.job_store import require_place  # noqa: PLC0415 - torch
+    from dist_ckpt_strategies.comm.job_store import require_place  # noqa: PLC0415 - torch
 
-        try:
-            require_place()
-        except PeerLostError as error:  # as one of storage: all ranks are told, and raise it
-            raise StorageError(f"not committed, this node is out of the job: {error}") from error
+    try:
+        require_place()
+    except PeerLostError as error:  # as one of storage: all ranks are told, and raise it
+        raise StorageError(f"not committed, this node is out of the job: {error}") from error
 
 
 SavePlace = DirectoryPlace | BucketPlace
-
-
-def open_save_place(location: Location, options: Options, **how: bool) -> SavePlace:
-    """Where the files of a save to a location go until its commit; see PlaceBase."""
-    kind = BucketPlace if isinstance(location, Bucket) else DirectoryPlace
-    return kind(location, options, **how)
 
 
 def _require_replaceable(root: Path, keys: Collection[str]) -> None:
@@ -532,12 +516,12 @@ def _remove_stale(root: Path, *, completes: bool = True) -> None:
     with file_errors(None, root):
         for name in sorted(os.listdir(root)):  # noqa: PTH208 - the names alone
             raise_if_cancelled()
-            if name.startswith(PARTIAL_PREFIX):  # with their locks; they come first
-                _take_away(root, root / name, completes=completes)
-            elif name.startswith(REMOVED_PREFIX) and name != OLD_MARKER_NAME:
-                _remove(root / name)
+            is_staging = name.startswith(PARTIAL_PREFIX)  # with their locks; they come first
+            if is_staging or (name.startswith(REMOVED_PREFIX) and name != OLD_MARKER_NAME):
+                _take_away(root, root / name, completes=completes and is_staging)
 
 
+@limited
 def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
     """Remove a staging directory with what its commit moved out; returns whether it was completed.
 
@@ -545,26 +529,23 @@ def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
     """
     doomed = root / f"{REMOVED_PREFIX}{uuid.uuid4().hex}"
     with _locked(staging):
-        is_decided = (staging / MARKER_NAME).exists() and not (root / MARKER_NAME).exists()
-        if is_decided and completes:
+        is_decided = completes and (staging / MARKER_NAME).exists()
+        is_decided = is_decided and not (root / MARKER_NAME).exists()
+        if is_decided:
             _finish(root, staging)
             logger.warning("%s: completed the commit of a save that was interrupted", root)
         with suppress(FileNotFoundError):  # another process has taken it away
             staging.replace(doomed)
-    _remove(doomed)
-    return is_decided and completes
-
-
-def _remove(path: Path) -> None:
     try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+        if doomed.is_dir() and not doomed.is_symlink():
+            shutil.rmtree(doomed)
         else:
-            path.unlink()
+            doomed.unlink()
     except FileNotFoundError:
         pass  # another process removes it too
     except OSError as error:
-        logger.warning("%s cannot be removed (%s); the next save will try again", path, error)
+        logger.warning("%s cannot be removed (%s); the next save will try again", doomed, error)
+    return is_decided
 
 
 @contextmanager
@@ -597,7 +578,7 @@ def _locked(staging: Path) -> Iterator[None]:
 def _remove_others(bucket: Bucket, current: Bucket) -> None:
     """Delete what other saves have put. Nothing is deleted where nothing is.
 
-    Who may put and read, and not delete, can save to a new URL.
+    A job that may put and read, and not delete, can save to a new URL.
     """
     kept = str(current.url).removeprefix(f"{bucket.url}/")
     names = bucket.names(SAVE_PREFIX)
@@ -623,7 +604,7 @@ def remove(bucket: Bucket) -> tuple[str, ...]:
     Objects that are no part of it stay.
 
     Returns:
-        What stays: names, without what comes behind their first ``/``.
+        What stays: names, up to their first ``/``.
     """
     for name in (MARKER_NAME, INDEX_NAME):
         if bucket.has(name):

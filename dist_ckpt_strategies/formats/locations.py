@@ -10,21 +10,24 @@ an earlier release wrote has its files right below its URL.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+from urllib.parse import unquote
 
-from dist_ckpt_strategies.config import Options, store_options_from_environment
+from dist_ckpt_strategies.config import Options, StoreOptions, store_options_from_environment
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    StorageError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
 from dist_ckpt_strategies.formats.zarr2 import array_keys
-from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket, StoreUrl
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -32,8 +35,6 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     Directory,
     file_errors,
-    parsed_address,
-    read_file,
     require_directory,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
@@ -95,22 +96,47 @@ class CheckpointMarker:
         return cls(**found)
 
 
-def located(checkpoint_dir: str | Path | Bucket, options: Options | None) -> Location:
+_LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(/?)(?!/)")
+_FILE_URL = re.compile(r"file://(?:localhost)?/(.*)", re.DOTALL)
+
+
+def located(
+    address: str | Path | Bucket,
+    options: Options | StoreOptions | None,
+    *,
+    what: str = "checkpoint_dir",
+) -> Location:
     """The location that a caller means: ``s3://``, ``gs://``, ``file:///`` or a path.
 
     Args:
-        checkpoint_dir: a location stays as it is.
+        address: of a checkpoint, or of what holds several; a location stays as it is.
         options: how an object store is reached; None: as the environment says, and no peer waits.
+        what: what an empty one is the address of, for messages.
 
     Raises:
         StrategyError: it is no address, or a Path made of a URL; or the environment makes no sense.
     """
-    if isinstance(checkpoint_dir, Bucket):
-        return checkpoint_dir
-    found = parsed_address(checkpoint_dir)
-    if isinstance(found, Path):
-        return found
-    return Bucket(found, options.reached_stores() if options else store_options_from_environment())
+    if isinstance(address, Bucket):
+        return address
+    given: Any = address
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:  # None and numbers would name directories
+        raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
+    if not text:
+        raise StrategyError(f"{what} is empty; name the checkpoint's directory")
+    lacking = _LACKS_SLASHES.match(text)
+    if lacking and not isinstance(address, Path):  # a typing error, and no directory
+        raise StrategyError(
+            f"{text}: a URL begins with {lacking[1]}://; a directory of that name is ./{text}"
+        )
+    if lacking and lacking[2]:
+        raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
+    if path := _FILE_URL.fullmatch(text):
+        return Path("/", unquote(path[1]))
+    if "://" not in text:
+        return Path(text).absolute()
+    stores = options.reached_stores() if isinstance(options, Options) else options
+    return Bucket(StoreUrl.parse(text), stores or store_options_from_environment())
 
 
 def store_at(location: Location) -> Store:
@@ -142,30 +168,28 @@ def read_marker(location: Location) -> CheckpointMarker:
             manifest.
         BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
-    content, what = None, ""
-    if isinstance(location, Path):
-        require_directory(location)
-        path = str(location / MARKER_NAME)
-        with file_errors(None, path):
-            if Path(path).exists():
-                content = read_file(path, MAX_JSON_NBYTES)
-            else:
-                what = f"; {_what_is_there(location)}"
-    else:
-        place = current_place(location)
-        path = place.path(MARKER_NAME)
-        try:
-            content = place.read(MARKER_NAME)
-        except IncompleteCheckpointError:
+    store = Directory(location) if isinstance(location, Path) else current_place(location)
+    path, what = store.path(MARKER_NAME), ""
+    try:
+        content = store.read(MARKER_NAME, 0, MAX_JSON_NBYTES if isinstance(location, Path) else -1)
+    except IncompleteCheckpointError:
+        if isinstance(location, Bucket):
             require_something(location)
-    if content is None:
+        else:
+            require_directory(location)
+            with file_errors(None, location):
+                what = f"; {_what_is_there(location)}"
         raise IncompleteCheckpointError(
             f"{location} is not a distributed checkpoint, or is incomplete: {path}, the last file "
             f"of a save, is missing{what}",
             path=path,
-        )
-    if isinstance(location, Bucket) and not place.has(INDEX_NAME):
-        path = place.path(INDEX_NAME)
+        ) from None
+    except StorageError:
+        if isinstance(location, Path):
+            require_directory(location)
+        raise
+    if isinstance(store, Bucket) and not store.has(INDEX_NAME):
+        path = store.path(INDEX_NAME)
         raise IncompleteCheckpointError(
             f"{location} is incomplete: {MARKER_NAME} is there, but {path} is missing", path=path
         )
@@ -225,11 +249,6 @@ def is_finished(location: Location) -> bool:
     except (CheckpointNotFoundError, IncompleteCheckpointError):
         return False
     return True
-
-
-def content_of(location: Location) -> Location:
-    """Where the files of a checkpoint lie: in a bucket below the prefix of its save."""
-    return location if isinstance(location, Path) else current_place(location)
 
 
 def current_place(bucket: Bucket) -> Bucket:

@@ -31,7 +31,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.zarr2 import entries_below
-from dist_ckpt_strategies.storage.files import file_errors, remove_empty, write_file
+from dist_ckpt_strategies.storage.files import Directory, file_errors, remove_empty
 from dist_ckpt_strategies.storage.io_pool import limited
 
 OBJECT_SUFFIX = ".pt"
@@ -237,7 +237,7 @@ def write_dumped(root: Path, object_id: ObjectId, content: bytes) -> None:
     path = root / (object_id.unique_key + OBJECT_SUFFIX)
     with file_errors(object_id.key, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, content)
+        Directory(path.parent).write(path.name, content, key=object_id.key)
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def guard_optimizer(
         applies = provider.finish_gradients()
         manager.vote()
         manager.begin_update()
-        provider.update_shard()
+        provider.apply_update()
         manager.parameter_update_lock.release()
         provider.gather_weights()
         manager.parameter_update_lock.acquire()

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.device import require_plain
@@ -169,8 +168,7 @@ def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
     for one in sorted(directory.find(), key=lambda one: one.shard_id, reverse=True):
         with suppress(CheckpointError), ShardReader(one.path) as reader:
             content = np.empty(reader.shard.buffers[-1].nbytes, np.uint8)
-            reader.read(reader.shard.byte_offsets[-1], content)
-            if xxhash.xxh3_64_intdigest(content.data) == reader.digests[-1]:
+            if reader.read_buffer(-1, content) == reader.digests[-1]:
                 break
     else:
         return None

@@ -143,7 +143,7 @@ def load_newest(
     *,
     max_inflight_nbytes: int,
     at_least: int = 0,
-) -> tuple[FilledShard, ...]:
+) -> list[FilledShard]:
     """This rank's shard of the newest save whose shards can all be read undamaged.
 
     Collective. Copies that turn out to be damaged are left out, and others are used. Where another
@@ -163,11 +163,11 @@ def load_newest(
             error.at_rank(comm.rank)
             raise
         own = {id_: directory.path_of(*copy[:2]) for id_, copy in readable[comm.rank].items()}
-        found = run_retrieve(comm, plan, own, max_inflight_nbytes=max_inflight_nbytes)
-        if not found.bad:
-            return tuple(found.shards.values())
-        reasons += found.bad.values()
-        for rank, id_ in found.bad:
+        shards, bad = run_retrieve(comm, plan, own, max_inflight_nbytes=max_inflight_nbytes)
+        if not bad:
+            return shards
+        reasons += bad.values()
+        for rank, id_ in bad:
             copies = inventory.copies[inventory.nodes[rank]]
             if readable[rank][id_] in copies:  # two ranks of a node may have read the same one
                 copies.remove(readable[rank][id_])

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
 
 from dist_ckpt_strategies.comm.shared_work import Watch
@@ -37,7 +36,7 @@ from dist_ckpt_strategies.formats.issues import (
 )
 from dist_ckpt_strategies.formats.scan import run_checks
 from dist_ckpt_strategies.local.shard_files import RANK, SUFFIX, ShardReader, lock_unless_written
-from dist_ckpt_strategies.local.shard_format import BufferDigests, LocalShard, LocalShardId
+from dist_ckpt_strategies.local.shard_format import LocalShard, LocalShardId
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     PARTIAL_PREFIX,
@@ -56,7 +55,6 @@ SESSION = re.compile(r"[0-9a-f]{32}")
 """The name of a directory with the shards of one save: the digest of its ``common.pt``."""
 
 _MAX_DEPTH = 3
-_BLOCK_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +146,11 @@ def verify_local(
 
 def check_shard(root: Path, path: str) -> Iterator[Issue]:
     """What is wrong with a local shard file: its description, or tensors that are not as stored."""
-    memory = np.empty(_BLOCK_NBYTES, np.uint8)
     try:
         with ShardReader(root / path) as reader:
-            digests = BufferDigests(reader.shard)
-            for start in range(0, reader.shard.nbytes, _BLOCK_NBYTES):
-                block = memory[: reader.shard.nbytes - start]
-                reader.read(start, block)
-                digests.take(start, block)
-            pairs = zip(reader.shard.buffers, reader.digests, digests.values(), strict=True)
-            for buffer, expected, found in pairs:
+            pairs = zip(reader.shard.buffers, reader.digests, strict=True)
+            for number, (buffer, expected) in enumerate(pairs):
+                found = reader.read_buffer(number)
                 if found != expected:
                     text = f"digest {expected:016x}"
                     yield Issue(Problem.DAMAGED, buffer.name, path, text, f"{found:016x}")

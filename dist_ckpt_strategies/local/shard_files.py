@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+import xxhash
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local.shard_format import (
@@ -40,12 +41,14 @@ from dist_ckpt_strategies.storage.files import (
 )
 from dist_ckpt_strategies.storage.io_pool import (
     MAX_SLICE_NBYTES,
-    is_cancelled,
     limited,
     raise_if_cancelled,
 )
 
 SUFFIX = ".part"
+
+_READ_NBYTES = 2 << 20
+"""Read at once: little enough to be in the processor's cache still when its digest is taken."""
 
 RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
 """The name of a rank's directory."""
@@ -203,8 +206,11 @@ class ShardWriter:
             raise_if_cancelled()
             self._partial.replace(self.path)  # locked until it has its name
             self._has_appeared = True
-            if is_cancelled():
-                self.path.unlink()
+            try:
+                raise_if_cancelled()
+            except StorageError:
+                self.path.unlink(missing_ok=True)
+                raise
             self._handle = None
             del handle
             sync_path(self.path.parent)
@@ -222,7 +228,8 @@ class ShardWriter:
 class ShardReader:
     """An open shard whose footer has been checked; a context manager that closes it.
 
-    ``footer`` are the bytes that say what the file holds.
+    ``shard`` is what the file holds, ``digests`` are those of its buffers, as it states them, and
+    ``nbytes`` is its size.
 
     Raises:
         IncompleteCheckpointError: there is no such file.
@@ -256,15 +263,25 @@ class ShardReader:
         if done < target.size:
             raise self._damaged(f"ends at byte {byte_offset + done}")
 
+    def read_buffer(self, number: int, into: Bytes | None = None) -> Digest:
+        """The digest of a buffer, read block by block: into memory of its size, or past it."""
+        left, byte_offset = self.shard.buffers[number].nbytes, self._byte_offsets[number]
+        digest, scratch = xxhash.xxh3_64(), np.empty(0, np.uint8)
+        if into is None:
+            scratch = np.empty(min(left, _READ_NBYTES), np.uint8)
+        for start in range(0, left, _READ_NBYTES):
+            block = (scratch if into is None else into[start:])[: min(_READ_NBYTES, left - start)]
+            self.read(byte_offset + start, block)
+            digest.update(block.data)
+        return digest.intdigest()
+
     def _read_footer(self, handle: int) -> None:
-        size = os.fstat(handle).st_size
-        end = os.pread(handle, END_NBYTES, max(0, size - END_NBYTES))
-        nbytes = footer_nbytes(end)
-        self.footer = os.pread(handle, nbytes, size - nbytes) if nbytes <= size else end
-        self.shard, self.digests = decode_footer(self.footer)
-        if size != self.shard.nbytes + nbytes:
-            expected = self.shard.nbytes + nbytes
-            raise CorruptCheckpointError(f"has {size} bytes, expected {expected}")
+        self.nbytes = os.fstat(handle).st_size
+        end = os.pread(handle, END_NBYTES, max(0, self.nbytes - END_NBYTES))
+        nbytes = footer_nbytes(end, self.nbytes)
+        footer = os.pread(handle, nbytes, self.nbytes - nbytes)
+        self.shard, self.digests = decode_footer(footer, self.nbytes)
+        self._byte_offsets = self.shard.byte_offsets
         named = LocalShardId.parse(self.path.name.removesuffix(SUFFIX))
         if named is not None and named != self.shard.shard_id:
             raise CorruptCheckpointError(f"holds {self.shard.shard_id}")

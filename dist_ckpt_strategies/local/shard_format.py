@@ -173,24 +173,27 @@ def encode_footer(shard: LocalShard, digests: Sequence[Digest]) -> bytes:
     return description + xxhash.xxh3_128_digest(description + size) + size + MAGIC
 
 
-def footer_nbytes(end: bytes) -> int:
+def footer_nbytes(end: bytes, file_nbytes: int) -> int:
     """Size of the footer, given a file's last 32 bytes; a CorruptCheckpointError if it has none."""
     if len(end) < END_NBYTES or not end.endswith(MAGIC):
         raise CorruptCheckpointError(
             f"expected a local checkpoint, which ends with {MAGIC!r} in this release, found "
             f"{end[-8:]!r}"
         )
-    return int.from_bytes(end[-16:-8], "little") + END_NBYTES
+    nbytes = int.from_bytes(end[-16:-8], "little") + END_NBYTES
+    if nbytes > file_nbytes:
+        raise CorruptCheckpointError(f"has {file_nbytes} bytes, and a description of {nbytes}")
+    return nbytes
 
 
-def decode_footer(content: bytes) -> tuple[LocalShard, tuple[Digest, ...]]:
-    """The shard that a footer describes, and the digest of each buffer.
+def decode_footer(content: bytes, file_nbytes: int) -> tuple[LocalShard, tuple[Digest, ...]]:
+    """The shard that the footer of a file describes, and the digest of each buffer.
 
     A CorruptCheckpointError if the footer's own digest is another, or it makes no sense.
     """
     description, digest = content[:-END_NBYTES], content[-END_NBYTES:-16]
     found = xxhash.xxh3_128_digest(description + content[-16:-8])
-    if found != digest or footer_nbytes(content[-END_NBYTES:]) != len(content):
+    if found != digest:
         raise CorruptCheckpointError(
             f"its description has digest {found.hex()}, expected {digest.hex()}"
         )
@@ -203,6 +206,9 @@ def decode_footer(content: bytes) -> tuple[LocalShard, tuple[Digest, ...]]:
         raise CorruptCheckpointError(
             f"its description cannot be read: {type(error).__name__}: {error}"
         ) from error
+    expected = shard.nbytes + len(content)
+    if file_nbytes != expected:
+        raise CorruptCheckpointError(f"has {file_nbytes} bytes, expected {expected}")
     return shard, digests
 
 

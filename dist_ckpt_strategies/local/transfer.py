@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -29,11 +28,14 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.local.plan import ExchangePlan, Transfer
 from dist_ckpt_strategies.local.shard_files import ShardReader, ShardWriter
 from dist_ckpt_strategies.local.shard_format import (
+    END_NBYTES,
     BufferDigests,
+    Bytes,
     Digest,
     FilledShard,
     LocalShard,
     decode_footer,
+    footer_nbytes,
 )
 from dist_ckpt_strategies.storage.io_pool import (
     OrderedQueues,
@@ -44,9 +46,6 @@ from dist_ckpt_strategies.storage.io_pool import (
 
 _NUM_READERS = min(4, os.cpu_count() or 1)
 """Threads that read this node's own files."""
-
-_READ_NBYTES = 2 << 20
-"""Read at once: little enough to be in the processor's cache still when its digest is taken."""
 
 
 def run_replicate(
@@ -148,222 +147,135 @@ def _finish(
         writer.finish(digests)
 
 
-class Retrieval(NamedTuple):
-    """What arrived: what this rank wanted and got, by id, and why copies cannot be used.
-
-    ``bad`` is the same on every rank: the reason, with the file, by the rank that reads the copy,
-    within the group, and by id. What was to come from them is missing in ``shards``.
-    """
-
-    shards: Mapping[str, FilledShard]
-    bad: Mapping[tuple[int, str], str]
-
-
 def run_retrieve(
-    comm: Communicator,
-    plan: ExchangePlan,
-    paths: Mapping[str, Path],
-    *,
-    max_inflight_nbytes: int,
-) -> Retrieval:
+    comm: Communicator, plan: ExchangePlan, paths: Mapping[str, Path], *, max_inflight_nbytes: int
+) -> tuple[list[FilledShard], dict[tuple[int, str], str]]:
     """Carry out a plan: read, send, receive, and compare every digest.
 
     Collective: every rank of ``comm`` calls this for an equal plan, with the paths of its own
-    copies, by id. A copy that is damaged or cannot be read is no error: it is listed on every rank.
+    copies, by id. A copy that is damaged or cannot be read is no error.
+
+    Returns:
+        What this rank wanted; and the same on every rank, why copies cannot be used: the reason,
+        with the file, by the rank that reads the copy, within the group, and by id. If there is
+        any, what was to come from it is missing.
     """
     with ExitStack() as stack:
-        files = _Files(comm.rank, plan.entries, stack)
-        sizes = run_and_gather(comm, lambda: files.open(plan.required_ids(comm.rank), paths))
+        files = _Files(comm.rank, paths, stack)
+        sizes = run_and_gather(comm, lambda: files.open(plan.required_ids(comm.rank)))
         found = exchange(
             comm,
-            lambda: files.prepare(sizes),
+            lambda: files.prepare(plan.entries, sizes),
             files.find_bad,
             max_inflight_nbytes=max_inflight_nbytes,
         )
-    reports = sorted(report for of_rank in found for report in of_rank)
-    bad = {(rank, shard_id): reason for rank, shard_id, reason in reports}
-    shards = files.shards.items()
-    return Retrieval({t.id_: one for t, one in shards if (t.sender, t.id_) not in bad}, bad)
+    return files.shards, {(rank, id_): why for of_rank in found for rank, id_, why in of_rank}
 
 
 class _Files:
-    """The files that this rank reads, for itself and for others, and ``arrivals`` from them.
+    """The files that this rank reads, for itself and for others, and memory for those it gets.
 
     ``shards`` are those of these that are whole, once ``find_bad`` has looked.
     """
 
-    def __init__(self, rank: int, transfers: Sequence[Transfer], stack: ExitStack) -> None:
-        self._rank = rank
-        self._transfers = transfers
-        self._stack = stack
-        self._sources: dict[str, _Source] = {}
-        self._own_reads: list[tuple[_Source, Future[None]]] = []
-        self.arrivals: dict[Transfer, _Arrival] = {}
-        self.shards: dict[Transfer, FilledShard] = {}
+    def __init__(self, rank: int, paths: Mapping[str, Path], stack: ExitStack) -> None:
+        self._rank, self._paths, self._stack = rank, paths, stack
+        self._readers: dict[str, ShardReader] = {}
+        self._failures: dict[str, CheckpointError] = {}
+        self._own_reads: dict[str, list[Future[Digest]]] = {}
+        self._memory: dict[Transfer, torch.Tensor] = {}
+        self.shards: list[FilledShard] = []
 
-    def open(self, ids: Iterable[str], paths: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
-        """Open files; the sizes of footer and buffers of the good ones, by id."""
-        sizes = {}
-        for shard_id in sorted(ids):
-            source = self._sources[shard_id] = _Source(paths[shard_id])
-            if source.reader is not None:
-                reader = self._stack.enter_context(source.reader)
-                sizes[shard_id] = (len(reader.footer), reader.shard.nbytes)
-        return sizes
+    def open(self, ids: Iterable[str]) -> dict[str, int]:
+        """Open files; the sizes of the good ones, by id."""
+        for id_ in sorted(ids):
+            with self._noted(id_):
+                reader = run_with_limit(partial(ShardReader, self._paths[id_]), self._paths[id_])
+                self._readers[id_] = self._stack.enter_context(reader)
+        return {id_: reader.nbytes for id_, reader in self._readers.items()}
 
-    def prepare(self, sizes: Sequence[Mapping[str, tuple[int, int]]]) -> Blocks:
+    @contextmanager
+    def _noted(self, id_: str) -> Iterator[None]:
+        """What is wrong with a file is reported to all ranks, which use another copy."""
+        try:
+            yield
+        except StorageTimeoutError:
+            raise
+        except Exception as error:  # noqa: BLE001 - see above
+            self._failures[id_] = as_checkpoint_error(error)
+
+    def prepare(self, transfers: Iterable[Transfer], sizes: Sequence[Mapping[str, int]]) -> Blocks:
         """Begin to read this node's own files; what goes to other ranks, and comes from them.
 
         ``sizes`` are those that ``open`` returned on each rank.
         """
         threads = self._stack.enter_context(OrderedQueues(_NUM_READERS))
-        outgoing: list[Outgoing] = []
-        incoming: list[Incoming] = []
-        for t in self._transfers:
-            if t.id_ not in sizes[t.sender]:
+        outgoing, incoming = [], []
+        for t in transfers:
+            nbytes = sizes[t.sender].get(t.id_)
+            if nbytes is None:
                 continue
-            footer_nbytes, nbytes = sizes[t.sender][t.id_]
             if t.receiver == self._rank:
-                arrival = self.arrivals[t] = _Arrival(nbytes, footer_nbytes)
-            if t.sender == self._rank == t.receiver:
-                self._own_reads += arrival.begin_reads(self._sources[t.id_], threads)
+                memory = self._memory[t] = host_memory(nbytes, is_pinned=False)
+                if t.sender != self._rank:
+                    target = TensorBytes([memory])
+                    landing = partial(target.landing, device=memory.device)
+                    incoming.append(Incoming(t.id_, t.sender, nbytes, target.write, landing))
+                    continue
+                reader = self._readers[t.id_]
+                places = zip(reader.shard.byte_offsets, reader.shard.buffers, strict=True)
+                into = [memory[start : start + buffer.nbytes].numpy() for start, buffer in places]
+                self._own_reads[t.id_] = [
+                    threads.submit(number % _NUM_READERS, reader.read_buffer, number, place)
+                    for number, place in enumerate(into)
+                ]
             elif t.sender == self._rank:
-                source = self._sources[t.id_]
-                outgoing.append(Outgoing(t.id_, t.receiver, footer_nbytes, source.read_footer))
-                outgoing.append(Outgoing(t.id_, t.receiver, nbytes, source.read))
-            elif t.receiver == self._rank:
-                footer = TensorBytes([arrival.footer])
-                incoming.append(Incoming(t.id_, t.sender, footer_nbytes, footer.write))
-                incoming.append(Incoming(t.id_, t.sender, nbytes, arrival.take, arrival.place))
+                read = partial(self._read, t.id_)
+                outgoing.append(Outgoing(t.id_, t.receiver, nbytes, read))
         return outgoing, incoming
+
+    def _read(self, id_: str, start: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Bytes of a file, on the host; zeros once something is wrong with it."""
+        host = buffer
+        if buffer.device.type != "cpu":
+            host = torch.empty_like(buffer, device="cpu")
+        with self._noted(id_):
+            if id_ not in self._failures:
+                self._readers[id_].read(start, host.numpy())
+                return host
+        return host.zero_()
 
     def find_bad(self) -> list[list[object]]:
         """Every copy that this rank found to be damaged: who read it, its id, and the reason."""
-        for source, reading in self._own_reads:
-            settled(reading, source.path)
-        failed: list[list[object]] = [
-            [self._rank, shard_id, str(source.failure)]
-            for shard_id, source in self._sources.items()
-            if source.failure is not None
-        ]
-        for t, arrival in self.arrivals.items():
-            damage = arrival.damage()
-            if damage is None:
-                self.shards[t] = arrival.shard()
-            else:
-                failed.append([t.sender, t.id_, damage])
-        return failed
-
-
-class _Source:
-    """A file on this node that ranks get. Threads may share it.
-
-    ``reader`` is the open file, None if it cannot be used; ``failure`` is what is wrong with it,
-    once that is known.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.reader: ShardReader | None = None
-        self.failure: CheckpointError | None = None
-        try:
-            self.reader = run_with_limit(partial(ShardReader, path), path)
-        except StorageTimeoutError:
-            raise
-        except CheckpointError as error:
-            self.failure = error
-
-    def read(self, byte_offset: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Bytes of the file, on the host; zeros once something is wrong with it."""
-        host = buffer
-        if host.device.type != "cpu":
-            host = torch.empty(buffer.numel(), dtype=torch.uint8, device="cpu")
-        try:
-            if self.failure is None and self.reader is not None:
-                self.reader.read(byte_offset, host.numpy())
-                return host
-        except Exception as error:  # noqa: BLE001 - reported to all ranks, which use another copy
-            self.failure = as_checkpoint_error(error)
-        return host.zero_()
-
-    def read_footer(self, start: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Bytes of the footer."""
-        assert self.reader is not None  # noqa: S101 - others are not moved
-        content = bytearray(self.reader.footer[start : start + buffer.numel()])
-        return torch.frombuffer(content, dtype=torch.uint8)
-
-
-class _Arrival:
-    """A file on its way into this rank's memory, where it has its layout.
-
-    New memory comes in large pages where the system has them: it is touched for the first time.
-    """
-
-    def __init__(self, nbytes: int, footer_nbytes: int) -> None:
-        self.footer = host_memory(footer_nbytes, is_pinned=False)
-        self._memory = host_memory(nbytes, is_pinned=False)
-        self._shard: LocalShard | None = None
-        self._expected: Sequence[Digest] = ()
-        self._digests: BufferDigests | None = None
-        self._failure: str | None = None
-
-    def begin_reads(
-        self, source: _Source, threads: OrderedQueues
-    ) -> list[tuple[_Source, Future[None]]]:
-        """Have threads read it from this node."""
-        assert source.reader is not None  # noqa: S101 - others are not moved
-        self._describe(source.reader.shard, source.reader.digests)
-        places = zip(source.reader.shard.byte_offsets, source.reader.shard.buffers, strict=True)
-        return [
-            (
-                source,
-                threads.submit(
-                    number % _NUM_READERS, self._read, source, start, start + buffer.nbytes
-                ),
-            )
-            for number, (start, buffer) in enumerate(places)
-        ]
-
-    def _read(self, source: _Source, first: int, end: int) -> None:
-        for start in range(first, end, _READ_NBYTES):
-            place = self.place(start, min(_READ_NBYTES, end - start))
-            self.take(start, source.read(start, place))
-
-    def _describe(self, shard: LocalShard, digests: Sequence[Digest]) -> None:
-        self._shard, self._expected, self._digests = shard, digests, BufferDigests(shard)
-
-    def place(self, start: int, nbytes: int) -> torch.Tensor:
-        """Where bytes of the buffers belong."""
-        return self._memory[start : start + nbytes]
-
-    def take(self, start: int, content: torch.Tensor) -> None:
-        """The next bytes of the buffers, in their place already; the footer came before them."""
-        if self._digests is None and self._failure is None:
+        failed: list[list[object]] = []
+        for t, memory in self._memory.items():
             try:
-                shard, digests = decode_footer(self.footer.numpy().tobytes())
-                if shard.nbytes != self._memory.numel():
-                    raise CorruptCheckpointError(f"{shard.shard_id} has {shard.nbytes} bytes")
-                self._describe(shard, digests)
+                if t.sender == self._rank:
+                    reader = self._readers[t.id_]
+                    shard, expected = reader.shard, reader.digests
+                    found = [settled(read, reader.path) for read in self._own_reads[t.id_]]
+                else:
+                    shard, expected, found = _described(memory.numpy())
+                for buffer, digest, own in zip(shard.buffers, expected, found, strict=True):
+                    if own != digest:
+                        raise CorruptCheckpointError(
+                            f"{buffer.name}: {t.id_} has digest {own:016x}, expected {digest:016x}"
+                        )
+                self.shards.append(filled_shard(shard, memory))
+            except StorageTimeoutError:
+                raise
             except CheckpointError as error:
-                self._failure = str(error)
-        if self._digests is not None:
-            self._digests.take(start, content.numpy())
+                failed.append([t.sender, t.id_, error.message])
+        return failed + [[self._rank, id_, str(error)] for id_, error in self._failures.items()]
 
-    def damage(self) -> str | None:
-        """What is not as its digest says, once all is there."""
-        if self._shard is None or self._digests is None:
-            return self._failure or "its description did not arrive"
-        pairs = zip(self._expected, self._digests.values(), strict=True)
-        for buffer, (expected, found) in zip(self._shard.buffers, pairs, strict=True):
-            if found != expected:
-                where = f"{buffer.name}: {self._shard.shard_id}"
-                return f"{where} has digest {found:016x}, expected {expected:016x}"
-        return None
 
-    def shard(self) -> FilledShard:
-        """The file, once it is known to be whole."""
-        assert self._shard is not None  # noqa: S101 - it has no damage
-        return filled_shard(self._shard, self._memory)
+def _described(content: Bytes) -> tuple[LocalShard, tuple[Digest, ...], list[Digest]]:
+    """What a file in memory says that it holds, the digests that it states, and those it has."""
+    nbytes = footer_nbytes(content[-END_NBYTES:].tobytes(), content.size)
+    shard, expected = decode_footer(content[-nbytes:].tobytes(), content.size)
+    digests = BufferDigests(shard)
+    digests.take(0, content[: shard.nbytes])
+    return shard, expected, digests.values()
 
 
 def filled_shard(shard: LocalShard, memory: torch.Tensor) -> FilledShard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import pickle
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank
 from dist_ckpt_strategies.comm.step_commit import StepCommit
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.core.report import RecoveryReport
-from dist_ckpt_strategies.device import uses_cuda
+from dist_ckpt_strategies.device import HostSnapshot, uses_cuda
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -32,8 +34,10 @@ from dist_ckpt_strategies.recovery.provider import (
     HeldTensors,
     InMemoryCheckpoint,
     MemoryChecksumManager,
+    Shards,
     StateProvider,
-    host_copy,
+    dump_objects,
+    flat_shards,
     provider_of,
 )
 from dist_ckpt_strategies.recovery.random_states import (
@@ -41,8 +45,7 @@ from dist_ckpt_strategies.recovery.random_states import (
     capture_random_states,
     restore_random_states,
 )
-from dist_ckpt_strategies.recovery.recover import BrokenGatherError, Recovery, UnfinishedStepError
-from dist_ckpt_strategies.recovery.shards import Shards, dump_objects, flat_shards
+from dist_ckpt_strategies.recovery.recover import Recovery, UnfinishedStepError
 from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 
 logger = logging.getLogger(__name__)
@@ -284,7 +287,15 @@ class CheckpointManager:
         assert kept is not None  # noqa: S101 - finishing a step keeps it
         is_whole = kept.phase is not Phase.UPDATING  # otherwise nothing but its step counts
         shards = self._shards_of(kept.provider) if is_whole else {}
-        host = host_copy(kept.provider, shards, kept.step)
+        every = [tensor for tensors in shards.values() for tensor in tensors.values()]
+        copies = iter(HostSnapshot().take(every))
+        copied = {shard_id: dict(zip(names, copies)) for shard_id, names in shards.items()}  # noqa: B905 - as many as there are names
+        host = HeldTensors(
+            lambda: copied,
+            step=kept.step,
+            gathered=kept.provider.gathered_parts(),
+            objects=copy.deepcopy(dict(kept.provider.objects())),
+        )
         self._kept = InMemoryCheckpoint(host, kept.step, kept.phase)
         self._record_checksums()  # of the copy, which need not have all that the state has
 
@@ -358,8 +369,6 @@ class CheckpointManager:
             return call()
         except (PeerTimeoutError, PeerLostError):
             raise
-        except BrokenGatherError as error:
-            raise PeerLostError(None, str(error)) from error
         except CheckpointError as error:
             self._refuse(error)
             return None
@@ -418,11 +427,7 @@ class CheckpointManager:
         )
 
     def _recover(self, comm: Communicator, new: StateProvider) -> RecoveryReport:
-        recovery = self._recovery(comm, new)
-
-        def adopt(step: int, random_states: dict[int, bytes]) -> None:
-            self._adopt(new, step, random_states)
-
+        recovery, adopt = self._recovery(comm, new), partial(self._adopt, new)
         try:
             plan = recovery.plan()
             return recovery.run(plan, self._finish_step, adopt, on_filling=self._note_filling)

@@ -17,11 +17,11 @@ from dist_ckpt_strategies.recovery.provider import (
     HeldTensors,
     InMemoryCheckpoint,
     MemoryChecksumManager,
+    Shards,
     StateProvider,
     provider_of,
 )
 from dist_ckpt_strategies.recovery.recover import Recovery
-from dist_ckpt_strategies.recovery.shards import Shards
 
 _BASE = "base model"
 

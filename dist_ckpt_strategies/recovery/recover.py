@@ -19,7 +19,7 @@ from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, excha
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.device import TensorBytes
-from dist_ckpt_strategies.errors import CheckpointError, RestartError, text_of
+from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, RestartError, text_of
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,
     RankFacts,
@@ -31,13 +31,11 @@ from dist_ckpt_strategies.recovery.plan import (
     require_equal_layouts,
 )
 from dist_ckpt_strategies.recovery.provider import (
+    FlatShard,
     InMemoryCheckpoint,
     MemoryChecksumManager,
-    StateProvider,
-)
-from dist_ckpt_strategies.recovery.shards import (
-    FlatShard,
     Shards,
+    StateProvider,
     dump_objects,
     flat_shards,
     load_objects,
@@ -59,13 +57,6 @@ class UnfinishedStepError(RestartError):
     """A rank could not finish its step: its state is inconsistent, others may hold the same shards.
 
     Raised on all ranks alike, before any state has been moved.
-    """
-
-
-class BrokenGatherError(RestartError):
-    """Ranks lost each other while they gathered the weights: nothing else is wrong.
-
-    Raised on all ranks alike. What each of them has kept is good for another attempt.
     """
 
 
@@ -153,7 +144,9 @@ class Recovery:
             on_filling: called when the new state is about to be changed; on all ranks, or on none.
 
         Raises:
-            UnfinishedStepError, BrokenGatherError: see there.
+            UnfinishedStepError: see there.
+            PeerLostError: ranks lost each other while they gathered the weights, on all ranks
+                alike: what each of them has kept is good for another attempt.
             CorruptCheckpointError: bytes arrived damaged, or copies of a shard differ.
         """
         comm, started = self._comm, time.monotonic()
@@ -176,7 +169,8 @@ class Recovery:
             max_inflight_nbytes=_MAX_INFLIGHT_NBYTES,
         )
         if plan.needs_gather:
-            self._raise_if_any(run_and_gather(comm, self._gather_weights), BrokenGatherError)
+            lost = run_and_gather(comm, self._gather_weights)
+            self._raise_if_any(lost, partial(PeerLostError, None))
             run_collectively(comm, lambda: adopt(plan.target, random))
         return self._report(plan, time.monotonic() - started)
 
@@ -302,7 +296,7 @@ class Recovery:
             raise
         return ""
 
-    def _raise_if_any(self, answers: Sequence[str], kind: Callable[[str], RestartError]) -> None:
+    def _raise_if_any(self, answers: Sequence[str], kind: Callable[[str], CheckpointError]) -> None:
         failed = [
             f"rank {self._comm.global_rank(r)}: {why}" for r, why in enumerate(answers) if why
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from dist_ckpt_strategies.device import (
 from dist_ckpt_strategies.formats.arrays import StoreWriter
 from dist_ckpt_strategies.sharded.plan import SavePlan, ShardSlice, WriteItem
 from dist_ckpt_strategies.sharded.writer_process import StagedWrite
-from dist_ckpt_strategies.storage.io_pool import InFlight
+from dist_ckpt_strategies.storage.io_pool import wait_in_turn
 from dist_ckpt_strategies.storage.store import ArrayWrite
 
 Tensors = Mapping[ShardId, torch.Tensor]
@@ -55,16 +56,15 @@ def run_writes(
         0 if t.device.type == "cpu" and is_in_order(t) else t.numel() * t.element_size()
         for _, _, t in writes
     ]
-    with InFlight(options.timeout_s) as in_flight:
-        if creations:
-            in_flight.follow_with(store.begin_creates(creations))
-        for batch in build_batches(sizes, options.max_inflight_bytes // 2):
-            hosts = to_host([writes[number][2] for number in batch])
-            requests = [
-                ArrayWrite(*writes[number][:2], host)
-                for number, host in zip(batch, hosts, strict=True)
-            ]
-            in_flight.follow_with(store.begin_writes(requests))
+    batches = build_batches(sizes, options.max_inflight_bytes // 2)
+    # Generators: a batch is copied when the one before it is under way.
+    copied = ((batch, to_host([writes[number][2] for number in batch])) for batch in batches)
+    requests = (
+        [ArrayWrite(*writes[number][:2], host) for number, host in zip(batch, hosts, strict=True)]
+        for batch, hosts in copied
+    )
+    transfers = chain([store.begin_creates(creations)], map(store.begin_writes, requests))
+    wait_in_turn(transfers, options.timeout_s)
 
 
 def stage_plan(

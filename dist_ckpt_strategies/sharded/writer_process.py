@@ -28,7 +28,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
 from dist_ckpt_strategies.formats.arrays import StoreWriter
 from dist_ckpt_strategies.formats.chunks import Digests
-from dist_ckpt_strategies.storage.io_pool import WORK, InFlight, time_limit
+from dist_ckpt_strategies.storage.io_pool import WORK, time_limit, wait_in_turn
 from dist_ckpt_strategies.storage.store import ArrayWrite
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,8 @@ class WriteJob:
             for w in self.writes
         ]
         with time_limit(self.timeout_s, WORK):
-            with InFlight(self.timeout_s) as in_flight:
-                in_flight.follow_with(writer.begin_creates(self.creations))
-                in_flight.follow_with(writer.begin_writes(requests))
+            transfers = (writer.begin_creates(self.creations), writer.begin_writes(requests))
+            wait_in_turn(transfers, self.timeout_s)
             touched = {a.key: a for a in (*self.creations, *(w.array for w in self.writes))}
             writer.begin_syncs(list(touched.values())).wait(self.timeout_s)
         return writer.digests

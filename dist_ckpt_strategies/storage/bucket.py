@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 from dist_ckpt_strategies.config import Credentials, StoreOptions
 from dist_ckpt_strategies.errors import (
@@ -20,8 +20,14 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StoreAccessError,
     StoreUnreachableError,
+    StrategyError,
 )
-from dist_ckpt_strategies.storage.files import StoreUrl, WrongSizeError
+from dist_ckpt_strategies.storage.files import WrongSizeError
+
+SCHEMES = ("s3", "gs")
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
+_REFUSED = frozenset("?#\\*[]\0")
 
 _DETAIL = re.compile(r" \[[a-z0-9_-]+='.*", re.DOTALL)
 """What TensorStore appends: codes, ids and the body of the response."""
@@ -31,67 +37,64 @@ _RETRIED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist")
 
 
-def shortened(error: Exception) -> str:
-    """What TensorStore says, without codes, ids and bodies."""
-    return _DETAIL.sub("", str(error))
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """``scheme://bucket/path``.
 
-
-class Operation(StrEnum):
-    """What a request was to do; the values are words for it."""
-
-    READ = "read"
-    PUT = "put"
-    DELETE = "delete"
-    LIST = "list"
-
-
-_RIGHTS = {
-    Operation.READ: ("s3:GetObject", "storage.objects.get"),
-    Operation.PUT: ("s3:PutObject", "storage.objects.create"),
-    Operation.DELETE: ("s3:DeleteObject", "storage.objects.delete"),
-    Operation.LIST: ("s3:ListBucket", "storage.objects.list"),
-}
-"""What an owner has to grant, in Amazon's words and in Google's."""
-
-
-def store_error(
-    error: Exception, operation: Operation, path: str, url: StoreUrl, server: str
-) -> StorageError:
-    """What an error of TensorStore's means; its text starts with a status.
-
-    Args:
-        error: what TensorStore raised.
-        operation: what the request was to do.
-        path: the URL that it was about.
-        url: the checkpoint.
-        server: who was asked.
+    Attributes:
+        scheme: ``"s3"`` or ``"gs"``.
+        bucket: name of the bucket.
+        path: what the names of all objects of the checkpoint start with, without a ``/`` at either
+            end; empty for the whole bucket.
     """
-    text = str(error)
-    status = text.partition(":")[0]
-    short = shortened(error)
-    if any(phrase in text for phrase in _NO_BUCKET):
-        return BucketNotFoundError(  # no object of the checkpoint is at fault
-            f"{url}: there is no bucket {url.bucket!r} at {server}; make it, or correct the URL "
-            "or the endpoint",
-            path=str(url),
-        )
-    if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS in text:
-        harmless = "; a save to a new URL deletes nothing, a conversion its own notes"
-        return StoreAccessError(
-            f"{path}: the object store refuses access, to {operation} it ({short}); see the "
-            "credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the machine's "
-            f"role) and what they may do in bucket {url.bucket!r}: this takes "
-            f"{_RIGHTS[operation][url.scheme == 'gs']}"
-            f"{harmless if operation is Operation.DELETE else ''}",
-            path=path,
-        )
-    if status == "OUT_OF_RANGE":
-        return CorruptCheckpointError(f"{path} is shorter than it was written ({short})", path=path)
-    if status in _RETRIED:
-        return StoreUnreachableError(
-            f"{path}: the object store cannot be reached, or fails ({short})", path=path
-        )
-    return StorageError(f"{path}: {short}", path=path)
+
+    scheme: str
+    bucket: str
+    path: str
+
+    def __str__(self) -> str:
+        """The URL, without a ``/`` at its end."""
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
+
+    @property
+    def prefix(self) -> str:
+        """What stands before a name below the checkpoint, in the name of an object."""
+        return f"{self.path}/" if self.path else ""
+
+    def below(self, name: str) -> Self:
+        """The address of what lies below this one, under a name without a ``/``."""
+        return replace(self, path=f"{self.prefix}{name}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The address that a URL states.
+
+        Raises:
+            StrategyError: it states none; says why.
+        """
+        scheme, _, rest = text.partition("://")
+        if scheme not in SCHEMES:
+            known = ", ".join(f"{scheme}://bucket/path" for scheme in SCHEMES)
+            raise StrategyError(f"{text}: expected {known}, file:///path or a path")
+        bucket, _, path = rest.partition("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise StrategyError(f"{text}: {bucket!r} is no name of a bucket")
+        path = path.rstrip("/")
+        parts = path.split("/") if path else []
+        if _REFUSED.intersection(path) or any(part in {"", ".", ".."} for part in parts):
+            raise StrategyError(
+                f"{text}: a path in a bucket has no empty part, no '.', '..' and none of ?#\\*[]"
+            )
+        return cls(scheme, bucket, path)
+
+
+class Operation(Enum):
+    """What a request was to do, and what an owner has to grant for it, at Amazon and at Google."""
+
+    READ = "read", "s3:GetObject", "storage.objects.get"
+    PUT = "put", "s3:PutObject", "storage.objects.create"
+    DELETE = "delete", "s3:DeleteObject", "storage.objects.delete"
+    LIST = "list", "s3:ListBucket", "storage.objects.list"
 
 
 MAX_PUT_NBYTES = 5 << 30
@@ -264,9 +267,39 @@ class Bucket:
                 path=path,
             ) from None
         except Exception as error:
+            raise self._error(error, operation, path) from error
+
+    def _error(self, error: Exception, operation: Operation, path: str) -> StorageError:
+        """What an error of TensorStore's means; its text starts with a status."""
+        text, short, bucket = str(error), _DETAIL.sub("", str(error)), self.url.bucket
+        status = text.partition(":")[0]
+        if any(phrase in text for phrase in _NO_BUCKET):
             endpoint = self.options.endpoint or "Amazon's S3"
             server = "Google Cloud Storage" if self.url.scheme == "gs" else endpoint
-            raise store_error(error, operation, path, self.url, server) from error
+            return BucketNotFoundError(  # no object of the checkpoint is at fault
+                f"{self}: there is no bucket {bucket!r} at {server}; make it, or correct the URL "
+                "or the endpoint",
+                path=str(self),
+            )
+        if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS in text:
+            what, *rights = operation.value
+            harmless = "; a save to a new URL deletes nothing, a conversion its own notes"
+            return StoreAccessError(
+                f"{path}: the object store refuses access, to {what} it ({short}); see the "
+                "credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the "
+                f"machine's role) and what they may do in bucket {bucket!r}: this takes "
+                f"{rights[self.url.scheme == 'gs']}"
+                f"{harmless if operation is Operation.DELETE else ''}",
+                path=path,
+            )
+        if status == "OUT_OF_RANGE":
+            short = f"{path} is shorter than it was written ({short})"
+            return CorruptCheckpointError(short, path=path)
+        if status in _RETRIED:
+            return StoreUnreachableError(
+                f"{path}: the object store cannot be reached, or fails ({short})", path=path
+            )
+        return StorageError(f"{path}: {short}", path=path)
 
     def _why_not(self) -> str:
         """What a single short try says; TensorStore keeps to itself why it tries again."""
@@ -279,7 +312,7 @@ class Bucket:
             future.cancel()
             return "it takes requests, and leaves them unanswered"
         except Exception as error:  # noqa: BLE001 - libraries raise what they like; it is reported
-            return shortened(error)
+            return _DETAIL.sub("", str(error))
         return ""
 
     @cached_property

@@ -80,6 +80,7 @@ class FileAccess:
             more than one only get in each other's way.
         is_direct: whether large files go past the page cache.
         is_flushed_whole: whether all that was written may be flushed at once (whole_flush).
+        kind: the type of the file system, such as ``ext4``; empty if it is not known.
     """
 
     num_read_threads: int
@@ -87,6 +88,7 @@ class FileAccess:
     num_metadata_threads: int
     is_direct: bool = False
     is_flushed_whole: bool = False
+    kind: str = ""
 
 
 _LOCAL_DISK = FileAccess(4, 8, 1, is_direct=True, is_flushed_whole=True)
@@ -112,33 +114,26 @@ def file_access(directory: Path, options: Options) -> FileAccess:
     """
     while not directory.exists():
         directory = directory.parent
-    access = _BY_TYPE.get(_file_system_type(directory) or "", _OTHER)
+    device = os.stat(directory).st_dev  # noqa: PTH116 - symmetrical with the major and minor below
+    number, kind = f"{os.major(device)}:{os.minor(device)}", ""
+    with suppress(OSError):
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+        for line in mounts.splitlines():
+            fields, _, source = line.partition(" - ")
+            if not kind and fields.split()[2] == number:
+                kind = source.split()[0]
+    access = _BY_TYPE.get(kind, _OTHER)
     return replace(
         access,
+        kind=kind,
         is_direct=access.is_direct and options.direct_io,
         is_flushed_whole=access.is_flushed_whole and options.whole_flush,
     )
 
 
-def _file_system_type(path: Path) -> str | None:
-    """The type of the file system that a path is on, such as ``ext4``; None if it is not known."""
-    device = os.stat(path).st_dev  # noqa: PTH116 - symmetrical with the major and minor below
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    for line in mounts.splitlines():
-        fields, _, source = line.partition(" - ")
-        if fields.split()[2] == number:
-            return source.split()[0]
-    return None
-
-
 @cache
 def _c_library() -> Any:
-    """The C library; None where it is not Linux's."""
-    return ctypes.CDLL(None, use_errno=True) if platform.system() == "Linux" else None
+    return ctypes.CDLL(None, use_errno=True)
 
 
 @limited
@@ -157,10 +152,12 @@ def whole_flush(directory: Path) -> Callable[[], None] | None:
     version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     if syncfs is None or version < _FIRST_TO_REPORT:
         return None
-    found = _numbers(_MEMORY_INFO)
-    if "Dirty:" not in found:
+    try:
+        memory = _MEMORY_INFO.read_text(encoding="ascii")
+    except OSError:
         return None
-    if 1024 * (found["Dirty:"] + found.get("Writeback:", 0)) > _MAX_WAITING_NBYTES:
+    waiting = re.findall(r"^(?:Dirty|Writeback): +(\d+)", memory, re.MULTILINE)
+    if not waiting or 1024 * sum(map(int, waiting)) > _MAX_WAITING_NBYTES:
         return None
     with file_errors(None, directory):
         handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -195,11 +192,11 @@ def page_cache_of(directory: Path) -> PageCache | None:
     None too where the system does not say: a directory that is missing is for its reader to report.
     """
     try:
-        kind = _file_system_type(directory)
         found = directory.stat()
         boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return None
+    kind = file_access(directory, Options()).kind
     if kind not in _LOCAL:
         return None
     return PageCache(f"{boot_id} {found.st_dev} {found.st_ino}", kind in _IN_MEMORY)
@@ -210,29 +207,25 @@ def available_nbytes() -> int:
 
     The limit of its control group counts; 0 where the system does not say.
     """
-    found = 1024 * _numbers(_MEMORY_INFO).get("MemAvailable:", 0)
+    found = 0
     with suppress(OSError, ValueError):  # no control group of version 2, or no limit: "max"
+        found = 1024 * _number(_MEMORY_INFO, "MemAvailable:")
         limit = int((_CONTROL_GROUP / "memory.max").read_text())
-        found = min(found, limit - _numbers(_CONTROL_GROUP / "memory.stat").get("anon", 0))
+        found = min(found, limit - _number(_CONTROL_GROUP / "memory.stat", "anon"))
     return found
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """The first number of each line of a file in ``/proc`` or ``/sys``, by the word before it."""
-    found = {}
-    with suppress(OSError):
-        for line in path.read_text(encoding="ascii").splitlines():
-            name, number, *_ = line.split()
-            found[name] = int(number)
-    return found
+def _number(path: Path, name: str) -> int:
+    """The number behind a name in a file of ``/proc`` or ``/sys``; 0 where it has none."""
+    found = re.search(rf"^{name} +(\d+)", path.read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def is_cached(handle: int, size: int) -> bool:
     """Whether the middle of a file is in the page cache; True where the kernel cannot tell."""
-    library = _c_library() if platform.machine() in _ARCHITECTURES else None
-    if library is not None:
+    if platform.machine() in _ARCHITECTURES:
         asked, counts = (ctypes.c_uint64 * 2)(size // 2, 1), (ctypes.c_uint64 * 5)()
-        if library.syscall(ctypes.c_long(_CACHESTAT), handle, asked, counts, 0) == 0:
+        if _c_library().syscall(ctypes.c_long(_CACHESTAT), handle, asked, counts, 0) == 0:
             return counts[0] > 0
     try:  # before Linux 6.5, and where this user may not ask
         os.preadv(handle, [bytearray(1)], size // 2, os.RWF_NOWAIT)
@@ -285,23 +278,18 @@ class BounceBuffers:
         try:
             buffer = self._idle.pop()
         except IndexError:
-            buffer = _huge_page_buffer(BUFFER_NBYTES)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, BUFFER_NBYTES + _HUGE_PAGE_NBYTES, flags=flags)
+            with suppress(OSError, AttributeError):  # a kernel without transparent huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            whole = np.frombuffer(memory, np.uint8)
+            start = -whole.ctypes.data % _HUGE_PAGE_NBYTES
+            buffer = whole[start : start + BUFFER_NBYTES]
+            buffer.fill(0)
         try:
             yield buffer
         finally:
             self._idle.append(buffer)
-
-
-def _huge_page_buffer(nbytes: int) -> Bytes:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=flags)
-    with suppress(OSError, AttributeError):  # a kernel, or a system, without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % _HUGE_PAGE_NBYTES
-    buffer = whole[start : start + nbytes]
-    buffer.fill(0)
-    return buffer
 
 
 def start_direct(handle: int) -> bool:

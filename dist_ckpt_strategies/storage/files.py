@@ -1,19 +1,18 @@
-"""Addresses of checkpoints, files and directories: durable writes, reads, syncs, locks."""
+"""Files and directories: durable writes, reads, syncs, locks."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import re
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import unquote
+from typing import TYPE_CHECKING
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -21,11 +20,11 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
-    StrategyError,
 )
 from dist_ckpt_strategies.storage.folders import nbytes_text
 from dist_ckpt_strategies.storage.io_pool import (
     MAX_SLICE_NBYTES,
+    Job,
     limited,
     raise_if_cancelled,
     storage_error,
@@ -50,99 +49,6 @@ MAX_JSON_NBYTES = 1 << 20
 
 READ_AT_ONCE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-
-SCHEMES = ("s3", "gs")
-
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
-_REFUSED = frozenset("?#\\*[]\0")
-
-
-@dataclass(frozen=True, slots=True)
-class StoreUrl:
-    """``scheme://bucket/path``.
-
-    Attributes:
-        scheme: ``"s3"`` or ``"gs"``.
-        bucket: name of the bucket.
-        path: what the names of all objects of the checkpoint start with, without a ``/`` at either
-            end; empty for the whole bucket.
-    """
-
-    scheme: str
-    bucket: str
-    path: str
-
-    def __str__(self) -> str:
-        """The URL, without a ``/`` at its end."""
-        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
-
-    @property
-    def prefix(self) -> str:
-        """What stands before a name below the checkpoint, in the name of an object."""
-        return f"{self.path}/" if self.path else ""
-
-    def below(self, name: str) -> Self:
-        """The address of what lies below this one, under a name without a ``/``."""
-        return replace(self, path=f"{self.prefix}{name}")
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The address that a URL states.
-
-        Raises:
-            StrategyError: it states none; says why.
-        """
-        scheme, _, rest = text.partition("://")
-        if scheme not in SCHEMES:
-            known = ", ".join(f"{scheme}://bucket/path" for scheme in SCHEMES)
-            raise StrategyError(f"{text}: expected {known}, file:///path or a path")
-        bucket, _, path = rest.partition("/")
-        if not _BUCKET.fullmatch(bucket):
-            raise StrategyError(f"{text}: {bucket!r} is no name of a bucket")
-        path = path.rstrip("/")
-        parts = path.split("/") if path else []
-        if _REFUSED.intersection(path) or any(part in {"", ".", ".."} for part in parts):
-            raise StrategyError(
-                f"{text}: a path in a bucket has no empty part, no '.', '..' and none of ?#\\*[]"
-            )
-        return cls(scheme, bucket, path)
-
-
-_LOST_A_SLASH = re.compile(rf"({'|'.join(SCHEMES)}|file):/(?!/)")
-_LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(?!//)")
-
-
-def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path | StoreUrl:
-    """What a caller means: ``s3://``, ``gs://``, ``file:///`` or a path, which becomes absolute.
-
-    Args:
-        address: of a checkpoint, or of what holds several.
-        what: what an empty one is the address of, for messages.
-
-    Raises:
-        StrategyError: it is no address, or a Path made of a URL.
-    """
-    given: Any = address
-    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-    if not isinstance(text, str) or "\0" in text:  # None and numbers would name directories
-        raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
-    if not text:
-        raise StrategyError(f"{what} is empty; name the checkpoint's directory")
-    if isinstance(address, Path) and _LOST_A_SLASH.match(text):
-        raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
-    scheme = _LACKS_SLASHES.match(text)
-    if scheme and not isinstance(address, Path):  # a typing error, and no directory
-        raise StrategyError(
-            f"{text}: a URL begins with {scheme[0]}//; a directory of that name is ./{text}"
-        )
-    if text.startswith("file://"):
-        host, slash, path = text.removeprefix("file://").partition("/")
-        if host not in {"", "localhost"} or not slash:
-            raise StrategyError(f"{text}: expected file:///path")
-        return Path("/", unquote(path))
-    if "://" in text:
-        return StoreUrl.parse(text)
-    return Path(text).absolute()
 
 
 @contextmanager
@@ -240,25 +146,6 @@ def remove_empty(directory: Path, root: Path) -> None:
     sync_path(directory)
 
 
-def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Write a file so that it is either whole and durable, or not there.
-
-    Written beside under a name of its own, flushed, renamed; then the directory is flushed.
-    """
-    partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        raise_if_cancelled()
-        partial.replace(path)
-    except BaseException:  # interrupted too: no other code knows its name
-        partial.unlink(missing_ok=True)
-        raise
-    sync_path(path.parent)
-
-
 def sync_path(path: Path | str) -> None:
     """Make the content of a file durable, or the names added to or removed from a directory."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -288,12 +175,12 @@ def new_file(path: str, *, is_flushed: bool = True) -> Iterator[int]:
         os.close(handle)
 
 
-def directories_above(root: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """Directories below ``root`` and those above them, up to it; with a key of each, for messages.
+def sync_jobs(root: Path, names: Mapping[str, str]) -> list[Job]:
+    """What makes the names of files in directories durable, and those of the directories.
 
     Args:
-        root: included.
-        names: directories below ``root``, with the key of what is in each.
+        root: included, like all directories between.
+        names: directories below ``root``, with the key of what is in each, for messages.
     """
     found = {str(root): ""}
     for name, key in names.items():
@@ -301,18 +188,7 @@ def directories_above(root: Path, names: Mapping[str, str]) -> dict[str, str]:
         while path not in found:
             found[path] = key
             path = path[: path.rindex("/")]
-    return found
-
-
-def sync_directories(root: Path, names: Mapping[str, str]) -> None:
-    """Make the names of files in directories durable, and those of the directories.
-
-    Raises:
-        StorageError: one cannot be flushed; see ``directories_above``.
-    """
-    for path, key in directories_above(root, names).items():
-        with file_errors(key, path):
-            sync_path(path)
+    return [Job(key, path, partial(sync_path, path)) for path, key in found.items()]
 
 
 _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
@@ -432,14 +308,26 @@ class Directory:
                 os.close(handle)
 
     @limited
-    def write(self, name: str, content: bytes) -> None:
-        """See Store."""
+    def write(self, name: str, content: bytes, *, key: str | None = None) -> None:
+        """See Store. Written beside under a name of its own, flushed, renamed; ``key`` for errors.
+
+        Then the directory is flushed.
+        """
         path = Path(self.path(name))
-        with file_errors(None, path):
-            if not path.parent.is_dir():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                sync_path(path.parent.parent)
-            write_file(path, content)
+        partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
+        with file_errors(key, path):
+            make_directories(path.parent)
+            try:
+                with partial.open("xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                raise_if_cancelled()
+                partial.replace(path)
+            except BaseException:  # interrupted too: no other code knows its name
+                partial.unlink(missing_ok=True)
+                raise
+            sync_path(path.parent)
 
     @limited
     def create(self, name: str, content: bytes) -> bool:

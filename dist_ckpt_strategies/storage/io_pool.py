@@ -7,21 +7,18 @@ argument for them. Threads run in a copy of the context of the thread that start
 from __future__ import annotations
 
 import errno
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial, wraps
-from pathlib import Path
 from queue import SimpleQueue
-from threading import Event
+from threading import Event, Thread
 from typing import Any, ParamSpec, TypeVar
 
 from dist_ckpt_strategies.errors import (
@@ -57,7 +54,7 @@ _REMEDY = {
 
 def storage_error(
     key: str | None,
-    path: Path | str,
+    path: object,
     error: BaseException,
     *,
     not_found: type[StorageError] = IncompleteCheckpointError,
@@ -72,24 +69,20 @@ def storage_error(
     return StorageError(f"{lead}{path}: {text}", key=key, path=str(path))
 
 
-@dataclass(slots=True)
+@dataclass(order=True, slots=True)
 class _Limit:
-    """A limit in seconds, when it is over, the next one in seconds, and the limit around it."""
+    """When a limit is over, its length in seconds, and that of the second part, if it has one."""
 
-    seconds: float
     deadline: float
-    next_s: float
-    outer: _Limit | None
+    seconds: float
+    next_s: float = 0.0
 
 
-_limit: ContextVar[_Limit | None] = ContextVar("dist_ckpt_time_limit", default=None)
+_limits: ContextVar[tuple[_Limit, ...]] = ContextVar("dist_ckpt_time_limits", default=())
+"""Those of the blocks around, the innermost last."""
+
 _cancel_flags: ContextVar[tuple[Event, ...]] = ContextVar("dist_ckpt_cancel_flags", default=())
-"""Of the transfer or call that this thread works for, and of those whose jobs started it."""
-
-
-def is_cancelled() -> bool:
-    """Whether the transfer that this thread works for was given up."""
-    return any(flag.is_set() for flag in _cancel_flags.get())
+"""Of the transfer that this thread works for, and of those whose jobs started it."""
 
 
 def raise_if_cancelled() -> None:
@@ -98,7 +91,7 @@ def raise_if_cancelled() -> None:
     Call it after every system call that may block, before anything else is changed. The error goes
     nowhere: the call that started the transfer has raised already.
     """
-    if is_cancelled():
+    if any(flag.is_set() for flag in _cancel_flags.get()):
         raise StorageError("the transfer was given up")
 
 
@@ -114,26 +107,23 @@ def time_limit(timeout_s: float, share: float = ALL, *, then: float = 0.0) -> It
         then: the share from ``restart_limit`` on.
     """
     seconds = share * timeout_s
-    limit = _Limit(seconds, time.monotonic() + seconds, then * timeout_s, _limit.get())
-    token = _limit.set(limit)
+    limit = _Limit(time.monotonic() + seconds, seconds, then * timeout_s)
+    token = _limits.set((*_limits.get(), limit))
     try:
         yield
     finally:
-        _limit.reset(token)
+        _limits.reset(token)
 
 
 @contextmanager
 def clean_up_limit() -> Iterator[None]:
     """What is left to do after a failure has a quarter of the limit, even where that is over."""
-    limit = _limit.get()
-    if limit is not None:
-        seconds = limit.seconds / 4
-        limit = _Limit(seconds, time.monotonic() + seconds, 0.0, None)
-    token = _limit.set(limit)
+    quarters = [limit.seconds / 4 for limit in _limits.get()[-1:]]
+    token = _limits.set(tuple(_Limit(time.monotonic() + seconds, seconds) for seconds in quarters))
     try:
         yield
     finally:
-        _limit.reset(token)
+        _limits.reset(token)
 
 
 def restart_limit() -> None:
@@ -141,10 +131,9 @@ def restart_limit() -> None:
 
     What a rank waited for others to begin is not the storage's fault.
     """
-    limit = _limit.get()
-    if limit is not None and limit.next_s:
-        limit.seconds = limit.next_s
-        limit.deadline = time.monotonic() + limit.seconds
+    for limit in _limits.get()[-1:]:
+        if limit.next_s:
+            limit.deadline, limit.seconds = time.monotonic() + limit.next_s, limit.next_s
 
 
 @contextmanager
@@ -154,146 +143,67 @@ def uncounted() -> Iterator[None]:
     try:
         yield
     finally:
-        waited, limit = time.monotonic() - began, _limit.get()
-        while limit is not None:
+        waited = time.monotonic() - began
+        for limit in _limits.get():
             limit.deadline += waited
-            limit = limit.outer
-
-
-def _time_left(timeout_s: float = math.inf) -> tuple[float, float]:
-    """How long a wait for storage may take, and the limit for messages, both in seconds.
-
-    ``timeout_s`` is the limit outside of any ``time_limit`` block.
-    """
-    now, limit = time.monotonic(), _limit.get()
-    found = now + timeout_s, timeout_s
-    while limit is not None:
-        found = min(found, (limit.deadline, limit.seconds))
-        limit = limit.outer
-    return max(0.0, min(found[0] - now, _LONGEST_WAIT_S)), found[1]
-
-
-def start_thread(work: Callable[[], T], cancel_flag: Event) -> Future[T]:
-    """Run on a thread that does not keep the process from ending: storage may never answer.
-
-    Args:
-        work: what to run; ``raise_if_cancelled`` heeds the flag in it.
-        cancel_flag: set once the result is no longer wanted.
-
-    Raises:
-        StorageError: the system starts no more threads.
-    """
-    future: Future[T] = Future()
-    context = copy_context()
-    context.run(_cancel_flags.set, (*_cancel_flags.get(), cancel_flag))
-    run = partial(context.run, _settle, future, work)
-    try:
-        threading.Thread(target=run, name="dist-ckpt-io", daemon=True).start()
-    except (RuntimeError, MemoryError) as error:
-        raise StorageError(
-            f"no thread for I/O can start: {error}; raise the limit of processes (ulimit -u), or "
-            "lower io_threads"
-        ) from error
-    return future
-
-
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
-    """Have a future hold what a call gives, or raises."""
-    try:
-        future.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-        future.set_exception(error)
-
-
-def settled(future: Future[T], path: object) -> T:
-    """What a call gives, within the limit of the block.
-
-    Raises:
-        StorageTimeoutError: it takes longer; names ``path``.
-    """
-    left_s, limit_s = _time_left()
-    try:
-        return future.result(timeout=left_s)
-    except FutureTimeoutError:
-        if future.done():
-            raise
-        raise StorageTimeoutError(
-            f"{path}: storage did not answer within {limit_s:g} s; check this rank's disk or "
-            "network, or raise timeout_s",
-            path=str(path),
-        ) from None
-
-
-def run_with_limit(step: Callable[[], T], path: object) -> T:
-    """What a step returns that may block on storage, within the limit of the call.
-
-    It runs on a thread of its own, except within another transfer's job, and outside of any
-    ``time_limit`` block.
-
-    Args:
-        step: what to do; it must not use a device or a process group.
-        path: file or directory to name where it does not answer.
-
-    Raises:
-        StorageTimeoutError: it took longer. The step ends where it calls ``raise_if_cancelled``.
-    """
-    if _limit.get() is None or _cancel_flags.get():
-        return step()
-    cancelled = Event()
-    future = start_thread(step, cancelled)
-    try:
-        return settled(future, path)
-    except BaseException:  # an interruption too: nothing continues
-        cancelled.set()
-        raise
-
-
-def limited(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, run by ``run_with_limit``; its first argument is named in messages."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return run_with_limit(partial(function, *args, **kwargs), args[0])
-
-    return run
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A blocking transfer of one array's data, to be run on a thread."""
+    """What a thread is to do that may block on storage.
 
-    key: str
-    path: Path | str
-    run: Callable[[], None]
+    Attributes:
+        key: of the array, for messages; None where errors of ``run`` are raised as they are.
+        path: the file or directory, for messages.
+        run: does it; uses no device and no process group.
+    """
+
+    key: str | None
+    path: object
+    run: Callable[[], object]
 
 
 class Transfer:
     """Reads or writes under way: jobs that a few threads of its own take from one queue.
 
-    A job costs little more than its system calls: one future for each thread, none for each job.
+    The threads do not keep the process from ending: storage may never answer.
 
     Args:
         jobs: what is begun at once, in this order; after a failure no further one is started.
         num_threads: how many threads to start at most. Where the system starts no more of them,
             those that run do all the work; without any the transfer has failed.
+
+    Attributes:
+        lacking: why fewer threads run; None where all do.
     """
 
     def __init__(self, jobs: Iterable[Job], num_threads: int) -> None:
         self._jobs = deque(jobs)
         self._running: dict[int, Job] = {}
+        self._failures: list[tuple[Job, BaseException]] = []
         self._cancelled = Event()
-        self._workers: list[Future[CheckpointError | None]] = []
+        self._threads: list[Thread] = []
+        self.lacking: StorageError | None = None
+        context = copy_context()
+        context.run(_cancel_flags.set, (*_cancel_flags.get(), self._cancelled))
         for _ in range(min(num_threads, len(self._jobs))):
+            run = partial(context.copy().run, self._work_off)
+            thread = Thread(target=run, name="dist-ckpt-io", daemon=True)
             try:
-                self._workers.append(start_thread(self._work_off, self._cancelled))
-            except StorageError as error:
-                if not self._workers:
-                    self._workers.append(Future())
-                    self._workers[0].set_result(error)
+                thread.start()
+            except (RuntimeError, MemoryError) as error:
+                self.lacking = StorageError(
+                    f"no thread for I/O can start: {error}; raise the limit of processes (ulimit "
+                    "-u), or lower io_threads"
+                )
                 break
+            self._threads.append(thread)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float = _LONGEST_WAIT_S) -> None:
         """Return once all are done.
+
+        Args:
+            timeout_s: the limit where no ``time_limit`` block around ends earlier.
 
         Raises:
             StorageError: one that failed, naming key and file. Those under way have ended then,
@@ -301,97 +211,124 @@ class Transfer:
             StorageTimeoutError: one that did not end in time. It ends before its next slice, but
                 the system call under way may still read or fill the caller's memory.
         """
-        left_s, limit_s = _time_left(timeout_s)
+        if self.lacking is not None and not self._threads:
+            raise self.lacking
+        now = time.monotonic()
+        limit = min((*_limits.get(), _Limit(now + timeout_s, timeout_s)))
         try:
-            late = futures.wait(self._workers, left_s).not_done
+            num_running = self.num_running_after(limit.deadline - now)
         except BaseException:  # an interruption
             self._give_up()
             raise
-        if late:
+        if num_running:
             running = list(self._running.values())
             self._give_up()
-            raise _no_answer(running, limit_s)
-        failures = [error for worker in self._workers if (error := worker.result()) is not None]
-        # The first, but rather that storage did not answer: no fall-back follows that.
-        for error in sorted(failures, key=lambda error: not isinstance(error, StorageTimeoutError)):
-            raise error
+            raise _no_answer(running, limit.seconds)
+        if self._failures:
+            # The first, but rather that storage did not answer: no fall-back follows that.
+            job, error = min(
+                self._failures, key=lambda f: not isinstance(f[1], StorageTimeoutError)
+            )
+            self._failures.clear()
+            try:
+                if job.key is None or isinstance(error, CheckpointError):
+                    raise error
+                raise storage_error(job.key, job.path, error) from error
+            finally:
+                del job, error  # or the traceback would refer to itself, and to memory
         raise_if_cancelled()  # this thread may itself work for one that was given up
 
     def num_running_after(self, seconds: float) -> int:
         """Threads that still work when that time is over, or 0 as soon as none is left."""
-        return len(futures.wait(self._workers, seconds).not_done)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(deadline - time.monotonic())
+        return sum(thread.is_alive() for thread in self._threads)
 
     def stop(self, timeout_s: float) -> None:
         """Start no further job, and give those that are running some time to notice and end."""
         self._give_up()
-        futures.wait(self._workers, timeout_s)
+        self.num_running_after(timeout_s)
 
     def _give_up(self) -> None:
         self._cancelled.set()
         self._jobs.clear()
 
-    def _work_off(self) -> CheckpointError | None:
-        """Take jobs until none is left; the error of the one that failed, if any."""
+    def _work_off(self) -> None:
+        """Take jobs until none is left, or one has failed."""
         me = threading.get_ident()
-        while not is_cancelled():
+        while not self._cancelled.is_set():
             try:
                 job = self._running[me] = self._jobs.popleft()
             except IndexError:
-                break
-            error = _failure(job)
-            del self._running[me]
-            if error is not None:
-                is_first = not is_cancelled()
+                return
+            try:
+                raise_if_cancelled()  # what this transfer is a part of
+                job.run()
+            except BaseException as error:  # noqa: BLE001 - raised again by ``wait``
+                if not self._cancelled.is_set():  # else it was given up
+                    self._failures.append((job, error))
                 self._give_up()
-                return error if is_first else None
-        return None
-
-
-def _failure(job: Job) -> CheckpointError | None:
-    """What a job raises; returned, so that no traceback holds the transfer's memory."""
-    try:
-        job.run()
-    except CheckpointError as error:
-        return error
-    except Exception as error:  # noqa: BLE001 - libraries raise what they like; named and re-raised
-        translated = storage_error(job.key, job.path, error)
-        translated.__cause__ = error
-        return translated
-    return None
+            finally:
+                del self._running[me]
 
 
 def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
-    text = f"storage did not answer within {limit_s:g} s"
-    if not running:
-        return StorageTimeoutError(text)
-    job = running[0]
-    more = f" (and {len(running) - 1} more)" if len(running) > 1 else ""
-    lead = f"{job.key}: " if job.key else ""
-    return StorageTimeoutError(f"{lead}{job.path}{more}: {text}", key=job.key, path=str(job.path))
+    """What is raised where jobs did not end in time."""
+    key, path, lead = None, None, ""
+    if running:
+        key, path = running[0].key, str(running[0].path)
+        more = f" (and {len(running) - 1} more)" if len(running) > 1 else ""
+        lead = f"{key}: {path}{more}: " if key else f"{path}{more}: "
+    return StorageTimeoutError(
+        f"{lead}storage did not answer within {limit_s:g} s; check this rank's disk or network, or "
+        "raise timeout_s",
+        key=key,
+        path=path,
+    )
 
 
-@dataclass
-class InFlight(AbstractContextManager["InFlight"]):
-    """At most one transfer beside the one being prepared; leaving the block waits for the last."""
+def wait_in_turn(transfers: Iterable[Transfer], timeout_s: float) -> None:
+    """Wait for transfers, each of which is begun while the one before is under way.
 
-    timeout_s: float
-    last: Transfer | None = None
+    After a failure too the last is waited for: it uses memory that is about to be freed.
+    """
+    last = Transfer((), 0)
+    try:
+        for transfer in transfers:
+            before, last = last, transfer
+            before.wait(timeout_s)
+    except BaseException:
+        with suppress(CheckpointError):  # the first failure is the one to report
+            last.wait(timeout_s)
+        raise
+    last.wait(timeout_s)
 
-    def follow_with(self, transfer: Transfer) -> None:
-        """Wait for the transfer before, and keep this one until the next."""
-        before, self.last = self.last, transfer
-        if before is not None:
-            before.wait(self.timeout_s)
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Wait, also after a failure: the transfer uses memory that is about to be freed."""
-        last, self.last = self.last, None
-        try:
-            if last is not None:
-                last.wait(self.timeout_s)
-        except CheckpointError:
-            if error is None:  # else the first failure is the one to report
-                raise
+def limited(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, which may block on storage, within the limit of the block around.
+
+    It runs on a thread of its own, except within another transfer's job, and outside of any
+    ``time_limit`` block. It must not use a device or a process group. Its first argument is the
+    file or directory to name where it does not answer: a StorageTimeoutError then. It ends where
+    it calls ``raise_if_cancelled``.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not _limits.get() or _cancel_flags.get():
+            return function(*args, **kwargs)
+        found: list[T] = []
+        job = Job(None, args[0], lambda: found.append(function(*args, **kwargs)))
+        Transfer([job], 1).wait()
+        return found[0]
+
+    return run
+
+
+def run_with_limit(step: Callable[[], T], path: object) -> T:
+    """What a step returns, run like a ``limited`` function; ``path`` is named in messages."""
+    return limited(lambda _path: step())(path)
 
 
 class OrderedQueues(AbstractContextManager["OrderedQueues"]):
@@ -408,31 +345,53 @@ class OrderedQueues(AbstractContextManager["OrderedQueues"]):
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._cancelled = Event()
-        self._queues: list[SimpleQueue[Callable[[], None] | None]] = []
-        try:
-            for _ in range(num_threads):
-                self._queues.append(SimpleQueue())
-                start_thread(partial(self._work_off, self._queues[-1]), self._cancelled)
-        except BaseException:
+        self._queues = [SimpleQueue[Callable[[], None] | None]() for _ in range(num_threads)]
+        jobs = [Job(None, "", partial(self._work_off, queue)) for queue in self._queues]
+        self._threads = Transfer(jobs, num_threads)
+        if self._threads.lacking is not None:
             self.__exit__()
-            raise
+            raise self._threads.lacking
 
     def __exit__(self, *_: object) -> None:
         """Give up what is not done; the threads end."""
-        self._cancelled.set()
+        self._threads.stop(0.0)
         for queue in self._queues:
             queue.put(None)
 
     def submit(self, number: int, call: Callable[..., T], *args: Any) -> Future[T]:
         """Have a thread call something; ``settled`` waits for it."""
         future: Future[T] = Future()
-        self._queues[number].put(partial(_settle, future, partial(call, *args)))
+
+        def run() -> None:
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                future.set_exception(error)
+
+        self._queues[number].put(run)
         return future
 
-    def _work_off(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
-        while (run := queue.get()) is not None and not is_cancelled():
+    @staticmethod
+    def _work_off(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (run := queue.get()) is not None:
+            raise_if_cancelled()
             run()
+
+
+def settled(future: Future[T], path: object) -> T:
+    """What a call gives, within the limit of the block.
+
+    Raises:
+        StorageTimeoutError: it takes longer; names ``path``.
+    """
+    now = time.monotonic()
+    limit = min((*_limits.get(), _Limit(now + _LONGEST_WAIT_S, _LONGEST_WAIT_S)))
+    try:
+        return future.result(timeout=limit.deadline - now)
+    except FutureTimeoutError:
+        if future.done():
+            raise
+        raise _no_answer([Job(None, path, future.result)], limit.seconds) from None
 
 
 class ByteBudget:

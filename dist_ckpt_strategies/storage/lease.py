@@ -1,7 +1,7 @@
 """One job at a time at a place that holds checkpoints: a lock that runs out with its holder.
 
 A lock is a small file, ``.dist-ckpt-lock-N``; of several the one with the largest N counts. Its
-holder rewrites it four times per lease. Who wants the place watches that file: where it changes its
+holder rewrites it four times per lease. A job that wants the place watches it: where it changes its
 holder lives, and where it does not change for a whole lease, by the clock of the one who watches,
 or where the holder's process has ended on the same host, the watcher makes the file with the next
 number. To make a file that is not there yet is one atomic step: ``O_EXCL`` in a directory, a
@@ -65,10 +65,10 @@ class Lease:
             StorageError: the place cannot be read or written.
         """
         began = since = time.monotonic()
-        seen = (0, b"")
+        seen: tuple[int, dict[str, object]] = (0, {})
         while True:
-            found = number, content = self._current()
-            holder, now = _parsed(content), time.monotonic()
+            found = number, holder = self._current()
+            now = time.monotonic()
             if found != seen:
                 if number and number == seen[0]:
                     raise self._locked(holder, "is alive")
@@ -91,8 +91,7 @@ class Lease:
         Raises:
             CheckpointLockedError: another has.
         """
-        number, content = self._current()
-        holder = _parsed(content)
+        number, holder = self._current()
         if (number, holder.get("id")) != (self._number, self._id):
             raise self._locked(
                 holder, f"has taken over, as this process was silent for {self._lease_s:g} s"
@@ -118,8 +117,8 @@ class Lease:
         self._number = number
         if not self._place.create(self._file(number), self._content()):
             return False
-        newest, content = self._current()
-        if newest != number or _parsed(content).get("id") != self._id:
+        newest, holder = self._current()
+        if newest != number or holder.get("id") != self._id:
             if newest != number:
                 self._place.delete([self._file(number)])
             return False
@@ -143,12 +142,16 @@ class Lease:
             except StorageError as error:
                 logger.warning("the lock could not be renewed this time: %s", error)
 
-    def _current(self) -> tuple[int, bytes]:
-        """Number and content of the lock that counts; 0 and nothing where there is none."""
+    def _current(self) -> tuple[int, dict[str, object]]:
+        """Number and holder of the lock that counts; 0 and nothing where there is none."""
         while number := max(map(_number_of, self._place.names(_PREFIX)), default=0):
             with suppress(IncompleteCheckpointError):  # given back meanwhile
-                return number, self._place.read(self._file(number))
-        return 0, b""
+                content = self._place.read(self._file(number))
+                with suppress(ValueError):
+                    found = json.loads(content)
+                    return number, found if isinstance(found, dict) else {}
+                return number, {}
+        return 0, {}
 
     def _content(self) -> bytes:
         process = process_name(os.getpid())
@@ -171,15 +174,6 @@ class Lease:
 def _number_of(name: str) -> int:
     number = name.removeprefix(_PREFIX)
     return int(number) if number.isdecimal() else 0
-
-
-def _parsed(content: bytes) -> dict[str, object]:
-    """The holder that a lock names; empty where it names none."""
-    try:
-        found = json.loads(content)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _name(holder: dict[str, object]) -> str:

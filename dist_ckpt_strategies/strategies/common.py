@@ -17,7 +17,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
 from dist_ckpt_strategies.formats.commit import invalidate
 from dist_ckpt_strategies.formats.locations import (
-    content_of,
+    current_place,
     located,
     require_path,
     store_at,
@@ -42,7 +42,8 @@ from dist_ckpt_strategies.megatron.types import (
     SaveCommonStrategy,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 from dist_ckpt_strategies.tools.readers import open_reader
@@ -148,8 +149,8 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
             CorruptCheckpointError: it is damaged.
         """
         options, allow = self.options, self.allowed()
-        root = content_of(located(checkpoint_dir, options))
-        store = store_at(root)
+        root = located(checkpoint_dir, options)
+        store = current_place(root) if isinstance(root, Bucket) else Directory(root)
         path = store.path(COMMON_NAME)
         with time_limit(options.timeout_s):
             try:

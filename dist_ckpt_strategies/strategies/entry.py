@@ -30,12 +30,11 @@ from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
     CheckpointMarker,
     Location,
-    content_of,
+    current_place,
     is_finished,
     located,
     read_marker,
     require_path,
-    store_at,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
 from dist_ckpt_strategies.megatron.shards import (
@@ -65,7 +64,8 @@ from dist_ckpt_strategies.sharded.checks import (
 )
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, TorchCommonSaveStrategy
@@ -368,7 +368,7 @@ class _Save:
         if self.common.save is not None:
             self.common.save(place.location)
         elif self.common.content is not None:
-            store_at(place.location).write(COMMON_NAME, self.common.content)
+            Directory(place.location).write(COMMON_NAME, self.common.content)
 
     def _write_objects(self, objects: StateDict, root: Location) -> None:
         if not handles_objects(self.common_saver):
@@ -442,7 +442,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
             raise invalid
         place = located(checkpoint_dir, options)
         try:
-            root = content_of(place)
+            root = current_place(place) if isinstance(place, Bucket) else place
             formats = astuple(read_marker(root))
             loader = _fitting(root, action, sharded_strategy and chosen, formats[:2], timeout_s)
             commons = _fitting(root, StrategyAction.LOAD_COMMON, common_strategy, formats[2:])

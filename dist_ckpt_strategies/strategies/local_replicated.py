@@ -74,7 +74,6 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     make_directories,
     read_file,
-    write_file,
 )
 from dist_ckpt_strategies.storage.io_pool import (
     OPENING,
@@ -230,7 +229,8 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
     def _common_content(self, path: Path, found: Any | None) -> bytes:
         """The content of ``common.pt``, which is written first where it is an object."""
         if found is not None:
-            write_file(path, dump_loadable(found.data, name=found.key, allow=self.allowed()))
+            content = dump_loadable(found.data, name=found.key, allow=self.allowed())
+            Directory(path.parent).write(path.name, content, key="common state")
         with file_errors("common state", path):
             return read_file(path)
 
@@ -456,7 +456,7 @@ def _write_common(root: Path, common: bytes) -> None:
     with file_errors("common state", path):
         make_directories(root)
         if not (path.exists() and read_file(path) == common):
-            write_file(path, common)
+            Directory(root).write(COMMON_NAME, common, key="common state")
     Directory(root).write(MARKER_NAME, CheckpointMarker(BACKEND, VERSION).to_json())
 
 

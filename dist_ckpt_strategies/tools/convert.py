@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
-from dist_ckpt_strategies.formats.commit import complete_commit, open_save_place
+from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
     SAVE_PREFIX,
     Location,
@@ -311,7 +311,7 @@ class _Conversion:
                 version, root, options, global_rank=0, keeps_old=True, overwrite=False
             )
             return ZarrWriter(of_saves, plan, block_nbytes)
-        place = open_save_place(root, options, keeps_old=True, overwrite=False)
+        place = DirectoryPlace(root, options, keeps_old=True, overwrite=False)
         if to is Format.SAFETENSORS:
             return SafetensorsWriter(root, place, plan, block_nbytes)
         from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415

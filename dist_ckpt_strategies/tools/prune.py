@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from dist_ckpt_strategies.config import StoreOptions, store_options_from_environment
+from dist_ckpt_strategies.config import StoreOptions
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompatibleVersionError,
@@ -29,7 +29,12 @@ from dist_ckpt_strategies.formats.commit import (
     remove_contents,
 )
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
-from dist_ckpt_strategies.formats.locations import SAVE_PREFIX, Location, require_something
+from dist_ckpt_strategies.formats.locations import (
+    SAVE_PREFIX,
+    Location,
+    located,
+    require_something,
+)
 from dist_ckpt_strategies.formats.manifest import SAVE_NAME
 from dist_ckpt_strategies.formats.scan import read_begun, scan
 from dist_ckpt_strategies.storage.bucket import Bucket
@@ -38,10 +43,8 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Directory,
-    StoreUrl,
     file_errors,
     is_elsewhere,
-    parsed_address,
     require_directory,
     sync_path,
 )
@@ -159,9 +162,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         StorageError: ``root`` cannot be read, or something cannot be removed; what went before is
             gone.
     """
-    location: Location | StoreUrl = parsed_address(root, what="root")
-    if isinstance(location, StoreUrl):
-        location = Bucket(location, store or store_options_from_environment())
+    location = located(root, store, what="root")
     removed, kept = [], []
     for decision in build_prune_plan(
         _find(location), keep_last, keep_every, unfinished=unfinished, older_than_s=older_than_s

@@ -12,22 +12,22 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from benchmarks.common.command_line import NEEDED, Contest, Output, among, contest_command
+from benchmarks.common.command_line import NEEDED, Comparison, Output, among, comparison_command
 
-GIVEN: list[tuple[Contest, list[str] | None]] = []
-NAMES = ("floor", "ours", "theirs", "others")
+GIVEN: list[tuple[Comparison, list[str] | None]] = []
+NAMES = ("baseline", "ours", "theirs", "others")
 
 
-@contest_command(NAMES, ("floor",), sizes_gb=(0.5,), in_memory=False, repetitions=3)
+@comparison_command(NAMES, ("baseline",), sizes_gb=(0.5,), in_memory=False, repetitions=3)
 def compare(
-    contest: Contest,
+    comparison: Comparison,
     output: Output,
     *,
     move: Annotated[list[str] | None, typer.Option(callback=among(("up", "down")))] = None,
 ) -> None:
     """Compare them."""
     output.console.print("compared")
-    GIVEN.append((contest, move))
+    GIVEN.append((comparison, move))
 
 
 @pytest.fixture(autouse=True)
@@ -50,28 +50,32 @@ def test_without_options_all_take_part_that_are_installed(monkeypatch: pytest.Mo
     result = run()
 
     assert result.exit_code == 0, result.output
-    ((contest, move),) = GIVEN
-    assert contest.names == ("floor", "ours", "others")
+    ((comparison, move),) = GIVEN
+    assert comparison.names == ("baseline", "ours", "others")
     assert "theirs: skipped, no_such_package is not installed" in result.output
-    assert (len(contest.sizes), len(contest.places), contest.repetitions) == (1, 1, 3)
-    assert (contest.timeout_s, contest.is_smoke, move) == (300.0, False, None)
+    assert (len(comparison.sizes), len(comparison.places), comparison.repetitions) == (1, 1, 3)
+    assert (comparison.timeout_s, comparison.is_smoke, move) == (300.0, False, None)
 
 
 def test_options_replace_what_is_there_without_them(tmp_path: Path) -> None:
-    words = "--size 1 --size 2 --repetitions 5 --timeout-s 7 --contender others --move up"
+    words = "--size 1 --size 2 --repetitions 5 --timeout-s 7 --candidate others --move up"
     out = tmp_path / "out.jsonl"
     result = run(*words.split(), "--directory", str(tmp_path), "--out", str(out))
 
     assert result.exit_code == 0, result.output
-    ((contest, move),) = GIVEN
-    assert contest.names == ("floor", "others")
-    assert contest.sizes[0].hidden < contest.sizes[1].hidden
-    assert (contest.places, contest.repetitions, contest.timeout_s) == ((tmp_path,), 5, 7.0)
+    ((comparison, move),) = GIVEN
+    assert comparison.names == ("baseline", "others")
+    assert comparison.sizes[0].hidden < comparison.sizes[1].hidden
+    assert (comparison.places, comparison.repetitions, comparison.timeout_s) == (
+        (tmp_path,),
+        5,
+        7.0,
+    )
     assert move == ["up"]
     assert json.loads(out.read_text().splitlines()[0])["kind"] == "run"
 
 
-@pytest.mark.parametrize("words", ["--move sideways", "--contender tape", "--repetitions 0"])
+@pytest.mark.parametrize("words", ["--move sideways", "--candidate tape", "--repetitions 0"])
 def test_what_is_not_known_is_refused_before_a_file_is_opened(words: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     result = run(*words.split(), "--out", str(out))

@@ -38,8 +38,8 @@ RUN = {
 CASE = {"file_system": "ext4", "nbytes": 10**9, "num_arrays": 3, "num_ranks": 2}
 
 
-def sample(contender: str, seconds: float, repetition: int = 1, **more: Any) -> dict[str, Any]:
-    about = {"contender": contender, "repetition": repetition, "case": CASE}
+def sample(candidate: str, seconds: float, repetition: int = 1, **more: Any) -> dict[str, Any]:
+    about = {"candidate": candidate, "repetition": repetition, "case": CASE}
     return {"kind": "sample", "step": "save", **about, "seconds": seconds, **more}
 
 
@@ -67,7 +67,7 @@ def test_ratios_are_taken_within_a_round_and_only_of_rounds_that_both_have() -> 
 
     first, second = summarise_rounds([*ours, *baseline], ("raw write", "absent"))
 
-    assert (first.contender, first.num_rounds, first.seconds) == ("raw write", 3, Spread(2, 1, 4))
+    assert (first.candidate, first.num_rounds, first.seconds) == ("raw write", 3, Spread(2, 1, 4))
     assert second.ratios == {"raw write": Spread(2.5, 2.0, 3.0)}
 
 

@@ -21,7 +21,7 @@ from benchmarks import (
     tools,
     two_stage,
 )
-from benchmarks.contenders.one_state import MAKERS, RAW_PLAIN
+from benchmarks.candidates.one_state import MAKERS, RAW_PLAIN
 from tests.support.scripts import Results, command, results_of
 
 pytestmark = pytest.mark.multiprocess
@@ -32,13 +32,13 @@ WHY_NO_MOTO = object_stores.why_not(object_stores.MOTO)
 
 
 def measured(results: Results) -> dict[str, list[dict[str, Any]]]:
-    """The samples by contender, those without any being said to be missing."""
+    """The samples by candidate, those without any being said to be missing."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in results.of_kind("skipped"):
-        found[line["contender"]] = []
+        found[line["candidate"]] = []
     for line in results.of_kind("sample"):
         assert line["values"]["seconds"] > 0
-        found.setdefault(line["contender"], []).append(line)
+        found.setdefault(line["candidate"], []).append(line)
     assert results.left == []
     return found
 
@@ -61,7 +61,7 @@ def test_saves_and_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "options", "contenders"),
+    ("script", "options", "candidates"),
     [
         ("scaling.py", (), None),
         (
@@ -78,13 +78,13 @@ def test_saves_and_loads(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_every_contender_is_measured_or_said_to_be_missing(
-    script: str, options: tuple[str, ...], contenders: set[str] | None, tmp_path: Path
+def test_every_candidate_is_measured_or_said_to_be_missing(
+    script: str, options: tuple[str, ...], candidates: set[str] | None, tmp_path: Path
 ) -> None:
     found = measured(results_of(script, tmp_path, *options, limit_s=240))
 
     assert found
-    assert contenders is None or set(found) == contenders
+    assert candidates is None or set(found) == candidates
 
 
 def test_asynchronous_saves(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_script_writes_its_lines_and_leaves_nothing(
 
 
 def test_a_run_that_is_stopped_leaves_nothing_behind(tmp_path: Path) -> None:
-    options = ("--contender", "torch.save", "--repetitions", "1000")
+    options = ("--candidate", "torch.save", "--repetitions", "1000")
     started = [*command("save_load.py", tmp_path, *options), "--no-smoke", "--size", "0.01"]
     process = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

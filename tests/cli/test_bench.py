@@ -39,13 +39,13 @@ def test_two_ranks_measure_every_candidate(tmp_path: Path) -> None:
     assert (found["command"], found["path"], found["num_ranks"]) == ("bench", str(tmp_path), 2)
     names = [name for name in CANDIDATES if name not in found["lacking"]]
     expected = [(step, name) for step in ("save", "load") for name in names]
-    assert [(x["step"], x["contender"]) for x in found["timings"]] == expected
+    assert [(x["step"], x["candidate"]) for x in found["timings"]] == expected
     for timing in found["timings"]:
-        which = timing["step"], timing["contender"]
-        own = [x["seconds"] for x in found["samples"] if (x["step"], x["contender"]) == which]
+        which = timing["step"], timing["candidate"]
+        own = [x["seconds"] for x in found["samples"] if (x["step"], x["candidate"]) == which]
         assert len(own) == 2
         assert timing["seconds"] == statistics.median(own) > 0
-        assert timing["floor_ratio"] == 1 or timing["contender"] != "one stream"
+        assert timing["floor_ratio"] == 1 or timing["candidate"] != "one stream"
     assert found["nbytes"] == pytest.approx(2_000_000, rel=0.05)
     assert list(tmp_path.iterdir()) == []
 

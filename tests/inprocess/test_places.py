@@ -14,7 +14,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import PeerLostError, PlanError, RestartError, StorageError
-from dist_ckpt_strategies.formats.commit import open_save_place
+from dist_ckpt_strategies.formats.commit import DirectoryPlace
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.places import NODE_MISSING, Nodes, Places
 from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
@@ -158,7 +158,7 @@ def test_a_silent_node_loses_its_place_to_a_spare_and_can_neither_renew_nor_comm
 
 
 def commit_to(directory: Path) -> None:
-    place = open_save_place(directory, Options(), keeps_old=True, overwrite=False)
+    place = DirectoryPlace(directory, Options(), keeps_old=True, overwrite=False)
     place.save_id = place.new_save_id()
     place.begin(())
     place.commit(b"{}")

@@ -170,9 +170,9 @@ class GuardedProvider(MemoryProvider):
     def finish_gradients(self) -> bool:
         return True
 
-    def update_shard(self) -> None:
+    def apply_update(self) -> None:
         self.held += (self.lock.locked(),)
-        self.apply_update()
+        super().apply_update()
 
     def gather_weights(self) -> None:
         self.held += (self.lock.locked(),)

@@ -10,7 +10,7 @@ from torch import nn
 
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.recovery import PEFTCheckpointManager, TorchStateProvider
-from dist_ckpt_strategies.recovery.shards import FlatShard
+from dist_ckpt_strategies.recovery.provider import FlatShard
 from tests.support.ranks import run_processes
 
 LOST = 2

@@ -18,9 +18,12 @@ from dist_ckpt_strategies.errors import (
     ShapeMismatchError,
 )
 from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.provider import InMemoryCheckpoint, MemoryChecksumManager
+from dist_ckpt_strategies.recovery.provider import (
+    FlatShard,
+    InMemoryCheckpoint,
+    MemoryChecksumManager,
+)
 from dist_ckpt_strategies.recovery.recover import Recovery
-from dist_ckpt_strategies.recovery.shards import FlatShard
 from tests.support.memory_provider import MemoryProvider
 from tests.support.tensors import LAYOUTS, bits
 from tests.support.thread_ranks import run_ranks

@@ -35,7 +35,7 @@ RAW_FLUSHED, RAW_PLAIN = "raw write+fsync", "raw write"
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Contender(Protocol):
+class Candidate(Protocol):
     """One way to save and load."""
 
     def save(self, directory: Path) -> None:
@@ -50,7 +50,7 @@ class Contender(Protocol):
         ...
 
 
-Make = Callable[[tuple[Shard, ...]], Contender]
+Make = Callable[[tuple[Shard, ...]], Candidate]
 
 ZARR: Final = ("zarr", 1)
 ZARR_2: Final = ("zarr", 2)
@@ -95,19 +95,19 @@ class Megatron:
         }
 
 
-def zarr(shards: tuple[Shard, ...]) -> Contender:
+def zarr(shards: tuple[Shard, ...]) -> Candidate:
     """This package's backend, made known to Megatron-Core."""
     dist_ckpt_strategies.register()
     return Megatron(shards, ZARR)
 
 
-def zarr_2(shards: tuple[Shard, ...]) -> Contender:
+def zarr_2(shards: tuple[Shard, ...]) -> Candidate:
     """This package's second format: it takes digests, and compares them at a load."""
     dist_ckpt_strategies.register()
     return Megatron(shards, ZARR_2)
 
 
-def torch_dist(shards: tuple[Shard, ...]) -> Contender:
+def torch_dist(shards: tuple[Shard, ...]) -> Candidate:
     """Megatron's own backend."""
     stand_in_for_cuda()
     return Megatron(shards, TORCH_DIST)
@@ -181,7 +181,7 @@ class _Safetensors:
 
 
 class Raw:
-    """The floor: the same bytes through one plain stream per rank."""
+    """The baseline: the same bytes through one plain stream per rank."""
 
     def __init__(self, shards: tuple[Shard, ...], *, flushes: bool) -> None:
         self._tensors = {shard.key: shard.tensor for shard in shards}
@@ -196,14 +196,14 @@ class Raw:
 
 
 class _RawSave(SaveShardedStrategy):  # type: ignore[misc]
-    """The floor as a strategy of Megatron-Core, which adds what it does around any strategy."""
+    """The baseline as a strategy of Megatron-Core, which adds what it does around any strategy."""
 
     def __init__(self, raw: Raw) -> None:
         super().__init__("raw", 1)
         self._raw = raw
 
     def save(self, sharded_state_dict: object, checkpoint_dir: str | Path) -> None:  # noqa: ARG002
-        """Write what the floor writes, whatever is asked for."""
+        """Write what the baseline writes, whatever is asked for."""
         self._raw.save(Path(checkpoint_dir))
 
 
@@ -215,7 +215,7 @@ class _RawLoad(LoadShardedStrategy):  # type: ignore[misc]
         self._raw = raw
 
     def load(self, sharded_state_dict: object, checkpoint_dir: str | Path) -> Tensors:  # noqa: ARG002
-        """Read what the floor reads, whatever is asked for."""
+        """Read what the baseline reads, whatever is asked for."""
         return dict(self._raw.load(Path(checkpoint_dir)))
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -229,17 +229,17 @@ class _RawLoad(LoadShardedStrategy):  # type: ignore[misc]
         """Nothing to check."""
 
 
-def _raw_in_megatron(shards: tuple[Shard, ...]) -> Contender:
+def _raw_in_megatron(shards: tuple[Shard, ...]) -> Candidate:
     raw = Raw(shards, flushes=True)
     return Megatron(shards, _RawSave(raw), _RawLoad(raw))
 
 
-def raw_flushed(shards: tuple[Shard, ...]) -> Contender:
+def raw_flushed(shards: tuple[Shard, ...]) -> Candidate:
     """The baseline that flushes what it writes."""
     return Raw(shards, flushes=True)
 
 
-def _raw_plain(shards: tuple[Shard, ...]) -> Contender:
+def _raw_plain(shards: tuple[Shard, ...]) -> Candidate:
     return Raw(shards, flushes=False)
 
 

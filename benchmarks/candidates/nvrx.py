@@ -1,4 +1,4 @@
-"""nvidia-resiliency-ext as a contender, with what it needs on a machine without CUDA."""
+"""nvidia-resiliency-ext as a candidate, with what it needs on a machine without CUDA."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class Nvrx:
-    """See LocalContender. Its request is carried out by itself, as its queue would in a process."""
+    """See LocalCandidate. Its request is carried out by itself, as its queue would in a process."""
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
         self._rank = rank
