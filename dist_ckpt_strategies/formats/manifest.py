@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import xxhash
@@ -148,9 +150,10 @@ def array_record(fields: Fields) -> ArrayRecord:
         _numbers(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
         for chunk in fields["chunks"]
     }
-    if len(chunks) != array.num_chunks:
-        raise ValueError(f"{key}: {len(chunks)} of {array.num_chunks} chunks")
-    for index in array.chunk_indices():
+    grid = array.grid
+    if len(chunks) != math.prod(grid):
+        raise ValueError(f"{key}: {len(chunks)} of {math.prod(grid)} chunks")
+    for index in product(*map(range, grid)):
         expected = InnerGrid.of(array, index).num_chunks + 1
         found, rest = divmod(len(chunks[index].digests), DIGEST_NBYTES)
         if found != expected or rest:
