@@ -171,8 +171,11 @@ def prune(  # noqa: PLR0913 - one parameter for each option
             kept.append(decision)
         elif dry_run:
             removed.append(decision)
-        elif _is_unchanged(location, decision, older_than_s):
-            removed.append(replace(decision, stays=_remove(location, decision.name)))
+        else:
+            now = _look_at(location, decision.name)
+            may_run = now.status is Status.UNFINISHED and now.age_s < older_than_s
+            if now.status is decision.status and not may_run:  # no save has begun there since
+                removed.append(replace(decision, stays=_remove(location, decision.name)))
     return PruneReport(location, tuple(removed), tuple(kept), dry_run)
 
 
@@ -261,8 +264,7 @@ def _find(root: Location) -> list[PruneDecision]:
     tracked = None
     with suppress(IncompleteCheckpointError, ValueError):
         tracked = int(store.read(_TRACKER_NAME))
-    now_s = time.time()
-    found = (_look_at(root, name, now_s) for name in names)
+    found = (_look_at(root, name) for name in names)
     return [
         replace(one, is_named=tracked is not None and one.iteration == tracked) for one in found
     ]
@@ -282,7 +284,7 @@ def _names_below(root: Bucket) -> tuple[list[str], bool]:
     return sorted({top for top, slash, _ in parts if top and slash}), is_checkpoint
 
 
-def _look_at(root: Location, name: str, now_s: float) -> PruneDecision:
+def _look_at(root: Location, name: str) -> PruneDecision:
     """What one of them is."""
     number = _NUMBER.search(name)
     iteration = int(number[1]) if number else None
@@ -296,7 +298,7 @@ def _look_at(root: Location, name: str, now_s: float) -> PruneDecision:
     except (OSError, StorageError) as error:
         why = error.message if isinstance(error, StorageError) else reason(error)
         return PruneDecision(name, iteration, Status.UNREADABLE, 0.0, why=why)
-    return PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)
+    return PruneDecision(name, iteration, status, max(0.0, time.time() - changed_s), nbytes)
 
 
 def _directory_status(directory: Path) -> tuple[Status, int | None, float]:
@@ -348,13 +350,6 @@ def _is_stale(entry: os.DirEntry[str]) -> bool:
     if entry.name == OLD_MARKER_NAME:
         return True
     return entry.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and entry.is_dir()
-
-
-def _is_unchanged(root: Location, found: PruneDecision, older_than_s: float) -> bool:
-    """Whether no save has begun there since."""
-    now = _look_at(root, found.name, time.time())
-    is_old = now.status is not Status.UNFINISHED or now.age_s >= older_than_s
-    return now.status is found.status and is_old
 
 
 def _remove(root: Location, name: str) -> tuple[str, ...]:
