@@ -172,7 +172,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         elif dry_run:
             removed.append(decision)
         else:
-            now = _look_at(location, decision.name)
+            now = _look_at(location, decision.name, time.time())
             may_run = now.status is Status.UNFINISHED and now.age_s < older_than_s
             if now.status is decision.status and not may_run:  # no save has begun there since
                 removed.append(replace(decision, stays=_remove(location, decision.name)))
@@ -264,7 +264,8 @@ def _find(root: Location) -> list[PruneDecision]:
     tracked = None
     with suppress(IncompleteCheckpointError, ValueError):
         tracked = int(store.read(_TRACKER_NAME))
-    found = (_look_at(root, name) for name in names)
+    now_s = time.time()  # one for all: equal times of change make equal ages
+    found = (_look_at(root, name, now_s) for name in names)
     return [
         replace(one, is_named=tracked is not None and one.iteration == tracked) for one in found
     ]
@@ -284,7 +285,7 @@ def _names_below(root: Bucket) -> tuple[list[str], bool]:
     return sorted({top for top, slash, _ in parts if top and slash}), is_checkpoint
 
 
-def _look_at(root: Location, name: str) -> PruneDecision:
+def _look_at(root: Location, name: str, now_s: float) -> PruneDecision:
     """What one of them is."""
     number = _NUMBER.search(name)
     iteration = int(number[1]) if number else None
@@ -298,7 +299,7 @@ def _look_at(root: Location, name: str) -> PruneDecision:
     except (OSError, StorageError) as error:
         why = error.message if isinstance(error, StorageError) else reason(error)
         return PruneDecision(name, iteration, Status.UNREADABLE, 0.0, why=why)
-    return PruneDecision(name, iteration, status, max(0.0, time.time() - changed_s), nbytes)
+    return PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)
 
 
 def _directory_status(directory: Path) -> tuple[Status, int | None, float]:
