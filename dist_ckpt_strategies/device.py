@@ -271,8 +271,7 @@ class TensorBytes:
 
     def write_back(self) -> None:
         """Copy what was filled to tensors that are not in C order."""
-        for number, copied in self._copies.items():
-            self.tensors[number].copy_(copied)
+        copy_into([self.tensors[number] for number in self._copies], list(self._copies.values()))
         self._copies.clear()
 
     def bytes_of(self, number: int) -> torch.Tensor:

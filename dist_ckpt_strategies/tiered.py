@@ -60,17 +60,17 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """When a step is saved, and which global checkpoints stay.
+    """When a step is saved, and which global checkpoints are kept.
 
-    Where both tiers are due the global one is saved.
+    If both tiers are due, only the global one is saved.
 
     Attributes:
-        every_steps: steps whose number is a multiple of it are saved globally.
-        every_minutes: a step is saved globally once so many minutes have passed since the last
-            one, by the clock of rank 0.
-        local_every_steps: steps whose number is a multiple of it are saved locally.
-        keep_last: that many global checkpoints stay, the newest; None to let all stay.
-        keep_every: those whose step is a multiple of it stay.
+        every_steps: save every multiple of this step number globally.
+        every_minutes: save globally once so many minutes have passed since the last global save,
+            by the clock of rank 0.
+        local_every_steps: save every multiple of this step number locally.
+        keep_last: number of newest global checkpoints to keep; None: all.
+        keep_every: also keep those whose step is a multiple of this.
     """
 
     every_steps: int | None = None
@@ -86,7 +86,7 @@ class SavePolicy:
                 raise PlanError(f"{name}: expected a number above 0, found {value!r}")
 
     def due(self, step: int) -> Tier | None:
-        """What is due at a step whatever the time is."""
+        """The tier that is due at a step, without regard to ``every_minutes``; None: none."""
         if self.every_steps and step % self.every_steps == 0:
             return Tier.GLOBAL
         if self.local_every_steps and step % self.local_every_steps == 0:
@@ -96,23 +96,24 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class ManagerOptions:
-    """How a manager works. Equal on all ranks.
+    """Options of a TieredCheckpointManager. Equal on all ranks.
 
     Attributes:
-        strategy: of global saves: ("zarr", 2) by default, or ("zarr", 1), or an instance.
-        load_strategy: of global loads; by default what a checkpoint names.
-        allow: further classes that objects of the state may be of.
-        is_async: whether ``save`` returns while the state is being written; if not, it waits.
-        timeout_s: longest wait for a peer; by default what the environment says.
-        poll_every_steps: at the multiples of it ranks look together, by one small gather, whether
-            a signal has come, time is up or a save has ended; only where one of these can be.
-        preemption_signals: at the next poll after one of them, on any rank, the state is saved,
+        strategy: strategy of global saves: ("zarr", 2) by default, ("zarr", 1), or an instance.
+        load_strategy: strategy of global loads; by default the one that the checkpoint names.
+        allow: further classes that objects of the state may have.
+        is_async: ``save`` returns while the state is written in the background; False: it waits.
+        timeout_s: longest wait for a peer; by default that of the environment.
+        poll_every_steps: at multiples of this step number, one small gather finds out whether a
+            signal has arrived, ``every_minutes`` have passed, or a save has ended. There is no
+            gather if none of these is possible.
+        preemption_signals: after one of these signals on any rank, the next poll saves the state,
             and every rank raises SystemExit. Handled in the main thread.
-        exit_code: of that.
-        lease_s: a job that gave no sign of life for so many seconds loses the root to the next; by
-            default 60, or a quarter of ``timeout_s`` if that is less.
-        metrics: called with the SaveMetrics of each save, on rank 0; or a file that gets them, one
-            line of JSON each. If it fails, that is logged.
+        exit_code: exit code of that SystemExit.
+        lease_s: seconds without a sign of life after which the next job may take over the root;
+            by default 60, or a quarter of ``timeout_s`` if that is less.
+        metrics: function that rank 0 calls with the SaveMetrics of each save, or a file to which
+            it appends them, one line of JSON each. If this fails, the failure is logged.
     """
 
     strategy: StrategyChoice = None
@@ -128,7 +129,7 @@ class ManagerOptions:
 
 
 class TieredCheckpointManager:
-    """Saves a training's state by a policy, loads the newest that is whole, removes old ones.
+    """Saves training state by a policy, loads the newest complete state, removes old checkpoints.
 
     In a training loop::
 
@@ -138,23 +139,23 @@ class TieredCheckpointManager:
                 train_step()
                 manager.save(step + 1, state_dict)
 
-    All ranks make one alike, and call its methods together, unless they are said to be rank-local.
-    A step's number is that of the steps that are done. One save is under way at most: a global one
-    waits for the one before, a local one is left out then; the log says both.
+    All ranks create it with the same arguments, and call its methods together, except those marked
+    rank-local. A step's number is the number of steps done. At most one save runs: a global save
+    waits for the previous one, a local save is skipped; both are logged.
 
-    The first call takes the lock of ``root``: see ``storage.lease`` for what it protects.
+    The first call takes the lock of ``root``; a second job there raises.
 
     Args:
-        root: holds the global checkpoints, ``iter_0000100`` and so on; a directory that all ranks
-            see, or ``s3://bucket/path`` or ``gs://bucket/path``.
-        local: where the nodes' own disks are used, too.
-        recovery: where states are recovered from memory, too.
-        policy: when to save, and what to keep; by default ``force=True`` saves alone.
+        root: directory of the global checkpoints ``iter_0000100`` and so on, which all ranks see,
+            or ``s3://bucket/path`` or ``gs://bucket/path``.
+        local: manager of checkpoints on the nodes' own disks, if these are used.
+        recovery: manager of recovery from memory, if this is used.
+        policy: when to save, and what to keep; by default only ``force=True`` saves.
         options: everything else.
 
     Raises:
-        PlanError: the policy has local saves and there is no local manager, or the other way
-            round; or an option is out of range.
+        PlanError: the policy has local saves without ``local``, or the reverse; or an option is out
+            of range.
     """
 
     def __init__(
@@ -193,19 +194,19 @@ class TieredCheckpointManager:
         self._last_s = time.monotonic()
 
     def directory(self, step: int) -> str:
-        """Where the global checkpoint of a step is. Rank-local."""
+        """Path or URL of the global checkpoint of a step. Rank-local."""
         return f"{self.root}/iter_{step:07d}"
 
     def all_steps(self) -> list[int]:
-        """Steps of the finished global checkpoints, in order. Rank-local: looks at the storage."""
+        """Sorted steps of the finished global checkpoints. Rank-local; reads the storage."""
         return sorted(step for step, _, is_done in global_checkpoints([self.root]) if is_done)
 
     def latest_step(self) -> int | None:
-        """The last of them; None where there is none. Rank-local."""
+        """The last of ``all_steps``; None: there is none. Rank-local."""
         return max(self.all_steps(), default=None)
 
     def preempt(self) -> None:
-        """Have the next poll save the state and end all ranks, as after a signal. Rank-local."""
+        """Save the state and end all ranks at the next poll, as after a signal. Rank-local."""
         self._is_preempted = True
 
     @raises_megatron_errors
@@ -217,23 +218,25 @@ class TieredCheckpointManager:
         at_most: int | None = None,
         **arguments: Any,
     ) -> Loaded | None:
-        """Load the newest state that is whole: from memory, else from disks, the newest first.
+        """Load the newest complete state: from memory, else from disk, local before global.
 
-        Collective. Of a local and a global checkpoint of one step the local one is taken.
+        Collective.
 
         Args:
-            state_dict: what to load; tensors of ShardedTensors are filled in place.
-            provider: the StateProvider, or what has one, that memory fills.
-            at_most: pass over newer steps, to go back in a training; memory is not asked then. The
-                newer ones stay, and a later call without it loads them.
-            arguments: further ones of ``load``, for a global checkpoint.
+            state_dict: sharded state dict to load; the tensors of ShardedTensors are filled in
+                place.
+            provider: StateProvider, or an object that has one, to fill from memory.
+            at_most: skip newer steps and memory, to go back in a training. Newer checkpoints are
+                kept, and a later call without ``at_most`` loads them.
+            arguments: further arguments of ``load``, for a global checkpoint.
 
         Returns:
-            What was loaded, ``iteration`` the step from which training continues, ``attempts`` what
-            was refused before, with the reasons; None where there is nothing to load.
+            What was loaded: ``iteration`` is the step from which training continues, ``attempts``
+            lists what was refused, with the reasons. None: there is nothing to load.
 
         Raises:
-            NoUsableCheckpointError: there are checkpoints, and none can be used; says why of each.
+            NoUsableCheckpointError: there are checkpoints, but none can be used; the text has the
+                reason for each.
             CheckpointLockedError: another job saves at ``root``.
             StorageError, PeerError: as in ``recovery.load_latest``.
         """
@@ -272,23 +275,22 @@ class TieredCheckpointManager:
     ) -> bool:
         """Save a step if the policy says so. Collective; call it after every step.
 
-        Where neither a signal, nor time, nor a save under way is to be looked at, and nothing is
-        due, it returns without a collective.
+        If nothing is due and nothing has to be polled, it returns without a collective.
 
         Args:
-            step: how many steps are done; equal on all ranks.
-            state_dict: the sharded state dict, or what makes it, called if the step is saved. Its
-                tensors may be overwritten when this returns.
+            step: number of steps done; equal on all ranks.
+            state_dict: the sharded state dict, or a function that returns it, called if the step is
+                saved. Its tensors may be overwritten when this returns.
             force: save globally whatever the policy says.
 
         Returns:
-            Whether a save of the step has begun; not where there is one already.
+            Whether a save of the step has begun; False if the step is saved already.
 
         Raises:
-            SystemExit: a preemption signal has come; the state is saved, the manager closed.
-            CheckpointLockedError: another job has taken the root over, or has it.
-            StorageError: this save, or the one before, could not be written. Training may go on:
-                earlier checkpoints are whole, and later steps are saved.
+            SystemExit: a preemption signal has arrived; the state is saved, the manager closed.
+            CheckpointLockedError: another job has, or has taken over, the root.
+            StorageError: this save, or the previous one, could not be written. Training may
+                continue: earlier checkpoints are complete, and later steps are saved.
             CheckpointError: as in ``save_async``.
         """
         comm = self._open()
@@ -315,17 +317,17 @@ class TieredCheckpointManager:
         state_dict: StateDict | Callable[[], StateDict],
         **arguments: Any,
     ) -> LocalSaveRequest:
-        """Begin a global save, whatever the policy says; signals are not looked at. Collective.
+        """Begin a global save, without regard to policy and signals. Collective.
 
         For a loop that decides by itself when to save, and may have a queue that ends saves.
 
         Args:
             step: as for ``save``.
             state_dict: as for ``save``.
-            arguments: further ones of ``save_async``.
+            arguments: further arguments of ``save_async``.
 
         Returns:
-            The request. Its ``wait``, a checkpoint queue, or this manager's next call ends it.
+            The request. Its ``wait``, a checkpoint queue, or the manager's next call ends it.
 
         Raises:
             CheckpointError: as for ``save``.
@@ -334,7 +336,7 @@ class TieredCheckpointManager:
 
     @raises_megatron_errors
     def wait(self) -> None:
-        """Return when no save is under way any more: the last one is visible. Collective.
+        """Wait until no save is running: the last one is visible. Collective.
 
         Raises:
             StorageError: it could not be written.
@@ -344,7 +346,7 @@ class TieredCheckpointManager:
 
     @raises_megatron_errors
     def close(self) -> None:
-        """Wait for the last save, and give up the lock and the signals. Collective; again nothing.
+        """Wait for the last save, then release lock and signals. Collective and idempotent.
 
         Raises:
             StorageError: the save could not be written.

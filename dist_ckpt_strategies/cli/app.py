@@ -35,11 +35,11 @@ def _epilog(example: str, status: str) -> str:
 
 app = typer.Typer(
     name="dist-ckpt",
-    help="Look at, check, convert and prune checkpoints of Megatron-Core, and run training that "
-    "survives ranks that fail.",
+    help="Inspect, verify, convert, compare and prune checkpoints of Megatron-Core, and run "
+    "training that survives failing ranks.",
     epilog=_epilog(
         "dist-ckpt inspect /checkpoints/iter_0000100",
-        "0 fine, 1 damaged, incomplete or different, 2 wrong usage, 3 could not read.",
+        "0 fine, 1 damaged, incomplete or different, 2 wrong usage, 3 could not read or write.",
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -235,9 +235,9 @@ def prune(
 ) -> None:
     """Remove old checkpoints, and what killed saves left behind.
 
-    ROOT contains the checkpoints, each in a directory whose name ends in its iteration. Always kept
-    are the newest complete one, and everything that is neither a checkpoint of format 1 or 2 nor
-    left by a killed save of these. Shows what would be removed, and prompts.
+    ROOT contains the checkpoints, each in a directory whose name ends in its iteration. The newest
+    complete one is always kept, and so is everything that is neither a checkpoint of format 1 or 2
+    nor left by a killed save of these. Shows what would be removed, and prompts.
     """
     from dist_ckpt_strategies.cli.prune import prune_checkpoints  # noqa: PLC0415
 
@@ -499,7 +499,7 @@ def run(
     is_module: Annotated[bool, _flag("--module", "-m", help="SCRIPT names a module.")] = False,
     debug: _Debug = False,
 ) -> int:
-    """Run a training script on the ranks of this node, and replace a worker that dies.
+    """Run a training script on the ranks of this node, and replace workers that die.
 
     The others stay alive: with HPWrapper around its training the script continues in place. All
     arguments after SCRIPT are the script's. A dead worker is noticed at once, a hung one after

@@ -12,14 +12,14 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import xxhash
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, Receive, Send
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
-from dist_ckpt_strategies.device import host_memory, to_host, uses_cuda
+from dist_ckpt_strategies.device import TensorBytes, host_memory, to_host, uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled
 
@@ -49,6 +49,11 @@ class Outgoing:
     nbytes: int
     read: Callable[[int, torch.Tensor], torch.Tensor]
 
+    @classmethod
+    def of(cls, name: str, to_rank: int, source: TensorBytes) -> Self:
+        """The bytes of tensors."""
+        return cls(name, to_rank, source.nbytes, source.read)
+
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
@@ -65,6 +70,27 @@ class Incoming:
     take: Callable[[int, torch.Tensor], None]
     landing: Callable[[int, int], torch.Tensor | None] = lambda _start, _nbytes: None
     key: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        from_rank: int,
+        target: TensorBytes,
+        device: torch.device,
+        key: str | None = None,
+    ) -> Self:
+        """Bytes that fill tensors, over a communicator of this device."""
+
+        def take(start: int, content: torch.Tensor) -> None:
+            target.write(start, content)
+            if start + content.numel() == target.nbytes:
+                target.write_back()
+
+        def landing(start: int, nbytes: int) -> torch.Tensor | None:
+            return target.landing(start, nbytes, device)
+
+        return cls(name, from_rank, target.nbytes, take, landing, key)
 
 
 Blocks = tuple[Sequence[Outgoing], Sequence[Incoming]]

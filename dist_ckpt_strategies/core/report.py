@@ -38,17 +38,17 @@ class SaveReport(_Report):
 
 @dataclass(frozen=True, slots=True)
 class SaveMetrics(_Report):
-    """One save of all ranks, by a TieredCheckpointManager.
+    """One save of all ranks, by a TieredCheckpointManager. Times are those of the slowest rank.
 
     Attributes:
-        step: of the training.
+        step: training step.
         tier: ``"local"`` or ``"global"``.
-        waited_s: that training waited for the save before; of all times the slowest rank's.
-        blocking_s: that training waited for this one to begin.
-        background_s: that it was written in the background.
-        nbytes: written by all ranks together; of a local save without the copies.
-        gb_per_s: 1e9 bytes for each second of the last two times.
-        unix_s: when it was complete.
+        waited_s: seconds that training waited for the previous save.
+        blocking_s: seconds that this save blocked training.
+        background_s: seconds that it was written in the background.
+        nbytes: bytes written by all ranks together; for a local save without the copies.
+        gb_per_s: ``nbytes`` in 1e9 bytes, divided by ``blocking_s + background_s``.
+        unix_s: time when it was complete, in seconds since the epoch.
     """
 
     step: int

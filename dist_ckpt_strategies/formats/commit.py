@@ -587,7 +587,7 @@ def _remove_others(bucket: Bucket, current: Bucket) -> None:
 
     A job that may put and read, and not delete, can save to a new URL.
     """
-    kept = str(current.url).removeprefix(f"{bucket.url}/")
+    kept = str(current).removeprefix(f"{bucket}/")
     names = bucket.names(SAVE_PREFIX)
     _delete_in_order(bucket, [name for name in names if name.partition("/")[0] != kept])
     if str(current) != str(bucket) and bucket.has(SAVE_NAME):

@@ -27,7 +27,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
 from dist_ckpt_strategies.formats.zarr2 import array_keys
-from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket, StoreUrl
+from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -136,7 +136,7 @@ def located(
     if "://" not in text:
         return Path(text).absolute()
     stores = options.reached_stores() if isinstance(options, Options) else options
-    return Bucket(StoreUrl.parse(text), stores or store_options_from_environment())
+    return Bucket.parse(text, stores or store_options_from_environment())
 
 
 def store_at(location: Location) -> Store:
@@ -293,5 +293,5 @@ def require_something(bucket: Bucket) -> None:
     if not bucket.names():
         what = "there is no checkpoint"
         if not bucket.reports_missing_buckets:
-            what += f", or no bucket {bucket.url.bucket!r}: listings do not show it"
+            what += f", or no bucket {bucket.bucket!r}: listings do not show it"
         raise CheckpointNotFoundError(f"{bucket}: {what}", path=str(bucket))

@@ -1,4 +1,4 @@
-"""What is ended at once when a fault is heard, while the block is still running."""
+"""What each rank ends when a fault is reported, while the function is still running."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Abort(ABC):
-    """A part of what this process does that can be ended from another thread.
+    """Ends one kind of work of this process, called from another thread.
 
     It must not wait for other ranks, and may be called again.
     """
@@ -37,9 +37,9 @@ class Abort(ABC):
 
 
 class Compose(Abort):
-    """Several parts as one. As in NVRx, the last one given is called first: ``a(b(c(state)))``.
+    """Several aborts as one. As in NVRx, the last one is called first: ``a(b(c(state)))``.
 
-    All are called, whatever others raise.
+    All are called, even if some raise.
 
     Args:
         instances: the parts, in the reverse order of their calls.
@@ -67,7 +67,7 @@ class Compose(Abort):
 
 
 class AbortTransformerEngine(Abort):
-    """Transformer Engine's buffers for overlapped communication, where it is imported."""
+    """Destroys Transformer Engine's buffers for overlapped communication, if it is imported."""
 
     def __call__(self, state: HPState) -> HPState:
         """See Abort."""
@@ -78,9 +78,9 @@ class AbortTransformerEngine(Abort):
 
 
 class HPCheckpointingAbort(Abort):
-    """Asynchronous saves, which are not finalised any more.
+    """Ends asynchronous saves: kills the processes that Megatron-Core's queues started.
 
-    The package's own end by themselves; processes that Megatron-Core's queues started are killed.
+    Saves of this package end by themselves; none is finalized.
     """
 
     def __call__(self, state: HPState) -> HPState:
@@ -96,9 +96,9 @@ class HPCheckpointingAbort(Abort):
 
 
 class HPAbortTorchDistributed(Abort):
-    """All process groups: NCCL's are aborted, gloo's connections are cut, waits are released.
+    """Ends the communication of all process groups: aborts NCCL's, cuts gloo's connections.
 
-    Connections to the groups' stores are cut too, no others.
+    It also cuts the connections to the groups' stores, and then aborts all waits.
     """
 
     def __call__(self, state: HPState) -> HPState:
@@ -109,7 +109,7 @@ class HPAbortTorchDistributed(Abort):
 
 
 class HPDataLoaderAbort(Abort):
-    """The worker processes of torch's data loaders."""
+    """Kills the worker processes of torch's data loaders."""
 
     def __call__(self, state: HPState) -> HPState:
         """See Abort."""
@@ -120,13 +120,13 @@ class HPDataLoaderAbort(Abort):
 
 
 class CheckpointlessAbortManager:
-    """Makes and changes what is ended when a fault is heard."""
+    """Creates and changes the ``abort`` of an HPWrapper."""
 
     @staticmethod
     def get_default_checkpointless_abort() -> Compose:
         """Transformer Engine, checkpointing, torch.distributed, data loaders; the last runs first.
 
-        So Transformer Engine's buffers are destroyed after the communicators that use them.
+        Transformer Engine's buffers are thus destroyed after the communicators that use them.
         """
         return Compose(
             AbortTransformerEngine(),
@@ -137,10 +137,10 @@ class CheckpointlessAbortManager:
 
     @staticmethod
     def create_custom_abort(*abort_instances: Abort) -> Compose:
-        """Only these; as in ``Compose``, the last one is called first.
+        """A Compose of these; the last one is called first.
 
         Raises:
-            ValueError: none is given.
+            ValueError: there is none.
         """
         if not abort_instances:
             raise ValueError("abort_instances: expected one or more, found none")
@@ -148,10 +148,10 @@ class CheckpointlessAbortManager:
 
     @staticmethod
     def override_abort(abort_compose: Compose, abort_type: type, new_abort: Abort) -> Compose:
-        """A copy in which ``new_abort`` stands wherever ``abort_compose`` has an ``abort_type``.
+        """A copy of ``abort_compose`` with ``new_abort`` in place of each ``abort_type``.
 
         Raises:
-            ValueError: ``abort_compose`` has no ``instances``, or none of the type.
+            ValueError: ``abort_compose`` is not a Compose, or has none of the type.
         """
         instances = getattr(abort_compose, "instances", None)
         if instances is None:

@@ -1,7 +1,7 @@
-"""What a rank asks of the coordinator of a job: who it is, when all are there, who has failed.
+"""The interface between a rank and the coordinator of a job: places, barriers, faults.
 
-An *epoch* is one attempt of all ranks to run the block together. The coordinator numbers them,
-never a rank; the numbers grow, and may skip some.
+An *epoch* is the number of one attempt of all ranks to run the function together. The coordinator
+counts; numbers grow, and may be skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class FaultMode(StrEnum):
     """What happened to the rank that failed."""
 
     EXCEPTION = "exception"
-    """The block raised; the process is alive."""
+    """The function raised; the process is alive."""
 
     DEATH = "death"
     """The process is gone."""
@@ -25,7 +25,7 @@ class FaultMode(StrEnum):
     """No sign of progress for too long."""
 
     UNHEALTHY = "unhealthy"
-    """The process or its device has failed a check of the agent's."""
+    """The process or its device has failed a check of the agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Fault:
 
     Attributes:
         global_rank: the rank that failed first; None if unknown.
-        epoch: the attempt that it ended.
-        mode: what happened to the rank.
-        why: in words, for logs and errors.
+        epoch: number of the attempt that it ended.
+        mode: kind of fault.
+        why: text for logs and errors.
     """
 
     global_rank: int | None
@@ -52,14 +52,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """The place that a process takes in the job.
+    """The place of a process in the job.
 
     Attributes:
-        global_rank: of all processes.
-        local_rank: among those of its node.
-        world_size: ranks of the job.
-        local_world_size: ranks of this node.
-        environment: variables that the process needs for this place, ``MASTER_ADDR`` among them.
+        global_rank: rank among all processes.
+        local_rank: rank among the processes of its node.
+        world_size: number of ranks of the job.
+        local_world_size: number of ranks of this node.
+        environment: variables that the process needs for this place, such as ``MASTER_ADDR``.
     """
 
     global_rank: int
@@ -99,11 +99,10 @@ def place_of(variables: Mapping[str, object]) -> RankInfo:
 
 
 class Coordinator(Protocol):
-    """One rank's way to the others that works when no process group does.
+    """One rank's connection to the other ranks that does not need a process group.
 
-    Every method may be called from any thread, several at the same time; none holds up another.
-    Where the coordinator itself is gone, each raises PeerLostError. docs/design/recovery.md has
-    the protocol.
+    Methods may be called from several threads at the same time; none blocks another. Each raises
+    PeerLostError if the coordinator is gone. docs/design/recovery.md has the protocol.
     """
 
     def wait_rank(self, timeout_s: float | None = None) -> RankInfo:

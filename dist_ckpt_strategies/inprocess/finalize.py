@@ -41,7 +41,7 @@ class CheckpointlessFinalizeCleanup(Finalize):
         self.trainer: Any = None
 
     def __call__(self, *a: Any, **kw: Any) -> HPState | None:
-        """Clean up, in a fixed order; again does nothing more. Returns the state it was given."""
+        """Clean up in a fixed order; idempotent. Returns the state."""
         abort_megatron()
         abort_te()
         cleanup_rope()
@@ -55,7 +55,7 @@ class CheckpointlessFinalizeCleanup(Finalize):
         return a[0] if a else kw.get("state")
 
     def register_attributes(self, trainer: Any) -> None:
-        """Name the trainer whose model, optimizers and loops are let go of."""
+        """Set the trainer whose model, optimizers and loops are released."""
         self.trainer = trainer
 
 

@@ -1,4 +1,4 @@
-"""Whether this process is fit for another attempt."""
+"""Checks whether this process can take part in another attempt."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dist_ckpt_strategies.inprocess.coordinator import Fault
 
 @dataclass(frozen=True, slots=True)
 class HPState:
-    """What abort, finalize and health checks are given.
+    """The argument of abort, finalize and health checks.
 
     Attributes:
-        rank: this process's place in the job.
-        world_size: ranks of the job.
-        epoch: the attempt's number, as the coordinator counts.
-        attempt: how many this process has taken part in, this one included.
-        fault: what has ended the attempt.
-        communication: all that this process opened to talk to its peers in the attempt.
+        rank: global rank of this process.
+        world_size: number of ranks of the job.
+        epoch: the coordinator's number of the attempt.
+        attempt: number of attempts of this process, this one included.
+        fault: the fault that ended the attempt.
+        communication: process groups and connections that this process opened in the attempt.
     """
 
     rank: int
@@ -41,22 +41,22 @@ Checked = tuple[HPState, BaseException | None]
 
 
 class HealthCheck(ABC):
-    """A check between two attempts; what it raises ends this process, not the job."""
+    """A check between two attempts; an exception ends this process, not the job."""
 
     @abstractmethod
     def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
         """Both arguments, unchanged.
 
         Args:
-            state: of the attempt that has ended.
-            train_ex: what the block raised, where it did.
+            state: state of the attempt that has ended.
+            train_ex: the exception of the function, if it raised one.
         """
 
 
 class CudaHealthCheck(HealthCheck):
-    """The GPU answers. Where CUDA has not been used, it passes without touching it.
+    """Checks that the GPU answers; passes if this process has not used CUDA.
 
-    It is the GPU that LOCAL_RANK names, else the one that this thread uses.
+    The GPU is that of LOCAL_RANK, else the current one of this thread.
 
     Args:
         timeout: longest time for the GPU to answer.
@@ -88,10 +88,10 @@ class CudaHealthCheck(HealthCheck):
 
 
 class FaultCounter(HealthCheck):
-    """This process has raised no more than so many faults itself.
+    """Limits the number of faults of this rank.
 
     Args:
-        max_faults: allowed; None for any number.
+        max_faults: number of faults allowed; None: unlimited.
     """
 
     def __init__(self, max_faults: int | None = None) -> None:
@@ -114,10 +114,10 @@ class FaultCounter(HealthCheck):
 
 
 class ChainedHealthCheck(HealthCheck):
-    """Several checks, one after the other; the first that raises counts.
+    """Runs several checks in order; the first exception is raised.
 
     Args:
-        checks: in this order.
+        checks: the checks.
     """
 
     def __init__(self, *checks: HealthCheck) -> None:

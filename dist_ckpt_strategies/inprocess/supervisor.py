@@ -65,13 +65,14 @@ class Job:
 
     Attributes:
         command: program and arguments of every worker.
-        num_ranks: of this node.
-        num_spares: processes that wait, with everything imported, to take over a rank.
-        max_restarts: how often a worker may be replaced, all ranks counted together.
-        heartbeat_timeout_s: seconds of silence after which a worker is taken for hung; 0: never.
-        grace_s: seconds that workers get to end by themselves after a signal.
-        nodes: of the job; None: this one alone, with a store of its own.
-        event_log_handler: torch's name of what its events go to.
+        num_ranks: number of ranks of this node.
+        num_spares: number of processes that wait, with everything imported, to take over a rank.
+        max_restarts: number of workers that may be replaced, in total.
+        heartbeat_timeout_s: seconds without a heartbeat before a worker counts as hung; 0: no
+            check.
+        grace_s: seconds that workers have to end by themselves after a signal.
+        nodes: nodes of the job; None: this one alone, with a store of its own.
+        event_log_handler: torch's name of the handler of its events.
     """
 
     command: tuple[str, ...]
@@ -85,14 +86,14 @@ class Job:
 
 
 class Supervisor:
-    """One node of a job. Linux only; ``run`` belongs into the main thread.
+    """Starts and replaces the workers of one node. Linux only; call ``run`` in the main thread.
 
     Args:
         job: what to run.
-        environment: of the workers, but for what the supervisor sets.
+        environment: variables of the workers, to which the supervisor adds its own.
         on_line: called with a worker's rank or "spare", "stdout" or "stderr", and each line that
             the worker writes there.
-        on_note: called with a text where something happens to a worker.
+        on_note: called with a text when something happens to a worker.
     """
 
     def __init__(

@@ -39,11 +39,11 @@ def wait_rank(*, hp_api_factory: Callable[[], Coordinator] | None = None) -> Non
     with multiprocessing it does nothing.
 
     Args:
-        hp_api_factory: that HPWrapper is given too, where an agent says the place; None: the
-            launcher does.
+        hp_api_factory: the one of HPWrapper, if an agent assigns the place; None: the launcher
+            does.
 
     Raises:
-        StrategyError: nothing here coordinates the job; see coordinator_from_environment.
+        StrategyError: there is no coordinator; see coordinator_from_environment.
         PeerLostError: the launcher's store is gone.
     """
     if multiprocessing.current_process().name != "MainProcess":
@@ -56,11 +56,11 @@ def wait_rank(*, hp_api_factory: Callable[[], Coordinator] | None = None) -> Non
 
 
 class HPAgentK8sAPIFactory:
-    """Makes coordinators over the agent of a cluster; what HPWrapper takes as ``hp_api_factory``.
+    """Creates coordinators over the agent of a cluster, as ``hp_api_factory`` of HPWrapper.
 
     Args:
-        client: of the agent, any object with the six calls of docs/recovery_agent.md; None: that
-            of the package hyperpod-elastic-agent.
+        client: client of the agent, any object with the six calls of docs/recovery_agent.md; None:
+            that of the package hyperpod-elastic-agent.
     """
 
     def __init__(self, client: Any = None) -> None:

@@ -62,41 +62,42 @@ _FIRST_TELLER_S = 0.1
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class HPWrapper:
-    """Makes a function a block that is run again on every rank, in place, when a rank fails.
+    """Decorator: run a function again on every rank, in place, when a rank fails.
 
-    ``@HPWrapper(...)`` above a function whose parameter annotated with HPCallWrapper, if it has
-    one, is given the wrapper of the call.
+    A parameter of the function that is annotated with HPCallWrapper receives the call. Times are
+    seconds above 0. Pass objects, not classes.
 
     Args:
-        abort: what is ended at once when a fault is heard; None: nothing, so the block has to end
-            by itself.
-        finalize: called with the state between two attempts; None for nothing.
-        health_check: called with the state and what the block raised; what it raises itself ends
-            this process. None for no check.
-        hp_api_factory: makes the coordinator; None: the one that the environment names.
-        abort_timeout: longest time from a fault until the block has been left, in seconds; then
-            the process ends with code 86. None for 60.
-        enabled: False: the function stays what it is.
-        trace_file_path: where VizTracer writes a trace of the call.
-        async_raise_before_abort: interrupt the block as soon as communication has ended; False:
-            once all of ``abort`` is done.
-        early_abort_communicator: end communication before all else that ``abort`` ends.
-        checkpoint_manager: its ``parameter_update_lock`` protects updates from interruption, its
-            ``on_fault(fault)`` is called between two attempts, where it has them.
-        check_memory_status: log memory at each restart, and warn where it grows.
-        barrier_timeout_s: longest wait for all ranks to join an epoch.
-        finish_timeout_s: longest wait for all ranks to return from the block.
-        max_attempts: of this process; None for any number.
-        max_idle_attempts: after so many attempts in a row that this rank's own exception has
-            ended, before a step was done, the process ends: what fails every time is not mended by
-            trying again. A step is done where ``step_upon_restart`` grows, or the step of the
-            ``checkpoint_manager``. None for any number.
-        progress_timeout_s: longest time between two calls of ``ping`` in the block, the first
-            counted from its start; None for any.
+        abort: ends communication and other work when a fault is reported. None: nothing; the
+            function has to return by itself. CheckpointlessAbortManager has a default that includes
+            Transformer Engine's buffers, asynchronous saves and data loaders. Compose calls its
+            last part first, as NVRx does.
+        finalize: called with the state between two attempts.
+        health_check: called with the state and the exception of the function; if it raises, this
+            process ends. CudaHealthCheck, FaultCounter, ChainedHealthCheck.
+        hp_api_factory: creates the coordinator; None: the one that the environment names.
+        abort_timeout: longest time from a fault until the function has been left; then the process
+            ends with code 86. None: 60.
+        enabled: False: the function is not wrapped.
+        trace_file_path: file for a trace of the call by VizTracer, if it is installed.
+        async_raise_before_abort: interrupt the function as soon as communication has ended; False:
+            after all of ``abort``.
+        early_abort_communicator: end communication before the other parts of ``abort``.
+        checkpoint_manager: its ``parameter_update_lock`` protects updates from interruption; its
+            ``on_fault(fault)``, if any, is called between two attempts.
+        check_memory_status: log memory at each restart, and warn if it grows.
+        barrier_timeout_s: longest wait for all ranks to join an attempt.
+        finish_timeout_s: longest wait for all ranks to return from the function.
+        max_attempts: attempts of this process; None: unlimited.
+        max_idle_attempts: this process ends after so many consecutive attempts that its own
+            exception ended before a step was done (``step_upon_restart`` or the step of the
+            ``checkpoint_manager`` did not grow); None: unlimited.
+        progress_timeout_s: longest time between two calls of ``ping``, or from the start of the
+            function to the first; None: unlimited.
 
     Raises:
-        StrategyError: a time or a count is no number above 0, or a part cannot be called.
-        MissingDependencyError: a trace is asked for, and VizTracer is not installed.
+        StrategyError: a time or count is not above 0, or a part is not callable.
+        MissingDependencyError: ``trace_file_path`` is set, and VizTracer is not installed.
     """
 
     abort: Callable[[HPState], HPState] | None = Compose(HPAbortTorchDistributed())  # noqa: RUF009 - it has no state
@@ -147,15 +148,15 @@ class HPWrapper:
 
 
 class HPCallWrapper:
-    """One call of the block: attempt after attempt, until all ranks have returned from one.
+    """One call of the function: attempts until all ranks have returned from one.
 
     Args:
-        wrapper: with the settings.
+        wrapper: the options.
 
     Attributes:
-        step_upon_restart: steps since the attempt began; for the block to count.
-        num_attempts: that this process has taken part in.
-        last_fault: what has ended the attempt before this one.
+        step_upon_restart: steps since the attempt began; the function counts them.
+        num_attempts: number of attempts of this process.
+        last_fault: the fault that ended the previous attempt.
     """
 
     def __init__(self, wrapper: HPWrapper) -> None:
@@ -177,11 +178,11 @@ class HPCallWrapper:
         self._records_gradients = torch.is_grad_enabled()
 
     def run(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-        """What ``fn`` returns in the first attempt that no fault ends.
+        """The result of ``fn`` in the first attempt that no fault ends.
 
         Raises:
             RestartLimitError: all attempts are used up.
-            HealthCheckError: this process is not fit for another one.
+            HealthCheckError: this process cannot take part in another one.
             PeerTimeoutError: not all ranks joined, or returned, in time.
             PeerLostError: the coordinator does not answer.
         """
@@ -215,7 +216,7 @@ class HPCallWrapper:
         self._is_in_block = True
 
     def start_hp_fault_handling_thread(self) -> None:
-        """Watch for faults from now on, and stop the block when there is one."""
+        """Watch for faults from now on, and interrupt the function when there is one."""
         coordinator = self._opened()
         place = coordinator.wait_rank()
         state = HPState(place.global_rank, place.world_size, self._epoch, self.num_attempts)
@@ -223,7 +224,7 @@ class HPCallWrapper:
         self._attempt.start()
 
     def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> Any:
-        """What ``fn`` returns.
+        """The result of ``fn``.
 
         Raises:
             RankShouldRestart: it raised, or a fault has interrupted it.

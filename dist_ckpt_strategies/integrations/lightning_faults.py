@@ -42,9 +42,9 @@ class PlannedFault:
     """One fault of one rank; it happens once.
 
     Attributes:
-        global_rank: to whom.
-        step: updates before it.
-        point: in the step.
+        global_rank: the rank that fails.
+        step: number of updates before it.
+        point: where in the step.
         kind: what happens.
     """
 

@@ -54,28 +54,27 @@ def install(
     options: Options | None = None,
     manager: TieredCheckpointManager | None = None,
 ) -> None:
-    """Have Megatron-LM save and load by this package. Rank-local; call it alike on every rank.
+    """Make Megatron-LM save and load with this package. Rank-local; call it on every rank.
 
-    Holds for the process, for ``pretrain`` and for a loop of your own that calls
-    ``save_checkpoint`` and ``load_checkpoint``. A later call replaces what an earlier one said.
-    The script's flags stay what they are; see docs/adopt.md.
+    Applies to this process: to ``pretrain``, and to a loop of your own that calls
+    ``save_checkpoint`` and ``load_checkpoint``. A later call replaces an earlier one. See
+    docs/adopt.md for the script's flags.
 
     Args:
-        sharded_strategy: the format of global checkpoints: ("zarr", 2), ("zarr", 1), or
-            ("torch_dist", 1), which Megatron-Core writes itself. Whatever it is, checkpoints of
-            all three are loaded.
-        allow: further classes that objects of a checkpoint may be of.
+        sharded_strategy: format of global checkpoints: ("zarr", 2), ("zarr", 1), or
+            ("torch_dist", 1), which Megatron-Core writes itself. All three are loaded in any case.
+        allow: further classes that objects of a checkpoint may have.
         options: timeouts and memory bounds; by default from the environment.
-        manager: takes the checkpoints below its ``root``, which is what ``--save`` and ``--load``
-            name: keeps other jobs away, goes back to an older one where one is damaged, reports
-            metrics and removes old ones. When to save is for the flags to say, and a SIGTERM for
-            ``--exit-signal-handler``. Its ``local`` is used by ``--non-persistent-ckpt-type
-            local``.
+        manager: manages the checkpoints below its ``root``, the directory of ``--save`` and
+            ``--load``: locks it against other jobs, loads an older checkpoint if the newest is
+            damaged, reports metrics and removes old ones. The flags decide when to save, and
+            ``--exit-signal-handler`` handles SIGTERM. Its ``local`` is used by
+            ``--non-persistent-ckpt-type local``.
 
     Raises:
         MissingDependencyError: Megatron-LM's sources are not on the path.
-        StrategyError: they are of a release that cannot be served, or there is no such format, or
-            one that Megatron-Core writes and a manager.
+        StrategyError: this release of Megatron-LM is not supported; or the format is unknown, or
+            is torch_dist and a manager is given.
     """
     try:
         checkpointing: Any = import_module("megatron.training.checkpointing")

@@ -166,7 +166,8 @@ def joined(states: Sequence[Any], shard: LocalShard, num_ranks: int) -> MCoreTen
 def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
     """The common state of the newest save here, of any good shard; None if there is none."""
     for one in sorted(directory.find(), key=lambda one: one.shard_id, reverse=True):
-        with suppress(CheckpointError), ShardReader(one.path) as reader:
+        with suppress(CheckpointError):
+            reader = ShardReader(one.path)
             content = np.empty(reader.shard.buffers[-1].nbytes, np.uint8)
             if reader.read_buffer(-1, content) == reader.digests[-1]:
                 break

@@ -27,12 +27,9 @@ from dist_ckpt_strategies.local.plan import (
     group_saves,
 )
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
-from dist_ckpt_strategies.local.shard_format import (
-    FilledShard,
-    LocalShardId,
-    SaveId,
-)
+from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShardId, SaveId
 from dist_ckpt_strategies.local.transfer import run_retrieve
+from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.storage.io_pool import restart_limit, run_with_limit
 
 logger = logging.getLogger(__name__)
@@ -104,8 +101,7 @@ def gather_inventory(
             found = []
         for one in found:
             try:
-                with ShardReader(one.path) as reader:
-                    shard = reader.shard
+                shard = ShardReader(one.path).shard
             except CheckpointError as error:
                 logger.warning("a local checkpoint is not used: %s", error)
                 continue
@@ -245,7 +241,7 @@ def remove_shards(
         for found in directory.find(holders):
             if is_outdated(found.shard_id.save):
                 with _failures_logged():
-                    directory.remove(found)
+                    Directory(found.path.parent).delete([found.path.name])
 
 
 @contextmanager

@@ -328,15 +328,11 @@ class LocalCheckpointManager:
         answers = run_and_gather(comm, describe)
         number, is_in_background, stamp = answers[0]
         for rank, (other, other_is, _) in enumerate(answers):
-            if other != number or number < 0:
+            if other != number or number < 0 or other_is != is_in_background:
                 raise PlanError(
-                    f"rank {rank} saves iteration {other}, rank 0 saves {number}; expected one "
-                    "number, 0 or more"
-                )
-            if other_is != is_in_background:
-                raise PlanError(
-                    f"rank {rank} saves with is_async={other_is}, rank 0 with "
-                    f"is_async={is_in_background}; give the same on all ranks"
+                    f"rank {rank} saves iteration {other} with is_async={other_is}, rank 0 "
+                    f"iteration {number} with is_async={is_in_background}; give the same on all "
+                    "ranks, and a number of 0 or more"
                 )
         save = self._newest = SaveId(number, stamp)
         shard = replace(held[0].shard, shard_id=LocalShardId(save, comm.rank))

@@ -20,10 +20,10 @@ from dist_ckpt_strategies.comm.collective import (
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.array import ObjectId, ShardId, ShardSpec
 from dist_ckpt_strategies.device import TensorBytes, torch_dtype
-from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StrategyError
+from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError
 from dist_ckpt_strategies.local.plan import ShardSlice, build_distribution, build_reshard_plan
 from dist_ckpt_strategies.local.state_dicts import ListedTensors
 from dist_ckpt_strategies.megatron.shards import (
@@ -132,7 +132,6 @@ class MCoreTensorAwareStateDict(ListedTensors):
         world = _communicator(None, "split of a state dict")
 
         def split() -> tuple[SaveParts, MCoreTensorAwareStateDict]:
-            options_from_environment()
             _require_algorithm(algo)
             parts = split_for_save(sharded_state_dict, None)
             return parts, cls(parts.common, parts.sharded)
@@ -159,16 +158,15 @@ class MCoreTensorAwareStateDict(ListedTensors):
         shard is chosen.
         """
         values = sharded_values(sharded)
-        everyone = (
-            run_and_gather(
+        everyone: list[Any] = []
+        if distribution is None:
+            everyone = run_and_gather(
                 comm, lambda: [message_of(v) for v in values if isinstance(v, ShardedTensor)]
             )
-            if distribution is None
-            else []
-        )
 
         def split() -> tuple[MCoreTensorAwareStateDict, ShardDistribution]:
-            found = distribution or _distribution(everyone)
+            held = map(_tensor_specs, everyone)
+            found = distribution or ShardDistribution(build_distribution(list(held)))
 
             def keep(value: Any) -> Any:
                 if not isinstance(value, ShardedTensor):
@@ -248,7 +246,6 @@ class MCoreTensorAwareStateDict(ListedTensors):
         begun: list[tuple[StateDict, LoadParts]] = []
 
         def begin() -> bool:
-            options_from_environment()
             _require_algorithm(algo)
             self.require_tensors()
             wanted = {} if sharded_state_dict is None else sharded_state_dict
@@ -347,28 +344,12 @@ def _id_of(value: Any) -> ObjectId | ShardId:
 
 
 def _communicator(group: ProcessGroup | None, purpose: str) -> Communicator:
-    """The ranks of a group. Options that this one cannot make are for a step of all to raise."""
-    try:
-        limit_s = options_from_environment().timeout_s
-    except StrategyError:
-        limit_s = Options().timeout_s
-    return open_communicator(group, timeout_s=limit_s, purpose=purpose)
+    return open_communicator(group, timeout_s=options_from_environment().timeout_s, purpose=purpose)
 
 
 def _require_algorithm(algo: str) -> None:
     if algo not in _ALGORITHMS:
         raise PlanError(f"algo: expected one of {', '.join(_ALGORITHMS)}, found {algo!r}")
-
-
-def _distribution(everyone: Sequence[Sequence[Any]]) -> ShardDistribution:
-    """The main rank of each shard in a group, given what each rank holds."""
-    holders: dict[ShardId, set[int]] = {}
-    nbytes: dict[ShardId, int] = {}
-    for rank, messages in enumerate(everyone):
-        for spec in _tensor_specs(messages):
-            nbytes[spec.id] = spec.nbytes
-            holders.setdefault(spec.id, set()).add(rank)
-    return ShardDistribution(build_distribution(holders, nbytes))
 
 
 def _stored_keys(comm: Communicator, values: Sequence[Any]) -> StateDict:
@@ -417,11 +398,13 @@ def _retrieved(
             found[spec.id] = torch.empty(spec.region.shape, dtype=dtype, device=device)
         outgoing, incoming = [], []
         for one in slices:
+            key = one.target.key
             if one.sender == comm.rank:
-                sent = TensorBytes([_part(one, one.source, held)])
-                outgoing.append(Outgoing(one.target.key, one.receiver, sent.nbytes, sent.read))
+                source = TensorBytes([_part(one, one.source, held)])
+                outgoing.append(Outgoing.of(key, one.receiver, source))
             if one.receiver == comm.rank:
-                incoming.append(_incoming(one, found))
+                target = TensorBytes([_part(one, one.target, found)])
+                incoming.append(Incoming.of(key, one.sender, target, comm.device, key))
         return outgoing, incoming
 
     exchange(comm, prepare, max_inflight_nbytes=min(bound for bound, _ in everyone))
@@ -457,17 +440,6 @@ def _retrieved_objects(
         return found
 
     return run_collectively(comm, take)
-
-
-def _incoming(one: ShardSlice, targets: Mapping[Any, torch.Tensor]) -> Incoming:
-    target = TensorBytes([_part(one, one.target, targets)])
-
-    def take(start: int, content: torch.Tensor) -> None:
-        target.write(start, content)
-        if start + content.numel() == target.nbytes:
-            target.write_back()
-
-    return Incoming(one.target.key, one.sender, target.nbytes, take, key=one.target.key)
 
 
 def _part(one: ShardSlice, shard: ShardId, tensors: Mapping[Any, torch.Tensor]) -> torch.Tensor:

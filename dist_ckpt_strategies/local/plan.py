@@ -175,19 +175,21 @@ def group_saves(found: Iterable[tuple[LocalShardId, int]]) -> tuple[Completeness
     )
 
 
-def build_distribution(
-    holders: Mapping[ShardId, Collection[int]], nbytes: Mapping[ShardId, int]
-) -> dict[ShardId, int]:
-    """The main rank of each shard, one of its holders.
+def build_distribution(held: Sequence[Sequence[ShardSpec]]) -> dict[ShardId, int]:
+    """The main rank of each shard, one of its holders, given what each rank holds.
 
     Shards with few holders come first, since they leave the least choice, then the largest; each
     goes to the holder that has the least so far.
     """
+    holders: defaultdict[ShardId, set[int]] = defaultdict(set)
+    nbytes: dict[ShardId, int] = {}
+    for rank, specs in enumerate(held):
+        for spec in specs:
+            holders[spec.id].add(rank)
+            nbytes[spec.id] = spec.nbytes
     load: Counter[int] = Counter()
     main_ranks: dict[ShardId, int] = {}
     for shard in sorted(holders, key=lambda s: (len(holders[s]), -nbytes[s], s)):
-        if not holders[shard]:
-            raise PlanError(f"{shard.key}: no rank holds {shard.region}", key=shard.key)
         main_ranks[shard] = min(holders[shard], key=lambda rank: (load[rank], rank))
         load[main_ranks[shard]] += nbytes[shard]
     return main_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from dist_ckpt_strategies.comm.base import Communicator
@@ -209,14 +209,15 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         states are on the CPU; ``restore_tensor_device`` moves them to their devices.
         """
         comm = self.communicator("replication", f"of {id_}")
-        pairs = [(sender, to) for sender in range(comm.size) for to in range(comm.size)]
-        ids, received = self._exchange(
-            comm,
-            lambda: {str(id_): local_ckpt},
-            lambda ids: [Transfer(ids[sender][0], sender, receiver) for sender, receiver in pairs],
+        ids = run_and_gather(comm, lambda: str(id_))
+        names = [f"{id_} of rank {rank}" for rank, id_ in enumerate(ids)]
+        transfers = (
+            Transfer(name, sender, receiver)
+            for sender, name in enumerate(names)
+            for receiver in range(comm.size)
         )
-        by_sender = {t.sender: state for t, state in received.items()} | {comm.rank: local_ckpt}
-        return [by_sender[rank] for rank in range(comm.size)], [id_ for (id_,) in ids]
+        states = self._exchange(comm, transfers, {names[comm.rank]: local_ckpt})
+        return [states[name] for name in names], ids
 
     @raises_megatron_errors
     def retrieve_plan(
@@ -260,69 +261,58 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             CorruptCheckpointError: one arrived damaged.
         """
         comm = self.communicator("retrieval")
-        me = comm.global_rank(comm.rank)
-
-        def sent() -> dict[str, TensorAwareStateDict]:
-            ids = sorted(plan.required_ids(me))
-            for id_ in ids:
-                if id_ not in my_data:
-                    raise PlanError(
-                        f"the plan has this rank send {id_}, which my_data does not hold"
-                    )
-            return {id_: my_data[id_] for id_ in ids}
-
-        members = [comm.global_rank(rank) for rank in range(comm.size)]
-
-        def transfers(_: object) -> list[Transfer]:
-            place = members.index
-            return [Transfer(t.id_, place(t.sender), place(t.receiver)) for t in plan.entries]
-
-        _, received = self._exchange(comm, sent, transfers)
-        own = {t.id_: my_data[t.id_] for t in plan.entries if t.sender == t.receiver == me}
-        return own | {t.id_: state for t, state in received.items()}
+        place = {comm.global_rank(rank): rank for rank in range(comm.size)}
+        transfers = (Transfer(t.id_, place[t.sender], place[t.receiver]) for t in plan.entries)
+        return self._exchange(comm, transfers, my_data)
 
     def _exchange(
         self,
         comm: Communicator,
-        states: Callable[[], Mapping[str, TensorAwareStateDict]],
-        transfers: Callable[[Sequence[Sequence[str]]], Sequence[Transfer]],
-    ) -> tuple[list[list[str]], dict[Transfer, TensorAwareStateDict]]:
-        """The ids of the states that each member sends, and what came from others. Collective.
+        planned: Iterable[Transfer],
+        states: Mapping[str, TensorAwareStateDict],
+    ) -> dict[str, TensorAwareStateDict]:
+        """Carry out transfers, in ranks of ``comm``; what this rank is to have, by id. Collective.
 
-        ``states`` gives what this rank sends, by id; ``transfers`` says who sends what to whom, in
-        ranks of ``comm``, given each member's ids.
+        ``states`` are those that this rank can send, by id.
         """
         allowed = default_local_allowed()
+        transfers: list[Transfer] = []
         encoded: dict[str, FilledShard] = {}
-        received: dict[Transfer, FilledShard] = {}
+        received: dict[str, FilledShard] = {}
 
         def encode() -> dict[str, Any]:
             self.let_finish(limit_of_wait(self._timeout_s))
+            transfers.extend(planned)
             me = LocalShardId(_IN_MEMORY, comm.global_rank(comm.rank))
-            for id_, state in states().items():
-                encoded[id_] = encode_state(state, me, 1, "", allowed)
+            for id_ in sorted({t.id_ for t in transfers if t.sender == comm.rank}):
+                if id_ not in states:
+                    raise PlanError(
+                        f"the plan has this rank send {id_}, which my_data does not hold"
+                    )
+                encoded[id_] = encode_state(states[id_], me, 1, "", allowed)
             return {id_: one.shard.to_message() for id_, one in encoded.items()}
 
         fields = run_and_gather(comm, encode)
-        ids = [list(of_rank) for of_rank in fields]
 
         def prepare() -> Blocks:
             outgoing, incoming = [], []
-            for t in transfers(ids):
+            for t in transfers:
                 if t.sender == comm.rank != t.receiver:
                     one = encoded[t.id_]
                     own = TensorBytes(one.payloads, one.shard.byte_offsets)
-                    outgoing.append(Outgoing(t.id_, t.receiver, own.nbytes, own.read))
+                    outgoing.append(Outgoing.of(t.id_, t.receiver, own))
                 elif t.receiver == comm.rank != t.sender:
                     shard = LocalShard.from_message(fields[t.sender][t.id_])
-                    target = TensorBytes([host_memory(shard.nbytes, is_pinned=False)])
-                    received[t] = filled_shard(shard, *target.tensors)
-                    incoming.append(Incoming(t.id_, t.sender, target.nbytes, target.write))
+                    memory = host_memory(shard.nbytes, is_pinned=False)
+                    received[t.id_] = filled_shard(shard, memory)
+                    target = TensorBytes([memory])
+                    incoming.append(Incoming.of(t.id_, t.sender, target, comm.device))
             return outgoing, incoming
 
         exchange(comm, prepare, max_inflight_nbytes=self.max_bucket_bytes)
-        return ids, run_collectively(
-            comm, lambda: {t: decode_shard(one, allowed) for t, one in received.items()}
+        kept = {t.id_: states[t.id_] for t in transfers if t.sender == t.receiver == comm.rank}
+        return kept | run_collectively(
+            comm, lambda: {id_: decode_shard(one, allowed) for id_, one in received.items()}
         )
 
 

@@ -147,13 +147,13 @@ def verify_local(
 def check_shard(root: Path, path: str) -> Iterator[Issue]:
     """What is wrong with a local shard file: its description, or tensors that are not as stored."""
     try:
-        with ShardReader(root / path) as reader:
-            pairs = zip(reader.shard.buffers, reader.digests, strict=True)
-            for number, (buffer, expected) in enumerate(pairs):
-                found = reader.read_buffer(number)
-                if found != expected:
-                    text = f"digest {expected:016x}"
-                    yield Issue(Problem.DAMAGED, buffer.name, path, text, f"{found:016x}")
+        reader = ShardReader(root / path)
+        pairs = zip(reader.shard.buffers, reader.digests, strict=True)
+        for number, (buffer, expected) in enumerate(pairs):
+            found = reader.read_buffer(number)
+            if found != expected:
+                text = f"digest {expected:016x}"
+                yield Issue(Problem.DAMAGED, buffer.name, path, text, f"{found:016x}")
     except CheckpointError as error:
         yield _damaged(root, path, error)
 
@@ -193,8 +193,7 @@ def _copies(root: Path, folder: Folder) -> Iterator[StoredCopy]:
             continue
         path, shard, damage = folder.path_of(name), None, None
         try:
-            with ShardReader(root / path) as reader:
-                shard = reader.shard
+            shard = ShardReader(root / path).shard
         except CheckpointError as error:
             damage = _damaged(root, path, error)
         yield StoredCopy(shard_id, path, holder, folder.files.get(name, 0), shard, damage)

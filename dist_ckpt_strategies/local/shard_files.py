@@ -9,11 +9,11 @@ import os
 import re
 import stat
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import xxhash
@@ -30,9 +30,10 @@ from dist_ckpt_strategies.local.shard_format import (
     encode_footer,
     footer_nbytes,
 )
-from dist_ckpt_strategies.storage.file_systems import begin_writeback
+from dist_ckpt_strategies.storage.file_systems import begin_writeback, directory_name
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
+    Directory,
     file_errors,
     make_directories,
     pread_into,
@@ -81,25 +82,23 @@ class ShardDirectory:
         """The directory."""
         return str(self.root)
 
-    @limited
     def find(self, holders: Iterable[int] | None = None) -> list[FoundShard]:
         """Files named like shards, sorted by holder and path; by default those of all holders."""
         found = []
         for holder in self.holders() if holders is None else holders:
             directory = self.holder_directory(holder)
-            with file_errors(None, directory):
-                for path in _entries(directory):
-                    shard_id = LocalShardId.parse(path.name.removesuffix(SUFFIX))
-                    if shard_id is not None and path.name.endswith(SUFFIX):
-                        found.append(FoundShard(shard_id, path))
+            for name in sorted(Directory(directory).names()):
+                shard_id = LocalShardId.parse(name.removesuffix(SUFFIX))
+                if shard_id is not None and name.endswith(SUFFIX):
+                    found.append(FoundShard(shard_id, directory / name))
         return found
 
     @limited
     def holders(self) -> list[int]:
         """Global ranks that have a directory here."""
+        names = filter(RANK.fullmatch, Directory(self.root).names())
         with file_errors(None, self.root):
-            names = [path.name for path in _entries(self.root) if path.is_dir()]
-        return sorted(int(name) for name in names if RANK.fullmatch(name))
+            return sorted(int(name) for name in names if (self.root / name).is_dir())
 
     def holder_directory(self, global_rank: int) -> Path:
         """Where a rank keeps its shards."""
@@ -115,12 +114,6 @@ class ShardDirectory:
         return ShardWriter(self.path_of(holder, shard.shard_id), shard)
 
     @limited
-    def remove(self, found: FoundShard) -> None:
-        """Remove a shard; that it is gone already is no error."""
-        with file_errors(None, found.path):
-            found.path.unlink(missing_ok=True)
-
-    @limited
     def remove_stale_files(self, holder: int) -> None:
         """Remove stale files of killed saves of this rank.
 
@@ -128,44 +121,24 @@ class ShardDirectory:
         """
         directory = self.holder_directory(holder)
         with file_errors(None, directory):
-            for path in _entries(directory):
-                if path.name.startswith(PARTIAL_PREFIX):
-                    _remove_unlocked(path)
+            for name in Directory(directory).names(PARTIAL_PREFIX):
+                _remove_unlocked(directory / name)
 
     @limited
     def name(self) -> str:
-        """The same for all ranks that see this directory, and for no other.
-
-        A directory is identified by its device and number, and by the boot of its machine; one
-        that is not there, or cannot be looked at, by its path.
-        """
+        """The same for all ranks that see this directory, and for no other."""
         try:
-            found = self.root.stat()
-        except OSError:
-            return f"{_boot_id()}:{self.root}"
-        return f"{_boot_id()}:{found.st_dev}:{found.st_ino}"
-
-
-class _Handle:
-    """A file descriptor that is closed once nothing refers to it.
-
-    A thread of a transfer that was given up may still be in a system call with it: the number must
-    not become another file's meanwhile.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        """Close the file."""
-        os.close(self.number)
+            name = directory_name(self.root)
+        except OSError:  # it is not there, or cannot be looked at
+            name = f"{uuid.getnode()} {self.root}"
+        return xxhash.xxh3_64_hexdigest(name.encode())
 
 
 class ShardWriter:
     """A shard being written beside its place, in a file that is locked until it appears.
 
     ``digests`` are those of the bytes that have been written. What cannot be made, written or
-    removed is a StorageError.
+    removed is a StorageError. The file is closed once nothing refers to the writer, as a reader is.
     """
 
     def __init__(self, path: Path, shard: LocalShard) -> None:
@@ -173,11 +146,10 @@ class ShardWriter:
         self.shard = shard
         self.digests = BufferDigests(shard)
         self._has_appeared = False
-        self._handle: _Handle | None
         with file_errors(None, path):
             make_directories(path.parent)
-            self._partial, number = _begin_file(path.parent)
-            self._handle = _Handle(number)
+            self._partial, self._handle = _begin_file(path.parent)
+        weakref.finalize(self, os.close, self._handle)
 
     def __str__(self) -> str:
         """The file."""
@@ -185,24 +157,22 @@ class ShardWriter:
 
     def write(self, byte_offset: int, content: Bytes) -> None:
         """Write the next bytes of the buffers, and have the disk begin with them."""
-        handle = _require_open(self.path, self._handle)
         self.digests.take(byte_offset, content)
         done = 0
         with file_errors(None, self.path):
             while done < content.size:
                 raise_if_cancelled()
                 some = content[done : done + MAX_SLICE_NBYTES]
-                done += os.pwrite(handle.number, some.data, byte_offset + done)
-        begin_writeback(handle.number, byte_offset, content.size)
+                done += os.pwrite(self._handle, some.data, byte_offset + done)
+        begin_writeback(self._handle, byte_offset, content.size)
 
     @limited
     def finish(self, digests: Sequence[Digest]) -> None:
         """Write the footer, and let the shard appear; it is durable then."""
-        handle = _require_open(self.path, self._handle)
         footer = np.frombuffer(encode_footer(self.shard, digests), np.uint8)
         self.write(self.shard.nbytes, footer)
         with file_errors(None, self.path):
-            os.fsync(handle.number)
+            os.fsync(self._handle)
             raise_if_cancelled()
             self._partial.replace(self.path)  # locked until it has its name
             self._has_appeared = True
@@ -211,25 +181,25 @@ class ShardWriter:
             except StorageError:
                 self.path.unlink(missing_ok=True)
                 raise
-            self._handle = None
-            del handle
             sync_path(self.path.parent)
             sync_path(self.path.parent.parent)
 
     @limited
     def abandon(self) -> None:
         """Remove what was written, the shard too if it has appeared."""
-        self._handle = None
         written = self.path if self._has_appeared else self._partial
         with file_errors(None, written):
             written.unlink(missing_ok=True)
+            os.ftruncate(self._handle, 0)  # an error that is kept may refer to the writer for long
 
 
 class ShardReader:
-    """An open shard whose footer has been checked; a context manager that closes it.
+    """An open shard whose footer has been checked.
 
     ``shard`` is what the file holds, ``digests`` are those of its buffers, as it states them, and
-    ``nbytes`` is its size.
+    ``nbytes`` is its size. The file is closed once nothing refers to the reader: a thread of a
+    transfer that was given up may still be in a system call with its number, which must not become
+    another file's meanwhile.
 
     Raises:
         IncompleteCheckpointError: there is no such file.
@@ -239,27 +209,17 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         with file_errors(None, path):
-            self._handle: _Handle | None = _Handle(
-                os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            )
+            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            weakref.finalize(self, os.close, self._handle)
             try:
-                self._read_footer(self._handle.number)
+                self._read_footer()
             except CorruptCheckpointError as error:
                 raise self._damaged(error.message) from error
 
-    def __enter__(self) -> Self:
-        """The reader itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the file, once no thread reads it any more."""
-        self._handle = None
-
     def read(self, byte_offset: int, target: Bytes) -> None:
         """Fill ``target`` from a position; a CorruptCheckpointError if the file ends before."""
-        handle = _require_open(self.path, self._handle)
         with file_errors(None, self.path):
-            done = pread_into(handle.number, byte_offset, target)
+            done = pread_into(self._handle, byte_offset, target)
         if done < target.size:
             raise self._damaged(f"ends at byte {byte_offset + done}")
 
@@ -275,7 +235,8 @@ class ShardReader:
             digest.update(block.data)
         return digest.intdigest()
 
-    def _read_footer(self, handle: int) -> None:
+    def _read_footer(self) -> None:
+        handle = self._handle
         self.nbytes = os.fstat(handle).st_size
         end = os.pread(handle, END_NBYTES, max(0, self.nbytes - END_NBYTES))
         nbytes = footer_nbytes(end, self.nbytes)
@@ -288,20 +249,6 @@ class ShardReader:
 
     def _damaged(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path}: {why}", path=str(self.path))
-
-
-def _require_open(path: Path, handle: _Handle | None) -> _Handle:
-    if handle is None:
-        raise StorageError(f"{path}: the file is closed", path=str(path))
-    return handle
-
-
-def _entries(directory: Path) -> list[Path]:
-    """What is in a directory, sorted; nothing where there is none."""
-    try:
-        return sorted(directory.iterdir())
-    except FileNotFoundError:
-        return []
 
 
 def _begin_file(directory: Path) -> tuple[Path, int]:
@@ -344,11 +291,3 @@ def lock_unless_written(path: Path) -> Iterator[bool]:
         yield try_lock(handle)
     finally:
         os.close(handle)
-
-
-def _boot_id() -> str:
-    """A text that two machines never share, nor a machine with itself before a restart."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{os.uname().nodename}:{uuid.getnode()}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -213,28 +212,25 @@ def decode_footer(content: bytes, file_nbytes: int) -> tuple[LocalShard, tuple[D
 
 
 class BufferDigests:
-    """The digests of a file's buffers, taken while its bytes pass.
-
-    Threads may share it, as long as the bytes of one buffer pass in order.
-    """
+    """The digests of a file's buffers, taken while its bytes pass, in order."""
 
     def __init__(self, shard: LocalShard) -> None:
-        self._starts = shard.byte_offsets
-        pairs = zip(self._starts, shard.buffers, strict=True)
-        self._ends = [start + buffer.nbytes for start, buffer in pairs]
-        self._digests: dict[int, Any] = {}
+        pairs = zip(shard.byte_offsets, shard.buffers, strict=True)
+        self._ranges = [(start, start + buffer.nbytes) for start, buffer in pairs]
+        self._digests = [xxhash.xxh3_64() for _ in self._ranges]
+        self._num_complete = 0
 
     def take(self, byte_offset: int, content: Bytes) -> None:
-        """Bytes of the file pass; ``byte_offset`` is counted from its start."""
+        """The next bytes of the file pass; ``byte_offset`` is counted from its start."""
         stop = byte_offset + content.size
-        first = bisect_right(self._ends, byte_offset)
-        for number in range(first, bisect_left(self._starts, stop)):
-            low, high = max(byte_offset, self._starts[number]), min(stop, self._ends[number])
-            if low < high:
-                digest = self._digests.setdefault(number, xxhash.xxh3_64())
-                digest.update(content[low - byte_offset : high - byte_offset].data)
+        for number in range(self._num_complete, len(self._ranges)):
+            start, end = self._ranges[number]
+            if start >= stop:
+                break
+            part = content[max(0, start - byte_offset) : end - byte_offset]
+            self._digests[number].update(part.data)
+            self._num_complete += end <= stop
 
     def values(self) -> list[Digest]:
         """The digest of every buffer, once all has passed."""
-        nothing = xxhash.xxh3_64()
-        return [self._digests.get(n, nothing).intdigest() for n in range(len(self._ends))]
+        return [digest.intdigest() for digest in self._digests]

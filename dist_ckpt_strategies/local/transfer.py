@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -82,9 +81,9 @@ def run_replicate(
                 writer = open_writer(shard)
                 cleanup.callback(_abandon, writer)
                 writers.append(writer)
-            read = _shared_reads(TensorBytes(filled.payloads, own.byte_offsets))
+            source = TensorBytes(filled.payloads, own.byte_offsets)
             return (
-                [Outgoing("own tensors", rank, own.nbytes, read) for rank in range(comm.size)],
+                [Outgoing.of("own tensors", rank, source) for rank in range(comm.size)],
                 [
                     Incoming(str(writer), rank, writer.shard.nbytes, partial(_write, writer))
                     for rank, writer in enumerate(writers)
@@ -105,20 +104,6 @@ def run_replicate(
         received_nbytes=sum(writer.shard.nbytes for writer in writers) - own.nbytes,
         seconds=time.monotonic() - started,
     )
-
-
-def _shared_reads(tensors: TensorBytes) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """Reads each message once for all receivers: they get their messages in step."""
-    lock = threading.Lock()
-    last: list[tuple[int, torch.Tensor]] = []
-
-    def read(start: int, buffer: torch.Tensor) -> torch.Tensor:
-        with lock:
-            if not last or last[0][0] != start:
-                last[:] = [(start, tensors.read(start, buffer))]
-            return last[0][1]
-
-    return read
 
 
 def _write(writer: ShardWriter, start: int, content: torch.Tensor) -> None:
@@ -161,7 +146,7 @@ def run_retrieve(
         any, what was to come from it is missing.
     """
     with ExitStack() as stack:
-        files = _Files(comm.rank, paths, stack)
+        files = _Files(comm, paths, stack)
         sizes = run_and_gather(comm, lambda: files.open(plan.required_ids(comm.rank)))
         found = exchange(
             comm,
@@ -178,8 +163,9 @@ class _Files:
     ``shards`` are those of these that are whole, once ``find_bad`` has looked.
     """
 
-    def __init__(self, rank: int, paths: Mapping[str, Path], stack: ExitStack) -> None:
-        self._rank, self._paths, self._stack = rank, paths, stack
+    def __init__(self, comm: Communicator, paths: Mapping[str, Path], stack: ExitStack) -> None:
+        self._comm, self._paths, self._stack = comm, paths, stack
+        self._rank = comm.rank
         self._readers: dict[str, ShardReader] = {}
         self._failures: dict[str, CheckpointError] = {}
         self._own_reads: dict[str, list[Future[Digest]]] = {}
@@ -190,8 +176,8 @@ class _Files:
         """Open files; the sizes of the good ones, by id."""
         for id_ in sorted(ids):
             with self._noted(id_):
-                reader = run_with_limit(partial(ShardReader, self._paths[id_]), self._paths[id_])
-                self._readers[id_] = self._stack.enter_context(reader)
+                path = self._paths[id_]
+                self._readers[id_] = run_with_limit(partial(ShardReader, path), path)
         return {id_: reader.nbytes for id_, reader in self._readers.items()}
 
     @contextmanager
@@ -219,8 +205,7 @@ class _Files:
                 memory = self._memory[t] = host_memory(nbytes, is_pinned=False)
                 if t.sender != self._rank:
                     target = TensorBytes([memory])
-                    landing = partial(target.landing, device=memory.device)
-                    incoming.append(Incoming(t.id_, t.sender, nbytes, target.write, landing))
+                    incoming.append(Incoming.of(t.id_, t.sender, target, self._comm.device))
                     continue
                 reader = self._readers[t.id_]
                 places = zip(reader.shard.byte_offsets, reader.shard.buffers, strict=True)

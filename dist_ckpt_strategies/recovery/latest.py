@@ -66,11 +66,11 @@ class Attempt:
 
     Attributes:
         tier: where it is.
-        iteration: of the training; for the local tier the newest that was tried, or -1 where of
-            each save some shard is lost: the reason says which.
-        name: its directory, or its URL.
+        iteration: iteration of the training; for the local tier the newest that was tried, or -1 if
+            each save lacks a shard, which the reason names.
+        name: its directory or URL.
         reason: why it was refused.
-        is_unfinished: whether its save never came to an end: nothing was ever promised.
+        is_unfinished: whether its save never ended.
     """
 
     tier: Tier
@@ -86,15 +86,15 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded, and what had to be passed over for it.
+    """What was loaded, and which checkpoints were refused before.
 
     Attributes:
         tier: where it was.
-        iteration: of the training.
-        name: the id of this rank's shard, or the directory.
-        state: what the local manager's ``load`` gave, or ``load_local`` or ``load_global``; None
-            without that, and where memory has filled the state.
-        attempts: newer checkpoints that could not be used, in the order in which they were tried.
+        iteration: iteration of the training.
+        name: id of this rank's local shard, or directory or URL.
+        state: result of the local manager's ``load``, of ``load_local`` or of ``load_global``; None
+            without these functions, and if the state was filled from memory.
+        attempts: checkpoints that could not be used, in the order in which they were tried.
     """
 
     tier: Tier
@@ -116,36 +116,34 @@ def load_latest(
     load_local: Callable[[Any], Any] | None = None,
     at_most: int | None = None,
 ) -> Loaded:
-    """Load the newest checkpoint that is whole, and fall back one by one where one is not.
+    """Load the newest usable checkpoint; fall back to older ones if it is damaged.
 
-    Collective over the ranks of the manager, or over the world. Of a local and a global
-    checkpoint of one iteration the local one is taken.
-
-    The manager's limit, or that of the options, holds for the search and for each checkpoint that
-    is tried: the damage of one may show late.
+    Collective over the ranks of the manager, or over the world. At the same iteration, a local
+    checkpoint is preferred to a global one. The time limit of the manager, or of the options,
+    applies to the search and to each checkpoint that is tried.
 
     Args:
-        local_manager: the local checkpoints; None where there are none.
-        global_dirs: global checkpoints, or directories that hold them, or their URLs in an object
-            store; every rank sees them. The iteration is the number that the checkpoint's name
-            ends with: ``iter_0000100``.
-        load_global: loads one, on every rank:
-            ``lambda path: dist_ckpt_strategies.load(sharded_state_dict, path)``. It is called with
-            a Path, and for an object store with the URL. Without it, a global checkpoint of which
-            every file is there, of the size that it should have, is named and not loaded.
-        load_local: turns what the local manager's ``load`` gave into the state that is wanted, on
-            every rank: ``lambda found: found.load_into(sharded_state_dict)``.
-        at_most: pass over newer iterations; local ones all, if the newest of them is newer.
+        local_manager: manager of local checkpoints; None: there are none.
+        global_dirs: global checkpoints, or directories that contain them, or URLs of either; every
+            rank sees them. The iteration is the number at the end of the checkpoint's name:
+            ``iter_0000100``.
+        load_global: function that loads one, on every rank:
+            ``lambda path: dist_ckpt_strategies.load(sharded_state_dict, path)``. Its argument is a
+            Path, or a URL. Without it, the newest global checkpoint whose files all exist with the
+            right sizes is named and not loaded.
+        load_local: function that turns the result of the local manager's ``load`` into the state,
+            on every rank: ``lambda found: found.load_into(sharded_state_dict)``.
+        at_most: skip newer iterations; also all local ones, if the newest of them is newer.
 
     Raises:
-        CheckpointNotFoundError: there is none; at most saves that never came to an end.
-        NoUsableCheckpointError: there are some, and none can be used; says why of each. To begin
-            anew now would lose what they hold.
-        StorageError: it cannot be read which there are.
-        StorageTimeoutError: storage did not answer, on some rank. No other checkpoint is tried:
-            a read that was given up may still write to the tensors.
-        StrategyError: a place is no address.
-        PeerTimeoutError, PeerLostError: a rank does not take part any more.
+        CheckpointNotFoundError: there is no checkpoint, at most unfinished saves.
+        NoUsableCheckpointError: there are checkpoints, but none can be used; the text has the
+            reason for each. A new start would lose what they hold.
+        StorageError: the places cannot be listed.
+        StorageTimeoutError: storage did not answer on some rank. No other checkpoint is tried,
+            because a read that was given up may still write to the tensors.
+        StrategyError: a place is not a valid address.
+        PeerTimeoutError, PeerLostError: another rank does not respond.
     """
     timeout_s = local_manager.timeout_s if local_manager else options_from_environment().timeout_s
     purpose = "search for the latest checkpoint"
@@ -154,8 +152,11 @@ def load_latest(
     else:
         comm = open_communicator(None, timeout_s=timeout_s, purpose=purpose)
     attempts: list[Attempt] = []
-    with time_limit(timeout_s):
-        found = _find_global(comm, global_dirs)
+    find, name = partial(global_checkpoints, global_dirs), ", ".join(map(str, global_dirs))
+    with time_limit(timeout_s):  # as the first rank sees them, the newest first
+        found: list[_Found] = run_and_gather(
+            comm, lambda: run_with_limit(find, name) if comm.rank == 0 else []
+        )[0]
     if at_most is not None:
         found = [one for one in found if one[0] <= at_most]
         if local_manager is not None and local_manager.find_latest() > at_most:
@@ -266,18 +267,6 @@ def _note(attempts: list[Attempt], attempt: Attempt) -> None:
     logger.warning("%s", attempt)
 
 
-def _find_global(comm: Communicator, global_dirs: Sequence[str | Path]) -> list[_Found]:
-    """All global checkpoints as the first rank sees them, the newest first. Collective."""
-
-    def look() -> list[_Found]:
-        if comm.rank:
-            return []
-        find = partial(global_checkpoints, global_dirs)
-        return run_with_limit(find, ", ".join(map(str, global_dirs)))
-
-    return [tuple(found) for found in run_and_gather(comm, look)[0]]
-
-
 def global_checkpoints(global_dirs: Sequence[str | Path]) -> list[_Found]:
     """The checkpoints at or below places, the newest first. Rank-local."""
     found: dict[str, bool] = {}
@@ -316,7 +305,7 @@ def _complete(directory: Path) -> None:
 
 
 def _in_store(place: Bucket) -> dict[str, bool]:
-    url = str(place.url)
+    url = str(place)
     names = list(place.names(""))
     if MARKER_NAME in names:
         return {url: True}

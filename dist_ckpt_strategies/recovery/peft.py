@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import (
@@ -111,15 +110,14 @@ class PEFTCheckpointManager(CheckpointManager):
             checksums=self._base_checksums if self.enable_checksum else None,
         )
 
-        def recover() -> RecoveryReport:
-            return recovery.run(
+        report = self._unless_refused(
+            lambda: recovery.run(
                 recovery.plan(),
                 finish_step=lambda: None,
                 adopt=lambda *_: self._note_base(self._base_of(provider)),
                 on_filling=self._note_filling,
             )
-
-        report = self._unless_refused(recover)
+        )
         if report is None:
             self._require_unfilled()
             return None

@@ -17,10 +17,9 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.exchange import Incoming, Outgoing
 from dist_ckpt_strategies.device import TensorBytes, may_overlap, require_plain, to_host
 from dist_ckpt_strategies.errors import PlanError, RestartError, StrategyError
-from dist_ckpt_strategies.recovery.plan import Phase, ShardCopy, ShardFacts
+from dist_ckpt_strategies.recovery.plan import Phase, ShardFacts
 
 _DIGEST_CHUNK_NBYTES = 64 << 20
 
@@ -153,21 +152,6 @@ class FlatShard(TensorBytes):
     def digest(self) -> str:
         """One digest of all bytes."""
         return xxhash.xxh3_64_hexdigest("".join(self.tensor_digests().values()).encode())
-
-    def outgoing(self, copy: ShardCopy) -> Outgoing:
-        """The shard, to be sent."""
-        return Outgoing(self.shard_id, copy.receiver, self.nbytes, self.read)
-
-    def incoming(self, copy: ShardCopy, device: torch.device) -> Incoming:
-        """The shard, to be filled over a communicator of this device."""
-        return Incoming(
-            self.shard_id,
-            copy.source,
-            self.nbytes,
-            self.write,
-            lambda start, nbytes: self.landing(start, nbytes, device),
-            self.shard_id,
-        )
 
     def require_fillable(self) -> None:
         """Raise a PlanError unless bytes can be written into every tensor."""

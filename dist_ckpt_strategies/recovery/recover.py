@@ -257,26 +257,23 @@ class Recovery:
         for shard_id in plan.local_shards(rank):
             if shard_id in self._wanted:
                 self._copied_nbytes += self._wanted[shard_id].copy_from(self._held[shard_id])
-        outgoing = [self._held[c.shard_id].outgoing(c) for c in plan.copies if c.source == rank]
-        incoming = [
-            self._wanted[c.shard_id].incoming(c, self._comm.device)
-            for c in plan.copies
-            if c.receiver == rank
-        ]
+        outgoing, incoming, device = [], [], self._comm.device
+        for c in plan.copies:
+            name = c.shard_id
+            if c.source == rank:
+                outgoing.append(Outgoing.of(name, c.receiver, self._held[name]))
+            if c.receiver == rank:
+                incoming.append(Incoming.of(name, c.source, self._wanted[name], device, name))
         for receiver, content in self._sent.items():
-            sent = TensorBytes([content])
-            outgoing.append(Outgoing(_MESSAGE, receiver, sent.nbytes, sent.read))
+            outgoing.append(Outgoing.of(_MESSAGE, receiver, TensorBytes([content])))
         for source in sorted({plan.object_sources[rank], plan.random_sources[rank]} - {rank}):
             memory = torch.empty(sizes[source][rank], dtype=torch.uint8, device="cpu")
             self._received.append(memory)
-            filled = TensorBytes([memory])
-            incoming.append(Incoming(_MESSAGE, source, filled.nbytes, filled.write))
+            incoming.append(Incoming.of(_MESSAGE, source, TensorBytes([memory]), device))
         return outgoing, incoming
 
     def _complete(self, plan: RecoveryPlan) -> dict[int, bytes]:
         """Complete the new state; returns the random states that this rank received."""
-        for shard in self._wanted.values():
-            shard.write_back()
         random: dict[int, bytes] = {}
         for message in self._received:
             content, states = pickle.loads(message.numpy().tobytes())  # noqa: S301 - of this job

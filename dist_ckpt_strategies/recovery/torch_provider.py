@@ -66,10 +66,10 @@ class TorchStateProvider(ReplicatedState):
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See StateProvider."""
-        found: dict[str, torch.Tensor] = {
-            **{f"module/{name}": param for name, param in self._module.named_parameters()},
-            **{f"module/{name}": buffer for name, buffer in self._step_buffers().items()},
-        }
+        # As they were when the step began: live if no forward has begun in it, else copies.
+        buffers = dict(self._module.named_buffers()) if self._buffers is None else self._buffers
+        named = {**dict(self._module.named_parameters()), **buffers}
+        found: dict[str, torch.Tensor] = {f"module/{name}": held for name, held in named.items()}
         for param, name in self._optimized():
             for key, value in self._optimizer.state[param].items():
                 if isinstance(value, torch.Tensor):
@@ -110,10 +110,6 @@ class TorchStateProvider(ReplicatedState):
         if self._scheduler:
             self._scheduler.step()
         self.accept_buffers()
-
-    def _step_buffers(self) -> dict[str, torch.Tensor]:
-        """As they were when the step began: live if no forward has begun in it, else copies."""
-        return dict(self._module.named_buffers()) if self._buffers is None else self._buffers
 
     def keep_buffers(self) -> None:
         """Copy the buffers, if that has not been done in this step: forward begins."""

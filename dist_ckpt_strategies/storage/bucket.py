@@ -37,57 +37,6 @@ _RETRIED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist")
 
 
-@dataclass(frozen=True, slots=True)
-class StoreUrl:
-    """``scheme://bucket/path``.
-
-    Attributes:
-        scheme: ``"s3"`` or ``"gs"``.
-        bucket: name of the bucket.
-        path: what the names of all objects of the checkpoint start with, without a ``/`` at either
-            end; empty for the whole bucket.
-    """
-
-    scheme: str
-    bucket: str
-    path: str
-
-    def __str__(self) -> str:
-        """The URL, without a ``/`` at its end."""
-        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
-
-    @property
-    def prefix(self) -> str:
-        """What stands before a name below the checkpoint, in the name of an object."""
-        return f"{self.path}/" if self.path else ""
-
-    def below(self, name: str) -> Self:
-        """The address of what lies below this one, under a name without a ``/``."""
-        return replace(self, path=f"{self.prefix}{name}")
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The address that a URL states.
-
-        Raises:
-            StrategyError: it states none; says why.
-        """
-        scheme, _, rest = text.partition("://")
-        if scheme not in SCHEMES:
-            known = ", ".join(f"{scheme}://bucket/path" for scheme in SCHEMES)
-            raise StrategyError(f"{text}: expected {known}, file:///path or a path")
-        bucket, _, path = rest.partition("/")
-        if not _BUCKET.fullmatch(bucket):
-            raise StrategyError(f"{text}: {bucket!r} is no name of a bucket")
-        path = path.rstrip("/")
-        parts = path.split("/") if path else []
-        if _REFUSED.intersection(path) or any(part in {"", ".", ".."} for part in parts):
-            raise StrategyError(
-                f"{text}: a path in a bucket has no empty part, no '.', '..' and none of ?#\\*[]"
-            )
-        return cls(scheme, bucket, path)
-
-
 class Operation(Enum):
     """What a request was to do, and what an owner has to grant for it, at Amazon and at Google."""
 
@@ -114,12 +63,14 @@ _SHARE_OF_PROBE = 0.125
 
 @dataclass(frozen=True)
 class Bucket:
-    """What lies below a URL; see Store. Names have ``/`` between their parts.
+    """What lies below ``scheme://bucket/path``; see Store. Names have ``/`` between their parts.
 
     Nothing is asked of the store before the first request.
 
     Attributes:
-        url: where.
+        scheme: ``"s3"`` or ``"gs"``.
+        bucket: name of the bucket.
+        prefix: what the names of all its objects start with: empty, or with a ``/`` at the end.
         options: how the store is reached.
         is_place: whether the files of a checkpoint lie right below the URL; False where that has
             to be looked up (locations.current_place).
@@ -127,7 +78,9 @@ class Bucket:
         num_readers: see Store; each has one request for data under way.
     """
 
-    url: StoreUrl
+    scheme: str
+    bucket: str
+    prefix: str
     options: StoreOptions
     is_place: bool = False
     block_nbytes = 8 << 20
@@ -135,7 +88,29 @@ class Bucket:
 
     def __str__(self) -> str:
         """See Store."""
-        return str(self.url)
+        return f"{self.scheme}://{self.bucket}/{self.prefix}"[:-1]
+
+    @classmethod
+    def parse(cls, text: str, options: StoreOptions) -> Self:
+        """The place that a URL states.
+
+        Raises:
+            StrategyError: it states none; says why.
+        """
+        scheme, _, rest = text.partition("://")
+        if scheme not in SCHEMES:
+            known = ", ".join(f"{scheme}://bucket/path" for scheme in SCHEMES)
+            raise StrategyError(f"{text}: expected {known}, file:///path or a path")
+        bucket, _, path = rest.partition("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise StrategyError(f"{text}: {bucket!r} is no name of a bucket")
+        path = path.rstrip("/")
+        parts = path.split("/") if path else []
+        if _REFUSED.intersection(path) or any(part in {"", ".", ".."} for part in parts):
+            raise StrategyError(
+                f"{text}: a path in a bucket has no empty part, no '.', '..' and none of ?#\\*[]"
+            )
+        return cls(scheme, bucket, f"{path}/" if path else "", options)
 
     @property
     def reports_missing_buckets(self) -> bool:
@@ -143,20 +118,19 @@ class Bucket:
 
         TensorStore takes Google's refusal to list a bucket for an empty list; a put shows it.
         """
-        return self.url.scheme != "gs"
+        return self.scheme != "gs"
 
     def below(self, name: str) -> Bucket:
         """What lies below this, under a name without a ``/``."""
-        return replace(self, url=self.url.below(name), is_place=False)
+        return replace(self, prefix=f"{self.prefix}{name}/", is_place=False)
 
     def place(self, name: str = "") -> Bucket:
         """What lies below this, or below a name, as the place of a checkpoint's files."""
-        url = self.url.below(name) if name else self.url
-        return replace(self, url=url, is_place=True)
+        return replace(self, prefix=f"{self.prefix}{name}/" if name else self.prefix, is_place=True)
 
     def path(self, name: str) -> str:
         """See Store."""
-        return f"{self.url}/{name}"
+        return f"{self}/{name}"
 
     def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
         """See Store.
@@ -206,7 +180,7 @@ class Bucket:
 
         A server that ignores ``If-None-Match`` may make two, the second in place of the first.
         """
-        spec, path = _spec(self.url, self.options), self.path(name)
+        spec, path = self._spec(self.options), self.path(name)
         if "use_conditional_write" in spec:  # puts to Google's are conditional anyway
             spec["use_conditional_write"] = True
         store = _kv_store().open(spec).result()
@@ -271,14 +245,14 @@ class Bucket:
 
     def _error(self, error: Exception, operation: Operation, path: str) -> StorageError:
         """What an error of TensorStore's means; its text starts with a status."""
-        text, short, bucket = str(error), _DETAIL.sub("", str(error)), self.url.bucket
+        text, short = str(error), _DETAIL.sub("", str(error))
         status = text.partition(":")[0]
         if any(phrase in text for phrase in _NO_BUCKET):
             endpoint = self.options.endpoint or "Amazon's S3"
-            server = "Google Cloud Storage" if self.url.scheme == "gs" else endpoint
+            server = "Google Cloud Storage" if self.scheme == "gs" else endpoint
             return BucketNotFoundError(  # no object of the checkpoint is at fault
-                f"{self}: there is no bucket {bucket!r} at {server}; make it, or correct the URL "
-                "or the endpoint",
+                f"{self}: there is no bucket {self.bucket!r} at {server}; make it, or correct the "
+                "URL or the endpoint",
                 path=str(self),
             )
         if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS in text:
@@ -287,8 +261,8 @@ class Bucket:
             return StoreAccessError(
                 f"{path}: the object store refuses access, to {what} it ({short}); see the "
                 "credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the "
-                f"machine's role) and what they may do in bucket {bucket!r}: this takes "
-                f"{rights[self.url.scheme == 'gs']}"
+                f"machine's role) and what they may do in bucket {self.bucket!r}: this takes "
+                f"{rights[self.scheme == 'gs']}"
                 f"{harmless if operation is Operation.DELETE else ''}",
                 path=path,
             )
@@ -304,7 +278,7 @@ class Bucket:
     def _why_not(self) -> str:
         """What a single short try says; TensorStore keeps to itself why it tries again."""
         options = replace(self.options, max_retries=1)
-        probe = _kv_store().open(_spec(self.url, options)).result()
+        probe = _kv_store().open(self._spec(options)).result()
         future = probe.list(range=_kv_store().KeyRange(_NOTHING, f"{_NOTHING[:-1]}0"))
         try:
             future.result(timeout=min(_MAX_PROBE_S, _SHARE_OF_PROBE * self.options.timeout_s))
@@ -317,34 +291,36 @@ class Bucket:
 
     @cached_property
     def _store(self) -> Any:
-        return _kv_store().open(_spec(self.url, self.options)).result()
+        return _kv_store().open(self._spec(self.options)).result()
+
+    def _spec(self, options: StoreOptions) -> dict[str, Any]:
+        """The TensorStore spec of this."""
+        retries = {"max_retries": options.max_retries, "initial_delay": "100ms", "max_delay": "4s"}
+        place = {"bucket": self.bucket, "path": self.prefix}
+        if self.scheme == "gs":
+            return place | {
+                "driver": "gcs",
+                "gcs_request_retries": retries,
+                "gcs_request_concurrency": {"limit": MAX_REQUESTS},
+            }
+        takes_profile = options.credentials in {Credentials.DEFAULT, Credentials.PROFILE}
+        profile = {"profile": options.profile} if options.profile and takes_profile else {}
+        spec = place | {
+            "driver": "s3",
+            "aws_credentials": {"type": options.credentials.value} | profile,
+            "use_conditional_write": False,
+            "s3_request_retries": retries,
+            "s3_request_concurrency": {"limit": MAX_REQUESTS},
+        }
+        if options.endpoint is not None:
+            return spec | {
+                "endpoint": options.endpoint,
+                "aws_region": options.region or "us-east-1",
+            }
+        return spec | ({"aws_region": options.region} if options.region else {})
 
 
 def _kv_store() -> Any:
     from tensorstore import KvStore  # noqa: PLC0415 - takes a while, and directories go without
 
     return KvStore
-
-
-def _spec(url: StoreUrl, options: StoreOptions) -> dict[str, Any]:
-    """The TensorStore spec of what lies below a URL."""
-    retries = {"max_retries": options.max_retries, "initial_delay": "100ms", "max_delay": "4s"}
-    place = {"bucket": url.bucket, "path": url.prefix}
-    if url.scheme == "gs":
-        return place | {
-            "driver": "gcs",
-            "gcs_request_retries": retries,
-            "gcs_request_concurrency": {"limit": MAX_REQUESTS},
-        }
-    takes_profile = options.credentials in {Credentials.DEFAULT, Credentials.PROFILE}
-    profile = {"profile": options.profile} if options.profile and takes_profile else {}
-    spec = place | {
-        "driver": "s3",
-        "aws_credentials": {"type": options.credentials.value} | profile,
-        "use_conditional_write": False,
-        "s3_request_retries": retries,
-        "s3_request_concurrency": {"limit": MAX_REQUESTS},
-    }
-    if options.endpoint is not None:
-        return spec | {"endpoint": options.endpoint, "aws_region": options.region or "us-east-1"}
-    return spec | ({"aws_region": options.region} if options.region else {})

@@ -120,8 +120,9 @@ def file_access(directory: Path, options: Options) -> FileAccess:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
         for line in mounts.splitlines():
             fields, _, source = line.partition(" - ")
-            if not kind and fields.split()[2] == number:
+            if fields.split()[2] == number:
                 kind = source.split()[0]
+                break
     access = _BY_TYPE.get(kind, _OTHER)
     return replace(
         access,
@@ -192,14 +193,21 @@ def page_cache_of(directory: Path) -> PageCache | None:
     None too where the system does not say: a directory that is missing is for its reader to report.
     """
     try:
-        found = directory.stat()
-        boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
+        name = directory_name(directory)
     except OSError:
         return None
     kind = file_access(directory, Options()).kind
-    if kind not in _LOCAL:
-        return None
-    return PageCache(f"{boot_id} {found.st_dev} {found.st_ino}", kind in _IN_MEMORY)
+    return PageCache(name, kind in _IN_MEMORY) if kind in _LOCAL else None
+
+
+def directory_name(directory: Path) -> str:
+    """The same for all processes that see this directory of this machine, and for no others.
+
+    An OSError if it is not there, or the system does not say.
+    """
+    found = directory.stat()
+    boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
+    return f"{boot_id} {found.st_dev} {found.st_ino}"
 
 
 def available_nbytes() -> int:

@@ -208,9 +208,9 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         with time_limit(self.options.timeout_s, OPENING, then=WORK):
             common = run_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
-            nodes = run_and_gather(comm, lambda: ShardDirectory(root).name())
-            digest = _digest(common)
-        state = self._state(comm, sharded_state_dict)
+            described = run_and_gather(comm, lambda: _described(root, sharded_state_dict))
+        digest, nodes = _digest(common), [node for node, *_ in described]
+        state = self._state(comm, sharded_state_dict, described)
         iteration = _ITERATION.search(Path(checkpoint_dir).name)
         manager = run_collectively(comm, lambda: self._manager(root, digest, self._cliques))
         manager.save(state, int(iteration[1]) if iteration else 0)
@@ -234,14 +234,14 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         with file_errors("common state", path):
             return read_file(path)
 
-    def _state(self, comm: Communicator, sharded: StateDict) -> MCoreTensorAwareStateDict:
+    def _state(
+        self, comm: Communicator, sharded: StateDict, described: Sequence[Message]
+    ) -> MCoreTensorAwareStateDict:
         """What this rank saves, with a list of all that the checkpoint holds. Collective."""
-        with time_limit(self.options.timeout_s):
-            described = run_and_gather(comm, lambda: _described(sharded))
-        arrays = {key: found for some, _ in described for key, found in some.items()}
+        arrays = {key: found for _, some, _ in described for key, found in some.items()}
         stored = {
             "arrays": [[key, *arrays[key]] for key in sorted(arrays)],
-            "objects": sorted(name for _, names in described for name in names),
+            "objects": sorted(name for *_, names in described for name in names),
         }
         common = {"stored": stored}
         if self._local.algo == "atomic":
@@ -406,13 +406,11 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
     """Write the common state and the marker on every node that has lost them. Collective."""
 
     def own() -> bytes:
-        path = root / COMMON_NAME
-        if not (is_finished(root) and path.exists()):
-            return b""
-        with file_errors("common state", path):
-            content = read_file(path)
         sessions = _sessions(root)
-        return content if not sessions or _digest(content) in sessions else b""
+        with suppress(IncompleteCheckpointError):
+            content = Directory(root).read(COMMON_NAME) if is_finished(root) else b""
+            return content if not sessions or _digest(content) in sessions else b""
+        return b""
 
     everyone = run_and_gather_bytes(comm, partial(run_with_limit, own, root))
     restart_limit()
@@ -431,8 +429,8 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
     run_collectively(comm, restore)
 
 
-def _described(sharded: StateDict) -> list[Any]:
-    """The arrays and objects of a state dict, of JSON types."""
+def _described(root: Path, sharded: StateDict) -> list[Any]:
+    """The name of a directory, and the arrays and objects of a state dict, of JSON types."""
     arrays, objects = {}, []
     for value in sharded_values(sharded):
         if isinstance(value, ShardedTensor):
@@ -441,7 +439,7 @@ def _described(sharded: StateDict) -> list[Any]:
         elif is_main(value):
             name = object_id(value)
             objects.append([name.key, list(name.offset), list(name.shape)])
-    return [arrays, objects]
+    return [ShardDirectory(root).name(), arrays, objects]
 
 
 def _digest(common: bytes) -> str:
@@ -460,21 +458,16 @@ def _write_common(root: Path, common: bytes) -> None:
     Directory(root).write(MARKER_NAME, CheckpointMarker(BACKEND, VERSION).to_json())
 
 
-@limited
 def common_digest(checkpoint_dir: Path) -> str:
     """The digest of the common state of a checkpoint; empty where there is none."""
-    common_path = checkpoint_dir / COMMON_NAME
-    with file_errors("common state", common_path), suppress(FileNotFoundError):
-        return _digest(read_file(common_path))
+    with suppress(IncompleteCheckpointError):
+        return _digest(Directory(checkpoint_dir).read(COMMON_NAME))
     return ""
 
 
-@limited
 def _sessions(root: Path) -> list[str]:
     """Digests of the common states of which local shards are on this node."""
-    with file_errors(None, root), suppress(FileNotFoundError):
-        return sorted(path.name for path in root.iterdir() if SESSION.fullmatch(path.name))
-    return []
+    return sorted(filter(SESSION.fullmatch, Directory(root).names()))
 
 
 def _remove_shards(root: Path, comm: Communicator, nodes: Sequence[Message], digest: str) -> None:

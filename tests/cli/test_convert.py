@@ -43,7 +43,7 @@ def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> N
     found = json.loads(as_json.stdout)
     assert found.pop("seconds") > 0
     assert found == {
-        "schema": 1,
+        "schema": 2,
         "command": "convert",
         "source": str(written),
         "target": str(tmp_path / "d"),

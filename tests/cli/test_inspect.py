@@ -73,7 +73,7 @@ def test_keys_are_chosen_by_a_glob_and_objects_can_be_left_out(written: Path) ->
 def test_the_json_of_inspect(written: Path) -> None:
     found = json_of("inspect", written)
 
-    assert (found["schema"], found["command"], found["path"]) == (1, "inspect", str(written))
+    assert (found["schema"], found["command"], found["path"]) == (2, "inspect", str(written))
     assert found["complete"] is True
     assert found["marker"] == {
         "sharded_backend": "zarr",

@@ -127,7 +127,7 @@ def refuse(rank: int, root: str) -> None:
     assert save(manager, rank, 1) == SAVED
     kind, text = outcome(lambda: manager.save(state, 2, is_async=rank == 1))
     assert kind == "PlanError"
-    assert "rank 1 saves with is_async=True, rank 0 with is_async=False" in text
+    assert "rank 1 saves iteration 2 with is_async=True, rank 0 iteration 2 with" in text
     kind, text = load(manager, rank) if rank == 2 else save(manager, rank, 2)
     assert kind == "PlanError"
     assert "ranks [0, 1, 3] in local save of iteration 2 below" in text

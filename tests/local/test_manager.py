@@ -229,7 +229,11 @@ def test_what_one_rank_asks_for_in_vain_is_refused_on_all(tmp_path: Path) -> Non
         hollow.pop_tensors()
         unknown = BasicTensorAwareStateDict({"a": [Unknown()]})
         return {
-            "rank 3 saves iteration 3, rank 0 saves 2": ("PlanError", state, 3),
+            "rank 3 saves iteration 3 with is_async=False, rank 0 iteration 2": (
+                "PlanError",
+                state,
+                3,
+            ),
             "2.5": ("PlanError", state, 2.5),
             "Unknown": ("UnsafeObjectError", unknown, 2),
             "hollow": ("PlanError", hollow, 2),
