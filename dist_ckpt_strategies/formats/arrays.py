@@ -359,7 +359,7 @@ class Format2Reader(ABC):
     """Whether a job reads only inner chunks that follow each other."""
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
-        """See ArrayReader. The runs that a job reads of a file are as long as it may take."""
+        """See ArrayReader. A file that is larger than a job may read is shared by several."""
         jobs = []
         for read in reads:
             array = read.array

@@ -32,15 +32,15 @@ from dist_ckpt_strategies.formats.manifest import (
     digest_of,
 )
 from dist_ckpt_strategies.formats.objects import (
+    OBJECT_SUFFIX,
     Allowed,
     dump_loadable,
     is_plain,
     plain_content,
     plain_value,
-    write_dumped,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory, sync_jobs
+from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import Store
 
@@ -119,9 +119,8 @@ class CheckpointWriter:
         self.place.require(owner)
         location = self.place.location
         if isinstance(location, Bucket):
-            self.store, self.arrays = location, BucketWriter(location, self.options)
+            self.arrays = BucketWriter(location, self.options)
         else:
-            self.store = Directory(location)
             self.arrays = DirectoryWriter(location, self.options)
         self.store = self.arrays.store
 
@@ -134,11 +133,10 @@ class CheckpointWriter:
         if self._is_format1 and isinstance(location, Path):
             jobs = []
             for one, content in objects.items():
-                write = partial(write_dumped, location, one, content)
-                jobs.append(Job(one.key, f"{location}/{one.unique_key}", write))
+                name = f"{one.unique_key}{OBJECT_SUFFIX}"
+                write = partial(Directory(location).write, name, content, key=one.key)
+                jobs.append(Job(one.key, f"{location}/{name}", write))
             Transfer(jobs, _OBJECT_THREADS).wait(self.options.timeout_s)
-            names = {one.key: one.key for one in objects}
-            Transfer(sync_jobs(location, names), _OBJECT_THREADS).wait(self.options.timeout_s)
             return
         pack = bytearray()
         name = f"{OBJECTS_NAME}/rank-{self._global_rank + self._num_packs:05d}.bin"

@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -44,7 +45,7 @@ from dist_ckpt_strategies.formats.locations import (
     current_place,
     is_finished,
 )
-from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, INDEX_NAME, SAVE_NAME, begun_content
+from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, HEADER, INDEX_NAME, SAVE_NAME
 from dist_ckpt_strategies.formats.objects import object_ids, object_path
 from dist_ckpt_strategies.formats.zarr2 import array_keys, lock_directories
 from dist_ckpt_strategies.storage.bucket import Bucket
@@ -204,6 +205,12 @@ class PlaceBase(ABC):
             raise StorageError(f"{self}: {what}", path=str(self))
 
 
+def _begun_content(save_id: str) -> bytes:
+    """The bytes of the first file of a save, which says where and when it began."""
+    begun = {"token": save_id, "host": socket.gethostname(), "time": time.time()}
+    return json.dumps({**HEADER, **begun}).encode()
+
+
 class DirectoryPlace(PlaceBase):
     """A staging directory in the checkpoint's own, which ``begin`` makes; see PlaceBase."""
 
@@ -259,7 +266,7 @@ class DirectoryPlace(PlaceBase):
             self.location.mkdir()
             (self.location / _LOCK_NAME).touch()
         if self.is_format2:
-            Directory(self.location).write(SAVE_NAME, begun_content(self.save_id))
+            Directory(self.location).write(SAVE_NAME, _begun_content(self.save_id))
 
     @limited
     def abandon(self) -> None:
@@ -330,7 +337,7 @@ class BucketPlace(PlaceBase):
     def begin(self, keys: Collection[str] | None) -> None:  # noqa: ARG002 - only its own prefix
         """Make the place, on the first rank, and remove what earlier saves have not finished."""
         _remove_others(self.root, current_place(self.root))
-        self.location.write(SAVE_NAME, begun_content(self.save_id))
+        self.location.write(SAVE_NAME, _begun_content(self.save_id))
 
     def abandon(self) -> None:
         """Do nothing: a prefix that no marker names is not read; prune removes it."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import socket
-import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,12 +124,6 @@ class FileDigest(NamedTuple):
     def __str__(self) -> str:
         """For messages."""
         return f"{self.nbytes} bytes with digest {self.digest}"
-
-
-def begun_content(save_id: str) -> bytes:
-    """The bytes of the first file of a save, which says where and when it began."""
-    begun = {"token": save_id, "host": socket.gethostname(), "time": time.time()}
-    return json.dumps({**HEADER, **begun}).encode()
 
 
 def array_record(fields: Fields) -> ArrayRecord:

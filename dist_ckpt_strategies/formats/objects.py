@@ -31,11 +31,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.zarr2 import entries_below
-from dist_ckpt_strategies.storage.files import (
-    Directory,
-    file_errors,
-    remove_empty,
-)
+from dist_ckpt_strategies.storage.files import file_errors, remove_empty
 from dist_ckpt_strategies.storage.io_pool import limited
 
 OBJECT_SUFFIX = ".pt"
@@ -233,15 +229,6 @@ def dump_loadable(obj: Any, *, name: str, allow: Allowed) -> bytes:
             text = f"{name} cannot be saved: a load would fail: {error}"
             raise unsafe or StorageError(text, key=name) from error
     return content
-
-
-@limited
-def write_dumped(root: Path, object_id: ObjectId, content: bytes) -> None:
-    """Store what ``dump_object`` made of one shard of an object, durably."""
-    path = root / (object_id.unique_key + OBJECT_SUFFIX)
-    with file_errors(object_id.key, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Directory(path.parent).write(path.name, content, key=object_id.key)
 
 
 @contextmanager

@@ -23,11 +23,11 @@ from dist_ckpt_strategies.formats.locations import (
     store_at,
 )
 from dist_ckpt_strategies.formats.objects import (
+    OBJECT_SUFFIX,
     Allowed,
     dump_loadable,
     load_content,
     object_ids,
-    write_dumped,
 )
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -120,7 +120,8 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
         for value in objects:
             name = object_id(value)
             content = dump_loadable(value.data, name=name.unique_key, allow=self.allowed)
-            write_dumped(root, name, content)
+            file = f"{name.unique_key}{OBJECT_SUFFIX}"
+            Directory(root).write(file, content, key=name.key)
 
 
 class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[misc]

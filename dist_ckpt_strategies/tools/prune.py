@@ -171,8 +171,11 @@ def prune(  # noqa: PLR0913 - one parameter for each option
             kept.append(decision)
         elif dry_run:
             removed.append(decision)
-        elif _is_unchanged(location, decision, older_than_s):
-            removed.append(replace(decision, stays=_remove(location, decision.name)))
+        else:
+            now = _look_at(location, decision.name, time.time())
+            may_run = now.status is Status.UNFINISHED and now.age_s < older_than_s
+            if now.status is decision.status and not may_run:  # no save has begun there since
+                removed.append(replace(decision, stays=_remove(location, decision.name)))
     return PruneReport(location, tuple(removed), tuple(kept), dry_run)
 
 
@@ -261,7 +264,7 @@ def _find(root: Location) -> list[PruneDecision]:
     tracked = None
     with suppress(IncompleteCheckpointError, ValueError):
         tracked = int(store.read(_TRACKER_NAME))
-    now_s = time.time()
+    now_s = time.time()  # one for all: equal times of change make equal ages
     found = (_look_at(root, name, now_s) for name in names)
     return [
         replace(one, is_named=tracked is not None and one.iteration == tracked) for one in found
@@ -348,13 +351,6 @@ def _is_stale(entry: os.DirEntry[str]) -> bool:
     if entry.name == OLD_MARKER_NAME:
         return True
     return entry.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and entry.is_dir()
-
-
-def _is_unchanged(root: Location, found: PruneDecision, older_than_s: float) -> bool:
-    """Whether no save has begun there since."""
-    now = _look_at(root, found.name, time.time())
-    is_old = now.status is not Status.UNFINISHED or now.age_s >= older_than_s
-    return now.status is found.status and is_old
 
 
 def _remove(root: Location, name: str) -> tuple[str, ...]:
