@@ -86,7 +86,7 @@ def guard_optimizer(
         applies = provider.finish_gradients()
         manager.vote()
         manager.begin_update()
-        MegatronStateProvider.apply_update(provider)  # a loop's provider refuses to: see there
+        provider.update_shard()
         manager.parameter_update_lock.release()
         provider.gather_weights()
         manager.parameter_update_lock.acquire()

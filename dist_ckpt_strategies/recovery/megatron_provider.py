@@ -96,7 +96,11 @@ class MegatronStateProvider(ReplicatedState):
         return self._applies
 
     def apply_update(self) -> None:
-        """See StateProvider; the block calls it too. It moves the scheduler on."""
+        """See StateProvider; the block calls it too."""
+        self.update_shard()
+
+    def update_shard(self) -> None:
+        """Update this rank's shard, and move the scheduler on."""
         if not self._applies:
             return
         with torch.no_grad():

@@ -51,9 +51,9 @@ def test_two_ranks_measure_every_candidate(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("ending", "status"), [("sigterm", 143), ("error", 3)])
+@pytest.mark.parametrize(("ending", "statuses"), [("sigterm", {143}), ("error", {2, 3})])
 def test_however_it_ends_neither_files_nor_processes_are_left(
-    ending: str, status: int, tmp_path: Path
+    ending: str, statuses: set[int], tmp_path: Path
 ) -> None:
     place, scratch = tmp_path / "place", tmp_path / "scratch"
     place.mkdir()
@@ -79,10 +79,11 @@ def test_however_it_ends_neither_files_nor_processes_are_left(
         process.kill()
         process.communicate()
 
-    assert process.returncode == status
+    # 2 if Megatron-Core, on rank 0 alone, was the first to miss the directory.
+    assert process.returncode in statuses, stderr
     if ending == "error":
         # torch_dist's own process may write a traceback before: its sockets need short paths.
-        assert stderr.splitlines()[-1].startswith("error: rank ")
+        assert stderr.splitlines()[-1].startswith("error: ")
     assert [path.name for path in place.iterdir()] == ["mine"]
     assert list(scratch.glob("dist-ckpt*")) == []
     until(lambda: not processes_with(f"TMPDIR={scratch}"))

@@ -170,9 +170,9 @@ class GuardedProvider(MemoryProvider):
     def finish_gradients(self) -> bool:
         return True
 
-    def apply_update(self) -> None:
+    def update_shard(self) -> None:
         self.held += (self.lock.locked(),)
-        super().apply_update()
+        self.apply_update()
 
     def gather_weights(self) -> None:
         self.held += (self.lock.locked(),)
