@@ -59,6 +59,9 @@ _MIN_UNFINISHED_S = 3600.0
 """What an unfinished save has to be unchanged for before it is removed."""
 
 _LEASE_S = 60.0
+_REMOVAL_S = 5.0
+"""How long ``release`` waits for the removal of old checkpoints: after an error others wait too."""
+
 _NONE = -1
 
 
@@ -357,6 +360,8 @@ class TieredCheckpointManager:
         """
         try:
             self.wait()
+            if self._pruning is not None:
+                self._pruning.join(WORK * self._timeout_s)
         finally:
             self.release()
 
@@ -556,7 +561,7 @@ class TieredCheckpointManager:
             signal.signal(number, handler or signal.SIG_DFL)
         self._handlers.clear()
         if self._pruning is not None:
-            self._pruning.join(WORK * self._timeout_s)
+            self._pruning.join(_REMOVAL_S)
         self._lease.release()
 
 

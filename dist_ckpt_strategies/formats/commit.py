@@ -523,9 +523,10 @@ def _remove_stale(root: Path, *, completes: bool = True) -> None:
     with file_errors(None, root):
         for name in sorted(os.listdir(root)):  # noqa: PTH208 - the names alone
             raise_if_cancelled()
-            is_staging = name.startswith(PARTIAL_PREFIX)  # with their locks; they come first
-            if is_staging or (name.startswith(REMOVED_PREFIX) and name != OLD_MARKER_NAME):
-                _take_away(root, root / name, completes=completes and is_staging)
+            if name.startswith(PARTIAL_PREFIX):  # with their locks; they come first
+                _take_away(root, root / name, completes=completes)
+            elif name.startswith(REMOVED_PREFIX) and name != OLD_MARKER_NAME:
+                _remove(root / name)
 
 
 @limited
@@ -543,16 +544,20 @@ def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
             logger.warning("%s: completed the commit of a save that was interrupted", root)
         with suppress(FileNotFoundError):  # another process has taken it away
             staging.replace(doomed)
+    _remove(doomed)
+    return is_decided
+
+
+def _remove(path: Path) -> None:
     try:
-        if doomed.is_dir() and not doomed.is_symlink():
-            shutil.rmtree(doomed)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            doomed.unlink()
+            path.unlink()
     except FileNotFoundError:
         pass  # another process removes it too
     except OSError as error:
-        logger.warning("%s cannot be removed (%s); the next save will try again", doomed, error)
-    return is_decided
+        logger.warning("%s cannot be removed (%s); the next save will try again", path, error)
 
 
 @contextmanager

@@ -136,9 +136,9 @@ def array_record(fields: Fields) -> ArrayRecord:
     key = str(fields["key"])
     dtype, has_crc32c = DType.named(fields["dtype"], key=key), bool(fields["crc32c"])
     names = ("shape", "chunk_shape", "inner_shape")
-    shape, chunk_shape, inner_shape = (tuple(fields[name]) for name in names)
+    shape, chunk_shape, inner_shape = (_numbers(fields[name]) for name in names)
     chunks = {
-        tuple(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
+        _numbers(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
         for chunk in fields["chunks"]
     }
     try:
@@ -160,8 +160,6 @@ def _num_digests(
     shape: Shape, chunk_shape: Shape, inner_shape: Shape, num_chunks: int
 ) -> Mapping[Shape, int]:
     """How many digests each chunk has, by index. The arrays of all layers have few shapes."""
-    for numbers in (shape, chunk_shape, inner_shape):
-        _numbers([*numbers])
     if not len(shape) == len(chunk_shape) == len(inner_shape):
         raise ValueError("dims of shape, chunk_shape and inner_shape differ")
     if any(i < 1 or c < i or c % i for c, i in zip(chunk_shape, inner_shape, strict=True)):

@@ -62,3 +62,8 @@ def __getattr__(name: str) -> Any:
         if name in vars(found):
             return vars(found)[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted([*globals(), *__all__])

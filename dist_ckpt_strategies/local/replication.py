@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
@@ -208,14 +208,19 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         states are on the CPU; ``restore_tensor_device`` moves them to their devices.
         """
         comm = self.communicator("replication", f"of {id_}")
-        ids = run_and_gather(comm, lambda: str(id_))
+
+        def own_id() -> str:
+            self.let_finish(limit_of_wait(self._timeout_s))
+            return str(id_)
+
+        ids = run_and_gather(comm, own_id)
         names = [f"{id_} of rank {rank}" for rank, id_ in enumerate(ids)]
-        transfers = (
+        transfers = [
             Transfer(name, sender, receiver)
             for sender, name in enumerate(names)
             for receiver in range(comm.size)
-        )
-        states = self._exchange(comm, transfers, {names[comm.rank]: local_ckpt})
+        ]
+        states = self._exchange(comm, lambda: transfers, {names[comm.rank]: local_ckpt})
         return [states[name] for name in names], ids
 
     @raises_megatron_errors
@@ -261,13 +266,16 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """
         comm = self.communicator("retrieval")
         place = {rank: number for number, rank in enumerate(comm.global_ranks)}
-        transfers = (Transfer(t.id_, place[t.sender], place[t.receiver]) for t in plan.entries)
+
+        def transfers() -> list[Transfer]:
+            return [Transfer(t.id_, place[t.sender], place[t.receiver]) for t in plan.entries]
+
         return self._exchange(comm, transfers, my_data)
 
     def _exchange(
         self,
         comm: Communicator,
-        planned: Iterable[Transfer],
+        planned: Callable[[], list[Transfer]],
         states: Mapping[str, TensorAwareStateDict],
     ) -> dict[str, TensorAwareStateDict]:
         """Carry out transfers, in ranks of ``comm``; what this rank is to have, by id. Collective.
@@ -281,7 +289,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         def encode() -> dict[str, Any]:
             self.let_finish(limit_of_wait(self._timeout_s))
-            transfers.extend(planned)
+            transfers.extend(planned())
             me = LocalShardId(_IN_MEMORY, comm.global_ranks[comm.rank])
             for id_ in sorted({t.id_ for t in transfers if t.sender == comm.rank}):
                 if id_ not in states:

@@ -130,8 +130,13 @@ class ShardDirectory:
         try:
             name = directory_name(self.root)
         except OSError:  # it is not there, or cannot be looked at
-            name = f"{uuid.getnode()} {self.root}"
+            name = f"{os.uname().nodename} {uuid.getnode()} {self.root}"
         return xxhash.xxh3_64_hexdigest(name.encode())
+
+
+def _close_with(owner: object, handle: int) -> None:
+    """Close a file once nothing refers to ``owner``; not at exit: a thread may still write."""
+    weakref.finalize(owner, os.close, handle).atexit = False
 
 
 class ShardWriter:
@@ -149,7 +154,7 @@ class ShardWriter:
         with file_errors(None, path):
             make_directories(path.parent)
             self._partial, self._handle = _begin_file(path.parent)
-        weakref.finalize(self, os.close, self._handle)
+        _close_with(self, self._handle)
 
     def __str__(self) -> str:
         """The file."""
@@ -210,7 +215,7 @@ class ShardReader:
         self.path = path
         with file_errors(None, path):
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            weakref.finalize(self, os.close, self._handle)
+            _close_with(self, self._handle)
             try:
                 self._read_footer()
             except CorruptCheckpointError as error:

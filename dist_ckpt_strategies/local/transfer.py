@@ -153,7 +153,10 @@ def run_retrieve(
             files.find_bad,
             max_inflight_nbytes=max_inflight_nbytes,
         )
-    return files.shards, {(rank, id_): why for of_rank in found for rank, id_, why in of_rank}
+    reasons = [tuple(one) for of_rank in found for one in of_rank]
+    # Of two, the one that names the file: from the rank that reads it.
+    reasons.sort(key=lambda one: one[3])
+    return files.shards, {(rank, id_): why for rank, id_, why, _ in reasons}
 
 
 class _Files:
@@ -230,7 +233,7 @@ class _Files:
         return host.zero_()
 
     def find_bad(self) -> list[list[object]]:
-        """Every copy that this rank found to be damaged: who read it, its id, and the reason."""
+        """Damaged copies: who read it, its id, the reason, whether that names the file."""
         failed: list[list[object]] = []
         for t, memory in self._memory.items():
             try:
@@ -243,14 +246,15 @@ class _Files:
                 for buffer, digest, own in zip(shard.buffers, expected, found, strict=True):
                     if own != digest:
                         raise CorruptCheckpointError(
-                            f"{buffer.name}: {t.id_} has digest {own:016x}, expected {digest:016x}"
+                            f"{buffer.name} has digest {own:016x}, expected {digest:016x}"
                         )
                 self.shards.append(filled_shard(shard, memory))
             except StorageTimeoutError:
                 raise
             except CheckpointError as error:
-                failed.append([t.sender, t.id_, error.message])
-        return failed + [[self._rank, id_, str(error)] for id_, error in self._failures.items()]
+                failed.append([t.sender, t.id_, f"{t.id_}: {error.message}", False])
+        mine = self._failures.items()
+        return failed + [[self._rank, id_, str(error), True] for id_, error in mine]
 
 
 def _described(content: Bytes) -> tuple[LocalShard, tuple[Digest, ...], list[Digest]]:

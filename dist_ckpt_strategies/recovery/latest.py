@@ -151,11 +151,9 @@ def load_latest(
     else:
         comm = open_communicator(None, timeout_s=timeout_s, purpose=purpose)
     attempts: list[Attempt] = []
-    find, name = partial(global_checkpoints, global_dirs), ", ".join(map(str, global_dirs))
     with time_limit(timeout_s):  # as the first rank sees them, the newest first
-        found: list[_Found] = run_and_gather(
-            comm, lambda: run_with_limit(find, name) if comm.rank == 0 else []
-        )[0]
+        find = partial(_seen_by, comm.rank, global_dirs)
+        found: list[_Found] = run_and_gather(comm, find)[0]
     if at_most is not None:
         found = [one for one in found if one[0] <= at_most]
         if local_manager is not None and local_manager.find_latest() > at_most:
@@ -173,6 +171,12 @@ def load_latest(
     if all(attempt.is_unfinished for attempt in attempts):
         raise CheckpointNotFoundError(f"no checkpoint to load in {where}{why}")
     raise NoUsableCheckpointError(f"no checkpoint in {where} can be loaded{why}")
+
+
+def _seen_by(rank: int, global_dirs: Sequence[str | Path]) -> list[_Found]:
+    """All global checkpoints, as the first rank sees them; nothing on the others."""
+    name = ", ".join(map(str, global_dirs))
+    return [] if rank else run_with_limit(partial(global_checkpoints, global_dirs), name)
 
 
 def _from_local(

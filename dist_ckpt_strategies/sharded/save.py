@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from dist_ckpt_strategies.comm.base import (
-    Bytes,
     Communicator,
     Message,
     Receive,
@@ -395,19 +393,19 @@ class ShardedSave:
             (rank, n, nbytes) for rank, n, nbytes in large if n in received and rank != comm.rank
         ]
 
-        def prepare() -> tuple[list[Send], list[Bytes]]:
+        def prepare() -> tuple[list[Send], list[torch.Tensor]]:
             sends = [
-                Send(owners[n], np.frombuffer(bytearray(content), np.uint8))
+                Send(owners[n], torch.frombuffer(bytearray(content), dtype=torch.uint8))
                 for n, content in sorted(self._segments.items())
                 if owners[n] != comm.rank and len(content) > limit
             ]
-            return sends, [np.empty(nbytes, np.uint8) for _, _, nbytes in incoming]
+            return sends, [torch.empty(nbytes, dtype=torch.uint8) for *_, nbytes in incoming]
 
         sends, buffers = run_collectively(comm, prepare)
         pairs = list(zip(incoming, buffers, strict=True))
         comm.exchange(sends, [Receive(rank, buffer) for (rank, *_), buffer in pairs])
         for (_, n, _), buffer in pairs:
-            received[n].append(buffer.tobytes())
+            received[n].append(buffer.numpy().tobytes())
 
     def _take_object(self, value: Any, name: ObjectId) -> None:
         """Dump the object of a main replica."""

@@ -182,12 +182,14 @@ class Transfer:
         self._running: dict[int, Job] = {}
         self._failures: list[tuple[Job, BaseException]] = []
         self._cancelled = Event()
-        self._threads: list[Thread] = []
+        # Of each thread. One whose ``join`` was interrupted counts as ended, though it may run.
+        self._ended: list[Event] = []
         self.lacking: StorageError | None = None
         context = copy_context()
         context.run(_cancel_flags.set, (*_cancel_flags.get(), self._cancelled))
         for _ in range(min(num_threads, len(self._jobs))):
-            run = partial(context.copy().run, self._work_off)
+            ended = Event()
+            run = partial(context.copy().run, self._work_off, ended)
             thread = Thread(target=run, name="dist-ckpt-io", daemon=True)
             try:
                 thread.start()
@@ -197,10 +199,10 @@ class Transfer:
                     "-u), or lower io_threads"
                 )
                 break
-            self._threads.append(thread)
+            self._ended.append(ended)
 
     def wait(self, timeout_s: float = _LONGEST_WAIT_S) -> None:
-        """Return once all are done.
+        """Return once all are done. Call it once.
 
         Args:
             timeout_s: the limit where no ``time_limit`` block around ends earlier.
@@ -211,7 +213,7 @@ class Transfer:
             StorageTimeoutError: one that did not end in time. It ends before its next slice, but
                 the system call under way may still read or fill the caller's memory.
         """
-        if self.lacking is not None and not self._threads:
+        if self.lacking is not None and not self._ended:
             raise self.lacking
         now = time.monotonic()
         limit = min((*_limits.get(), _Limit(now + timeout_s, timeout_s)))
@@ -241,9 +243,9 @@ class Transfer:
     def num_running_after(self, seconds: float) -> int:
         """Threads that still work when that time is over, or 0 as soon as none is left."""
         deadline = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(deadline - time.monotonic())
-        return sum(thread.is_alive() for thread in self._threads)
+        for ended in self._ended:
+            ended.wait(max(0.0, deadline - time.monotonic()))
+        return sum(not ended.is_set() for ended in self._ended)
 
     def stop(self, timeout_s: float) -> None:
         """Start no further job, and give those that are running some time to notice and end."""
@@ -254,14 +256,14 @@ class Transfer:
         self._cancelled.set()
         self._jobs.clear()
 
-    def _work_off(self) -> None:
+    def _work_off(self, ended: Event) -> None:
         """Take jobs until none is left, or one has failed."""
         me = threading.get_ident()
         while not self._cancelled.is_set():
             try:
                 job = self._running[me] = self._jobs.popleft()
             except IndexError:
-                return
+                break
             try:
                 raise_if_cancelled()  # what this transfer is a part of
                 job.run()
@@ -270,7 +272,8 @@ class Transfer:
                     self._failures.append((job, error))
                 self._give_up()
             finally:
-                del self._running[me]
+                del self._running[me], job
+        ended.set()
 
 
 def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:

@@ -353,10 +353,7 @@ def _not_found(key: _Key, known: Iterable[_Key]) -> StrategyNotFoundError:
 
 
 class Configured:
-    """A strategy's options, the ranks that work together, the classes that objects may be of.
-
-    ``allowed`` are all those classes.
-    """
+    """A strategy's options, the ranks that work together, the classes that objects may be of."""
 
     options: Options
 
@@ -369,8 +366,12 @@ class Configured:
     ) -> None:
         self.options = (options or options_from_environment()).with_changes(**changes)
         self._allow = tuple(allow)
-        self.allowed: Allowed = (*default_allowed(), *self._allow)
         self.group = group
+
+    @property
+    def allowed(self) -> Allowed:
+        """All classes that objects may be of; Megatron-Core's list may grow meanwhile."""
+        return (*default_allowed(), *self._allow)
 
     def with_options(self, **changes: Any) -> Self:
         """The same strategy with some other options; None leaves one as it is. Caches are shared.

@@ -160,9 +160,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.options = own_options.with_changes(
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )
-        self._allow: Allowed = (
-            base_strategy.allowed if self._is_own else (*default_allowed(), *allow)
-        )
+        self._allow = tuple(allow)
         self._report: BroadcastReport | None = None
 
     @property
@@ -227,7 +225,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         with time_limit(self.options.timeout_s, OPENING, then=3 / 8):
             converted = run_and_gather(world, load.prepare)
             restart_limit()
-            loaded, self._report = run_collectively(world, lambda: load.run(self._allow))
+            own = (*default_allowed(), *self._allow)
+            allowed = self.base_strategy.allowed if self._is_own else own
+            loaded, self._report = run_collectively(world, lambda: load.run(allowed))
         warn_of_conversions(world, checkpoint_dir, converted)
         who = world.global_ranks[world.rank]
         text = "rank %s: load from %s: %s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def save_side_by_side(rank: int, root: str) -> None:
     managers = [manager_of(rank, root, strategy, session_id=name) for name in "ab"]
     for iteration in (1, 2):
         requests = [m.save(state_of(rank, iteration), iteration, is_async=True) for m in managers]
+        time.sleep(0.5 * (rank // 2))  # the others meet this one's save first
         states, _ = strategy.replicate(state_of(rank, iteration), "beside")
         assert len(states) == 2
         assert [outcome(one.wait) for one in requests if one is not None] == [SAVED] * 2
