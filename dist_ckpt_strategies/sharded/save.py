@@ -399,7 +399,9 @@ class ShardedSave:
                 for n, content in sorted(self._segments.items())
                 if owners[n] != comm.rank and len(content) > limit
             ]
-            return sends, [torch.empty(nbytes, dtype=torch.uint8) for *_, nbytes in incoming]
+            return sends, [
+                torch.empty(nbytes, dtype=torch.uint8, device="cpu") for *_, nbytes in incoming
+            ]
 
         sends, buffers = run_collectively(comm, prepare)
         pairs = list(zip(incoming, buffers, strict=True))

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardId
 from dist_ckpt_strategies.device import (
@@ -148,21 +148,20 @@ def _exchanged(
     moves = [(write, move) for write in round_ for move in write.moves]
     incoming = [(write, move) for write, move in moves if write.writer == me]
 
-    def prepare() -> tuple[list[Send], list[Bytes]]:
+    def prepare() -> tuple[list[Send], list[torch.Tensor]]:  # tensors: no later step can fail
         outgoing = [(write, move) for write, move in moves if move.holder == me]
         hosts = to_host([elements(move, tensors) for _, move in outgoing])
         sends = [
-            Send(in_group[write.writer], host.reshape(-1).view(np.uint8))
+            Send(in_group[write.writer], torch.from_numpy(host.reshape(-1).view(np.uint8)))
             for (write, _), host in zip(outgoing, hosts, strict=True)
         ]
-        return sends, [np.empty(write.nbytes_of(move), np.uint8) for write, move in incoming]
+        sizes = [write.nbytes_of(move) for write, move in incoming]
+        return sends, [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
 
     sends, buffers = run_collectively(comm, prepare)
     pairs = list(zip(incoming, buffers, strict=True))
     comm.exchange(sends, [Receive(in_group[move.holder], buffer) for (_, move), buffer in pairs])
     return {
-        move: torch.from_numpy(buffer)
-        .view(torch_dtype(write.array.dtype))
-        .reshape(move.region.shape)
+        move: buffer.view(torch_dtype(write.array.dtype)).reshape(move.region.shape)
         for (write, move), buffer in pairs
     }
