@@ -553,7 +553,7 @@ class TieredCheckpointManager:
         raise SystemExit(self.options.exit_code)
 
     def release(self) -> None:
-        """Give up the signals, end the removal of old checkpoints, give up the lock. Rank-local."""
+        """Give up the signals, then the lock, once a removal under way has had 5 s. Rank-local."""
         if not self._is_open:
             return
         self._is_open = self._is_watching = False

@@ -273,7 +273,7 @@ _PARTS = 16
 """A small chunk is cut into about this many, so that other layouts find boundaries in it too."""
 
 _FEW_PARTS = 4
-"""A dimension has as many first, lest a change of layout along it should read too much."""
+"""A dimension has as many first, so that a change of layout along it does not read too much."""
 
 _SMALL_FACTOR = 7
 _MATRIX_DIMS = 2

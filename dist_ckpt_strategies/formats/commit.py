@@ -375,7 +375,7 @@ def _require_own_place() -> None:
 
     try:
         require_place()
-    except PeerLostError as error:  # as one of storage: all ranks are told, and raise it
+    except PeerLostError as error:  # as one of storage: all ranks raise it
         raise StorageError(f"not committed, this node is out of the job: {error}") from error
 
 

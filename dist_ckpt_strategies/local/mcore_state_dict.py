@@ -361,7 +361,7 @@ def _stored_keys(comm: Communicator, values: Sequence[Any]) -> StateDict:
         return [message_of(value) for value in first.values()]
 
     everyone = run_and_gather(comm, describe)
-    found = (value_from_message(wire) for wires in everyone for wire in wires)
+    found = (value_from_message(one) for messages in everyone for one in messages)
     return {value.key: value for value in found}
 
 

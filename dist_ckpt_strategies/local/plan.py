@@ -77,8 +77,8 @@ def build_retention(
 ) -> frozenset[SaveId]:
     """The saves to keep: the newest, and before it as many as there is to be.
 
-    A save of a later iteration belongs to a run that went back since; it is not kept, lest it be
-    taken for the newest. ``complete`` are the saves whose shards are all there.
+    A save of a later iteration belongs to a run that went back since; kept, it would be taken for
+    the newest. ``complete`` are the saves whose shards are all there.
     """
     earlier = sorted(
         (save for save in complete if save < newest and save.iteration < newest.iteration),

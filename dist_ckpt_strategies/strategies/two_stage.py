@@ -164,6 +164,12 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self._report: BroadcastReport | None = None
 
     @property
+    def _allowed(self) -> Allowed:
+        """All classes that objects may be of: those of the base strategy, if it is ours."""
+        own: Allowed = (*default_allowed(), *self._allow)
+        return self.base_strategy.allowed if self._is_own else own
+
+    @property
     def can_handle_sharded_objects(self) -> bool:
         """Whether the base strategy reads ShardedObjects; they are read once per group too."""
         return handles_objects(self.base_strategy)
@@ -225,9 +231,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         with time_limit(self.options.timeout_s, OPENING, then=3 / 8):
             converted = run_and_gather(world, load.prepare)
             restart_limit()
-            own = (*default_allowed(), *self._allow)
-            allowed = self.base_strategy.allowed if self._is_own else own
-            loaded, self._report = run_collectively(world, lambda: load.run(allowed))
+            loaded, self._report = run_collectively(world, lambda: load.run(self._allowed))
         warn_of_conversions(world, checkpoint_dir, converted)
         who = world.global_ranks[world.rank]
         text = "rank %s: load from %s: %s"

@@ -63,6 +63,7 @@ def load(root: Path) -> None:
 
 
 NO_SENSE: dict[str, tuple[str, Callable[[Fields], None]]] = {
+    "equal, but no whole number": (PART, array_with(shape=[512.0, 512])),
     "no chunk": (PART, array_with(chunk_shape=[0, 0])),
     "dtype": (PART, array_with(dtype="float31")),
     "array twice": (PART, lambda part: part["arrays"].append(part["arrays"][0])),
@@ -85,6 +86,7 @@ def test_a_manifest_that_makes_no_sense_is_named(
     path: str, change: Callable[[Fields], None], tmp_path: Path
 ) -> None:
     root = write_format2(tmp_path / "c")
+    load(root)  # what it has checked is remembered
     rewritten(root, path, change)
     with pytest.raises(CorruptCheckpointError) as caught:
         load(root)
