@@ -48,7 +48,7 @@ _NAMES = {
     "tools.diff": ("diff",),
     "tools.prune": ("PruneReport", "prune"),
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "ConvertOptions",
@@ -80,10 +80,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module the first time it is asked for."""
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -193,7 +193,7 @@ def begin_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, in one dim, without a copy."""
-    plain = tensor.detach().as_strided((tensor.numel(),), (1,))  # dims of extent 1 have any stride
+    plain = tensor.detach().as_strided((tensor.numel(),), (1,))  # dims of size 1 have any stride
     real = torch.view_as_real(plain).reshape(-1) if plain.is_complex() else plain
     return real.view(torch.uint8)
 

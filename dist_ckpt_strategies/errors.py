@@ -218,7 +218,7 @@ def text_of(error: BaseException) -> str:
     """What an error says; some classes of others cannot say it, and raise instead."""
     try:
         return str(error)
-    except Exception as failure:  # noqa: BLE001 - whatever somebody's ``__str__`` raises
+    except Exception as failure:  # noqa: BLE001 - whatever a foreign ``__str__`` raises
         return f"its text cannot be had, {type(failure).__name__} was raised instead"
 
 

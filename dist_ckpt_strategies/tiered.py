@@ -117,7 +117,7 @@ class ManagerOptions:
         preemption_signals: after one of these signals on any rank, the next poll saves the state,
             and every rank raises SystemExit. Handled in the main thread.
         exit_code: exit code of that SystemExit.
-        lease_s: seconds without a sign of life after which the next job may take over the root;
+        lease_s: seconds without a renewal after which the next job may take over the root;
             by default 60, or a quarter of ``timeout_s`` if that is less.
         metrics: function that rank 0 calls with the SaveMetrics of each save, or a file to which
             it appends them, one line of JSON each. If this fails, the failure is logged.
@@ -418,13 +418,13 @@ class TieredCheckpointManager:
             return found if any(found) else None  # nothing travels faster
 
         answers = run_and_gather(comm, look, is_sparse=True)
-        facts = [found or [False, False, False] for found in answers]
-        preempted = [comm.global_ranks[rank] for rank, fact in enumerate(facts) if fact[0]]
+        found = [answer or [False, False, False] for answer in answers]
+        preempted = [comm.global_ranks[rank] for rank, one in enumerate(found) if one[0]]
         if preempted:
             logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
-        elif all(is_done for *_, is_done in facts):
+        elif all(is_done for *_, is_done in found):
             self._finish()
-        return bool(preempted), Tier.GLOBAL if facts[0][1] else due
+        return bool(preempted), Tier.GLOBAL if found[0][1] else due
 
     def _begin(
         self,

@@ -469,7 +469,7 @@ def run(
         typer.Option(
             metavar="SECONDS",
             min=1,
-            help="Seconds without a sign of life after which a node is lost.",
+            help="Seconds without a renewal of its place after which a node is lost.",
         ),
     ] = 10.0,
     node_wait: Annotated[

@@ -67,7 +67,7 @@ class Summary:
     Attributes:
         fields: of the JSON object of both commands, without the issues.
         lists: further fields of ``inspect``, each a table of the text.
-        facts: labels and texts.
+        lines: labels and texts.
         issues: everything that is wrong.
         checked: what ``verify`` looks at.
         unfinished: what to say of a save that has not ended; else nothing.
@@ -77,7 +77,7 @@ class Summary:
 
     fields: Mapping[str, Any]
     lists: Mapping[str, Sequence[Mapping[str, Any]]]
-    facts: tuple[tuple[str, str], ...]
+    lines: tuple[tuple[str, str], ...]
     issues: tuple[Issue, ...]
     checked: str
     unfinished: str = ""
@@ -141,7 +141,7 @@ def _scanned(place: Location, watch: Watch | None) -> Scan | LocalScan:
 
 
 def _print_json(command: str, summary: Summary, fields: Mapping[str, Any]) -> None:
-    issues = {"findings": list(map(asdict, summary.issues))}
+    issues = {"issues": list(map(asdict, summary.issues))}
     print_json(command, {**summary.fields, **fields, **issues})
 
 
@@ -151,7 +151,7 @@ def _print_inspection(summary: Summary) -> None:
         if listed:
             _print_rows(console, list(map(_ROWS[name], listed)))
             console.print()
-    _print_facts(console, (*summary.facts, ("complete", _completeness(summary))))
+    _print_lines(console, (*summary.lines, ("complete", _completeness(summary))))
     for issue in summary.issues[:_NUM_FIRST]:
         console.print(Text(" " * _LABEL_WIDTH + printable(str(issue))), soft_wrap=True)
 
@@ -169,8 +169,8 @@ def _completeness(summary: Summary) -> str:
     return f"yes, by {looked_at}; `dist-ckpt verify` also reads the files"
 
 
-def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
-    for label, text in facts:
+def _print_lines(console: Console, lines: Sequence[tuple[str, str]]) -> None:
+    for label, text in lines:
         style = "red" if text.startswith("NO") else ""
         line = Text(f"{label:<{_LABEL_WIDTH}}", "bold") + Text(printable(text), style)
         console.print(line, soft_wrap=True)
@@ -194,7 +194,7 @@ def _print_verification(summary: Summary, seconds: float) -> None:
         if len(issues) > _MAX_PER_SECTION:
             num_more = len(issues) - _MAX_PER_SECTION
             print_dim(console, f"  ... and {num_more:,} more; --json lists them")
-    _print_facts(console, [fact for fact in summary.facts if fact[0] == "left over"])
+    _print_lines(console, [line for line in summary.lines if line[0] == "left over"])
     outcome = Text(f" {_outcome(summary)}", "bold red" if summary.issues else "bold green")
     console.print(Text(printable(summary.fields["path"])) + outcome, soft_wrap=True)
     if not summary.is_foreign:
@@ -240,7 +240,7 @@ def summary_of(
         "num_objects": len(found.objects),
         "num_files": found.num_files,
         "nbytes": found.nbytes,
-        "leftovers": list(map(asdict, found.stale_files)),
+        "stale_files": list(map(asdict, found.stale_files)),
         "begun": asdict(found.begun) if found.begun else None,
         "unfinished": is_unfinished,
         "layout": dict(found.manifest.layout) if found.manifest else None,
@@ -401,7 +401,7 @@ def _local_summary(found: LocalScan, keys: str | None) -> Summary:
     root = str(found.root)
     totals = {"num_files": num_files, "nbytes": found.nbytes}
     return Summary(
-        {"path": root, "tier": "local", **totals, "leftovers": stale},
+        {"path": root, "tier": "local", **totals, "stale_files": stale},
         {"iterations": saves, "parts": shards},
         (
             ("directory", root),
@@ -458,7 +458,7 @@ def _save_fields(shards: Sequence[Sequence[StoredCopy]]) -> dict[str, Any]:
     part = next((copy.shard for copy in copies if copy.shard is not None), None)
     return {
         "iteration": save.iteration,
-        "token": save.stamp,
+        "save_id": save.stamp,
         "world_size": part and part.world_size,
         "session": part and part.session_id,
         "owners": [some[0].shard_id.global_rank for some in shards],
@@ -474,7 +474,7 @@ def _save_row(fields: Mapping[str, Any]) -> dict[str, str]:
         "copies": f"{fields['num_copies']:,}",
         "session": _known(fields["session"]),
         "size": bytes_text(fields["nbytes"]),
-        "save": fields["token"],
+        "save": fields["save_id"],
     }
 
 

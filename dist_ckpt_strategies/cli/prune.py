@@ -136,5 +136,5 @@ def _fields(report: PruneReport) -> dict[str, Any]:
             {"name": one.name, "nbytes": one.nbytes, "why": one.why, "stays": one.stays}
             for one in report.removed
         ],
-        "kept": [{"name": one.name, "standing": one.status, "why": one.why} for one in report.kept],
+        "kept": [{"name": one.name, "status": one.status, "why": one.why} for one in report.kept],
     }

@@ -190,7 +190,7 @@ def new_group_of(
     except RuntimeError as error:
         what = f"making of a {backend} group of {len(mine)} ranks: {error}"
         if time.monotonic() - began >= limit.total_seconds():
-            raise PeerTimeoutError(None, f"a peer did not arrive in time: {what}") from error
+            raise PeerTimeoutError(None, f"a peer did not come in time: {what}") from error
         if isinstance(error, dist.DistError) or "onnect" in str(error):
             raise PeerLostError(None, f"lost contact with a peer: {what}") from error
         raise StrategyError(what) from error

@@ -347,7 +347,7 @@ class TorchCommunicator(Communicator):
         if not is_lost:
             return PeerTimeoutError(
                 missing[0] if missing else None,
-                f"{who} did not arrive within {self._timeout_s:g} s: {self._what}",
+                f"{who} did not reach this collective within {self._timeout_s:g} s: {self._what}",
             )
         return PeerLostError(
             missing[0] if missing and len(missing) == 1 else None,
@@ -368,7 +368,8 @@ class TorchCommunicator(Communicator):
         if self._store.get(key).decode().split()[1] == name:
             raise PeerTimeoutError(
                 None,
-                f"this rank arrived after others had waited for their whole limit: {self._what}",
+                "this rank reached the collective after others had waited for their whole limit: "
+                f"{self._what}",
             )
 
     def _missing(self, *, is_lost: bool) -> list[int] | None:

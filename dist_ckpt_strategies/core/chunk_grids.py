@@ -145,8 +145,8 @@ def find_chunk_shape(
         CoverageError, DuplicateWriterError: see require_partition.
     """
     regions = [placement.region for placement in placements]
-    extents = zip(*(region.shape for region in regions), strict=True)
-    chunk = tuple(map(max, extents)) if regions else tuple(max(1, n) for n in shape)
+    sizes = zip(*(region.shape for region in regions), strict=True)
+    chunk = tuple(map(max, sizes)) if regions else tuple(max(1, n) for n in shape)
     is_regular = all(
         offset >= 0 and offset % c == 0 and n == min(c, size - offset)  # the edge may cut a chunk
         for region in regions
@@ -222,15 +222,15 @@ def _hulls(placements: Sequence[ShardPlacement]) -> list[Region]:
 
 
 def _candidates(
-    dim: int, extent: int, hulls: Sequence[Region], placements: Sequence[ShardPlacement]
+    dim: int, size: int, hulls: Sequence[Region], placements: Sequence[ShardPlacement]
 ) -> list[int]:
     """Chunk sizes worth trying along one dim, the coarsest first."""
     found = {max(h.shape[dim] for h in hulls)}
     for regions in (hulls, [h.region for h in placements]):
         edges = {r.offset[dim] for r in regions} | {r.end[dim] for r in regions}
-        inner = edges - {0, extent}
-        found.add(math.gcd(*inner) if inner else extent)
-        found.add(-(-extent // (len(inner) + 1)))
+        inner = edges - {0, size}
+        found.add(math.gcd(*inner) if inner else size)
+        found.add(-(-size // (len(inner) + 1)))
     return sorted(found, reverse=True)
 
 
@@ -346,13 +346,13 @@ def _counts(
         counts[dim] *= factor
 
 
-def _factor(extent: int, *, is_free: bool) -> int | None:
+def _factor(size: int, *, is_free: bool) -> int | None:
     """The smallest number of parts that a dim can be cut into."""
-    if extent == 1:
+    if size == 1:
         return None
     if is_free:
         return 2
-    return next((f for f in range(2, math.isqrt(extent) + 1) if extent % f == 0), extent)
+    return next((f for f in range(2, math.isqrt(size) + 1) if size % f == 0), size)
 
 
 def _order(

@@ -99,22 +99,22 @@ class InnerGrid(NamedTuple):
             yield Run(0, (), (), 1)
             return
         max_chunks = max(1, max_nbytes // self.stored_nbytes)
-        extents = tuple(map(operator.sub, high, low))
+        sizes = tuple(map(operator.sub, high, low))
         # A run is contiguous: dims after the one that it is cut along are taken whole.
-        cut, size = len(extents) - 1, 1
-        while cut and extents[cut] == self.counts[cut] and size * extents[cut] <= max_chunks:
-            size *= extents[cut]
+        cut, num_chunks = len(sizes) - 1, 1
+        while cut and sizes[cut] == self.counts[cut] and num_chunks * sizes[cut] <= max_chunks:
+            num_chunks *= sizes[cut]
             cut -= 1
-        step = max(1, max_chunks // size)
+        step = max(1, max_chunks // num_chunks)
         for outer in product(*(range(a, b) for a, b in zip(low[:cut], high[:cut], strict=True))):
             for start in range(low[cut], high[cut], step):
                 count = min(step, high[cut] - start)
                 offset = (*outer, start, *low[cut + 1 :])
-                shape = (*(1,) * cut, count, *extents[cut + 1 :])
+                shape = (*(1,) * cut, count, *sizes[cut + 1 :])
                 first = 0
                 for at, num in zip(offset, self.counts, strict=True):
                     first = first * num + at
-                yield Run(first, offset, shape, count * size)
+                yield Run(first, offset, shape, count * num_chunks)
 
 
 @lru_cache(maxsize=1024)
@@ -131,7 +131,7 @@ def _grid_at(
     num_chunks = math.prod(counts)
     data_nbytes = num_chunks * (raw + crc_nbytes)
     index_nbytes = math.prod(slot_counts) * INDEX_ENTRY_NBYTES + CRC_NBYTES
-    cut = next((dim for dim, extent in enumerate(inner) if extent > 1), max(0, len(inner) - 1))
+    cut = next((dim for dim, size in enumerate(inner) if size > 1), max(0, len(inner) - 1))
     is_padded = counts != tuple(map(operator.floordiv, held, inner))
     is_flat = inner[cut + 1 :] == held[cut + 1 :] and not (is_padded and math.prod(held[:cut]) > 1)
     return InnerGrid(
@@ -180,7 +180,7 @@ def stored_nbytes(array: ArraySpec, region: Region) -> int:
 def _num_cells(region: Region, cell: Shape) -> int:
     """How many cells of a grid share an element with the region."""
     ends = zip(region.offset, region.end, cell, strict=True)
-    return math.prod(-(-end // extent) - start // extent for start, end, extent in ends)
+    return math.prod(-(-end // size) - start // size for start, end, size in ends)
 
 
 def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None:

@@ -1,7 +1,7 @@
 """bfloat16 and float8 for zarr-python, which knows numpy's own dtypes only.
 
 The spelling is TensorStore's and Megatron's: the plain name. Registered on first use, not at
-import; a type that somebody else has registered under the name is left alone.
+import; a type that another package has registered under the name is left alone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A job of N nodes has N places, for as long as it lives. ``place/<p>`` in the job's store holds
 ``<node>#<n>``: the node that owns the place renews it by replacing n with n + 1, so renewal and
-ownership are one key. Everybody judges by its own clock how long ago it has seen a key change.
+ownership are one key. Each node judges by its own clock how long ago it has seen a key change.
 docs/design/nodes.md has the keys and the limits.
 """
 
@@ -240,7 +240,9 @@ class Places:
         if value and state != _LEFT and silent_s < self._nodes.ttl_s:
             return True
         name = node.rpartition(":")[0]
-        why = f"node {name} has left" if state == _LEFT else f"no sign of life of node {name}"
+        why = (
+            f"node {name} has left" if state == _LEFT else f"node {name} no longer renews its place"
+        )
         if value and self._lost.get(place) != value:
             self._lost[place] = value
             self._on_note(f"place {place}: {why}")

@@ -254,7 +254,7 @@ class Supervisor:
         return range(self._place * num_ranks, (self._place + 1) * num_ranks)
 
     def _step(self) -> None:
-        """Wait until something happens, and deal with it."""
+        """Wait for the next event and handle it."""
         left_s = (worker.seconds_left() for worker in self._workers.values())
         patience_s = max(0.0, min([_PATIENCE_S, *left_s]))
         started = time.monotonic()
@@ -309,9 +309,9 @@ class Supervisor:
         failure = self._failure(worker, rank, code)
         why = reason_of(code)
         if worker.is_hung:
-            why = f"no sign of life for {self._job.heartbeat_timeout_s:g} s"
-        elif isinstance(told := failure.error_file_data["message"], dict):
-            why += f": {told['message']}"
+            why = f"no heartbeat for {self._job.heartbeat_timeout_s:g} s"
+        elif isinstance(message := failure.error_file_data["message"], dict):
+            why += f": {message['message']}"
         if rank is None:
             self._lose_spare(worker.name, code, why)
             return

@@ -194,7 +194,7 @@ class WorkerProcess:
             self._last_beat = time.monotonic()
 
     def seconds_left(self) -> float:
-        """Until its silence is a hang; infinite before its first sign of life."""
+        """Until its silence is a hang; infinite before its first heartbeat."""
         if self._last_beat is None or not self._timeout_s or self.is_hung:
             return float("inf")
         return self._last_beat + self._timeout_s - time.monotonic()

@@ -189,7 +189,7 @@ def value_from_message(message: Message) -> Any:
 def shard_from_message(message: Message) -> ShardSpec | None:
     """The spec of the ShardedTensor that ``message_of`` described; None of a ShardedObject.
 
-    Prepended axes become dims of extent 1.
+    Prepended axes become dims of size 1.
 
     Raises:
         PlanError: its dtype cannot be stored.
@@ -280,7 +280,7 @@ def require_equal_common(common: StateDict) -> None:
 def require_valid_sharding(everyone: list[list[Any]]) -> None:
     """Megatron-Core's check, on rank 0, that the main replicas make up every array and object.
 
-    Empty tensors are left out: Megatron-Core 0.16.1 divides by their extent. Arrays and objects
+    Empty tensors are left out: Megatron-Core 0.16.1 divides by their size. Arrays and objects
     are checked apart: it takes the values of one key for all of one kind.
 
     Raises:

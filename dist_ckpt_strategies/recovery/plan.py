@@ -50,7 +50,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardFacts:
+class ShardInfo:
     """A replicated shard of a rank's state.
 
     Ranks that name a shard alike hold equal copies of it. Its tensors lie one right after the
@@ -68,11 +68,11 @@ class HeldState:
 
     step: int
     phase: Phase
-    shards: tuple[ShardFacts, ...]
+    shards: tuple[ShardInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
+class RankInput:
     """What one rank has, and what it needs. Its size does not depend on the number of ranks.
 
     Attributes:
@@ -84,7 +84,7 @@ class RankFacts:
             ``evenly_spaced``. None where none are needed.
     """
 
-    wanted: tuple[ShardFacts, ...]
+    wanted: tuple[ShardInfo, ...]
     gathered: tuple[str, ...]
     held: HeldState | None
     why: str = "has no state"
@@ -144,27 +144,27 @@ def evenly_spaced(ranks: Iterable[int]) -> tuple[range, ...]:
     return tuple(found)
 
 
-def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
+def build_recovery_plan(inputs: Sequence[RankInput]) -> RecoveryPlan:
     """Decide from what every rank has how all get to the same step; layouts of a shard are equal.
 
     Raises:
         NoReplicasAvailableError: no rank has state, or none holds a shard, the objects, or some
             rank's random states, at the target; names it, and the ranks that might have.
     """
-    target = _target(facts)
-    roles = tuple(_role(one.held, target) for one in facts)
-    gathered = {shard_id for one in facts for shard_id in one.gathered}
+    target = _target(inputs)
+    roles = tuple(_role(one.held, target) for one in inputs)
+    gathered = {shard_id for one in inputs for shard_id in one.gathered}
     # Some rank's shard is at the target, but not the weights that others' shards make.
     is_behind = any(
         role is Role.FINISH_STEP
         or (role is Role.KEEP and one.held is not None and one.held.phase is Phase.UPDATED)
-        for one, role in zip(facts, roles, strict=True)
+        for one, role in zip(inputs, roles, strict=True)
     )
     needs_gather = is_behind and bool(gathered)
     skipped = gathered if needs_gather else set()
     ready = {
         rank: one.held.shards
-        for rank, (one, role) in enumerate(zip(facts, roles, strict=True))
+        for rank, (one, role) in enumerate(zip(inputs, roles, strict=True))
         if one.held is not None and role is not Role.RECEIVE
     }
     sharing: defaultdict[str, list[int]] = defaultdict(list)
@@ -172,25 +172,25 @@ def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
         for shard in shards:
             sharing[shard.shard_id].append(rank)
     holders = {shard_id: tuple(r) for shard_id, r in sharing.items() if shard_id not in skipped}
-    copies = tuple(_copies(facts, roles, holders, target, skipped))
+    copies = tuple(_copies(inputs, roles, holders, target, skipped))
     if not ready:
-        why = _reasons({rank: _why_not(one, roles[rank]) for rank, one in enumerate(facts)})
+        why = _reasons({rank: _why_not(one, roles[rank]) for rank, one in enumerate(inputs)})
         raise NoReplicasAvailableError(None, f"no rank has the state of step {target}: {why}")
     return RecoveryPlan(
         target,
         roles,
         tuple(sorted(holders.items())),
         copies,
-        tuple(_object_sources(facts, list(ready), sharing)),
-        tuple(_random_sources(facts, target)),
+        tuple(_object_sources(inputs, list(ready), sharing)),
+        tuple(_random_sources(inputs, target)),
         needs_gather,
     )
 
 
-def require_equal_layouts(facts: Sequence[RankFacts]) -> None:
+def require_equal_layouts(inputs: Sequence[RankInput]) -> None:
     """Raise a ShapeMismatchError unless the tensors of each shard are the same everywhere."""
-    first: dict[str, tuple[int, ShardFacts]] = {}
-    for rank, one in enumerate(facts):
+    first: dict[str, tuple[int, ShardInfo]] = {}
+    for rank, one in enumerate(inputs):
         for shard in (*one.wanted, *(one.held.shards if one.held else ())):
             other, known = first.setdefault(shard.shard_id, (rank, shard))
             if known != shard:
@@ -217,10 +217,10 @@ def require_equal_copies(digests: Sequence[Mapping[str, str]]) -> None:
             raise CorruptCheckpointError(f"{shard_id}: copies differ: {shown}", key=shard_id)
 
 
-def _target(facts: Sequence[RankFacts]) -> int:
-    held = [one.held for one in facts if one.held is not None]
+def _target(inputs: Sequence[RankInput]) -> int:
+    held = [one.held for one in inputs if one.held is not None]
     if not held:
-        why = _reasons({rank: one.why for rank, one in enumerate(facts)})
+        why = _reasons({rank: one.why for rank, one in enumerate(inputs)})
         raise NoReplicasAvailableError(None, f"no rank has kept its state: {why}")
     return max(state.step + (state.phase >= Phase.COMMITTED) for state in held)
 
@@ -247,14 +247,14 @@ def _role(held: HeldState | None, target: int) -> Role:
 
 
 def _copies(
-    facts: Sequence[RankFacts],
+    inputs: Sequence[RankInput],
     roles: Sequence[Role],
     holders: Mapping[str, tuple[int, ...]],
     target: int,
     skipped: set[str],
 ) -> Iterator[ShardCopy]:
     ranks_with = {shard_id: frozenset(ranks) for shard_id, ranks in holders.items()}
-    for receiver, one in enumerate(facts):
+    for receiver, one in enumerate(inputs):
         for shard in one.wanted:
             sources = holders.get(shard.shard_id, ())
             if shard.shard_id in skipped or receiver in ranks_with.get(shard.shard_id, ()):
@@ -262,7 +262,7 @@ def _copies(
             if not sources:
                 lost = {
                     rank: _why_not(other, roles[rank])
-                    for rank, other in enumerate(facts)
+                    for rank, other in enumerate(inputs)
                     if any(wanted.shard_id == shard.shard_id for wanted in other.wanted)
                 }
                 raise NoReplicasAvailableError(
@@ -276,7 +276,7 @@ def _copies(
                 yield ShardCopy(receiver, shard.shard_id, shard.nbytes, source)
 
 
-def _why_not(one: RankFacts, role: Role) -> str:
+def _why_not(one: RankInput, role: Role) -> str:
     if one.held is None:
         return one.why
     if role is not Role.RECEIVE:
@@ -287,12 +287,12 @@ def _why_not(one: RankFacts, role: Role) -> str:
 
 
 def _object_sources(
-    facts: Sequence[RankFacts], ready: Sequence[int], sharing: Mapping[str, Sequence[int]]
+    inputs: Sequence[RankInput], ready: Sequence[int], sharing: Mapping[str, Sequence[int]]
 ) -> Iterator[int]:
     """Of those at the target, the one that shares most shards; objects are equal among these."""
     is_ready = frozenset(ready)
     best: dict[frozenset[str], int] = {}
-    for rank, one in enumerate(facts):
+    for rank, one in enumerate(inputs):
         wanted = frozenset(shard.shard_id for shard in one.wanted)
         if rank not in is_ready and wanted not in best:
             shared = Counter(source for shard_id in wanted for source in sharing.get(shard_id, ()))
@@ -300,12 +300,12 @@ def _object_sources(
         yield rank if rank in is_ready else best[wanted]
 
 
-def _random_sources(facts: Sequence[RankFacts], target: int) -> Iterator[int]:
+def _random_sources(inputs: Sequence[RankInput], target: int) -> Iterator[int]:
     """The rank itself where it has its own random states, else the first that has them."""
-    if any(one.random_states is None for one in facts):
-        yield from range(len(facts))
+    if any(one.random_states is None for one in inputs):
+        yield from range(len(inputs))
         return
-    known = [[r for step, r in one.random_states or () if step == target] for one in facts]
+    known = [[r for step, r in one.random_states or () if step == target] for one in inputs]
     own = {rank for rank, found in enumerate(known) if any(rank in ranks for ranks in found)}
     sources: dict[range, int] = {}
     for source, found in enumerate(known):
@@ -314,7 +314,7 @@ def _random_sources(facts: Sequence[RankFacts], target: int) -> Iterator[int]:
     first: dict[int, int] = {}
     for ranks, source in sources.items():
         first = dict.fromkeys(ranks, source) | first
-    for rank in range(len(facts)):
+    for rank in range(len(inputs)):
         if rank not in first:
             raise NoReplicasAvailableError(
                 None, f"no rank has the random states of rank {rank} at the beginning of {target}"

@@ -19,7 +19,7 @@ import xxhash
 
 from dist_ckpt_strategies.device import TensorBytes, may_overlap, require_plain, to_host
 from dist_ckpt_strategies.errors import PlanError, RestartError, StrategyError
-from dist_ckpt_strategies.recovery.plan import Phase, ShardFacts
+from dist_ckpt_strategies.recovery.plan import Phase, ShardInfo
 
 _DIGEST_CHUNK_NBYTES = 64 << 20
 
@@ -130,14 +130,14 @@ class FlatShard(TensorBytes):
             require_plain(tensors[name], key=f"{shard_id}: {name}")
         super().__init__([tensors[name] for name in self.names])
 
-    def facts(self) -> ShardFacts:
+    def inputs(self) -> ShardInfo:
         """What the planner needs to know."""
         lines = [
             (name, str(tensor.dtype), list(tensor.shape))
             for name, tensor in zip(self.names, self.tensors, strict=True)
         ]
         layout = xxhash.xxh3_64_hexdigest(json.dumps(lines).encode())
-        return ShardFacts(self.shard_id, self.nbytes, layout)
+        return ShardInfo(self.shard_id, self.nbytes, layout)
 
     def tensor_digests(self) -> dict[str, str]:
         """xxh3 of the bytes of each tensor."""

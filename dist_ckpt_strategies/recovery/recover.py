@@ -21,7 +21,7 @@ from dist_ckpt_strategies.device import TensorBytes
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, RestartError, text_of
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,
-    RankFacts,
+    RankInput,
     RecoveryPlan,
     Role,
     build_recovery_plan,
@@ -105,12 +105,12 @@ class Recovery:
         """
 
         def describe() -> str:
-            return base64.b85encode(pickle.dumps(self._facts())).decode()
+            return base64.b85encode(pickle.dumps(self._input())).decode()
 
         contents = map(base64.b85decode, run_and_gather(self._comm, describe))
-        facts = [pickle.loads(content) for content in contents]  # noqa: S301 - of this job
-        require_equal_layouts(facts)
-        return build_recovery_plan(facts)
+        inputs = [pickle.loads(content) for content in contents]  # noqa: S301 - of this job
+        require_equal_layouts(inputs)
+        return build_recovery_plan(inputs)
 
     def compare(self, plan: RecoveryPlan) -> None:
         """Raise on all ranks alike where copies differ of what is at the target as it is.
@@ -173,7 +173,7 @@ class Recovery:
             run_collectively(comm, lambda: adopt(plan.target, random))
         return self._report(plan, time.monotonic() - started)
 
-    def _facts(self) -> RankFacts:
+    def _input(self) -> RankInput:
         self._wanted = flat_shards(self._shards_of(self._new))
         held, why, kept = None, self._why, self._kept
         if kept is not None:
@@ -181,10 +181,10 @@ class Recovery:
             damage = kept.damage(self._checksums)
             if damage:
                 logger.error("the in-memory state is damaged and not used: %s", "; ".join(damage))
-            shards = () if damage else tuple(shard.facts() for shard in self._held.values())
+            shards = () if damage else tuple(shard.inputs() for shard in self._held.values())
             held, why = HeldState(kept.step, kept.phase, shards), "".join(damage[:1])
-        return RankFacts(
-            tuple(shard.facts() for shard in self._wanted.values()),
+        return RankInput(
+            tuple(shard.inputs() for shard in self._wanted.values()),
             tuple(sorted(self._new.gathered_parts())),
             held,
             why,

@@ -46,7 +46,7 @@ class Lease:
 
     Args:
         place: holds the checkpoints; a directory is made where it is missing.
-        lease_s: without a sign of life for so many seconds, another job may take over.
+        lease_s: not renewed for so many seconds, another job may take over.
     """
 
     def __init__(self, place: Directory | Bucket, lease_s: float) -> None:

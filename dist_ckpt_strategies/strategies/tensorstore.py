@@ -100,7 +100,7 @@ def merge_global_slice_with_shape(
         if isinstance(wanted, slice):
             if (wanted.start or 0) >= size:
                 span = f"{wanted.start}:{wanted.stop}"
-                raise PlanError(f"{key}: slice {span} lies beyond extent {size}", key=key)
+                raise PlanError(f"{key}: slice {span} lies beyond size {size}", key=key)
             stop = size if wanted.stop is None else min(wanted.stop, size)
             found.append(slice(wanted.start or 0, stop, wanted.step))
         else:

@@ -293,7 +293,7 @@ class StrategyLoad(CheckpointLoad):
         for name in names:
             spec = shard_spec(value_from_message(json.loads(name)))
             shape = spec.region.shape
-            chunk = tuple(max(1, extent) for extent in shape)
+            chunk = tuple(max(1, size) for size in shape)
             found.append(ArraySpec(name, shape, spec.dtype, chunk, is_raw=False))
         return found
 

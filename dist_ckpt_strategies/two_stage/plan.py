@@ -191,9 +191,9 @@ def _shared_regions(requests: Sequence[str]) -> dict[tuple[int, Region], tuple[i
         if numbers not in ranks_of:
             ranks_of[numbers] = tuple(sorted(rank for n in numbers for rank in groups[n]))
         if len(ranks_of[numbers]) > 1:
-            array, *extents = map(int, line.split())
-            middle = len(extents) // 2
-            region = Region(tuple(extents[:middle]), tuple(extents[middle:]))
+            array, *bounds = map(int, line.split())
+            middle = len(bounds) // 2
+            region = Region(tuple(bounds[:middle]), tuple(bounds[middle:]))
             found[array, region] = ranks_of[numbers]
     return dict(sorted(found.items()))
 

@@ -87,7 +87,7 @@ def test_the_json_of_inspect(written: Path) -> None:
     files = [path for path in written.rglob("*") if path.is_file()]
     assert found["num_files"] == len(files)
     assert found["nbytes"] == sum(path.stat().st_size for path in files)
-    assert found["leftovers"] == found["findings"] == []
+    assert found["stale_files"] == found["issues"] == []
     assert found["arrays"][0] == {
         "key": WEIGHT,
         "shape": [4, 6],
@@ -126,7 +126,7 @@ def test_an_incomplete_checkpoint_is_shown_as_such(checkpoint: Path) -> None:
     assert "metadata.json: expected the last file that a save writes, found no file" in text
     found = json_of("inspect", checkpoint)
     assert (found["complete"], found["marker"], found["common"]) == (False, None, None)
-    assert [one["problem"] for one in found["findings"]] == [
+    assert [one["problem"] for one in found["issues"]] == [
         "missing_marker",
         *["missing_file"] * 3,
     ]
@@ -141,7 +141,7 @@ def test_another_backend_is_described_by_its_marker(tmp_path: Path) -> None:
     assert "complete    not known; dist-ckpt looks into zarr 1 and zarr 2 only" in text
     found = json_of("inspect", root)
     assert found["complete"] is None
-    assert [finding["problem"] for finding in found["findings"]] == ["unknown_backend"]
+    assert [finding["problem"] for finding in found["issues"]] == ["unknown_backend"]
 
     verified = run("verify", root).stdout
     assert "expected sharded backend zarr version 1, found torch_dist version 1" in verified
@@ -175,7 +175,7 @@ def test_damage_is_listed_below_its_key(checkpoint: Path) -> None:
     ]
     found = json_of("verify", checkpoint)
     assert (found["command"], found["whole"]) == ("verify", False)
-    assert found["findings"][2] == {
+    assert found["issues"][2] == {
         "problem": "missing_file",
         "key": WEIGHT,
         "path": f"{WEIGHT}/1.2",

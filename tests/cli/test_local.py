@@ -121,7 +121,7 @@ def test_verify_lists_what_is_damaged_by_file_and_tensor(session: Path) -> None:
     assert result.exit_code == 1
     assert "is NOT whole: 6 issues in 5 files" in result.stdout
     assert found["whole"] is False
-    assert [(one["problem"], one["key"], one["path"][:16]) for one in found["findings"]] == [
+    assert [(one["problem"], one["key"], one["path"][:16]) for one in found["issues"]] == [
         ("damaged", None, "0/iter_0000010_0"),
         ("damaged", "model.w", "0/iter_0000100_0"),
         ("damaged", "model.w", "0/iter_0000100_2"),
@@ -129,7 +129,7 @@ def test_verify_lists_what_is_damaged_by_file_and_tensor(session: Path) -> None:
         ("damaged", None, "1/iter_0000100_1"),
         ("damaged", None, "1/iter_0000100_3"),
     ]
-    tensor, cut = found["findings"][1], found["findings"][-1]
+    tensor, cut = found["issues"][1], found["issues"][-1]
     assert (tensor["expected"][:7], len(tensor["found"])) == ("digest ", 16)
     assert "expected a local checkpoint, which ends with" in cut["found"]
     assert "0/iter_0000100_0_local_a1.part\n  damaged            model.w: expected digest" in (
@@ -174,7 +174,7 @@ def test_stale_files_of_a_killed_save_are_distinguished_from_files_being_written
     assert result.exit_code == 0
     assert "left over   files that a save did not finish (harmless): 1, 700 B" in result.stdout
     assert "left over   files that are being written: 1" in result.stdout
-    kinds = sorted((one["kind"], one["nbytes"]) for one in found["leftovers"])
+    kinds = sorted((one["kind"], one["nbytes"]) for one in found["stale_files"])
     assert kinds == [("partial", 700), ("writing", 0)]
 
 
@@ -189,7 +189,7 @@ def test_files_of_a_killed_save_alone_are_local_ones_without_a_common_state(
     found = as_json("inspect", tmp_path)
 
     assert "tier" not in found
-    assert [one["kind"] for one in found["leftovers"]] == ["partial"]
+    assert [one["kind"] for one in found["stale_files"]] == ["partial"]
 
 
 @pytest.fixture
@@ -214,13 +214,13 @@ def test_the_common_state_of_the_backend_is_compared_too(
         (checkpoint / "common.pt").write_bytes(content)
     for root in (checkpoint, checkpoint.parent):
         found = as_json("verify", root)
-        assert [one["problem"] for one in found["findings"]] == problems
+        assert [one["problem"] for one in found["issues"]] == problems
         assert run("verify", root).exit_code == bool(problems)
 
 
 def test_a_checkpoint_of_the_backend_without_parts_is_not_whole(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint / xxhash.xxh3_128_hexdigest(COMMON))
-    (finding,) = as_json("verify", checkpoint)["findings"]
+    (finding,) = as_json("verify", checkpoint)["issues"]
 
     assert finding["problem"] == "missing_file"
 
@@ -229,6 +229,6 @@ def test_shards_that_an_interrupted_overwrite_has_left_are_no_issue(checkpoint: 
     write_shard(checkpoint / xxhash.xxh3_128_hexdigest(b"another"), 100, 0, 0)
     found = as_json("verify", checkpoint)
 
-    assert (found["whole"], found["findings"]) == (True, [])
-    assert [one["kind"] for one in found["leftovers"]] == ["partial"]
+    assert (found["whole"], found["issues"]) == (True, [])
+    assert [one["kind"] for one in found["stale_files"]] == ["partial"]
     assert run("verify", checkpoint).exit_code == 0

@@ -92,5 +92,5 @@ def test_a_dry_run_only_shows(root: Path) -> None:
     found = json.loads(result.stdout)
     assert (result.exit_code, found["dry_run"]) == (0, True)
     assert [one["name"] for one in found["removed"]] == ["iter_0000001"]
-    assert {one["name"]: one["standing"] for one in found["kept"]}["iter_0000004"] == "unfinished"
+    assert {one["name"]: one["status"] for one in found["kept"]}["iter_0000004"] == "unfinished"
     assert len(names_in(root)) == 4

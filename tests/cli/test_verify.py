@@ -42,7 +42,7 @@ def json_of(command: str, root: Path) -> dict[str, Any]:
 
 
 def issues_of(root: Path) -> list[tuple[str, str | None, str]]:
-    return [(i["problem"], i["key"], i["path"]) for i in json_of("verify", root)["findings"]]
+    return [(i["problem"], i["key"], i["path"]) for i in json_of("verify", root)["issues"]]
 
 
 def replace(path: Path, make: Callable[[Path], object]) -> None:
@@ -63,8 +63,8 @@ def test_what_megatron_wrote_has_no_issues(tmp_path: Path, name: str) -> None:
 def test_locks_of_the_old_backend_are_stale_files_and_no_arrays(tmp_path: Path) -> None:
     found = json_of("inspect", unpack(GOLDEN["m0153_tp2pp2dp2_flat"], tmp_path))
 
-    assert {stale["kind"] for stale in found["leftovers"]} == {"locks"}
-    assert len(found["leftovers"]) == 51
+    assert {stale["kind"] for stale in found["stale_files"]} == {"locks"}
+    assert len(found["stale_files"]) == 51
     assert len(found["arrays"]) == 68
     assert sum(stored["num_chunks"] for stored in found["arrays"]) == 380
     assert [stored["num_shards"] for stored in found["objects"]] == [4] * 5
@@ -190,7 +190,7 @@ def test_chunks_may_lie_in_numbered_directories(tmp_path: Path) -> None:
         (root / "deep" / str(index) / "0").write_bytes(b"\1" * 16)
 
     found = json_of("inspect", root)
-    assert found["findings"] == []
+    assert found["issues"] == []
     assert found["num_files"] == sum(path.is_file() for path in root.rglob("*"))
 
     (root / "deep" / "1" / "0").rename(root / "deep" / "1" / "1")
@@ -223,7 +223,7 @@ def test_what_a_killed_save_left_is_listed_and_harmless(checkpoint: Path) -> Non
     (checkpoint / ".removed-w" / "0.0").write_bytes(b"12345")
 
     assert issues_of(checkpoint) == []
-    found = json_of("inspect", checkpoint)["leftovers"]
+    found = json_of("inspect", checkpoint)["stale_files"]
     assert [(one["kind"], one["path"], one["nbytes"]) for one in found] == [
         ("partial", ".partial-0123", 2),
         ("removed", ".removed-w", 5),

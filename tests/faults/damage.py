@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.faults.files import HARMLESS, Fault, Files, Kind, file_map, local_copies
-from tests.faults.oracle import CopyKey, Ledger, Place, Standing
+from tests.faults.oracle import CopyKey, Ledger, Place, Status
 from tests.faults.schedule import Event, Store, Strike
 from tests.support.disks import fill_disk
 from tests.support.faulty_proxy import FaultyProxy
@@ -223,8 +223,8 @@ class Outside:
         place = self.place_of(event)
         untouched = {
             name: iteration
-            for name, (iteration, standing) in ledger.global_.items()
-            if name.startswith(place.address) and standing is Standing.WHOLE
+            for name, (iteration, status) in ledger.global_.items()
+            if name.startswith(place.address) and status is Status.WHOLE
         }
         if not untouched:
             return None
@@ -239,7 +239,7 @@ class Outside:
         good = {
             key: path
             for key, path in local_copies(self.root).items()
-            if ledger.copies[key].content is not Standing.BROKEN
+            if ledger.copies[key].content is not Status.BROKEN
         }
         if not good:
             return None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.faults.injection import INJECTED
-from tests.faults.oracle import CopyKey, Found, Ledger, SaveKey, Standing, Tier
+from tests.faults.oracle import CopyKey, Found, Ledger, SaveKey, Status, Tier
 from tests.faults.rank import Recovered, SaveOrder, SaveResult, Trained
 from tests.faults.schedule import HANGS, NUM_RANKS, Event, Strike
 from tests.faults.world import Answer, Gone, Stopped
@@ -211,10 +211,10 @@ def check_attempt(answers: Mapping[int, Answer], culprit: int | None) -> Iterato
 
 def check_verified(ledger: Ledger, issues: Mapping[str, int]) -> Iterator[str]:
     """What ``dist-ckpt verify`` says of each finished global checkpoint: its number of issues."""
-    for name, (_, standing) in ledger.global_.items():
-        if standing is Standing.WHOLE and issues[name]:
+    for name, (_, status) in ledger.global_.items():
+        if status is Status.WHOLE and issues[name]:
             yield f"{name} is whole, and verify finds {issues[name]} issues"
-        if standing is Standing.BROKEN and not issues[name]:
+        if status is Status.BROKEN and not issues[name]:
             yield f"{name} is damaged, and verify finds nothing"
 
 
@@ -252,8 +252,8 @@ def observed_global(
     for name in begun if not may_differ else [*begun, *(set(finished) - known)]:
         has_succeeded = all(one.failure is None for one in begun.get(name, {}).values())
         if name in finished:
-            standing = _standing_of(before, name, has_succeeded=has_succeeded)
-            after = after.with_global(name, finished[name], standing)
+            status = _status_of(before, name, has_succeeded=has_succeeded)
+            after = after.with_global(name, finished[name], status)
         is_odd = has_succeeded and name not in finished
         is_odd |= not has_succeeded and name in finished and name not in before.global_
         if is_odd and not may_differ:
@@ -261,10 +261,10 @@ def observed_global(
     return after, wrong
 
 
-def _standing_of(before: Ledger, name: str, *, has_succeeded: bool) -> Standing:
+def _status_of(before: Ledger, name: str, *, has_succeeded: bool) -> Status:
     """Of a checkpoint that is there; a failed save leaves what it would replace, or replaces it."""
-    old = Standing.WHOLE if has_succeeded else before.global_.get(name, (0, Standing.WHOLE))[1]
-    return Standing.UNSURE if old is Standing.BROKEN else old
+    old = Status.WHOLE if has_succeeded else before.global_.get(name, (0, Status.WHOLE))[1]
+    return Status.UNSURE if old is Status.BROKEN else old
 
 
 def observed_copies(

@@ -17,7 +17,7 @@ class Tier(StrEnum):
     GLOBAL = "global"
 
 
-class Standing(StrEnum):
+class Status(StrEnum):
     """What is known of a checkpoint, or of a file."""
 
     WHOLE = "whole"
@@ -73,7 +73,7 @@ class CopyState:
     """
 
     has_header: bool = True
-    content: Standing = Standing.WHOLE
+    content: Status = Status.WHOLE
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -96,18 +96,18 @@ class Ledger:
     Attributes:
         num_ranks: parts of a local save.
         num_kept: local saves that are kept, the newest included.
-        global_: by directory or URL, the iteration and the standing.
+        global_: by directory or URL, the iteration and the status.
         copies: of local shards, those that are there.
     """
 
     num_ranks: int
     num_kept: int
-    global_: Mapping[str, tuple[int, Standing]] = field(default_factory=dict)
+    global_: Mapping[str, tuple[int, Status]] = field(default_factory=dict)
     copies: Mapping[CopyKey, CopyState] = field(default_factory=dict)
 
-    def with_global(self, name: str, iteration: int, standing: Standing) -> Ledger:
+    def with_global(self, name: str, iteration: int, status: Status) -> Ledger:
         """A global checkpoint is there."""
-        return replace(self, global_={**self.global_, name: (iteration, standing)})
+        return replace(self, global_={**self.global_, name: (iteration, status)})
 
     def without_global(self, names: Iterable[str]) -> Ledger:
         """These global checkpoints are gone."""
@@ -116,9 +116,9 @@ class Ledger:
 
     def damaged_global(self, name: str, *, is_harmless: bool) -> Ledger:
         """A byte of it has changed; ``is_harmless``: one that a load need not look at."""
-        iteration, standing = self.global_[name]
-        after = Standing.UNSURE if is_harmless and standing is not Standing.BROKEN else None
-        return self.with_global(name, iteration, after or Standing.BROKEN)
+        iteration, status = self.global_[name]
+        after = Status.UNSURE if is_harmless and status is not Status.BROKEN else None
+        return self.with_global(name, iteration, after or Status.BROKEN)
 
     def with_copies(self, seen: Iterable[CopyKey]) -> Ledger:
         """These copies are there, and no others; those that are new are whole."""
@@ -134,18 +134,18 @@ class Ledger:
         state = self.copies[key]
         match place:
             case Place.HEADER:
-                after = CopyState(has_header=False, content=Standing.BROKEN)
+                after = CopyState(has_header=False, content=Status.BROKEN)
             case Place.TENSOR:
-                after = replace(state, content=Standing.BROKEN)
+                after = replace(state, content=Status.BROKEN)
             case Place.PADDING:
-                unsure = state.content is not Standing.BROKEN
-                after = replace(state, content=Standing.UNSURE) if unsure else state
+                unsure = state.content is not Status.BROKEN
+                after = replace(state, content=Status.UNSURE) if unsure else state
         return replace(self, copies={**self.copies, key: after})
 
-    def local_standing(self, save: SaveKey) -> Standing:
+    def local_status(self, save: SaveKey) -> Status:
         """Whether a rank can read each part of a local save."""
         return min(
-            (self._part_standing(save, owner) for owner in range(self.num_ranks)),
+            (self._part_status(save, owner) for owner in range(self.num_ranks)),
             key=_RANKING.__getitem__,
         )
 
@@ -160,19 +160,19 @@ class Ledger:
         }
         return len(owners) == self.num_ranks
 
-    def candidates(self) -> dict[Found, Standing]:
-        """What there is, each with the best standing of all that have its iteration and tier."""
-        found: dict[Found, Standing] = {}
-        local = [(s.iteration, Tier.LOCAL, self.local_standing(s)) for s in self.local_saves()]
-        global_ = [(i, Tier.GLOBAL, standing) for i, standing in self.global_.values()]
-        for iteration, tier, standing in (*local, *global_):
+    def candidates(self) -> dict[Found, Status]:
+        """What there is, each with the best status of all that have its iteration and tier."""
+        found: dict[Found, Status] = {}
+        local = [(s.iteration, Tier.LOCAL, self.local_status(s)) for s in self.local_saves()]
+        global_ = [(i, Tier.GLOBAL, status) for i, status in self.global_.values()]
+        for iteration, tier, status in (*local, *global_):
             key = Found(iteration, tier)
-            found[key] = max(found.get(key, standing), standing, key=_RANKING.__getitem__)
+            found[key] = max(found.get(key, status), status, key=_RANKING.__getitem__)
         return found
 
     def newest_whole(self) -> Found | None:
         """What a recovery may not go back beyond; a local one comes before an equal global one."""
-        whole = [found for found, s in self.candidates().items() if s is Standing.WHOLE]
+        whole = [found for found, s in self.candidates().items() if s is Status.WHOLE]
         return max(whole, key=_preference, default=None)
 
     def acceptable(self) -> set[Found]:
@@ -180,14 +180,14 @@ class Ledger:
         floor = self.newest_whole()
         return {
             found
-            for found, standing in self.candidates().items()
-            if standing is not Standing.BROKEN
+            for found, status in self.candidates().items()
+            if status is not Status.BROKEN
             and (floor is None or _preference(found) >= _preference(floor))
         }
 
     def usable(self) -> set[Found]:
         """What a recovery may bring in which something else went wrong."""
-        return {found for found, s in self.candidates().items() if s is not Standing.BROKEN}
+        return {found for found, s in self.candidates().items() if s is not Status.BROKEN}
 
     def kept_copies(self, newest: SaveKey) -> set[CopyKey]:
         """Copies that have to be there once a local save is complete.
@@ -202,17 +202,17 @@ class Ledger:
         kept = {newest, *list(earlier.values())[: self.num_kept - 1]}
         return {key for key in self.copies if key.save in kept}
 
-    def _part_standing(self, save: SaveKey, owner: int) -> Standing:
+    def _part_status(self, save: SaveKey, owner: int) -> Status:
         states = [
             state
             for key, state in self.copies.items()
             if key.save == save and key.owner == owner and state.has_header
         ]
         contents = [state.content for state in states]
-        return max(contents, key=_RANKING.__getitem__, default=Standing.BROKEN)
+        return max(contents, key=_RANKING.__getitem__, default=Status.BROKEN)
 
 
-_RANKING = {Standing.BROKEN: 0, Standing.UNSURE: 1, Standing.WHOLE: 2}
+_RANKING = {Status.BROKEN: 0, Status.UNSURE: 1, Status.WHOLE: 2}
 
 
 def _preference(found: Found) -> tuple[int, bool]:

@@ -268,7 +268,7 @@ class Run:
             result = CliRunner().invoke(app, ["verify", name, "--json"])
             if result.exit_code not in {0, 1, 3}:  # 3: a marker may say another backend now
                 raise ViolationError(f"verify {name}: {result.output}")
-            found = json.loads(result.stdout or "{}").get("findings", ())
+            found = json.loads(result.stdout or "{}").get("issues", ())
             if result.exit_code and not found:
                 raise ViolationError(f"verify {name}: {result.output}")
             issues[name] = len(found)

@@ -24,7 +24,7 @@ from tests.faults.judge import (
     observed_copies,
     observed_global,
 )
-from tests.faults.oracle import CopyKey, Found, Ledger, Place, SaveKey, Standing, Tier
+from tests.faults.oracle import CopyKey, Found, Ledger, Place, SaveKey, Status, Tier
 from tests.faults.rank import Recovered, SaveOrder, SaveResult, Trained
 from tests.faults.schedule import During, Event, Store, Strike, build_schedule
 from tests.faults.world import Answer, Gone, Stopped
@@ -34,11 +34,11 @@ from tests.support.entries import Failure
 EMPTY = Ledger(num_ranks=4, num_kept=2)
 REFERENCE = [[f"{rank} {step}" for step in range(10)] for rank in range(4)]
 LEDGER = (
-    EMPTY.with_global("g3", 3, Standing.WHOLE)
-    .with_global("g5", 5, Standing.WHOLE)
-    .with_global("g7", 7, Standing.BROKEN)
+    EMPTY.with_global("g3", 3, Status.WHOLE)
+    .with_global("g5", 5, Status.WHOLE)
+    .with_global("g7", 7, Status.BROKEN)
 )
-BROKEN = EMPTY.with_global("g7", 7, Standing.BROKEN)
+BROKEN = EMPTY.with_global("g7", 7, Status.BROKEN)
 LOCAL_SAVE = SaveOrder(Tier.LOCAL, 0, is_async=True)
 GLOBAL_SAVE = SaveOrder(Tier.GLOBAL, 0, is_async=True, directory="g7")
 LIMIT_S = 2.0
@@ -195,7 +195,7 @@ def test_a_part_is_lost_with_its_last_good_copy() -> None:
         assert damaged.newest_whole() == local
         assert damaged.damaged_copy(other, place).newest_whole() is None
         assert damaged.damaged_copy(other, place).acceptable() == set()
-    unsure = ledger.with_global("g3", 3, Standing.WHOLE)
+    unsure = ledger.with_global("g3", 3, Status.WHOLE)
     for key in copies_of(5):
         unsure = unsure.damaged_copy(key, Place.PADDING)
     assert unsure.newest_whole() == Found(3, Tier.GLOBAL)
@@ -237,7 +237,7 @@ def test_a_global_save_is_visible_when_it_has_succeeded_and_only_then(
     after, wrong = observed_global(before, saves, finished, may_differ=False)
 
     assert (wrong == []) == (is_finished != fails or (was_there and fails))
-    expected = Standing.UNSURE if was_there and fails else Standing.WHOLE
+    expected = Status.UNSURE if was_there and fails else Status.WHOLE
     assert after.global_.get("g7") == ((7, expected) if is_finished else None)
     assert observed_global(before, saves, finished, may_differ=True)[1] == []
 

@@ -148,7 +148,7 @@ def test_a_lost_node_is_replaced_by_a_spare_one_and_the_other_process_stays(
     assert f"[0] pid {stays} attempts 2\n" in cluster.output(first)
     assert re.search(r"\[1\] pid \d+ attempts 1\n", cluster.output(spare))
     assert re.search(
-        r"place 1: no sign of life of node \S+:" + str(lost.pid), cluster.output(spare)
+        r"place 1: node \S+:" + str(lost.pid) + " no longer renews its place", cluster.output(spare)
     )
 
 

@@ -1,4 +1,4 @@
-"""A supervised job: who dies is replaced, the others stay, and nobody is left behind."""
+"""A supervised job: dead workers are replaced, others stay, no process is left behind."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_stopped_worker_is_killed_as_hung_and_replaced(jobs: Jobs) -> None:
     )
 
     assert status == 0
-    assert "no sign of life for 1 s" in jobs.heard.notes[0]
+    assert "no heartbeat for 1 s" in jobs.heard.notes[0]
 
 
 def test_a_worker_that_computes_or_ends_for_longer_than_the_limit_is_not_hung(jobs: Jobs) -> None:

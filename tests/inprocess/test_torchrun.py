@@ -87,8 +87,8 @@ def test_an_exception_is_survived_in_place_and_a_death_by_a_start_of_all(tmp_pat
 
 
 def test_an_exception_on_one_node_is_survived_in_place_on_all(tmp_path: Path) -> None:
-    meeting = (f"--master-addr={HOST}", f"--master-port={free_port()}")
-    place = ("--nnodes=2", "--nproc-per-node=1", *meeting)
+    rendezvous = (f"--master-addr={HOST}", f"--master-port={free_port()}")
+    place = ("--nnodes=2", "--nproc-per-node=1", *rendezvous)
 
     commands = [torchrun(tmp_path, *place, f"--node-rank={node}", "live") for node in range(2)]
 

@@ -179,10 +179,10 @@ def save(checkpoint, expected, rank, size):
 def main():
     """Meet the other ranks, carry out the command, print what came of it."""
     command, checkpoint, expected, *place = sys.argv[1:]
-    rank, size, meeting = (
-        (int(place[0]), int(place[1]), place[2]) if place else (0, 1, expected + ".meeting")
+    rank, size, rendezvous = (
+        (int(place[0]), int(place[1]), place[2]) if place else (0, 1, expected + ".rendezvous")
     )
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     result = (
         load(checkpoint, expected) if command == "load" else save(checkpoint, expected, rank, size)
     )

@@ -161,7 +161,7 @@ def load_theirs(rank: int, entry: Entry, root: Path, expected: Path, engine: str
 def save_theirs(directory: Path, release: Path | None) -> tuple[Path, Path]:
     """A checkpoint that two ranks of an old release have written, and what is in it."""
     checkpoint, expected = directory / "checkpoint", directory / "expected.pt"
-    place = (2, directory / "meeting")
+    place = (2, directory / "rendezvous")
     writers = [start("save", checkpoint, expected, n, *place, release=release) for n in range(2)]
     try:
         assert [answer(writer)["arrays"] for writer in writers] == [50, 50]

@@ -16,10 +16,10 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, NoReplicasAvaila
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,
     Phase,
-    RankFacts,
+    RankInput,
     RecoveryPlan,
     Role,
-    ShardFacts,
+    ShardInfo,
     build_recovery_plan,
     evenly_spaced,
     require_equal_copies,
@@ -27,21 +27,21 @@ from dist_ckpt_strategies.recovery.plan import (
 
 STEP = 5
 SIZE = 4
-WEIGHTS = ShardFacts("weights", 100_000, "w")
+WEIGHTS = ShardInfo("weights", 100_000, "w")
 
 
-def shards_of(rank: int, num_shards: int = 2) -> tuple[ShardFacts, ...]:
+def shards_of(rank: int, num_shards: int = 2) -> tuple[ShardInfo, ...]:
     shard = rank % num_shards
-    return (ShardFacts(f"shard/{shard}", 30_000, f"s{shard}"), WEIGHTS)
+    return (ShardInfo(f"shard/{shard}", 30_000, f"s{shard}"), WEIGHTS)
 
 
 def facts_of(
     states: Sequence[tuple[int, Phase] | None], num_shards: int = 2
-) -> tuple[RankFacts, ...]:
+) -> tuple[RankInput, ...]:
     """Ranks at a step and phase, or without state; everybody knows all random states."""
     known = tuple((step, range(len(states))) for step in range(STEP - 1, STEP + 3))
     return tuple(
-        RankFacts(
+        RankInput(
             shards_of(rank, num_shards),
             ("weights",),
             None if state is None else HeldState(*state, shards_of(rank, num_shards)),
@@ -52,9 +52,9 @@ def facts_of(
     )
 
 
-def require_sound(facts: Sequence[RankFacts], plan: RecoveryPlan) -> None:
+def require_sound(inputs: Sequence[RankInput], plan: RecoveryPlan) -> None:
     """What holds of every plan."""
-    held = [one.held for one in facts]
+    held = [one.held for one in inputs]
     counts = [s.step + 1 for s in held if s is not None and s.phase >= Phase.COMMITTED]
     begun = [s.step for s in held if s is not None]
     assert plan.target == max([*counts, *begun])
@@ -68,14 +68,14 @@ def require_sound(facts: Sequence[RankFacts], plan: RecoveryPlan) -> None:
             is_updated = state.phase is Phase.UPDATED and state.step == plan.target - 1
             is_before = state.phase <= Phase.GRADS_FINAL and state.step == plan.target
             assert is_updated or is_before
-        require_whole(facts[rank], rank, plan)
+        require_whole(inputs[rank], rank, plan)
     for copy in plan.copies:
         assert plan.roles[copy.source] is not Role.RECEIVE
     for source in (*plan.object_sources, *plan.random_sources):
         assert held[source] is not None
 
 
-def require_whole(one: RankFacts, rank: int, plan: RecoveryPlan) -> None:
+def require_whole(one: RankInput, rank: int, plan: RecoveryPlan) -> None:
     """Every byte of every part comes from one place: kept, gathered, or one sender."""
     for shard in one.wanted:
         copies = [c for c in plan.copies if (c.receiver, c.shard_id) == (rank, shard.shard_id)]
@@ -85,10 +85,10 @@ def require_whole(one: RankFacts, rank: int, plan: RecoveryPlan) -> None:
         assert [copy.nbytes for copy in copies] in ([], [shard.nbytes])
 
 
-def is_covered(facts: Sequence[RankFacts], target: int) -> bool:
+def is_covered(inputs: Sequence[RankInput], target: int) -> bool:
     """Whether every shard has a holder that is, or can get, to the target."""
     covered = set()
-    for one in facts:
+    for one in inputs:
         state = one.held
         if state is None:
             continue
@@ -98,7 +98,7 @@ def is_covered(facts: Sequence[RankFacts], target: int) -> bool:
         )
         if is_there:
             covered |= {shard.shard_id for shard in state.shards}
-    return covered >= {shard.shard_id for one in facts for shard in one.wanted}
+    return covered >= {shard.shard_id for one in inputs for shard in one.wanted}
 
 
 ONE_STEP = [None, *((STEP, phase) for phase in Phase), (STEP + 1, Phase.RUNNING)]
@@ -107,15 +107,15 @@ ONE_STEP = [None, *((STEP, phase) for phase in Phase), (STEP + 1, Phase.RUNNING)
 def test_every_combination_of_phases_and_losses_has_a_sound_plan_or_a_reason() -> None:
     num_plans = 0
     for states in itertools.product(ONE_STEP, repeat=SIZE):
-        facts = facts_of(states)
+        inputs = facts_of(states)
         alive = [state for state in states if state is not None]
         target = max((s + (p >= Phase.COMMITTED) for s, p in alive), default=-1)
-        if alive and is_covered(facts, target):
-            require_sound(facts, build_recovery_plan(facts))
+        if alive and is_covered(inputs, target):
+            require_sound(inputs, build_recovery_plan(inputs))
             num_plans += 1
         else:
             with pytest.raises(NoReplicasAvailableError):
-                build_recovery_plan(facts)
+                build_recovery_plan(inputs)
     assert num_plans > len(ONE_STEP) ** SIZE // 3
 
 
@@ -130,16 +130,16 @@ def test_every_combination_of_phases_and_losses_has_a_sound_plan_or_a_reason() -
 def test_plans_of_any_world_are_sound_or_say_who_is_missing(
     states: list[tuple[int, Phase] | None], num_shards: int
 ) -> None:
-    facts = facts_of(states, num_shards)
+    inputs = facts_of(states, num_shards)
     alive = [state for state in states if state is not None]
     target = max((s + (p >= Phase.COMMITTED) for s, p in alive), default=-1)
-    if not (alive and is_covered(facts, target)):
+    if not (alive and is_covered(inputs, target)):
         with pytest.raises(NoReplicasAvailableError, match="rank"):
-            build_recovery_plan(facts)
+            build_recovery_plan(inputs)
         return
-    plan = build_recovery_plan(facts)
-    require_sound(facts, plan)
-    assert build_recovery_plan(list(facts)) == plan
+    plan = build_recovery_plan(inputs)
+    require_sound(inputs, plan)
+    assert build_recovery_plan(list(inputs)) == plan
 
 
 def test_where_both_holders_of_a_shard_are_lost_the_part_and_its_ranks_are_named() -> None:
@@ -157,30 +157,30 @@ def test_if_no_rank_has_state_every_rank_says_why() -> None:
 
 
 def test_random_states_that_no_rank_has_are_named() -> None:
-    facts = [
+    inputs = [
         replace(one, random_states=((STEP, range(1)),))
         for one in facts_of([(STEP, Phase.RUNNING), None], num_shards=1)
     ]
     with pytest.raises(NoReplicasAvailableError, match=f"random states of rank 1 .* {STEP}"):
-        build_recovery_plan(facts)
+        build_recovery_plan(inputs)
 
 
 def test_who_has_its_own_random_states_keeps_them_and_others_ask_the_first_that_has_them() -> None:
-    facts = facts_of([(STEP, Phase.RUNNING), None, (STEP, Phase.RUNNING), (STEP, Phase.RUNNING)])
-    own = replace(facts[0], random_states=((STEP, range(1)), (STEP - 1, range(1, 2))))
-    last = replace(facts[3], random_states=((STEP, range(3, 4)),))
+    inputs = facts_of([(STEP, Phase.RUNNING), None, (STEP, Phase.RUNNING), (STEP, Phase.RUNNING)])
+    own = replace(inputs[0], random_states=((STEP, range(1)), (STEP - 1, range(1, 2))))
+    last = replace(inputs[3], random_states=((STEP, range(3, 4)),))
 
-    plan = build_recovery_plan([own, *facts[1:3], last])
+    plan = build_recovery_plan([own, *inputs[1:3], last])
 
     assert plan.random_sources == (0, 2, 2, 3)
 
 
 def test_objects_come_from_the_first_of_those_that_share_most_parts() -> None:
-    facts = list(facts_of([(STEP, Phase.RUNNING)] * 5, num_shards=2))
-    facts[3] = replace(facts[3], held=None)
-    facts[4] = replace(facts[4], held=None, wanted=(ShardFacts("weights", 100_000, "w"),))
+    inputs = list(facts_of([(STEP, Phase.RUNNING)] * 5, num_shards=2))
+    inputs[3] = replace(inputs[3], held=None)
+    inputs[4] = replace(inputs[4], held=None, wanted=(ShardInfo("weights", 100_000, "w"),))
 
-    assert build_recovery_plan(facts).object_sources == (0, 1, 2, 1, 0)
+    assert build_recovery_plan(inputs).object_sources == (0, 1, 2, 1, 0)
 
 
 def test_copies_that_differ_are_no_source() -> None:
@@ -206,21 +206,21 @@ def test_facts_do_not_grow_with_the_world_and_each_receiver_has_a_source_of_its_
         (everyone,) = evenly_spaced(range(size))
         known = tuple((step, everyone) for step in (STEP, STEP + 1))
         held = HeldState(STEP, Phase.RUNNING, (WEIGHTS,))
-        one = RankFacts((WEIGHTS,), (), held, "", known)
-        facts = [one] * (size - 2) + [replace(one, held=None, random_states=())] * 2
+        one = RankInput((WEIGHTS,), (), held, "", known)
+        inputs = [one] * (size - 2) + [replace(one, held=None, random_states=())] * 2
         sizes.append(len(pickle.dumps(one)))
-        plan = build_recovery_plan(facts)
+        plan = build_recovery_plan(inputs)
         for receiver in (size - 2, size - 1):
-            require_whole(facts[receiver], receiver, plan)
+            require_whole(inputs[receiver], receiver, plan)
         assert len({copy.source for copy in plan.copies}) == len(plan.copies) == 2
     assert sizes[1] <= sizes[0] + 2
 
 
 def test_a_rank_that_kept_its_place_but_no_parts_receives_them() -> None:
-    facts = list(facts_of([(STEP, Phase.RUNNING)] * 2, num_shards=1))
-    facts[0] = replace(facts[0], held=HeldState(STEP, Phase.RUNNING, ()))
+    inputs = list(facts_of([(STEP, Phase.RUNNING)] * 2, num_shards=1))
+    inputs[0] = replace(inputs[0], held=HeldState(STEP, Phase.RUNNING, ()))
 
-    plan = build_recovery_plan(facts)
+    plan = build_recovery_plan(inputs)
 
-    require_sound(facts, plan)
+    require_sound(inputs, plan)
     assert {copy.receiver for copy in plan.copies} == {0}

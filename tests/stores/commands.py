@@ -89,6 +89,6 @@ def json_of(*args: Any) -> dict[str, Any]:
 def problems(url: str) -> dict[str, set[str]]:
     """What verify finds, by object."""
     found: dict[str, set[str]] = {}
-    for finding in json_of("verify", url)["findings"]:
+    for finding in json_of("verify", url)["issues"]:
         found.setdefault(finding["path"], set()).add(finding["problem"])
     return found

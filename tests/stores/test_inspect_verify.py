@@ -50,7 +50,7 @@ def test_inspect_shows_what_the_manifest_says(files: Files) -> None:
     assert (found["path"], found["complete"], found["unfinished"]) == (files.address, True, False)
     assert (found["num_arrays"], found["num_objects"], found["objects"]) == (2, 2, [])
     assert (found["layout"], found["others"]) == ({"ranks": 1}, ["notes.txt"])
-    assert [stale["path"] for stale in found["leftovers"]] == ["arrays/.partial-0"]
+    assert [stale["path"] for stale in found["stale_files"]] == ["arrays/.partial-0"]
     assert found["begun"]["seconds"] > 1e9
     (array,) = found["arrays"]
     assert (array["key"], array["writers"]) == ("w", [0])

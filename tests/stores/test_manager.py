@@ -54,24 +54,24 @@ def test_a_job_continues_from_a_bucket_and_old_checkpoints_are_removed(
     assert not [name for name in environment.names(bucket) if "lock" in name]
 
 
-def begins(rank: int, variables: Mapping[str, str], root: str, meeting: str) -> str:
+def begins(rank: int, variables: Mapping[str, str], root: str, rendezvous: str) -> str:
     """Body of a process: a job of its own, which begins in the moment in which others do."""
     os.environ.update(variables)
     manager = TieredCheckpointManager(root, options=OPTIONS)
-    Path(meeting, f"ready{rank}").touch()
-    until(lambda: len(list(Path(meeting).glob("ready*"))) == 4)
+    Path(rendezvous, f"ready{rank}").touch()
+    until(lambda: len(list(Path(rendezvous).glob("ready*"))) == 4)
     try:
         with manager:
-            until(lambda: len(list(Path(meeting).glob("refused*"))) == 3, 60.0)
+            until(lambda: len(list(Path(rendezvous).glob("refused*"))) == 3, 60.0)
     except CheckpointLockedError as error:
-        Path(meeting, f"refused{rank}").touch()
+        Path(rendezvous, f"refused{rank}").touch()
         return str(error)
     return ""
 
 
-def _require_one_of_four(variables: Mapping[str, str], root: str, meeting: Path) -> None:
-    meeting.mkdir()
-    found = run_processes(4, begins, variables, root, str(meeting), makes_group=False)
+def _require_one_of_four(variables: Mapping[str, str], root: str, rendezvous: Path) -> None:
+    rendezvous.mkdir()
+    found = run_processes(4, begins, variables, root, str(rendezvous), makes_group=False)
     refused = list(filter(None, found))
 
     assert found.count("") == 1, found
@@ -83,11 +83,11 @@ def _require_one_of_four(variables: Mapping[str, str], root: str, meeting: Path)
 def test_of_four_jobs_that_start_together_in_a_bucket_one_runs(
     environment: ObjectStore, bucket: str, tmp_path: Path
 ) -> None:
-    _require_one_of_four(environment.variables, f"s3://{bucket}/run", tmp_path / "meeting")
+    _require_one_of_four(environment.variables, f"s3://{bucket}/run", tmp_path / "rendezvous")
 
 
 def test_of_four_jobs_that_start_together_in_a_directory_one_runs(tmp_path: Path) -> None:
-    _require_one_of_four({}, str(tmp_path / "run"), tmp_path / "meeting")
+    _require_one_of_four({}, str(tmp_path / "run"), tmp_path / "rendezvous")
 
 
 @IN_A_BUCKET

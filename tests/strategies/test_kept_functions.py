@@ -57,7 +57,7 @@ def test_slices_are_cut_where_they_reach_past_the_end() -> None:
     assert found == (slice(0, 4), slice(0, 3), slice(2, 6))
 
     for start in (4, 7):
-        with pytest.raises(PlanError, match=f"w: slice {start}:9 lies beyond extent 4"):
+        with pytest.raises(PlanError, match=f"w: slice {start}:9 lies beyond size 4"):
             merge_global_slice_with_shape((slice(start, 9),), (4,), "w")
     with pytest.raises(CheckpointingException, match=r"w: 1 slices for the 2 dims"):
         merge_global_slice_with_shape((slice(0, 1),), (4, 3), "w")

@@ -147,7 +147,7 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
     survivors = require_survivors_raised(results, culprit)
     late = [failure for failure in survivors if PeerTimeoutError.__name__ in failure.kinds]
     for failure in late:
-        assert "did not arrive within 5 s" in failure.text
+        assert "did not reach this collective within 5 s" in failure.text
         assert "TimeoutError" in failure.kinds
     if number == signal.SIGSTOP:
         assert late
@@ -267,7 +267,7 @@ def test_a_rank_that_is_merely_slow_is_waited_for(tmp_path: Path) -> None:
 
 
 def save_after_failure(rank: int, culprit: int, scratch: Path) -> Any:
-    """Whoever catches the error and tries again gets another error, at once or in time."""
+    """A rank that catches the error and tries again gets another error, at once or in time."""
     prepare(TIMEOUT_S)
 
     def twice() -> Any:

@@ -73,7 +73,7 @@ class _NotConnectedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _Rendezvous:
     """What a rank needs to find the others."""
 
     size: int
@@ -128,8 +128,8 @@ def _run_once(
 ) -> list[Any]:
     # As under torchrun, the store lives outside the ranks and outlasts each of them.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    meeting = _Meeting(size, store.port, timeout_s, makes_group)
-    processes = _Processes(meeting, body, args)
+    rendezvous = _Rendezvous(size, store.port, timeout_s, makes_group)
+    processes = _Processes(rendezvous, body, args)
     farewell_s = 0.0
     try:
         for rank in range(size):
@@ -145,14 +145,16 @@ def _run_once(
 class _Processes:
     """The ranks of one world."""
 
-    def __init__(self, meeting: _Meeting, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._meeting, self._body, self._args = meeting, body, args
+    def __init__(
+        self, rendezvous: _Rendezvous, body: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        self._rendezvous, self._body, self._args = rendezvous, body, args
         self._started: list[tuple[Connection, int, ForkServerProcess]] = []
 
     def start(self, rank: int) -> None:
         """Begin a rank."""
         ours, theirs = forkserver().Pipe()
-        task = (rank, self._meeting, theirs, self._body, self._args)
+        task = (rank, self._rendezvous, theirs, self._body, self._args)
         process = forkserver().Process(target=_run_rank, args=task, daemon=True)
         process.start()
         theirs.close()
@@ -160,9 +162,12 @@ class _Processes:
 
     def results(self, on_death: Callable[[int], None] | None) -> list[Any]:
         """What each rank came to; see ``run_processes``."""
-        limit_s, deadline = self._meeting.timeout_s, time.monotonic() + self._meeting.timeout_s
+        limit_s, deadline = (
+            self._rendezvous.timeout_s,
+            time.monotonic() + self._rendezvous.timeout_s,
+        )
         found: dict[int, Any] = {}
-        while len(found) < self._meeting.size:
+        while len(found) < self._rendezvous.size:
             newest = {rank: (pipe, process) for pipe, rank, process in self._started}
             pipes = {pipe: rank for rank, (pipe, _) in newest.items() if rank not in found}
             ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
@@ -178,7 +183,7 @@ class _Processes:
                     self.start(rank)
                 else:
                     found[rank] = result
-        return [found[rank] for rank in range(self._meeting.size)]
+        return [found[rank] for rank in range(self._rendezvous.size)]
 
     def end(self, farewell_s: float) -> None:
         """Release the ranks that wait for the others; kill what is still there later."""
@@ -239,25 +244,29 @@ def _result(pipe: Connection, process: ForkServerProcess) -> Any:
 
 
 def _run_rank(
-    rank: int, meeting: _Meeting, pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    rendezvous: _Rendezvous,
+    pipe: Connection,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    faulthandler.dump_traceback_later(max(0.1, meeting.timeout_s - 0.5))
+    faulthandler.dump_traceback_later(max(0.1, rendezvous.timeout_s - 0.5))
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(meeting.size),
+        "WORLD_SIZE": str(rendezvous.size),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
-    if not meeting.makes_group:
+    if not rendezvous.makes_group:
         pipe.send_bytes(_pickled(_outcome(rank, body, args)))
         _await_the_others(pipe)
         return
-    limit = timedelta(seconds=meeting.timeout_s)
-    store = TCPStore(_HOST, meeting.port, is_master=False, timeout=limit)
+    limit = timedelta(seconds=rendezvous.timeout_s)
+    store = TCPStore(_HOST, rendezvous.port, is_master=False, timeout=limit)
     try:
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=meeting.size, timeout=limit
+            "gloo", store=store, rank=rank, world_size=rendezvous.size, timeout=limit
         )
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):

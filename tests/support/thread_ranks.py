@@ -79,7 +79,7 @@ class ThreadCommunicator(Communicator):
         try:
             self._world.barrier.wait()
         except threading.BrokenBarrierError:
-            raise PeerTimeoutError(None, "a rank did not arrive in time") from None
+            raise PeerTimeoutError(None, "a rank did not reach the collective in time") from None
 
 
 def run_ranks(
