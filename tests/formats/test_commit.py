@@ -56,22 +56,6 @@ def files_of(*keys: str) -> set[str]:
 # Visible or not
 
 
-def test_a_directory_without_marker_is_incomplete_and_the_error_says_what_is_there(
-    tmp_path: Path,
-) -> None:
-    make_checkpoint(tmp_path)
-    (tmp_path / "metadata.json").unlink()
-
-    with pytest.raises(IncompleteCheckpointError) as caught:
-        dist_ckpt_strategies.load({}, tmp_path)
-    message = str(caught.value)
-    assert f"{tmp_path} is not a distributed checkpoint, or is incomplete" in message
-    assert "metadata.json, the last file of a save, is missing; common.pt is there" in message
-    (tmp_path / ".partial-0123").mkdir()
-    with pytest.raises(IncompleteCheckpointError, match="a save began and has not come to its end"):
-        dist_ckpt_strategies.load({}, tmp_path)
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -185,15 +169,3 @@ def test_files_of_torch_dist_are_replaced_with_their_marker_only(tmp_path: Path)
     write_marker(tmp_path, "torch_dist")
     save_over(tmp_path, "w")
     assert set(contents(tmp_path)) == {"mine.distcp"} | files_of("w")
-
-
-def test_what_killed_saves_left_is_removed(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    (tmp_path / ".partial-0123").write_bytes(b"half")
-    make_checkpoint(tmp_path / ".partial-4567")
-    (tmp_path / ".removed-w").mkdir()
-    (tmp_path / ".removed-w" / "0.0").write_bytes(b"half")
-    (tmp_path / "w" / ".zarray").write_bytes(b"{")
-    save_over(tmp_path, "x")
-
-    assert set(contents(tmp_path)) == {"common.pt"} | files_of("x")
