@@ -169,3 +169,12 @@ def test_files_of_torch_dist_are_replaced_with_their_marker_only(tmp_path: Path)
     write_marker(tmp_path, "torch_dist")
     save_over(tmp_path, "w")
     assert set(contents(tmp_path)) == {"mine.distcp"} | files_of("w")
+
+
+def test_a_folder_of_somebody_else_is_in_the_way_of_format_2(tmp_path: Path) -> None:
+    (tmp_path / "manifest").mkdir()
+    (tmp_path / "manifest" / "of_a_ship.txt").write_bytes(b"tea")
+
+    with pytest.raises(CheckpointExistsError, match="manifest is not part of a checkpoint"):
+        dist_ckpt_strategies.save({"iteration": 3}, tmp_path, ("zarr", 2), overwrite=True)
+    assert contents(tmp_path) == {"manifest/of_a_ship.txt": b"tea"}
