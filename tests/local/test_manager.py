@@ -398,21 +398,6 @@ def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Pat
     assert run_threads(4, load_all, tmp_path) == [("ok", "5")] * 4
 
 
-def test_the_bound_on_what_travels_in_a_save_is_the_strategys(tmp_path: Path) -> None:
-    largest: list[int] = []
-
-    class Noting(Flipping):
-        def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-            largest.extend(len(send.data) for send in sends)
-            self._inner.exchange(sends, receives)
-
-    def body(node: Node) -> Outcome:
-        return node.save(node.manager(bucket=700, max_bucket_bytes=99_000), 1)
-
-    run_threads(4, body, tmp_path, {0: lambda comm: Noting(comm, -1)})
-    assert max(largest) <= 700
-
-
 # What is refused
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.recovery import CheckpointManager, TorchStateProvider
-from tests.support.ranks import run_processes
 from tests.support.tensors import bits
 
 OPTIMIZERS: dict[str, Any] = {
@@ -109,16 +106,6 @@ def test_statistics_of_a_step_that_is_run_again_move_once(*, reuses: bool, has_v
     assert state_of(found) == state_of(expected)
 
 
-def test_a_provider_that_is_gone_leaves_nothing_on_its_module() -> None:
-    found = model()
-    provider = TorchStateProvider(found, torch.optim.SGD(found.parameters()))
-    assert len(found._forward_pre_hooks) == 1
-    del provider
-    gc.collect()
-
-    assert not found._forward_pre_hooks
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_provider_continues_from_the_state_of_another(name: str) -> None:
     def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
@@ -206,51 +193,3 @@ def test_a_schedule_continues_in_a_new_training(name: str) -> None:
 
     assert len(set(expected.values())) > 1
     assert rates_of(SCHEDULES[name], {1, 2, 4}) == expected
-
-
-def body(rank: int, lost: int | None) -> list[bytes]:
-    """Data parallel over all ranks; a rank is lost in the third step, after the vote."""
-    manager = CheckpointManager(timeout_s=60)
-
-    def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
-        found = model(seed)
-        optimizer = torch.optim.AdamW(found.parameters(), lr=0.01)
-        return found, optimizer, TorchStateProvider(found, optimizer)
-
-    found, optimizer, provider = make(1)
-    manager.track(provider)
-    torch.manual_seed(rank)
-    while provider.step < 5:
-        manager.begin_step()
-        optimizer.zero_grad()
-        found(torch.randn(6, 5)).square().mean().backward()
-        for param in found.parameters():
-            dist.all_reduce(param.grad)
-        for buffer in found.buffers():
-            dist.broadcast(buffer, 0)
-        manager.vote()
-        if provider.step == 2 and lost is not None:
-            if rank == lost:
-                manager = CheckpointManager(timeout_s=60)
-            found, optimizer, provider = make(7)
-            assert manager.try_checkpointless_load(provider) is not None
-            manager.track(provider)
-            lost = None
-            continue
-        with manager.updating():
-            provider.apply_update()
-        manager.end_step()
-    return [*state_of(found).values(), bits(torch.rand(3))]
-
-
-def with_and_without(rank: int) -> list[list[bytes]]:
-    """Body of a rank."""
-    return [body(rank, lost) for lost in (None, 1)]
-
-
-@pytest.mark.multiprocess
-def test_a_lost_rank_of_a_data_parallel_training_goes_on_bit_for_bit() -> None:
-    expected, found = zip(*run_processes(3, with_and_without), strict=True)
-
-    assert found == expected
-    assert len({tuple(one[:-1]) for one in expected}) == 1
