@@ -303,26 +303,6 @@ def test_a_rank_killed_in_an_exchange_is_named_to_its_receiver() -> None:
     assert seconds < 40.0
 
 
-def sends_to_one_that_is_gone(rank: int) -> Any:
-    """Body of a rank: rank 1 dies between two exchanges, rank 0 begins the second long after."""
-    comm = open_communicator(None, timeout_s=60, purpose="exchange")
-    data = np.zeros(1 << 20, np.uint8)
-    comm.exchange([Send(1 - rank, data)], [Receive(1 - rank, data.copy())])
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(2)
-    with pytest.raises(PeerError) as caught:
-        comm.exchange([Send(1, data)], [Receive(1, data.copy())])
-    return type(caught.value).__name__
-
-
-def test_an_exchange_with_one_that_died_before_is_an_error_of_ours() -> None:
-    found, died = run_processes(2, sends_to_one_that_is_gone)
-
-    assert isinstance(died, RankDiedError)
-    assert found == "PeerLostError"
-
-
 def dies_before_its_second_group(rank: int) -> Any:
     make, made = distributed_c10d._new_process_group_helper, [0]
 

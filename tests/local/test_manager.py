@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
@@ -30,7 +29,6 @@ from tests.local.clique_worlds import (
     Outcome,
     holder_directory,
     iterations_in,
-    node_directory,
     outcome,
     partials_in,
     parts_in,
@@ -254,37 +252,6 @@ def test_what_one_rank_asks_for_in_vain_is_refused_on_all(tmp_path: Path) -> Non
     run_threads(4, body, tmp_path)
 
 
-@pytest.mark.parametrize("factor", [2, 0])
-def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all_and_the_save_before_stays(
-    factor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, last = str(tmp_path), holder_directory(str(tmp_path), 3)
-    file = (
-        "_1_local" if factor else "_local"
-    )  # of the two shards of a clique, one has been finished
-    breaks: list[tuple[str, Callable[[], None]]] = [
-        ("rank 3", lambda: fail_below(monkeypatch, "pwrite", last)),
-        ("rank 3", lambda: fail_below(monkeypatch, "fsync", last)),
-        ("rank 3", lambda: fail_below(monkeypatch, "replace", last, file)),
-    ]
-
-    def body(node: Node) -> None:
-        manager = node.manager(factor)
-        node.save(manager, 1)
-        for text, break_disk in breaks:
-            node.once(break_disk)
-            kind, found = node.save(manager, 3)
-            node.once(monkeypatch.undo)
-            assert kind == "StorageError", found
-            assert text in found
-            assert (iterations_in(root), partials_in(root)) == ([1], []), text
-            node.meet()
-        assert node.load(manager) == ("ok", "1")
-        assert (node.save(manager, 5), node.load(manager)) == (SAVED, ("ok", "5"))
-
-    run_threads(4, body, tmp_path)
-
-
 # Saves in the background
 
 
@@ -350,52 +317,6 @@ def test_a_save_in_the_background_counts_once_it_is_finalised_on_all_ranks(
         assert node.load(manager) == ("ok", "3")
 
     run_threads(4, body, tmp_path)
-
-
-# What arrives
-
-
-class Flipping:
-    """A communicator that changes a byte of the n-th block that its rank receives of another."""
-
-    def __init__(self, inner: Communicator, number: int) -> None:
-        self._inner, self._left = inner, number
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the other communicator's."""
-        return getattr(self._inner, name)
-
-    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """See Communicator."""
-        self._inner.exchange(sends, receives)
-        for receive in receives:
-            if receive.from_rank != self._inner.rank:
-                if self._left == 0:
-                    torch.as_tensor(receive.into)[-1] ^= 0x10
-                self._left -= 1
-
-
-@pytest.mark.parametrize("number", [0, 2, 9])
-def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Path) -> None:
-    root = str(tmp_path)
-
-    def save_all(node: Node) -> Outcome:
-        return node.save(node.manager(), 5)
-
-    def load_all(node: Node) -> Outcome:
-        return node.load(node.manager(0))
-
-    carriers = {2: lambda comm: Flipping(comm, number)}
-    for kind, text in run_threads(4, save_all, tmp_path, carriers):
-        assert kind == "CorruptCheckpointError"
-        assert "rank 0 sent" in text or "rank 2" in text
-    assert parts_in(root) == []
-
-    assert run_threads(4, save_all, tmp_path) == [SAVED] * 4
-    remove([node_directory(root, 1)])  # rank 2 gets its state from rank 0
-    for kind, _ in run_threads(4, load_all, tmp_path, carriers):
-        assert kind == "NoReplicasAvailableError"
-    assert run_threads(4, load_all, tmp_path) == [("ok", "5")] * 4
 
 
 # What is refused

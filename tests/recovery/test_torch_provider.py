@@ -43,21 +43,36 @@ def state_of(found: nn.Module) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_with_a_provider_is_that_without(name: str) -> None:
-    states = []
-    for has_provider in (False, True):
-        found = model()
+def test_a_training_with_a_provider_is_that_without_and_another_continues_it(name: str) -> None:
+    def make(seed: int) -> tuple[nn.Module, Any, Any]:
+        found = model(seed)
         with torch.no_grad():
             next(found.parameters())[0, 0] = -0.0
         optimizer = OPTIMIZERS[name](found.parameters())
-        before = state_of(found)
-        update = TorchStateProvider(found, optimizer).apply_update if has_provider else None
-        assert state_of(found) == before
-        torch.manual_seed(5)
-        train(found, 3, update or optimizer.step, optimizer)
-        states.append(state_of(found))
+        return found, optimizer, schedules.LinearLR(optimizer, 0.1, total_iters=9)
 
-    assert states[0] == states[1]
+    first, optimizer, schedule = make(1)
+    before = state_of(first)
+    old = TorchStateProvider(first, optimizer, schedule)
+    assert state_of(first) == before
+    torch.manual_seed(5)
+    train(first, 3, old.apply_update, optimizer)
+    manager = CheckpointManager()
+    manager.save_checkpoint(old)
+    second, other, schedule = make(2)
+    new = TorchStateProvider(second, other, schedule)
+    assert manager.try_checkpointless_load(new) is not None
+    train(second, 3, new.apply_update, other)
+
+    plain, optimizer, schedule = make(1)
+
+    def update() -> None:
+        optimizer.step()
+        schedule.step()
+
+    torch.manual_seed(5)
+    train(plain, 6, update, optimizer)
+    assert state_of(second) == state_of(plain)
 
 
 def with_statistics(seed: int) -> tuple[nn.Module, TorchStateProvider]:
@@ -104,27 +119,6 @@ def test_statistics_of_a_step_that_is_run_again_move_once(*, reuses: bool, has_v
         provider.apply_update()
 
     assert state_of(found) == state_of(expected)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_provider_continues_from_the_state_of_another(name: str) -> None:
-    def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
-        found = model(seed)
-        optimizer = OPTIMIZERS[name](found.parameters())
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=9)
-        return found, optimizer, TorchStateProvider(found, optimizer, schedule)
-
-    first, optimizer, old = make(1)
-    train(first, 3, old.apply_update, optimizer)
-    manager = CheckpointManager()
-    manager.save_checkpoint(old)
-    second, other, new = make(2)
-    assert manager.try_checkpointless_load(new) is not None
-
-    for found, of_it, provider in ((first, optimizer, old), (second, other, new)):
-        torch.manual_seed(3)
-        train(found, 3, provider.apply_update, of_it)
-    assert state_of(first) == state_of(second)
 
 
 def test_an_optimizer_whose_beginning_is_not_known_is_refused_unless_it_has_begun() -> None:
