@@ -97,21 +97,6 @@ def all_join(ranks: list[StoreCoordinator]) -> list[object]:
     return in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
 
 
-def test_a_store_reads_writes_counts_and_waits(store: JobStore) -> None:
-    assert store.get("a") is None
-    assert (store.compare_set("a", "", "1"), store.compare_set("a", "", "2")) == ("1", "1")
-    assert (store.compare_set("a", "2", "3"), store.compare_set("a", "1", "3")) == ("1", "3")
-    assert store.get("a") == "3"
-    store.set("a", "4")
-    assert store.get("a") == "4"
-    assert (store.add("n"), store.add("n")) == (1, 2)
-    assert store.check(["a", "n"])
-    assert not store.check(["a", "b"])
-    assert store.wait("a", 1.0)
-    assert not store.wait("b", 0.02)
-    assert store.get("b") is None
-
-
 def test_a_wait_for_a_key_is_not_ended_by_requests_about_it(connect: Connect) -> None:
     waiting, asking = connect(), connect()
 

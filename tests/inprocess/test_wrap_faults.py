@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from dist_ckpt_strategies.comm.teardown import num_undestroyed_groups, open_sockets
 from dist_ckpt_strategies.errors import HealthCheckError
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.health_check import FaultCounter
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
-
 from tests.support.groups import group_of_size
 from tests.support.processes import until
 from tests.support.restarts import Wrappers, join_group, run_restartable
@@ -200,27 +200,22 @@ def test_a_failed_health_check_ends_that_process_alone() -> None:
     assert results[1] == ("rank 1: 1 faults, 0 allowed", 3)
 
 
-def interrupted_by(rank: int, wrapper: Wrappers, how: str) -> Any:
-    """The user, or the script itself, ends the process."""
-
-    @wrapper(how)
-    def block(call: HPCallWrapper) -> None:
-        if how == "ctrl-c":
-            signal.raise_signal(signal.SIGINT)
-        raise SystemExit(int(how))
-
-    try:
-        block()
-    except KeyboardInterrupt:
-        return "KeyboardInterrupt"
-    except SystemExit as leaving:
-        return leaving.code
-    return "returned"
-
-
 def interrupted_in_turn(rank: int, wrapper: Wrappers) -> list[Any]:
-    """Body of a rank."""
-    return [interrupted_by(rank, wrapper, how) for how in ("ctrl-c", "0", "3")]
+    """Body of a rank: the user, or the script itself, ends the process."""
+    found: list[Any] = []
+    for how in ("ctrl-c", "0", "3"):
+
+        @wrapper(how)
+        def block(call: HPCallWrapper, how: str = how) -> None:
+            if how == "ctrl-c":
+                signal.raise_signal(signal.SIGINT)
+            raise SystemExit(int(how))
+
+        try:
+            block()
+        except (KeyboardInterrupt, SystemExit) as leaving:
+            found.append(getattr(leaving, "code", type(leaving).__name__))
+    return found
 
 
 def test_who_ends_the_process_is_not_held_up() -> None:
