@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,21 +65,6 @@ def test_links_fail_and_come_back(cluster: Cluster) -> None:
     cluster.up("c")
     assert reaches(cluster, "a", "c")
     assert reaches(cluster, "c", "b")
-
-
-def test_a_frozen_node_stands_still(cluster: Cluster) -> None:
-    log = cluster.directory / "log"
-    count = "i=0; while sleep 0.02; do echo $((i++)); done"
-    counting = cluster.nodes["a"].start("bash", "-c", count, log=log)
-    until(lambda: log.exists() and log.read_text())
-    cluster.nodes["a"].freeze()
-    before = log.read_text()
-    assert reaches(cluster, "b", "a")  # the kernel answers
-    assert log.read_text() == before
-    cluster.nodes["a"].thaw()
-    until(lambda: log.read_text() != before)
-    counting.signal(signal.SIGTERM)
-    assert counting.wait(60) == -signal.SIGTERM
 
 
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:

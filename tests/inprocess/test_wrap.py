@@ -103,38 +103,33 @@ def test_the_call_is_given_by_the_annotation_unless_the_caller_gives_one(block: 
 class Manager:
     """A checkpoint manager that notes what it is told."""
 
-    def __init__(self) -> None:
-        self.told: list[str] = []
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
 
     def on_fault(self, fault: Fault) -> None:
-        self.told.append(f"fault {fault.epoch}")
+        self.told.append(f"fault {fault.epoch}: {fault.why}")
+
+
+def noting(told: list[str], name: str) -> Any:
+    """A part that is given the state, and perhaps an error."""
+
+    def part(state: HPState, *errors: BaseException | None) -> Any:
+        told.append(f"{name} {state.attempt} {errors or ''}")
+        return (state, *errors) if errors else state
+
+    return part
 
 
 def test_parts_are_called_in_order() -> None:
-    manager = Manager()
-    told = manager.told
+    told: list[str] = []
+    parts = {name: noting(told, name) for name in ("abort", "finalize", "health_check")}
 
-    def abort(state: HPState) -> HPState:
-        assert state.fault is not None
-        told.append(f"abort {state.fault.why}")
-        return state
-
-    def health(state: HPState, train_ex: BaseException | None) -> Any:
-        told.append(f"health {train_ex!r}")
-        return state, train_ex
-
-    def finalize(state: HPState) -> HPState:
-        told.append(f"finalize {state.attempt}")
-        return state
-
-    made = wrapper(abort=abort, finalize=finalize, health_check=health, checkpoint_manager=manager)
-
-    assert made(fails_once)() == 2
+    assert wrapper(**parts, checkpoint_manager=Manager(told))(fails_once)() == 2
     assert told == [
-        "abort ValueError: once",
-        "fault 1",
-        "finalize 1",
-        "health ValueError('once')",
+        "abort 1 ",
+        "fault 1: ValueError: once",
+        "finalize 1 ",
+        "health_check 1 (ValueError('once'),)",
     ]
 
 
@@ -147,9 +142,9 @@ def test_communication_is_ended_first_where_that_is_asked_for(is_early: bool) ->
             told.append("groups")
             return super().__call__(state)
 
-    abort = Compose(Groups(), lambda state: told.append("loaders") or state)
+    abort = Compose(Groups(), noting(told, "loaders"))
     assert wrapper(abort=abort, early_abort_communicator=is_early)(fails_once)() == 2
-    assert told == (["groups", "loaders"] if is_early else ["loaders", "groups"])
+    assert told == (["groups", "loaders 1 "] if is_early else ["loaders 1 ", "groups"])
 
 
 def failing(state: HPState) -> HPState:

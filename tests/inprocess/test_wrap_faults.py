@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 import time
@@ -18,9 +17,6 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.teardown import num_undestroyed_groups, open_sockets
-from dist_ckpt_strategies.errors import HealthCheckError
-from dist_ckpt_strategies.inprocess.coordinator import FaultMode
-from dist_ckpt_strategies.inprocess.health_check import FaultCounter
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from tests.support.groups import group_of_size
 from tests.support.processes import until
@@ -115,89 +111,6 @@ def test_many_faults_in_collectives_are_survived_and_threads_and_sockets_do_not_
         threads, sockets = min(c.threads for c in early), min(c.sockets for c in early)
         assert min(c.threads - c.of_old_groups[0] for c in late) <= threads + 2, counts
         assert min(c.sockets - c.of_old_groups[1] for c in late) <= sockets + 2, counts
-
-
-def before_the_group(rank: int) -> None:
-    if rank == 1:
-        raise ValueError("before the group")
-    join_group()
-
-
-def in_the_middle_of_a_group(rank: int) -> None:
-    join_group()
-    if rank == 1:
-        raise ValueError("no new group")
-    dist.new_group([0, 1, 2])
-
-
-def two_at_once(rank: int) -> None:
-    join_group()
-    dist.barrier()
-    if rank:
-        raise ValueError(f"rank {rank}")
-    time.sleep(60)
-
-
-FAILS: list[Callable[[int], None]] = [before_the_group, in_the_middle_of_a_group, two_at_once]
-
-
-def one_fault_after_the_other(rank: int, wrapper: Wrappers) -> Any:
-    """Body of a rank: attempt i fails in way i; then one rank is silent; then a sum."""
-    modes: list[Any] = []
-
-    @wrapper(progress_timeout_s=4.0)  # a machine under load may hold a rank up for one
-    def block(call: HPCallWrapper | None = None) -> Any:
-        assert call is not None
-        modes.append(call.last_fault and (call.last_fault.mode, call.last_fault.why[:10]))
-        if call.num_attempts <= len(FAILS):
-            FAILS[call.num_attempts - 1](rank)
-        join_group()
-        while call.num_attempts == len(FAILS) + 1 and rank != 1:
-            call.ping()
-            time.sleep(0.01)
-        if call.num_attempts == len(FAILS) + 1:
-            time.sleep(60)
-        total = torch.tensor(float(rank))
-        dist.all_reduce(total)
-        last = call.last_fault
-        return float(total), last.global_rank if last else None
-
-    return block(), modes
-
-
-def test_faults_of_every_kind_are_survived() -> None:
-    raised = (FaultMode.EXCEPTION, "ValueError")
-    for (total, silent), modes in require_results(run_restartable(3, one_fault_after_the_other)):
-        assert (total, silent) == (3.0, 1)
-        assert modes[:-1] == [None, *[raised] * len(FAILS)]
-        assert modes[-1][0] is FaultMode.HANG
-
-
-def unhealthy(rank: int, wrapper: Wrappers) -> Any:
-    """Body of a rank: the process of rank 1 is not fit for a second attempt."""
-
-    def block(call: HPCallWrapper) -> int:
-        join_group()
-        total = torch.tensor(1.0)
-        dist.all_reduce(total)
-        if call.last_fault is None and os.environ.get("IS_SECOND") is None:
-            if rank == 1:
-                raise ValueError("once")
-            time.sleep(60)
-        return int(total)
-
-    try:
-        return wrapper(health_check=FaultCounter(max_faults=0))(block)()
-    except HealthCheckError as error:
-        os.environ["IS_SECOND"] = "1"
-        return str(error), wrapper("successor")(block)()
-
-
-def test_a_failed_health_check_ends_that_process_alone() -> None:
-    results = require_results(run_restartable(3, unhealthy))
-
-    assert results[0] == results[2] == 3
-    assert results[1] == ("rank 1: 1 faults, 0 allowed", 3)
 
 
 def interrupted_in_turn(rank: int, wrapper: Wrappers) -> list[Any]:

@@ -163,9 +163,16 @@ def test_why_there_was_no_recovery_keeps_no_tensor_in_memory(
     assert "rank 0" in str(manager.last_failure) or "no gradients" in str(manager.last_failure)
 
 
-def numbers() -> tuple[float, float, float]:
-    drawn = float(np.random.rand())  # noqa: NPY002 - it is the global generator that counts
-    return random.random(), drawn, float(torch.rand(()))
+def numbers() -> list[Any]:
+    """Some of everything; a normal number of Python and NumPy keeps another one for later."""
+    return [
+        random.random(),
+        random.gauss(),
+        np.random.rand(),  # noqa: NPY002 - it is the global generator that counts
+        np.random.randn(),  # noqa: NPY002
+        torch.rand(()).item(),
+        torch.randn(3).tolist(),
+    ]
 
 
 def test_a_step_is_run_again_from_the_random_states_of_its_beginning() -> None:
