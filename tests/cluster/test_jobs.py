@@ -56,9 +56,7 @@ def test_a_job_continues_after_each_fault_as_if_there_had_been_none(cluster: Clu
     assert {note.what for note in job.read()} == {"begin", "memory", "step"}
 
 
-def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(
-    cluster: Cluster,
-) -> None:
+def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(cluster: Cluster) -> None:
     job = started(cluster, replace(SMALL, num_spare_nodes=1, wait_s=30), "a", "b")
     since = time.monotonic()
 

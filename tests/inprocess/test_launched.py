@@ -83,9 +83,7 @@ def test_the_variables_of_torchrun_are_those_of_the_first_look() -> None:
     assert launch_from_environment(variables) == expected
 
 
-def test_under_torchrun_each_start_has_epochs_of_its_own(
-    host: TCPStore,
-) -> None:
+def test_under_torchrun_each_start_has_epochs_of_its_own(host: TCPStore) -> None:
     os.environ |= {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "1",

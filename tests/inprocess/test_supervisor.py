@@ -107,9 +107,7 @@ def test_each_worker_knows_its_place_and_the_job_ends_with_the_last(jobs: Jobs) 
         ]
 
 
-def test_a_spare_that_is_still_starting_takes_over_before_a_new_process_could(
-    jobs: Jobs,
-) -> None:
+def test_a_spare_that_is_still_starting_takes_over_before_a_new_process_could(jobs: Jobs) -> None:
     body = """
 if rank is None:
     was_there_before = is_first("spare")
