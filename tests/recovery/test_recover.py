@@ -130,7 +130,10 @@ def test_a_laggard_finishes_its_step_and_all_gather() -> None:
 
 
 def errors_of(
-    old: Callable[[int], Parts | None], new: Callable[[int], Parts], **options: bool
+    old: Callable[[int], Parts | None],
+    new: Callable[[int], Parts],
+    *,
+    compares_copies: bool = False,
 ) -> list[Any]:
     """What each of three ranks raises; the first is the one that receives."""
 
@@ -138,7 +141,9 @@ def errors_of(
         held = old(comm.rank)
         kept = None if held is None else MemoryProvider(held, step=STEP)
         try:
-            return recover(comm, MemoryProvider(new(comm.rank)), kept, **options)
+            return recover(
+                comm, MemoryProvider(new(comm.rank)), kept, compares_copies=compares_copies
+            )
         except CheckpointError as error:
             return error
 
