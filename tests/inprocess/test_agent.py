@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
@@ -21,7 +22,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode
 from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory, wait_rank
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
-
 from tests.support.agent import Agent, AgentSocketClient
 from tests.support.pages import ROOT, python_blocks
 from tests.support.ports import HOST, free_port
@@ -134,10 +134,10 @@ def train(rank: int, port: int) -> Any:
         del os.environ[name]
     factory = HPAgentK8sAPIFactory(AgentSocketClient(port, rank))
     wait_rank(hp_api_factory=factory)
-    assert os.environ["JOB"] == "7"
 
     @HPWrapper(hp_api_factory=factory, abort_timeout=60, max_idle_attempts=None)
     def block(call: HPCallWrapper) -> Any:
+        assert os.environ["JOB"] == "7"
         join_group()
         data = torch.ones(200_000)
         dist.all_reduce(data)
