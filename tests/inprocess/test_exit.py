@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from dist_ckpt_strategies.comm.job_store import host_store
 from dist_ckpt_strategies.config import environment
-
 from tests.support.restarts import HOST
 
 pytestmark = pytest.mark.multiprocess

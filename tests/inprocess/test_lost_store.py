@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from dist_ckpt_strategies.comm.job_store import JobStore
 from dist_ckpt_strategies.errors import PeerLostError
 from dist_ckpt_strategies.inprocess.coordinator import RankInfo
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 from dist_ckpt_strategies.inprocess.wrap import HPWrapper
-
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.multiprocess

@@ -11,9 +11,9 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
+
 from dist_ckpt_strategies.errors import RestartError, RestartLimitError
 from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor, script_command
-
 from tests.support.processes import is_running, until
 
 pytestmark = pytest.mark.multiprocess
