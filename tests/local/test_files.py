@@ -18,6 +18,7 @@ import xxhash
 
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     StorageError,
 )
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
@@ -122,6 +123,19 @@ def test_a_description_that_makes_no_sense_is_refused_though_its_digest_is_right
     newest.write_bytes(described(content, new))
 
     assert loaded(newest.parents[1]) == OLD
+
+
+def test_a_description_with_a_tensor_less_than_its_state_is_an_error_of_ours(newest: Path) -> None:
+    """Tensors lie at bytes 0 and 64, the state without them at byte 128."""
+    content = newest.read_bytes()
+    first, fields = describe(content)
+    less = {name: [fields[name][0], fields[name][-1]] for name in ("buffers", "digests")}
+    (nbytes,) = fields["buffers"][-1][2]
+    whole = content[:64] + content[128 : 128 + nbytes] + content[first:]
+    newest.write_bytes(described(whole, json.dumps(fields | less).encode()))
+
+    with pytest.raises(CorruptCheckpointError):
+        loaded(newest.parents[1])
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "device", "loop", "dangling", "other"])

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
@@ -28,6 +29,7 @@ from tests.local.clique_worlds import (
     Outcome,
     holder_directory,
     iterations_in,
+    node_directory,
     outcome,
     partials_in,
     parts_in,
@@ -296,6 +298,49 @@ def test_a_save_in_the_background_counts_once_it_is_finalised_on_all_ranks(
         assert node.load(manager) == ("ok", "3")
 
     run_threads(4, body, tmp_path)
+
+
+class Flipping:
+    """A communicator that changes a byte of the n-th block that its rank receives of another."""
+
+    def __init__(self, inner: Communicator, number: int) -> None:
+        self._inner, self._left = inner, number
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the other communicator's."""
+        return getattr(self._inner, name)
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """See Communicator."""
+        self._inner.exchange(sends, receives)
+        for receive in receives:
+            if receive.from_rank != self._inner.rank:
+                if self._left == 0:
+                    torch.as_tensor(receive.into)[-1] ^= 0x10
+                self._left -= 1
+
+
+@pytest.mark.parametrize("number", [0, 2, 9])
+def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Path) -> None:
+    root = str(tmp_path)
+
+    def save_all(node: Node) -> Outcome:
+        return node.save(node.manager(), 5)
+
+    def load_all(node: Node) -> Outcome:
+        return node.load(node.manager(0))
+
+    carriers = {2: lambda comm: Flipping(comm, number)}
+    for kind, text in run_threads(4, save_all, tmp_path, carriers):
+        assert kind == "CorruptCheckpointError"
+        assert "rank 0 sent" in text or "rank 2" in text
+    assert parts_in(root) == []
+
+    assert run_threads(4, save_all, tmp_path) == [SAVED] * 4
+    remove([node_directory(root, 1)])  # rank 2 gets its state from rank 0
+    for kind, _ in run_threads(4, load_all, tmp_path, carriers):
+        assert kind == "NoReplicasAvailableError"
+    assert run_threads(4, load_all, tmp_path) == [("ok", "5")] * 4
 
 
 # What is refused

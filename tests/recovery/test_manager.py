@@ -223,6 +223,18 @@ def test_an_offloaded_state_can_be_used_and_the_live_one_is_let_go_of(phase: Pha
     assert value_of(new) == (1.0 if phase is Phase.RUNNING else 2.0)
 
 
+@pytest.mark.parametrize(
+    ("phase", "is_enabled"), [(Phase.GRADS_FINAL, True), (Phase.RUNNING, False)]
+)
+def test_what_is_not_to_be_offloaded_stays(phase: Phase, is_enabled: bool) -> None:
+    old = provider(1.0)
+    manager = tracking(old, phase, enable_offload=is_enabled)
+    manager.maybe_offload_checkpoint()
+
+    assert manager._kept is not None
+    assert manager._kept.provider is old
+
+
 class OnlyTrainer(MemoryProvider):
     """Whose step only a trainer can end."""
 
