@@ -204,6 +204,28 @@ def test_a_directory_that_cannot_be_looked_at_is_an_error_of_ours(tmp_path: Path
     assert caught.value.path == str(nowhere)
 
 
+def lose_local_saves(_rank: int, root: str) -> list[str]:
+    """What is said of the newest save, damaged in both copies; then of two that lack a part."""
+    run = Run(root)
+    run.save_locally(10)
+    run.save_locally(20)
+    dist.barrier()
+    for path in run.node.rglob("iter_0000020_*.part"):
+        content = bytearray(path.read_bytes())
+        content[0] ^= 4
+        path.write_bytes(content)
+    dist.barrier()
+    found = load_latest(run.manager, [])
+    said = [f"{found.tier} {found.iteration}", *map(str, found.attempts)]
+    dist.barrier()
+    for path in run.node.rglob("iter_*_1_local_*.part"):
+        path.unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        load_latest(run.manager, [])
+    return [*said, str(caught.value)]
+
+
 def look_for_the_newest(rank: int, root: str) -> dict[str, Any]:
     """Body of a rank."""
     return {
@@ -213,6 +235,7 @@ def look_for_the_newest(rank: int, root: str) -> dict[str, Any]:
             fails_on_one_rank(rank, f"{root}/{kind.__name__}", kind)
             for kind in (StorageError, ValueError)
         ],
+        "local": lose_local_saves(rank, f"{root}/local"),
         "marker": cannot_read_a_marker(rank, f"{root}/marker"),
     }
 
@@ -236,5 +259,10 @@ def test_each_checkpoint_that_cannot_be_used_gives_way_to_the_next_on_all_ranks(
         for message in found["one rank"]:
             assert "rank 1: " in message
             assert "a disk of this rank alone" in message
+        newest, damaged, lost = found["local"]
+        assert newest == "local 10"
+        assert "iteration 20" in damaged
+        assert "damaged in every copy; iteration 10 is used instead" in damaged
+        assert "iteration 20: no rank has the shards of ranks 1" in lost
         assert "iter_0000005): rank 1: " in found["marker"]
         assert "a disk of this rank alone" in found["marker"]
