@@ -13,77 +13,58 @@ from tests.cluster.job import STORE, Job
 Fault = Callable[[Job, random.Random], Iterator[None]]
 
 
-def exception(job: Job, draw: random.Random) -> Iterator[None]:
-    job.signal(draw.randrange(job.shape.world_size), signal.SIGUSR1)
-    yield
+Act = Callable[[Job, str], object]
+"""Something that is done to a node."""
 
 
-def worker_killed(job: Job, draw: random.Random) -> Iterator[None]:
-    job.signal(draw.randrange(job.shape.world_size), signal.SIGKILL)
-    yield
+def signalled(number: int) -> Fault:
+    """A worker gets a signal."""
+
+    def fault(job: Job, draw: random.Random) -> Iterator[None]:
+        job.signal(draw.randrange(job.shape.world_size), number)
+        yield
+
+    return fault
 
 
-def worker_stopped(job: Job, draw: random.Random) -> Iterator[None]:
-    job.signal(draw.randrange(job.shape.world_size), signal.SIGSTOP)
-    yield
+def broken(break_: Act, repair: Act, *, most: float = 0, is_spare: bool = False) -> Fault:
+    """A node is broken, and repaired once the job goes on, or within some times to live."""
+
+    def fault(job: Job, draw: random.Random) -> Iterator[None]:
+        name = draw.choice(job.idle() if is_spare else job.busy())
+        break_(job, name)
+        if not most:
+            yield
+        time.sleep(draw.uniform(0, most) * job.shape.ttl_s)
+        repair(job, name)
+        if most:
+            yield
+
+    return fault
 
 
-def agent_killed(job: Job, draw: random.Random) -> Iterator[None]:
-    name = draw.choice(job.busy())
-    job.kill_agent(name)
-    yield
-    job.start(name)
-
-
-def node_killed(job: Job, draw: random.Random) -> Iterator[None]:
-    name = draw.choice(job.busy())
+def kill(job: Job, name: str) -> None:
     job.cluster.kill(name)
-    yield
-    job.start(name)
 
 
-def node_crashed(job: Job, draw: random.Random) -> Iterator[None]:
-    name = draw.choice(job.busy())
+def crash(job: Job, name: str) -> None:
     job.cluster.crash(name)
-    yield
-    job.start(name)
 
 
-def spare_node_crashed(job: Job, draw: random.Random) -> Iterator[None]:
-    name = draw.choice(job.idle())
-    job.cluster.crash(name)
-    yield
-    job.start(name)
-
-
-def unplugged(job: Job, draw: random.Random) -> Iterator[None]:
-    name = draw.choice(job.busy())
+def unplug(job: Job, name: str) -> None:
     job.cluster.unplug(name)
-    yield
+
+
+def replug(job: Job, name: str) -> None:
     job.cluster.replug(name)
 
 
-def unplugged_for_a_moment(job: Job, draw: random.Random) -> Iterator[None]:
-    name = draw.choice(job.busy())
-    job.cluster.unplug(name)
-    time.sleep(draw.uniform(0, job.shape.ttl_s))
-    job.cluster.replug(name)
-    yield
+def freeze(job: Job, name: str) -> None:
+    job.cluster.nodes[name].freeze()
 
 
-def frozen(job: Job, draw: random.Random) -> Iterator[None]:
-    node = job.cluster.nodes[draw.choice(job.busy())]
-    node.freeze()
-    yield
-    node.thaw()
-
-
-def frozen_for_a_moment(job: Job, draw: random.Random) -> Iterator[None]:
-    node = job.cluster.nodes[draw.choice(job.busy())]
-    node.freeze()
-    time.sleep(draw.uniform(0, 1.5 * job.shape.ttl_s))
-    node.thaw()
-    yield
+def thaw(job: Job, name: str) -> None:
+    job.cluster.nodes[name].thaw()
 
 
 def one_cut_off(job: Job, draw: random.Random) -> Iterator[None]:
@@ -134,44 +115,37 @@ def slow_link(job: Job, draw: random.Random) -> Iterator[None]:
     job.cluster.mend(name)
 
 
-def store_crashed(job: Job, draw: random.Random) -> Iterator[None]:
+def store_broken(break_: Act, least: float, most: float) -> Fault:
     """All nodes leave the job, and begin another one at the store that comes up."""
-    job.cluster.crash(STORE)
-    time.sleep(draw.uniform(1, 2) * job.shape.ttl_s)
-    job.start(STORE)
-    yield
 
+    def fault(job: Job, draw: random.Random) -> Iterator[None]:
+        break_(job, STORE)
+        time.sleep(draw.uniform(least, most) * job.shape.ttl_s)
+        job.start(STORE)
+        yield
 
-def store_killed(job: Job, draw: random.Random) -> Iterator[None]:
-    """The same, but the connections are closed."""
-    job.kill_agent(STORE)
-    time.sleep(draw.uniform(0.5, 1.5) * job.shape.ttl_s)
-    job.start(STORE)
-    yield
+    return fault
 
 
 ALL: dict[str, Fault] = {
-    fault.__name__: fault
-    for fault in (
-        exception,
-        worker_killed,
-        worker_stopped,
-        agent_killed,
-        node_killed,
-        node_crashed,
-        spare_node_crashed,
-        unplugged,
-        unplugged_for_a_moment,
-        frozen,
-        frozen_for_a_moment,
-        one_cut_off,
-        two_cut_off,
-        clique_crashed,
-        lossy_link,
-        slow_link,
-        store_crashed,
-        store_killed,
-    )
+    "exception": signalled(signal.SIGUSR1),
+    "worker_killed": signalled(signal.SIGKILL),
+    "worker_stopped": signalled(signal.SIGSTOP),
+    "agent_killed": broken(Job.kill_agent, Job.start),
+    "node_killed": broken(kill, Job.start),
+    "node_crashed": broken(crash, Job.start),
+    "spare_node_crashed": broken(crash, Job.start, is_spare=True),
+    "unplugged": broken(unplug, replug),
+    "unplugged_for_a_moment": broken(unplug, replug, most=1),
+    "frozen": broken(freeze, thaw),
+    "frozen_for_a_moment": broken(freeze, thaw, most=1.5),
+    "one_cut_off": one_cut_off,
+    "two_cut_off": two_cut_off,
+    "clique_crashed": clique_crashed,
+    "lossy_link": lossy_link,
+    "slow_link": slow_link,
+    "store_crashed": store_broken(crash, 1, 2),
+    "store_killed": store_broken(Job.kill_agent, 0.5, 1.5),  # connections are closed
 }
 
 

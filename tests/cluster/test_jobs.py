@@ -48,17 +48,15 @@ def test_a_job_continues_after_each_fault_as_if_there_had_been_none(cluster: Clu
     job = started(cluster, Shape(), "a", "b", "c")
     job.await_spares()
 
-    for fault in (faults.exception, faults.worker_killed, faults.node_crashed, faults.frozen):
-        faults.happen(job, fault, random.Random(1))
+    for name in ("exception", "worker_killed", "node_crashed", "frozen"):
+        faults.happen(job, faults.ALL[name], random.Random(1))
 
     assert job.finish() == dict.fromkeys((STORE, "a", "b", "c"), 0), job.told()
     job.require_right()
     assert {note.what for note in job.read()} == {"begin", "memory", "step"}
 
 
-def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(
-    cluster: Cluster,
-) -> None:
+def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(cluster: Cluster) -> None:
     job = started(cluster, replace(SMALL, num_spare_nodes=1, wait_s=30), "a", "b")
     since = time.monotonic()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,14 +15,6 @@ from tests.support.processes import is_running, until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
-SUM = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor(dist.get_rank() + 0.0)
-dist.all_reduce(total)
-print(f"rank {dist.get_rank()}: {total}", flush=True)
-dist.destroy_process_group()
-"""
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -74,39 +65,6 @@ def test_links_fail_and_come_back(cluster: Cluster) -> None:
     cluster.up("c")
     assert reaches(cluster, "a", "c")
     assert reaches(cluster, "c", "b")
-
-
-def test_a_frozen_node_stands_still(cluster: Cluster) -> None:
-    log = cluster.directory / "log"
-    count = "i=0; while sleep 0.02; do echo $((i++)); done"
-    counting = cluster.nodes["a"].start("bash", "-c", count, log=log)
-    until(lambda: log.exists() and log.read_text())
-    cluster.nodes["a"].freeze()
-    before = log.read_text()
-    assert reaches(cluster, "b", "a")  # the kernel answers
-    assert log.read_text() == before
-    cluster.nodes["a"].thaw()
-    until(lambda: log.read_text() != before)
-    counting.signal(signal.SIGTERM)
-    assert counting.wait(60) == -signal.SIGTERM
-
-
-def test_torchrun_on_two_nodes_finds_two_hosts(cluster: Cluster) -> None:
-    script = cluster.directory / "sum.py"
-    script.write_text(SUM)
-    options = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:29400"]
-    agents = [
-        cluster.nodes[name].start(
-            *(sys.executable, "-m", "torch.distributed.run", *options, str(script)),
-            log=cluster.directory / f"{name}.log",
-            environment={"OMP_NUM_THREADS": "1"},
-        )
-        for name in ("a", "b")
-    ]
-
-    assert [agent.wait(120) for agent in agents] == [0, 0]
-    said = "".join(agent.log.read_text() for agent in agents)
-    assert all(f"rank {rank}: 6.0" in said for rank in range(4)), said
 
 
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:

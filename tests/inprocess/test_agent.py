@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode
 from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory, wait_rank
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 from tests.support.agent import Agent, AgentSocketClient
@@ -51,44 +50,6 @@ def ranks(agent: Agent) -> list[Coordinator]:
     return [HPAgentK8sAPIFactory(AgentSocketClient(agent.port, r))() for r in range(SIZE)]
 
 
-def on_all(ranks: list[Coordinator], body: Callable[[int, Coordinator], Any]) -> list[Any]:
-    with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(body, range(SIZE), ranks))
-
-
-def await_all_past(agent: Agent) -> None:
-    """A fault before that would have some ranks begin with the epoch after it."""
-    deadline = time.monotonic() + LIMIT_S
-    while agent.calls.count("past_barrier") < SIZE:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_each_rank_receives_its_place(ranks: list[Coordinator]) -> None:
-    places = on_all(ranks, lambda _, me: me.wait_rank(LIMIT_S))
-
-    assert [place.global_rank for place in places] == [0, 1, 2, 3]
-    assert places[3].environment == (("JOB", "7"),)
-    assert os.environ["JOB"] == "7"
-
-
-def test_a_fault_of_one_rank_takes_all_to_the_next_epoch_and_all_finish_it(
-    agent: Agent, ranks: list[Coordinator]
-) -> None:
-    def life(rank: int, me: Coordinator) -> tuple[int, Fault | None, int, bool]:
-        first = me.barrier(LIMIT_S)
-        if rank == 2:
-            await_all_past(agent)
-            me.report(2, first, FaultMode.EXCEPTION, "boom")
-        fault = me.wait_fault(first, LIMIT_S)
-        second = me.barrier(LIMIT_S)
-        return first, fault, second, me.finish(second, LIMIT_S)
-
-    boom = Fault(2, 1, FaultMode.EXCEPTION, "boom")
-    assert on_all(ranks, life) == [(1, boom, 2, True)] * SIZE
-    assert agent.calls.count("past_barrier") == 2 * SIZE
-
-
 @pytest.mark.parametrize("mode", ["exception", "death", "hang", "unhealthy"])
 def test_every_documented_mode_restarts_the_block(mode: str) -> None:
     agent = Agent(1)
@@ -110,23 +71,6 @@ def test_every_documented_mode_restarts_the_block(mode: str) -> None:
     finally:
         agent.close()
     assert modes == [None, FaultMode(mode)] == [None, mode]
-
-
-def test_who_has_finished_runs_again_with_those_who_failed(
-    agent: Agent, ranks: list[Coordinator]
-) -> None:
-    def life(rank: int, me: Coordinator) -> tuple[bool, int, bool]:
-        first = me.barrier(LIMIT_S)
-        if rank == 0:
-            await_all_past(agent)
-            me.report(0, first, FaultMode.EXCEPTION, "late")
-            is_done = False
-        else:
-            is_done = me.finish(first, LIMIT_S)
-        second = me.barrier(LIMIT_S)
-        return is_done, second - first, me.finish(second, LIMIT_S)
-
-    assert on_all(ranks, life) == [(False, 1, True)] * SIZE
 
 
 def test_waiting_for_others_has_an_end(ranks: list[Coordinator]) -> None:
@@ -193,6 +137,7 @@ def train(rank: int, port: int) -> Any:
 
     @HPWrapper(hp_api_factory=factory, abort_timeout=60, max_idle_attempts=None)
     def block(call: HPCallWrapper) -> Any:
+        assert os.environ["JOB"] == "7"
         join_group()
         data = torch.ones(200_000)
         dist.all_reduce(data)

@@ -45,6 +45,23 @@ def interrupted_after(
         thread.join()
 
 
+def require_interrupted(
+    block: Callable[[], None], has_begun: Callable[[], bool], lock: Lock | None = None
+) -> None:
+    """The block is left by an exception, soon after it has begun."""
+    interrupter = Interrupter(lock)
+    before = signal.getsignal(SIGNAL)
+    with (
+        interrupter.installed(),
+        interrupted_after(interrupter, 0.02, has_begun) as left,
+        pytest.raises(RankShouldRestart) as found,
+    ):
+        interrupter.guarded(block)
+    assert found.value.fault == FAULT
+    assert left.result()
+    assert signal.getsignal(SIGNAL) is before
+
+
 def swallowing() -> None:
     """What ignores the first interruption, as a careless ``except`` does."""
     try:
@@ -55,19 +72,7 @@ def swallowing() -> None:
 
 
 def test_a_block_that_swallows_an_interruption_is_interrupted_again() -> None:
-    interrupter = Interrupter()
-    before = signal.getsignal(SIGNAL)
-
-    with (
-        interrupter.installed(),
-        interrupted_after(interrupter, 0.02) as left,
-        pytest.raises(RankShouldRestart) as found,
-    ):
-        interrupter.guarded(swallowing)
-
-    assert found.value.fault == FAULT
-    assert left.result()
-    assert signal.getsignal(SIGNAL) is before
+    require_interrupted(swallowing, lambda: True)
 
 
 def test_no_interruption_comes_after_the_block_has_returned() -> None:
@@ -118,7 +123,6 @@ class Lock:
 
 def test_an_update_under_the_lock_is_not_interrupted() -> None:
     lock = Lock()
-    interrupter = Interrupter(lock)
     steps: list[str] = []
 
     def update() -> None:
@@ -128,15 +132,8 @@ def test_an_update_under_the_lock_is_not_interrupted() -> None:
         lock.owner = None
         time.sleep(60)
 
-    with (
-        interrupter.installed(),
-        interrupted_after(interrupter, 0.02, lambda: lock.owner is not None) as left,
-        pytest.raises(RankShouldRestart),
-    ):
-        interrupter.guarded(update)
-
+    require_interrupted(update, lambda: lock.owner is not None, lock)
     assert steps == ["updated"]
-    assert left.result()
 
 
 def test_a_block_that_is_not_left_is_reported() -> None:
@@ -161,19 +158,12 @@ def test_an_import_is_not_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyP
     name = "takes_long_to_import"
     (tmp_path / f"{name}.py").write_text("import time\ntime.sleep(2.5)\nwhole = True\n")
     monkeypatch.syspath_prepend(tmp_path)
-    interrupter = Interrupter()
 
     def block() -> None:
         importlib.import_module(name)
         time.sleep(60)
 
-    with (
-        interrupter.installed(),
-        interrupted_after(interrupter, 0.02, lambda: name in sys.modules),
-        pytest.raises(RankShouldRestart),
-    ):
-        interrupter.guarded(block)
-
+    require_interrupted(block, lambda: name in sys.modules)
     assert sys.modules[name].whole
 
 
@@ -189,13 +179,5 @@ def test_what_torch_calls_from_native_code_is_not_broken_off() -> None:
         _extract_tensors()
         time.sleep(60)
 
-    interrupter = Interrupter()
-    with (
-        interrupter.installed(),
-        interrupted_after(interrupter, 0.02, lambda: bool(steps)) as left,
-        pytest.raises(RankShouldRestart),
-    ):
-        interrupter.guarded(block)
-
-    assert left.result()
+    require_interrupted(block, lambda: bool(steps))
     assert steps == ["begun", "extracted"]

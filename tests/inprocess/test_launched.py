@@ -56,15 +56,19 @@ def test_a_script_started_on_its_own_is_a_world_of_one() -> None:
     me.close()
 
 
-def test_one_of_several_without_a_launcher_gets_a_remedy() -> None:
-    with pytest.raises(StrategyError, match=r"WORLD_SIZE is 4.*dist-ckpt run or torchrun"):
-        launch_from_environment({"WORLD_SIZE": "4"})
-
-
-@pytest.mark.parametrize("address", ["here", "host:", ":1", "host:x"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(StrategyError, match="DIST_CKPT_COORDINATOR: expected host:port"):
-        launch_from_environment({"DIST_CKPT_COORDINATOR": address})
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "4"}, r"WORLD_SIZE is 4.*dist-ckpt run or torchrun"),
+        *(
+            ({"DIST_CKPT_COORDINATOR": address}, "DIST_CKPT_COORDINATOR: expected host:port")
+            for address in ("here", "host:", ":1", "host:x")
+        ),
+    ],
+)
+def test_variables_that_make_no_sense_are_refused(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        launch_from_environment(variables)
 
 
 def test_the_variables_of_torchrun_are_those_of_the_first_look() -> None:
@@ -83,9 +87,7 @@ def test_the_variables_of_torchrun_are_those_of_the_first_look() -> None:
     assert launch_from_environment(variables) == expected
 
 
-def test_under_torchrun_each_start_has_epochs_of_its_own(
-    host: TCPStore,
-) -> None:
+def test_under_torchrun_each_start_has_epochs_of_its_own(host: TCPStore) -> None:
     os.environ |= {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "1",

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+import dist_ckpt_strategies
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
+from dist_ckpt_strategies.errors import StorageError
 from tests.support.ports import HOST, free_port
 from tests.support.processes import is_running, until
+from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -218,3 +222,42 @@ def test_a_node_that_is_missing_ends_the_others_with_a_code_of_its_own(cluster: 
     assert cluster.end_of(agent) == 87
     assert not is_running(worker)
     assert "place 1: no node has come" in cluster.output(agent)
+
+
+def test_an_agent_that_leaves_hands_over_and_those_that_do_not_fit_are_refused(
+    cluster: Cluster,
+) -> None:
+    job = ("--nnodes", "1", "--spare-nodes", "1")
+    store = cluster.start_first("--store-only", *job)
+    leaves = cluster.start(*job)
+    cluster.worker("rank0")
+    spare = cluster.start(*job)
+    cluster.worker("spare")
+
+    other = cluster.start("--nnodes", "2", "--spare-nodes", "1")
+    too_many = cluster.start(*job, "--node-wait", "1")
+    assert [cluster.end_of(agent) for agent in (other, too_many)] == [2, 1]
+    assert re.search(r"another job(?s:.*)--nnodes", cluster.output(other))
+    assert "1 places and those of 1 spare nodes" in cluster.output(too_many)
+
+    leaves.terminate()
+    until(lambda: len(cluster.workers("rank0")) == 2)
+    cluster.go()
+    assert [cluster.end_of(agent) for agent in (leaves, spare, store)] == [143, 0, 0]
+
+
+def test_a_commit_without_its_place_fails_on_all_ranks(tmp_path: Path) -> None:
+    host = host_store()
+    JobStore(host.host, host.port).set("place/0", "other#7")
+
+    found = run_processes(2, _save_as_lost, f"{host.host}:{host.port}", tmp_path)
+
+    assert all("place/0 of the job was node lost's, and is other's now" in text for text in found)
+    assert not list(tmp_path.glob("**/metadata.json"))
+
+
+def _save_as_lost(_rank: int, address: str, directory: Path) -> str:
+    os.environ |= {"DIST_CKPT_COORDINATOR": address, "DIST_CKPT_PLACE": "place/0=lost"}
+    with pytest.raises(StorageError) as caught:
+        dist_ckpt_strategies.save({"step": 1}, directory)
+    return str(caught.value)

@@ -97,21 +97,6 @@ def all_join(ranks: list[StoreCoordinator]) -> list[object]:
     return in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
 
 
-def test_a_store_reads_writes_counts_and_waits(store: JobStore) -> None:
-    assert store.get("a") is None
-    assert (store.compare_set("a", "", "1"), store.compare_set("a", "", "2")) == ("1", "1")
-    assert (store.compare_set("a", "2", "3"), store.compare_set("a", "1", "3")) == ("1", "3")
-    assert store.get("a") == "3"
-    store.set("a", "4")
-    assert store.get("a") == "4"
-    assert (store.add("n"), store.add("n")) == (1, 2)
-    assert store.check(["a", "n"])
-    assert not store.check(["a", "b"])
-    assert store.wait("a", 1.0)
-    assert not store.wait("b", 0.02)
-    assert store.get("b") is None
-
-
 def test_a_wait_for_a_key_is_not_ended_by_requests_about_it(connect: Connect) -> None:
     waiting, asking = connect(), connect()
 
@@ -129,11 +114,13 @@ def test_a_wait_for_a_key_is_not_ended_by_requests_about_it(connect: Connect) ->
     assert in_threads(lambda: waiting.wait("a", LIMIT_S), write) == [True, "3"]
 
 
-def test_a_barrier_that_times_out_names_the_ranks_that_are_missing(connect: Connect) -> None:
-    first = world(connect, 4)[2]
-
+def test_waits_that_time_out_name_the_ranks_that_are_missing(connect: Connect) -> None:
+    ranks = world(connect, 4)
     with pytest.raises(PeerTimeoutError, match="missing: 0, 1, 3"):
-        first.barrier(0.05)
+        ranks[2].barrier(0.05)
+    all_join(ranks)
+    with pytest.raises(PeerTimeoutError, match="missing: 1, 2, 3"):
+        ranks[0].finish(1, 0.05)
 
 
 def test_of_a_large_world_a_few_of_the_missing_are_named(store: JobStore) -> None:
@@ -161,30 +148,6 @@ def test_a_fault_while_a_barrier_forms_moves_the_ranks_that_wait_however_much_of
     assert in_threads(lambda: ranks[0].barrier(LIMIT_S), break_off) == [2] * 2
 
 
-def test_the_first_fault_reaches_all_and_later_ones_change_nothing(connect: Connect) -> None:
-    ranks = world(connect, 3)
-    all_join(ranks)
-
-    ranks[1].report(1, 1, FaultMode.EXCEPTION, "boom")
-    ranks[2].report(2, 1, FaultMode.EXCEPTION, "because of 1")
-
-    expected = Fault(1, 1, FaultMode.EXCEPTION, "boom")
-    assert in_threads(*(lambda c=c: c.wait_fault(1, LIMIT_S) for c in ranks)) == [expected] * 3
-
-
-def test_a_rank_that_has_finished_hears_of_a_fault_and_runs_again(connect: Connect) -> None:
-    ranks = world(connect, 2)
-    all_join(ranks)
-
-    def fail_late() -> None:
-        time.sleep(0.05)
-        ranks[1].report(1, 1, FaultMode.EXCEPTION, "boom")
-
-    assert in_threads(lambda: ranks[0].finish(1, LIMIT_S), fail_late)[0] is False
-    assert all_join(ranks) == [2] * 2
-    assert in_threads(*(lambda c=c: c.finish(2, LIMIT_S) for c in ranks)) == [True] * 2
-
-
 def test_a_fault_after_all_have_finished_is_none(connect: Connect) -> None:
     ranks = world(connect, 2)
     all_join(ranks)
@@ -194,14 +157,6 @@ def test_a_fault_after_all_have_finished_is_none(connect: Connect) -> None:
 
     assert ranks[1].wait_fault(1, 0.02) is None
     assert all_join(ranks) == [2] * 2
-
-
-def test_finish_names_the_ranks_that_have_not_returned(connect: Connect) -> None:
-    ranks = world(connect, 3)
-    all_join(ranks)
-
-    with pytest.raises(PeerTimeoutError, match="missing: 1, 2"):
-        ranks[0].finish(1, 0.05)
 
 
 @pytest.mark.parametrize("num_writes", range(8))

@@ -7,8 +7,6 @@ import logging
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 
 from dist_ckpt_strategies.errors import RestartError, RestartLimitError
 from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor, script_command
-from tests.support.processes import is_running
+from tests.support.processes import is_running, until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -84,23 +82,14 @@ class Jobs:
     def pids(self) -> list[int]:
         return [int(path.suffix[1:]) for path in self.directory.glob("pid.*")]
 
-    def left(self) -> list[int]:
-        """Those that still run, a moment after they were killed."""
-        deadline = time.monotonic() + 60
-        while any(map(is_running, self.pids())) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return [pid for pid in self.pids() if is_running(pid)]
+    def require_ended(self) -> None:
+        """A moment after they were killed."""
+        until(lambda: not any(map(is_running, self.pids())))
 
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Jobs:
     return Jobs(tmp_path)
-
-
-def soon(body: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    return thread
 
 
 def test_each_worker_knows_its_place_and_the_job_ends_with_the_last(jobs: Jobs) -> None:
@@ -119,9 +108,7 @@ def test_each_worker_knows_its_place_and_the_job_ends_with_the_last(jobs: Jobs) 
         ]
 
 
-def test_a_spare_that_is_still_starting_takes_over_before_a_new_process_could(
-    jobs: Jobs,
-) -> None:
+def test_a_spare_that_is_still_starting_takes_over_before_a_new_process_could(jobs: Jobs) -> None:
     body = """
 if rank is None:
     was_there_before = is_first("spare")
@@ -144,7 +131,7 @@ else:
     assert jobs.run(body, 2, num_spares=1) == 0
     assert "spare worker2" in jobs.heard.notes[0]
     assert jobs.heard.of("1") == ["now 1\n"]
-    assert jobs.left() == []
+    jobs.require_ended()
 
 
 @pytest.mark.parametrize(
@@ -154,20 +141,26 @@ else:
         ("sys.exit(3)", "exit code 3"),
     ],
 )
-def test_a_worker_that_dies_is_replaced_and_the_others_stay(
+def test_a_worker_that_dies_is_replaced_the_others_stay_and_its_children_go(
     jobs: Jobs, death: str, why: str
 ) -> None:
-    status = jobs.run(
-        f"if rank == '1' and is_first('death'): {death}\n"
-        "print('pid', os.getpid())\n"
-        "(here / 'again').touch() if rank == '1' else wait_for('again')",
-        2,
-    )
-
-    assert status == 0
+    body = f"""
+if rank == "1" and is_first("death"):
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)
+        (here / f"pid.{{os.getpid()}}").touch()
+        time.sleep(600)
+    wait_for(f"pid.{{child}}")
+    {death}
+print("pid", os.getpid())
+(here / "again").touch() if rank == "1" else wait_for("again")
+"""
+    assert jobs.run(body, 2) == 0
     assert [note for note in jobs.heard.notes if why in note and "rank 1" in note]
-    assert len(jobs.pids()) == 3
+    assert len(jobs.pids()) == 4
     assert len(jobs.heard.of("0")) == 1
+    jobs.require_ended()
 
 
 def test_a_stopped_worker_is_killed_as_hung_and_replaced(jobs: Jobs) -> None:
@@ -194,79 +187,38 @@ def test_a_worker_that_computes_or_ends_for_longer_than_the_limit_is_not_hung(jo
     assert (status, jobs.heard.notes) == (0, [])
 
 
-def test_too_many_deaths_end_the_job_and_name_the_rank(jobs: Jobs) -> None:
-    with pytest.raises(RestartLimitError, match=r"rank 1 3x.*2 restarts.*rank 1: exit code 7"):
-        jobs.run("sys.exit(7) if rank == '1' else time.sleep(60)", 2, max_restarts=2)
-
-    assert jobs.left() == []
-
-
-def test_a_signal_reaches_the_workers_and_ends_the_job(jobs: Jobs) -> None:
-    body = """
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_reaches_the_workers_and_one_that_ignores_it_is_killed_with_its_children(
+    number: int, status: int, jobs: Jobs
+) -> None:
+    body = f"""
+import subprocess
 def end(number, frame):
     print("told", flush=True)
     sys.exit(0)
-signal.signal(signal.SIGINT, end)
-(here / f"up.{rank}").touch()
+signal.signal({int(number)}, end if rank == "0" else signal.SIG_IGN)
+if rank == "1":
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    (here / f"pid.{{child.pid}}").touch()
+(here / f"up.{{rank}}").touch()
 time.sleep(60)
 """
     main = threading.main_thread().ident
+    assert main is not None
 
     def interrupt() -> None:
-        while len(list(jobs.directory.glob("up.*"))) < 2:
-            time.sleep(0.01)
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
+        until(lambda: len(list(jobs.directory.glob("up.*"))) == 2)
+        signal.pthread_kill(main, number)
 
-    interrupter = soon(interrupt)
-    status = jobs.run(body, 2, grace_s=30.0)
+    interrupter = threading.Thread(target=interrupt, daemon=True)
+    interrupter.start()
+    found = jobs.run(body, 2, grace_s=5.0)
     interrupter.join()
 
-    assert status == 130
-    assert (jobs.heard.of("0"), jobs.heard.of("1")) == (["told\n"], ["told\n"])
-    assert jobs.left() == []
-
-
-def test_who_ignores_a_signal_is_killed_with_all_that_it_started(jobs: Jobs) -> None:
-    body = """
-import subprocess
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
-(here / f"pid.{child.pid}").touch()
-(here / "up").touch()
-time.sleep(60)
-"""
-    main = threading.main_thread().ident
-
-    def terminate() -> None:
-        while not (jobs.directory / "up").exists():
-            time.sleep(0.01)
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGTERM)
-
-    terminator = soon(terminate)
-    status = jobs.run(body, 1, grace_s=0.3)
-    terminator.join()
-
-    assert status == 143
-    assert len(jobs.pids()) == 2
-    assert jobs.left() == []
-
-
-def test_nothing_that_a_dead_worker_started_survives_in_a_group_of_its_own(jobs: Jobs) -> None:
-    body = """
-if is_first("dies"):
-    child = os.fork()
-    if not child:
-        os.setpgid(0, 0)
-        (here / f"pid.{os.getpid()}").touch()
-        time.sleep(600)
-    wait_for(f"pid.{child}")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert jobs.run(body, 1) == 0
+    assert found == status
+    assert jobs.heard.of("0") == ["told\n"]
     assert len(jobs.pids()) == 3
-    assert jobs.left() == []
+    jobs.require_ended()
 
 
 @pytest.mark.parametrize(
@@ -322,7 +274,7 @@ wait_for("waits")
     assert jobs.heard.notes == [
         "a spare is gone: killed by SIGKILL; a new process waits in its place"
     ]
-    assert jobs.left() == []
+    jobs.require_ended()
 
 
 def test_a_script_that_fails_without_a_rank_has_no_spares_and_continues(jobs: Jobs) -> None:
@@ -352,7 +304,10 @@ main()
     recorded = BufferingHandler(100)
     monkeypatch.setattr(logging.getLogger("torchelastic-events-null"), "handlers", [recorded])
 
-    with pytest.raises(RestartLimitError, match="rank 1: exit code 1: ValueError: no such token"):
+    with pytest.raises(
+        RestartLimitError,
+        match=r"rank 1 2x.*1 restart.*rank 1: exit code 1: ValueError: no such token",
+    ):
         jobs.run(body, 2, max_restarts=1)
 
     why = "rank 1 is gone: exit code 1: ValueError: no such token; a new process takes its place"
@@ -364,7 +319,7 @@ main()
     assert own["message"]["message"] == "ValueError: no such token"
     sources = [json.loads(record.getMessage())["source"] for record in recorded.buffer]
     assert sources == ["WORKER", "WORKER", "AGENT"]
-    assert jobs.left() == []
+    jobs.require_ended()
 
 
 def test_a_script_that_makes_groups_outside_of_the_wrapper_is_not_continued(jobs: Jobs) -> None:
@@ -379,4 +334,4 @@ wait_for("never")
     with pytest.raises(RestartError, match=r"rank 1 died: exit code 3; .*with torchrun"):
         jobs.run(body, 2)
 
-    assert jobs.left() == []
+    jobs.require_ended()

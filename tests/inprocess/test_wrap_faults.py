@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 import time
@@ -18,9 +17,6 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.teardown import num_undestroyed_groups, open_sockets
-from dist_ckpt_strategies.errors import HealthCheckError, RestartLimitError
-from dist_ckpt_strategies.inprocess.coordinator import FaultMode
-from dist_ckpt_strategies.inprocess.health_check import FaultCounter
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from tests.support.groups import group_of_size
 from tests.support.processes import until
@@ -35,8 +31,8 @@ LIMIT_S = 30.0
 TOGETHER_S = 250.0
 """For dozens of faults; a quiet machine needs ten seconds."""
 
-NUM_RANDOM = 20
-NUM_FOR_LEAKS = 30
+NUM_FAULTS = 30
+SIZES = (1, 1000, 200_000, 2_000_000)
 THREADS_OF_A_GROUP = 6
 SOCKETS_OF_A_GROUP = 2
 """At most, of one in which gloo has forgotten a buffer: it goes after the group's timeout."""
@@ -48,27 +44,22 @@ def require_results(results: list[Any]) -> list[Any]:
     return results
 
 
-def collective(kind: int, data: torch.Tensor, part: Any) -> None:
-    if kind == 0:
-        dist.all_reduce(data)
-    elif kind == 1:
-        dist.all_gather([torch.empty_like(data) for _ in range(dist.get_world_size())], data)
-    elif kind == 2:
-        dist.broadcast(data, 0)
-    elif kind == 3:
-        dist.all_reduce(data, group=part)
-    else:
-        dist.barrier()
-
-
 def in_collectives_until(until: float, dice: random.Random, size: int) -> None:
     part = group_of_size(2)
     data = torch.ones(size)
+    many = [torch.empty_like(data) for _ in range(SIZE)]
+    collectives: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(data),
+        lambda: dist.all_gather(many, data),
+        lambda: dist.broadcast(data, 0),
+        lambda: dist.all_reduce(data, group=part),
+        dist.barrier,
+    ]
     while time.monotonic() < until:
-        collective(dice.randrange(5), data, part)
+        dice.choice(collectives)()
 
 
-def many_faults(rank: int, wrapper: Wrappers, num_faults: int, sizes: tuple[int, ...]) -> Any:
+def many_faults(rank: int, wrapper: Wrappers) -> Any:
     """Body of a rank: in each attempt another one raises at a random moment."""
     ended: list[float] = []
     waits: list[float] = []
@@ -81,15 +72,10 @@ def many_faults(rank: int, wrapper: Wrappers, num_faults: int, sizes: tuple[int,
             waits.append(time.monotonic() - ended[-1])
         counts.append(Counted.now())
         dice = random.Random(attempt)
-        size_of_world = wrapper.size
-        faulty, delay_s, size = (
-            dice.randrange(size_of_world),
-            dice.random() * 0.1,
-            dice.choice(sizes),
-        )
+        faulty, delay_s, size = dice.randrange(SIZE), dice.random() * 0.1, dice.choice(SIZES)
         try:
             join_group()
-            if attempt == num_faults:
+            if attempt == NUM_FAULTS:
                 return attempt
             until = time.monotonic() + (delay_s if rank == faulty else 100)
             in_collectives_until(until, dice, size)
@@ -115,146 +101,34 @@ class Counted:
         return cls(len(list(Path("/proc/self/task").iterdir())), len(open_sockets()), at_most)
 
 
-def test_every_one_of_many_faults_in_collectives_is_survived() -> None:
-    results = run_restartable(
-        SIZE, many_faults, NUM_RANDOM, (1, 1000, 200_000, 2_000_000), timeout_s=TOGETHER_S
-    )
+def test_many_faults_in_collectives_are_survived_and_threads_and_sockets_do_not_grow() -> None:
+    results = run_restartable(SIZE, many_faults, timeout_s=TOGETHER_S)
 
-    for returned, waits, _ in require_results(results):
-        assert returned == NUM_RANDOM
+    for returned, waits, counts in require_results(results):
+        assert returned == NUM_FAULTS
         assert max(waits) < LIMIT_S
-
-
-def test_threads_and_sockets_do_not_grow_over_many_restarts() -> None:
-    results = run_restartable(2, many_faults, NUM_FOR_LEAKS, (1, 1000), timeout_s=TOGETHER_S)
-
-    for _, _, counts in require_results(results):
         early, late = counts[5:15], counts[-10:]
         threads, sockets = min(c.threads for c in early), min(c.sockets for c in early)
         assert min(c.threads - c.of_old_groups[0] for c in late) <= threads + 2, counts
         assert min(c.sockets - c.of_old_groups[1] for c in late) <= sockets + 2, counts
 
 
-def before_the_group(rank: int) -> None:
-    if rank == 1:
-        raise ValueError("before the group")
-    join_group()
-
-
-def in_the_middle_of_a_group(rank: int) -> None:
-    join_group()
-    if rank == 1:
-        raise ValueError("no new group")
-    dist.new_group([0, 1, 2])
-
-
-def two_at_once(rank: int) -> None:
-    join_group()
-    dist.barrier()
-    if rank:
-        raise ValueError(f"rank {rank}")
-    time.sleep(60)
-
-
-FAILS: list[Callable[[int], None]] = [before_the_group, in_the_middle_of_a_group, two_at_once]
-
-
-def one_fault_after_the_other(rank: int, wrapper: Wrappers) -> Any:
-    """Body of a rank: attempt i fails in way i; then one rank is silent; then a sum."""
-    modes: list[Any] = []
-
-    @wrapper(progress_timeout_s=4.0)  # a machine under load may hold a rank up for one
-    def block(call: HPCallWrapper | None = None) -> Any:
-        assert call is not None
-        modes.append(call.last_fault and (call.last_fault.mode, call.last_fault.why[:10]))
-        if call.num_attempts <= len(FAILS):
-            FAILS[call.num_attempts - 1](rank)
-        join_group()
-        while call.num_attempts == len(FAILS) + 1 and rank != 1:
-            call.ping()
-            time.sleep(0.01)
-        if call.num_attempts == len(FAILS) + 1:
-            time.sleep(60)
-        total = torch.tensor(float(rank))
-        dist.all_reduce(total)
-        last = call.last_fault
-        return float(total), last.global_rank if last else None
-
-    return block(), modes
-
-
-def test_faults_of_every_kind_are_survived() -> None:
-    raised = (FaultMode.EXCEPTION, "ValueError")
-    for (total, silent), modes in require_results(run_restartable(3, one_fault_after_the_other)):
-        assert (total, silent) == (3.0, 1)
-        assert modes[:-1] == [None, *[raised] * len(FAILS)]
-        assert modes[-1][0] is FaultMode.HANG
-
-
-def unhealthy(rank: int, wrapper: Wrappers) -> Any:
-    """Body of a rank: the process of rank 1 is not fit for a second attempt."""
-
-    def block(call: HPCallWrapper) -> int:
-        join_group()
-        total = torch.tensor(1.0)
-        dist.all_reduce(total)
-        if call.last_fault is None and os.environ.get("IS_SECOND") is None:
-            if rank == 1:
-                raise ValueError("once")
-            time.sleep(60)
-        return int(total)
-
-    try:
-        return wrapper(health_check=FaultCounter(max_faults=0))(block)()
-    except HealthCheckError as error:
-        os.environ["IS_SECOND"] = "1"
-        return str(error), wrapper("successor")(block)()
-
-
-def test_a_failed_health_check_ends_that_process_alone() -> None:
-    results = require_results(run_restartable(3, unhealthy))
-
-    assert results[0] == results[2] == 3
-    assert results[1] == ("rank 1: 1 faults, 0 allowed", 3)
-
-
-def too_often(rank: int, wrapper: Wrappers) -> Any:
-    """Body of a rank: it fails for ever."""
-
-    @wrapper(max_attempts=3)
-    def block(call: HPCallWrapper) -> None:
-        raise ValueError(f"attempt {call.num_attempts}")
-
-    return block()
-
-
-def test_the_attempts_of_all_ranks_come_to_an_end_together() -> None:
-    for result in run_restartable(2, too_often):
-        assert isinstance(result, RestartLimitError)
-        assert "3 attempts, 3 allowed" in str(result)
-
-
-def interrupted_by(rank: int, wrapper: Wrappers, how: str) -> Any:
-    """The user, or the script itself, ends the process."""
-
-    @wrapper(how)
-    def block(call: HPCallWrapper) -> None:
-        if how == "ctrl-c":
-            signal.raise_signal(signal.SIGINT)
-        raise SystemExit(int(how))
-
-    try:
-        block()
-    except KeyboardInterrupt:
-        return "KeyboardInterrupt"
-    except SystemExit as leaving:
-        return leaving.code
-    return "returned"
-
-
 def interrupted_in_turn(rank: int, wrapper: Wrappers) -> list[Any]:
-    """Body of a rank."""
-    return [interrupted_by(rank, wrapper, how) for how in ("ctrl-c", "0", "3")]
+    """Body of a rank: the user, or the script itself, ends the process."""
+    found: list[Any] = []
+    for how in ("ctrl-c", "0", "3"):
+
+        @wrapper(how)
+        def block(call: HPCallWrapper, how: str = how) -> None:
+            if how == "ctrl-c":
+                signal.raise_signal(signal.SIGINT)
+            raise SystemExit(int(how))
+
+        try:
+            block()
+        except (KeyboardInterrupt, SystemExit) as leaving:
+            found.append(getattr(leaving, "code", type(leaving).__name__))
+    return found
 
 
 def test_who_ends_the_process_is_not_held_up() -> None:

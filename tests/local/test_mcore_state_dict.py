@@ -27,12 +27,9 @@ ROWS, COLUMNS = 24, 6
 
 
 def whole(key: str, iteration: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(hash_of(key) + iteration)
-    return torch.randn(ROWS, COLUMNS, generator=generator)
-
-
-def hash_of(key: str) -> int:
-    return sum(map(ord, key))
+    generator = torch.Generator().manual_seed(sum(map(ord, key)) + iteration)
+    found = torch.randn(ROWS, COLUMNS, generator=generator)
+    return found.bfloat16() if key == "bf" else found
 
 
 def state_of(tp: int, iteration: int, *, is_filled: bool = True) -> dict[str, Any]:
@@ -42,7 +39,6 @@ def state_of(tp: int, iteration: int, *, is_filled: bool = True) -> dict[str, An
     state: dict[str, Any] = {"args": argparse.Namespace(lr=0.5), "iteration": iteration}
     for key in ("a", "b.c", "bf"):
         data = whole(key, iteration).chunk(tp)[part].contiguous()
-        data = data.bfloat16() if key == "bf" else data
         data = data if is_filled else torch.full_like(data, -1)
         state[key] = ShardedTensor.from_rank_offsets(key, data, (0, part, tp), replica_id=replica)
     content = {"part": part, "extra": torch.tensor([part, iteration])} if is_filled else None
@@ -53,9 +49,7 @@ def state_of(tp: int, iteration: int, *, is_filled: bool = True) -> dict[str, An
 def require_equal(found: dict[str, Any], tp: int, iteration: int) -> None:
     part = dist.get_rank() % tp
     for key in ("a", "b.c", "bf"):
-        expected = whole(key, iteration).chunk(tp)[part]
-        expected = expected.bfloat16() if key == "bf" else expected
-        assert torch.equal(found[key], expected), key
+        assert torch.equal(found[key], whole(key, iteration).chunk(tp)[part]), key
     assert found["rng"]["part"] == part
     assert found["rng"]["extra"].tolist() == [part, iteration]
     assert (found["args"].lr, found["iteration"]) == (0.5, iteration)
@@ -134,20 +128,15 @@ class Seeds:
         self.number = number
 
 
-def own_seeds(root: str, turned: int = 0) -> tuple[LocalCheckpointManager, dict[str, Any]]:
-    """A manager, and an object of its own for each rank, or the one of the next."""
-    rank = dist.get_rank()
-    manager = LocalCheckpointManager(root, timeout_s=30, allow=[Seeds])
-    place = (rank + turned) % dist.get_world_size()
-    seeds = ShardedObject("seeds", Seeds(rank), (dist.get_world_size(),), (place,))
-    return manager, {"seeds": seeds}
-
-
 def give_on_seeds(rank: int, root: str) -> int:
-    manager, wanted = own_seeds(root)
-    manager.save(MCoreTensorAwareStateDict.from_state_dict(wanted)[0], 1)
-    _, wanted = own_seeds(root, turned=1)
-    return int(manager.load()[0].to_state_dict(wanted)["seeds"].number)
+    """Each rank saves an object of its own, and gets that of the next."""
+    manager = LocalCheckpointManager(root, timeout_s=30, allow=[Seeds])
+
+    def seeds(place: int) -> dict[str, Any]:
+        return {"seeds": ShardedObject("seeds", Seeds(rank), (4,), (place % 4,))}
+
+    manager.save(MCoreTensorAwareStateDict.from_state_dict(seeds(rank))[0], 1)
+    return int(manager.load()[0].to_state_dict(seeds(rank + 1))["seeds"].number)
 
 
 def few_wishes(rank: int) -> None:
@@ -188,16 +177,14 @@ def test_each_rank_gets_what_it_asks_for_or_all_raise(tmp_path: Path) -> None:
 
 
 def test_a_hollow_state_shows_what_it_holds_gives_no_data_and_is_filled_again() -> None:
-    state, _ = run_alone()
+    wanted = {"a": ShardedTensor.from_rank_offsets("a", torch.arange(4.0)), "iteration": 5}
+    state, _ = MCoreTensorAwareStateDict.from_state_dict(wanted, "atomic")
     before = [tensor.clone() for tensor in state.tensors]
     tensors = state.pop_tensors()
     iteration, tensor = state.values()
     assert state.is_hollow
     assert (iteration, tensor.key, tensor.data) == (5, "a", None)
-    for use in (
-        lambda: state.state_dict,
-        lambda: state.to_state_dict({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(4))}),
-    ):
+    for use in (lambda: state.state_dict, lambda: state.to_state_dict(wanted)):
         with pytest.raises(PlanError, match="hollow"):
             use()
     state.insert_tensors(tensors)
@@ -206,12 +193,6 @@ def test_a_hollow_state_shows_what_it_holds_gives_no_data_and_is_filled_again() 
 
     assert all(map(torch.equal, state.tensors, before))
     assert set(state.state_dict) == {"a", "iteration"}
-    assert next(iter(state.values())) == 5
     state.pop_tensors()
     state.init_tensors()
     assert [(tensor.shape, tensor.dtype) for tensor in state.tensors] == [((4,), torch.float32)]
-
-
-def run_alone() -> tuple[MCoreTensorAwareStateDict, Any]:
-    tensor = ShardedTensor.from_rank_offsets("a", torch.arange(4.0))
-    return MCoreTensorAwareStateDict.from_state_dict({"a": tensor, "iteration": 5}, "atomic")

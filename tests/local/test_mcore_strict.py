@@ -117,14 +117,6 @@ def run_cases(rank: int) -> dict[Case, Any]:
     return {case: outcome(case, states[case.algo]) for case in cases()}
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[Case, Any]]:
-    found = run_processes(NUM_RANKS, run_cases)
-    for result in found:
-        assert isinstance(result, dict), result
-    return found
-
-
 def content(rank: int, case: Case) -> dict[str, Any]:
     """What is loaded where nothing is raised."""
     full = {"same": [0, 1], "rows": [rank] * 2, "o": {rank, 7}}
@@ -149,35 +141,31 @@ TELLS_MISSING = {StrictHandling.LOG_ALL, StrictHandling.RETURN_ALL}
 LOGS = {StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL}
 
 
-@pytest.mark.parametrize("strict", list(StrictHandling), ids=lambda strict: strict.value)
-def test_every_strictness_loads_what_is_there_and_tells_the_rest(
-    strict: StrictHandling, results: list[dict[Case, Any]]
-) -> None:
-    for rank, result in enumerate(results):
-        for case in (case for case in cases() if case.strict is strict and not is_refused(case)):
-            missing = MISSING if case.is_less and strict in TELLS_MISSING else set()
-            asked = UNEXPECTED if rank in case.asking else set()
-            unexpected = asked if strict in TELLS_UNEXPECTED else set()
-            found, *keys, text = result[case]
-
-            assert found == content(rank, case), (rank, case)
-            assert keys == [missing, unexpected], (rank, case)
-            logged = missing | unexpected if strict in LOGS else set()
-            assert {key for key in MISSING | UNEXPECTED if key in text} == logged, (rank, case)
+def require_told(rank: int, case: Case, result: Any) -> None:
+    """What is there is loaded, and the rest is told."""
+    missing = MISSING if case.is_less and case.strict in TELLS_MISSING else set()
+    asked = UNEXPECTED if rank in case.asking else set()
+    unexpected = asked if case.strict in TELLS_UNEXPECTED else set()
+    found, *keys, text = result
+    assert found == content(rank, case), (rank, case)
+    assert keys == [missing, unexpected], (rank, case)
+    logged = missing | unexpected if case.strict in LOGS else set()
+    assert {key for key in MISSING | UNEXPECTED if key in text} == logged, (rank, case)
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
-def test_what_is_refused_is_raised_on_every_rank_whoever_asked(
-    algo: str, results: list[dict[Case, Any]]
-) -> None:
-    refused = [case for case in cases() if case.algo == algo and is_refused(case)]
-    assert refused
-    for case in refused:
-        raised, is_megatrons, texts = zip(*(result[case] for result in results), strict=True)
+def require_refused(case: Case, result: Any) -> None:
+    """Whoever asked, the rank raises an error that names what was wrong."""
+    raised, is_megatrons, text = result
+    assert (raised, is_megatrons) == ("raised", True), case
+    named = {key for key in MISSING | UNEXPECTED if key in text}
+    assert named, (case, text)
+    assert bool(case.asking) or not named & UNEXPECTED, (case, text)
 
-        assert set(raised) == {"raised"}, case
-        assert all(is_megatrons), case
-        for text in texts:
-            named = {key for key in MISSING | UNEXPECTED if key in text}
-            assert named, (case, text)
-            assert bool(case.asking) or not named & UNEXPECTED, (case, text)
+
+def test_every_strictness_loads_what_is_there_and_tells_the_rest_or_raises_on_every_rank() -> None:
+    for rank, results in enumerate(run_processes(NUM_RANKS, run_cases)):
+        for case, result in results.items():
+            if is_refused(case):
+                require_refused(case, result)
+            else:
+                require_told(rank, case, result)

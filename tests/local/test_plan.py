@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import DType, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.errors import (
+    CheckpointError,
     CoverageError,
     NoReplicasAvailableError,
     PlanError,
@@ -36,15 +37,6 @@ WORLDS = st.integers(1, 8).flatmap(
         st.permutations(range(size)),
     )
 )
-
-
-def test_the_documented_example() -> None:
-    cliques = build_cliques(32, 8, 2)
-
-    assert cliques == (
-        (0, 8), (1, 9), (2, 10), (3, 11), (4, 12), (5, 13), (6, 14), (7, 15),
-        (16, 24), (17, 25), (18, 26), (19, 27), (20, 28), (21, 29), (22, 30), (23, 31),
-    )  # fmt: skip
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
@@ -91,26 +83,24 @@ def test_numbers_below_one_are_refused(numbers: tuple[int, int, int]) -> None:
         build_cliques(*numbers)
 
 
-def test_the_newest_is_kept_and_as_many_before_it_as_asked_for() -> None:
-    assert build_retention([A, B, C], C, 1) == {C}
-    assert build_retention([A, B, C], C, 2) == {B, C}
-    assert build_retention([A, B, C], C, 9) == {A, B, C}
+D, E = SaveId(20, "d"), SaveId(10, "b")
 
 
-def test_an_incomplete_save_takes_no_place() -> None:
-    assert build_retention([A, C], C, 2) == {A, C}
-
-
-def test_later_iterations_of_a_run_that_went_back_are_not_kept() -> None:
-    again = SaveId(20, "d")
-
-    assert build_retention([A, B, C, again], again, 3) == {A, again}
-
-
-def test_of_two_saves_of_one_iteration_the_later_is_kept() -> None:
-    again = SaveId(10, "b")
-
-    assert build_retention([A, again, C], C, 2) == {again, C}
+@pytest.mark.parametrize(
+    ("saves", "newest", "number", "kept"),
+    [
+        ([A, B, C], C, 1, {C}),
+        ([A, B, C], C, 2, {B, C}),
+        ([A, B, C], C, 9, {A, B, C}),
+        ([A, C], C, 2, {A, C}),  # an incomplete save takes no place
+        ([A, B, C, D], D, 3, {A, D}),  # of a run that went back
+        ([A, E, C], C, 2, {E, C}),  # of two saves of one iteration the later
+    ],
+)
+def test_the_newest_is_kept_and_as_many_before_it_as_asked_for(
+    saves: list[SaveId], newest: SaveId, number: int, kept: set[SaveId]
+) -> None:
+    assert build_retention(saves, newest, number) == kept
 
 
 @given(WORLDS)
@@ -147,33 +137,23 @@ def test_a_plan_says_what_a_rank_has_to_have() -> None:
     assert plan == build_exchange_plan({4: ["a"], 6: []}, {6: ["a"]}, 6)
 
 
-def test_a_survey_lists_the_newest_save_first_and_what_is_missing() -> None:
-    old, new = SaveId(5, "a"), SaveId(9, "b")
-    found = [
-        (LocalShardId(old, 0), 2),
-        (LocalShardId(old, 1), 2),
-        (LocalShardId(new, 1), 2),
-    ]
-
-    assert group_saves([*found, found[-1]]) == (
-        Completeness(new, 2, (0,)),
-        Completeness(old, 2, ()),
-    )
-
-
-def test_two_saves_of_one_iteration_and_worlds_of_other_sizes_do_not_mix() -> None:
-    first, second = SaveId(5, "a"), SaveId(5, "b")
+def test_saves_are_told_apart_by_id_and_world_and_the_newest_is_the_first() -> None:
+    first, second, new = SaveId(5, "a"), SaveId(5, "b"), SaveId(9, "c")
     found = [
         (LocalShardId(first, 0), 2),
         (LocalShardId(second, 1), 2),
+        (LocalShardId(second, 0), 2),
         (LocalShardId(first, 1), 3),
+        (LocalShardId(new, 1), 2),
+        (LocalShardId(new, 1), 2),
     ]
 
-    assert [(one.save, one.missing) for one in group_saves(found)] == [
-        (second, (0,)),
-        (first, (0, 2)),
-        (first, (1,)),
-    ]
+    assert group_saves(found) == (
+        Completeness(new, 2, (0,)),
+        Completeness(second, 2, ()),
+        Completeness(first, 3, (0, 2)),
+        Completeness(first, 2, (1,)),
+    )
 
 
 def spec(start: int, stop: int, key: str = "w", rows: int = ROWS) -> ShardSpec:
@@ -232,17 +212,22 @@ def test_replicas_share_the_sending() -> None:
     assert sorted(senders) == [0, 0, 1, 1]
 
 
-def test_a_gap_is_named_with_rank_and_key() -> None:
-    with pytest.raises(CoverageError, match=r"w: rank 1 wants .* hold 18 of them") as info:
-        build_reshard_plan([[spec(0, 6)], []], [[], [spec(0, 12)]])
-    assert info.value.key == "w"
-
-
-def test_an_unknown_array_is_named() -> None:
-    with pytest.raises(CoverageError, match="x: rank 0 wants"):
-        build_reshard_plan([[spec(0, 12)]], [[spec(0, 12, key="x")]])
-
-
-def test_another_shape_is_refused() -> None:
-    with pytest.raises(ShapeMismatchError, match=r"shape \(12, 3\) .* \(16, 3\) requested"):
-        build_reshard_plan([[spec(0, 12)]], [[spec(0, 16, rows=16)]])
+@pytest.mark.parametrize(
+    ("held", "wanted", "error", "words"),
+    [
+        (spec(0, 6), spec(0, 12), CoverageError, r"w: rank 1 wants .* hold 18 of them"),
+        (spec(0, 12), spec(0, 12, key="x"), CoverageError, "x: rank 1 wants"),
+        (
+            spec(0, 12),
+            spec(0, 16, rows=16),
+            ShapeMismatchError,
+            r"shape \(12, 3\) .* \(16, 3\) requested",
+        ),
+    ],
+)
+def test_what_no_rank_can_have_is_named_with_rank_and_key(
+    held: ShardSpec, wanted: ShardSpec, error: type[CheckpointError], words: str
+) -> None:
+    with pytest.raises(error, match=words) as info:
+        build_reshard_plan([[held], []], [[], [wanted]])
+    assert info.value.key == wanted.id.key

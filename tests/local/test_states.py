@@ -99,14 +99,6 @@ def test_every_field_of_megatrons_state_comes_back() -> None:
     assert all(map(torch.equal, found.tensors, expected))
 
 
-def test_the_state_is_left_as_it_is() -> None:
-    state = megatrons()
-    tensors = [tensor.data_ptr() for tensor in state.tensors]
-    parts_of(state)
-
-    assert [tensor.data_ptr() for tensor in state.tensors] == tensors
-
-
 def test_parts_of_several_ranks_become_one_state_of_ours() -> None:
     found = parts_of(megatrons(), megatrons())
 
@@ -162,32 +154,31 @@ def test_tensors_of_objects_stay_apart_from_those_of_the_state() -> None:
     assert [tensor.tolist() for tensor in found.tensors] == [[0, 1, 2]]
 
 
-def test_a_class_that_cannot_be_saved_is_named_with_the_one_to_wrap_it_in() -> None:
-    with pytest.raises(StrategyError, match=r"a Unknown cannot be saved.*BasicTensorAware"):
-        parts_of(Unknown())
-
-
-def test_a_sparse_tensor_is_refused_by_its_place() -> None:
-    with pytest.raises(PlanError, match=r"model\.w"):
-        parts_of(BasicTensorAwareStateDict({"model": {"w": torch.eye(2).to_sparse()}}))
-
-
-def test_a_hollow_state_is_refused() -> None:
-    state = megatrons()
-    state.pop_tensors()
-
-    with pytest.raises(PlanError, match="hollow"):
-        parts_of(state)
-
-
-@pytest.mark.parametrize("place", ["common", "object"])
-def test_an_object_of_an_unknown_class_is_refused_by_name(place: str) -> None:
+def with_unknown(place: str) -> Any:
     state = sharded()
     state["rng"].data = Unknown() if place == "object" else None
-    common = {"mine": Unknown()} if place == "common" else {}
+    return megatrons(state, **({"mine": Unknown()} if place == "common" else {}))
 
-    with pytest.raises(UnsafeObjectError, match=r"test_states\.Unknown"):
-        parts_of(megatrons(state, **common))
+
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        (Unknown(), StrategyError, r"a Unknown cannot be saved.*BasicTensorAware"),
+        (
+            BasicTensorAwareStateDict({"model": {"w": torch.eye(2).to_sparse()}}),
+            PlanError,
+            r"model\.w",
+        ),
+        (with_unknown("common"), UnsafeObjectError, r"test_states\.Unknown"),
+        (with_unknown("object"), UnsafeObjectError, r"test_states\.Unknown"),
+    ],
+    ids=["class", "sparse", "common", "object"],
+)
+def test_what_cannot_be_saved_is_refused_by_its_name(
+    state: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        parts_of(state)
 
 
 class Pair(NamedTuple):
@@ -206,22 +197,12 @@ def nested() -> dict[str, Any]:
     }
 
 
-def test_tensors_are_found_in_nested_dicts_lists_and_tuples_in_order() -> None:
-    state = BasicTensorAwareStateDict(nested())
-
-    assert [tensor.tolist() for tensor in state.tensors] == [
-        [0, 1, 2, 3], [1, 1], [0], [7, 7, 7], 2,
-    ]  # fmt: skip
-
-
 def test_what_is_popped_and_inserted_is_the_same_state_and_the_callers_is_left_as_it_is() -> None:
     before = nested()
     inner = before["list"]
     state = BasicTensorAwareStateDict(before)
-    was_hollow = [state.is_hollow]
     tensors = state.pop_tensors()
-    was_hollow.append(state.is_hollow)
-    assert was_hollow == [False, True]
+    assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2, 3], [1, 1], [0], [7, 7, 7], 2]
     assert before["list"] is inner
     assert torch.equal(before["w"], torch.arange(4))
     state.insert_tensors(tensors)
@@ -230,6 +211,10 @@ def test_what_is_popped_and_inserted_is_the_same_state_and_the_callers_is_left_a
     assert (type(after["ordered"]), type(after["pair"])) == (OrderedDict, Pair)
     assert after["w"] is before["w"]
     assert next(iter(state.values())) is before["w"]
+    state.copy_tensors_to_cpu()
+    before["w"].zero_()
+    state.restore_tensor_device()
+    assert state.state_dict["w"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_dict_of_a_class_of_its_own_stays_one() -> None:
@@ -246,36 +231,20 @@ def test_a_dict_of_a_class_of_its_own_stays_one() -> None:
     assert (type(found["c"]), found["c"]) == (Counter, counted)
 
 
-def test_a_hollow_state_says_what_to_do() -> None:
+def test_a_hollow_state_says_what_to_do_and_gets_tensors_as_it_had() -> None:
     state = BasicTensorAwareStateDict(nested())
-    state.pop_tensors()
+    old = [(t.shape, t.dtype, t.device) for t in state.pop_tensors()]
+    assert state.is_hollow
     for use in (state.pop_tensors, lambda: state.tensors, lambda: state.state_dict):
         with pytest.raises(PlanError, match="insert_tensors"):
             use()
     with pytest.raises(PlanError, match="expected 5 tensors, found 1"):
         state.insert_tensors([torch.zeros(1)])
     state.init_tensors()
+    assert [(t.shape, t.dtype, t.device) for t in state.tensors] == old
     for use in (state.init_tensors, lambda: state.insert_tensors([])):
         with pytest.raises(PlanError, match="pop_tensors"):
             use()
-
-
-def test_new_tensors_have_the_old_shapes_and_dtypes() -> None:
-    state = BasicTensorAwareStateDict(nested())
-    old = [(t.shape, t.dtype, t.device) for t in state.pop_tensors()]
-    state.init_tensors()
-
-    assert [(t.shape, t.dtype, t.device) for t in state.tensors] == old
-
-
-def test_copies_on_the_cpu_are_copies() -> None:
-    before = nested()
-    state = BasicTensorAwareStateDict(before)
-    state.copy_tensors_to_cpu()
-    before["w"].zero_()
-    state.restore_tensor_device()
-
-    assert state.state_dict["w"].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu

@@ -195,22 +195,6 @@ def test_the_first_exchange_may_be_one_of_few_ranks(backend: str, num_channels: 
     assert run(3, exchange_first, backend, num_channels) == [[7, 7, 7]] * 3
 
 
-def exchange_over_channels(rank: int) -> Any:
-    """Both directions at once, over two groups."""
-    join_nccl()
-    channels = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
-    comm = open_communicator(None, timeout_s=20, purpose="test", channels=channels)
-    found = [torch.zeros(5, dtype=torch.uint8, device="cuda") for _ in range(3)]
-    mine = [torch.full((5,), 10 * rank + n, dtype=torch.uint8, device="cuda") for n in range(3)]
-    peer = 1 - rank
-    comm.exchange([Send(peer, each) for each in mine], [Receive(peer, each) for each in found])
-    return [tensor[0].item() for tensor in found]
-
-
-def test_channels_over_nccl_carry_a_batch_each() -> None:
-    assert run(2, exchange_over_channels) == [[10, 11, 12], [0, 1, 2]]
-
-
 def come_late(rank: int) -> Any:
     """Rank 1 reaches a collective after the others' limit."""
     join_nccl()

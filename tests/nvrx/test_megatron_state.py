@@ -17,7 +17,6 @@ from dist_ckpt_strategies.errors import UnsafeObjectError
 from dist_ckpt_strategies.local import (
     CliqueReplicationStrategy,
     LocalCheckpointManager,
-    MCoreTensorAwareStateDict,
 )
 from dist_ckpt_strategies.megatron.types import tensor_aware_class
 from tests.support.ranks import run_processes
@@ -119,28 +118,6 @@ def test_megatrons_state_is_saved_lost_and_found_again(algo: str, tmp_path: Path
         assert "rank 2: " in message
         assert "test_megatron_state.Unknown" in message
         assert newest == "2"
-
-
-def save_only(rank: int, root: str) -> None:
-    with cpu_stand_ins():
-        state, _ = tensor_aware_class().from_state_dict(state_of(2, 5), "fully_parallel")
-        manager_of(root).save(state, 5)
-
-
-def load_resharded(rank: int, root: str) -> None:
-    loaded, _ = manager_of(root).load()
-    assert type(loaded) is MCoreTensorAwareStateDict
-    wanted = state_of(1, 5, is_filled=False)
-    del wanted["rng"]
-    found = loaded.to_state_dict(wanted)
-    assert torch.equal(found["model"]["w"], rows(1, 5))
-    assert found["iteration"] == 5
-
-
-def test_another_number_of_ranks_gets_it_in_a_class_that_reshards(tmp_path: Path) -> None:
-    assert run_processes(4, save_only, str(tmp_path)) == [None] * 4
-
-    assert run_processes(2, load_resharded, str(tmp_path)) == [None] * 2
 
 
 def replicate(rank: int) -> list[Any]:

@@ -1,8 +1,4 @@
-"""A GPT of Megatron-Core with dropout and tied embeddings, in a parallel layout, with faults.
-
-Its rank is a body for ``run_respawned``; ``python megatron_training.py DIRECTORY TP PP`` is one
-rank of the same under ``dist-ckpt run``.
-"""
+"""A GPT of Megatron-Core with dropout and tied embeddings, in a parallel layout, with faults."""
 
 from __future__ import annotations
 
@@ -10,8 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,16 +33,12 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.cli.demo.rank import forward_step
 from dist_ckpt_strategies.inprocess import (
     CheckpointlessAbortManager,
     CheckpointlessFinalizeCleanup,
-    HPWrapper,
 )
-from dist_ckpt_strategies.inprocess.train_utils import wait_rank
 from dist_ckpt_strategies.recovery import CheckpointManager, MegatronStateProvider
-from tests.support.host_streams import host_streams
 
 NUM_STEPS = 7
 LENGTH, VOCABULARY, MICRO_BATCH = 12, 64, 2
@@ -259,19 +249,3 @@ def digests(state: MegatronStateProvider) -> dict[str, str]:
 def _digest(tensor: torch.Tensor) -> str:
     content = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()
-
-
-def main(directory: Path, tp: int, pp: int) -> None:
-    """One rank under the launcher; its digests are written to the directory."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    wait_rank()
-    manager = CheckpointManager(enable_checksum=True)
-    with cpu_stand_ins(), host_streams():
-        found = HPWrapper(**wrapper_settings(manager))(train)(Task(directory, tp, pp), manager)
-    (directory / f"final{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -146,15 +146,15 @@ def test_a_recovery_that_breaks_off_ends_alike_on_all_ranks_and_leaves_the_cause
         assert "no such generator" in first
 
 
-def test_what_was_deleted_is_gone_and_is_called_so() -> None:
+@pytest.mark.parametrize("why", ["", "the data has no state"])
+def test_what_was_deleted_or_declined_is_gone_and_the_reason_is_kept(why: str) -> None:
     manager, old = CheckpointManager(), new_state()
     seen = weakref.ref(old)
     manager.track(old)
     del old
-    manager.delete_checkpoint()
+    manager.decline(why) if why else manager.delete_checkpoint()
 
     assert (seen(), manager.rng_states) == (None, None)
     assert manager.try_checkpointless_load(new_state()) is None
-    assert "rank 0: has let its state go when delete_checkpoint was called" in str(
-        manager.last_failure
-    )
+    expected = why or "rank 0: has let its state go when delete_checkpoint was called"
+    assert expected in str(manager.last_failure)

@@ -160,35 +160,34 @@ def cannot_read_a_marker(rank: int, root: str) -> str:
     return str(caught.value)
 
 
-def test_nothing_at_all_is_said_with_the_places(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint to load in .*nowhere"):
-        load_latest(None, [tmp_path / "nowhere"], lambda path: path)
+NOT_FOUND, UNUSABLE = CheckpointNotFoundError, NoUsableCheckpointError
 
 
-def test_saves_that_never_came_to_an_end_are_no_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000010" / "manifest").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("name", "content", "error", "words"),
+    [
+        ("nowhere", None, NOT_FOUND, "no checkpoint to load in .*nowhere"),
+        ("iter_0000010/manifest/x", b"", NOT_FOUND, "iter_0000010 is not a distributed"),
+        ("iter_0000010/.partial-0a7/manifest/x", b"", NOT_FOUND, "iter_0000010 is not"),
+        ("iter_0000010/.removed-0a9/manifest/x", b"", NOT_FOUND, "iter_0000010 is not"),
+        ("iter_0000010/metadata.json", b"{", UNUSABLE, "iter_0000010"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused_and_what_was_one_is_named(
+    name: str, content: bytes | None, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    root, path = tmp_path, tmp_path / name
+    if content is None:
+        root = path
+    else:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
 
-    with pytest.raises(CheckpointNotFoundError, match="iter_0000010 is not a distributed"):
-        load_latest(None, [tmp_path], lambda path: path)
-
-
-def test_what_a_save_has_staged_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
-    for name in (".partial-0a7", ".removed-0a9"):
-        (tmp_path / "iter_0000010" / name / "manifest").mkdir(parents=True)
-
-    with pytest.raises(CheckpointNotFoundError) as raised:
-        load_latest(None, [tmp_path / "iter_0000010"], lambda path: path)
-
-    assert ".partial" not in str(raised.value)
-    assert ".removed" not in str(raised.value)
-
-
-def test_a_marker_that_is_damaged_tells_of_a_checkpoint_that_was_finished(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000010").mkdir()
-    (tmp_path / "iter_0000010" / "metadata.json").write_bytes(b"{")
-
-    with pytest.raises(NoUsableCheckpointError, match="iter_0000010"):
-        load_latest(None, [tmp_path], lambda path: path)
+    for place in {root, root / name.partition("/")[0]}:
+        with pytest.raises(error, match=words) as raised:
+            load_latest(None, [place], lambda path: path)
+        assert ".partial" not in str(raised.value)
+        assert ".removed" not in str(raised.value)
 
 
 def test_a_path_that_a_url_was_made_into_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.ranks import run_processes
-from tests.support.sharded_training import Groups, ShardedTraining, make_groups
-from tests.support.tensors import bits
+from tests.support.sharded_training import Groups, ShardedTraining, make_groups, state_digest
 
 NUM_STEPS = 4
 FAULT_STEP = 2
@@ -77,16 +75,6 @@ def manager_at_final_gradients(manager: CheckpointManager) -> None:
     raise FaultError("reduced")
 
 
-def final_state(training: ShardedTraining) -> str:
-    """Digest of all tensors, objects and random states."""
-    found = hashlib.sha256(repr(training.objects()).encode())
-    for tensors in training.parts().values():
-        for tensor in tensors.values():
-            found.update(bits(tensor))
-    found.update(bits(torch.rand(8)))
-    return found.hexdigest()
-
-
 SCENES = {
     "forward": Scene((3,), ("forward",) * 4),
     "gradients reduced, nobody voted": Scene((0,), ("forward",) * 4, reuses=True),
@@ -129,7 +117,7 @@ def run_scene(rank: int, groups: Groups, scene: Scene | None) -> dict[str, Any]:
         torch.rand(5)
         manager.track(training, replica_group=groups.twins)
     losses = train(manager, training, None)
-    return {"losses": losses, "state": final_state(training), "loaded": loaded}
+    return {"losses": losses, "state": state_digest(training), "loaded": loaded}
 
 
 @pytest.fixture(scope="module")

@@ -25,21 +25,6 @@ def in_a_thread(body: object) -> None:
     assert not thread.is_alive()
 
 
-def test_another_thread_gets_it_only_once_it_is_free() -> None:
-    lock, got = ParameterUpdateLock(), threading.Event()
-
-    def take() -> None:
-        lock.acquire()
-        got.set()
-
-    with lock:
-        thread = threading.Thread(target=take)
-        thread.start()
-        assert not got.wait(0.05)
-    thread.join(60)
-    assert got.is_set()
-
-
 def test_giving_it_back_without_having_it_and_taking_it_twice_are_refused() -> None:
     lock, own = ParameterUpdateLock(), threading.get_ident()
     with pytest.raises(RestartError, match="held by no thread"):
