@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import PAGES, ROOT, expected_outputs, python_blocks
+from tests.support.pages import ROOT, expected_outputs, python_blocks
 from tests.support.pythons import Python
 
 _BETWEEN = "--- next block ---"
@@ -219,13 +219,6 @@ SCRIPTS = {
     "docs/adopt.md": (_MEGATRON_LM_BEFORE, _MEGATRON_LM_AFTER),
 }
 
-ELSEWHERE = {
-    "docs/recovery.md": "tests/test_recovery_page.py",
-    "docs/recovery_agent.md": "tests/inprocess/test_agent.py",
-    "docs/integrations.md": "tests/integrations/test_lightning_page.py",
-}
-"""Pages whose scripts need several ranks, or a library of their own, and what runs them."""
-
 CHANGES = {
     "docs/format2.md": {
         '"iter_0001000': '"iter_0000999',
@@ -265,13 +258,6 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
     assert [p for p, e in zip(printed, expected, strict=True) if e is not None] == [
         e for e in expected if e is not None
     ]
-
-
-def test_the_code_of_every_page_is_run_somewhere() -> None:
-    with_code = {str(page.relative_to(ROOT)) for page in PAGES if python_blocks(page)}
-
-    assert with_code == {*SCRIPTS, *ELSEWHERE}
-    assert all((ROOT / test).exists() for test in ELSEWHERE.values())
 
 
 @pytest.mark.multiprocess

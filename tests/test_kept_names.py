@@ -19,7 +19,6 @@ import pytest
 
 from dist_ckpt_strategies import inprocess, local
 from dist_ckpt_strategies.integrations.nemo import auto_resume_class, strategy_class
-from dist_ckpt_strategies.megatron.types import tensor_aware_class
 from tests.support.kept import own_parameters, require_understood
 
 
@@ -64,16 +63,6 @@ def test_the_name_is_kept_and_calls_as_the_reference_states_them_are_understood(
     assert found(name) is not None
     if parameters is not None:
         require_understood(found(name), parameters)
-
-
-@pytest.mark.parametrize("name", ["from_state_dict", "to_state_dict"])
-def test_a_sharded_state_is_made_and_turned_back_by_megatrons_signatures(name: str) -> None:
-    ours = own_parameters(getattr(local.MCoreTensorAwareStateDict, name))
-    theirs = own_parameters(getattr(tensor_aware_class(), name))
-
-    assert [(p.name, p.kind, p.default) for p in ours] == [
-        (p.name, p.kind, p.default) for p in theirs
-    ]
 
 
 def test_the_abstract_members_are_those_of_the_reference() -> None:

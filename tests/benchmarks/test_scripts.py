@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import (
     async_save,
@@ -26,8 +23,6 @@ from tests.support.scripts import Results, command, results_of
 
 pytestmark = pytest.mark.multiprocess
 
-CORES = sorted(os.sched_getaffinity(0))
-needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="there is one core only")
 WHY_NO_MOTO = object_stores.why_not(object_stores.MOTO)
 
 
@@ -94,32 +89,6 @@ def test_asynchronous_saves(tmp_path: Path) -> None:
     for line in results.of_kind("sample"):
         if line["step"] == async_save.BLOCKING:
             assert line["values"]["seconds"] < line["values"]["until_there"]
-
-
-@needs_two_cores
-def test_what_a_save_starts_stays_off_the_core_of_training() -> None:
-    found: dict[str, set[int]] = {}
-    stop = threading.Event()
-
-    def note(name: str) -> None:
-        stop.wait(30)
-        found[name] = os.sched_getaffinity(0)
-
-    threads = [threading.Thread(target=note, args=(name,)) for name in ("old", "new")]
-    threads[0].start()
-    schedule = async_save.Schedule(CORES[-1], CORES[0], 0.001, 2)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would share the one core
-    try:
-        steps = async_save.run_beside(schedule, threads[1].start, lambda: True, stop.set)
-    finally:
-        stop.set()
-        torch.set_num_threads(num_threads)
-        os.sched_setaffinity(0, set(CORES))
-        for thread in threads:
-            thread.join()
-    assert found == {"old": {CORES[0]}, "new": {CORES[0]}}
-    assert (len(steps.before), len(steps.during), len(steps.after)) == (2, 1, 2)
 
 
 @pytest.mark.parametrize(

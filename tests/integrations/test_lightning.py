@@ -121,10 +121,7 @@ def run_alone(
                 flags,
             ],
             default_root_dir=scratch,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **lightning_job.QUIET,
             **loops,
         )
         if loaded is None:
@@ -262,10 +259,7 @@ def test_without_an_answer_from_memory_the_connector_loads_the_checkpoint(tmp_pa
         trainer: Any = pl.Trainer(
             accelerator="cpu",
             devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **lightning_job.QUIET,
             num_sanity_val_steps=0,
             limit_val_batches=0,
             default_root_dir=tmp_path,
