@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.pages import ROOT, expected_outputs, python_blocks
+from tests.support.processes import finished
 from tests.support.pythons import Python
 
 _BETWEEN = "--- next block ---"
@@ -263,10 +262,10 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
 @pytest.mark.multiprocess
 def test_the_terminal_pictures_can_be_drawn(tmp_path: Path) -> None:
     script = ROOT / "docs" / "pictures.py"
-    command = [sys.executable, str(script), "--out", str(tmp_path), "verify"]
-    variables = {"PYTHONPATH": str(ROOT)}
 
-    subprocess.run(command, env=os.environ | variables, timeout=250, check=True)
+    finished(
+        sys.executable, script, "--out", tmp_path, "verify", variables={"PYTHONPATH": str(ROOT)}
+    )
 
     drawn = (tmp_path / "verify.svg").read_text().replace("&#160;", " ")
     assert "$ dist-ckpt verify checkpoint" in drawn

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import write_checkpoint, write_format2
+from tests.support.processes import finished
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,10 +36,7 @@ LISTING = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
 
 def loaded_by(code: str, *args: str) -> set[str]:
     """The top-level modules that are there after the code."""
-    command = [sys.executable, "-c", f"{code}\n{LISTING}", *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    found = set(done.stdout.split())
+    found = set(finished(sys.executable, "-c", f"{code}\n{LISTING}", *args).stdout.split())
     assert "dist_ckpt_strategies" in found
     return found
 

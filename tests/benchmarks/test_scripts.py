@@ -18,7 +18,7 @@ from benchmarks import (
     tools,
     two_stage,
 )
-from benchmarks.candidates.one_state import MAKERS, RAW_PLAIN
+from benchmarks.candidates import one_state
 from tests.support.scripts import Results, command, results_of
 
 pytestmark = pytest.mark.multiprocess
@@ -38,26 +38,11 @@ def measured(results: Results) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_saves_and_loads(tmp_path: Path) -> None:
-    results = results_of("save_load.py", tmp_path)
-    run, found = results.lines[0], measured(results)
-
-    assert (run["kind"], "--smoke" in run["command"]) == ("run", True)
-    assert run["versions"]["torch"]
-    assert set(found) == set(MAKERS)
-    durable = {
-        name: {x["values"].get("durable_seconds", 0) - x["values"]["seconds"] for x in lines}
-        for name in ("torch.save", "zarr 1", RAW_PLAIN)
-        if (lines := [x for x in found[name] if x["step"] == "save"])
-    }
-    assert min(durable["torch.save"]) > 0
-    assert durable["zarr 1"] == {0}
-    assert max(durable[RAW_PLAIN]) < 0  # what it leaves to the kernel is not waited for
-
-
 @pytest.mark.parametrize(
     ("script", "options", "candidates"),
     [
+        ("save_load.py", (), set(one_state.MAKERS)),
+        ("async_save.py", (), {async_save.TRAINING, *async_save.MAKERS}),
         ("scaling.py", (), None),
         (
             "two_stage.py",
@@ -80,15 +65,6 @@ def test_every_candidate_is_measured_or_said_to_be_missing(
 
     assert found
     assert candidates is None or set(found) == candidates
-
-
-def test_asynchronous_saves(tmp_path: Path) -> None:
-    results = results_of("async_save.py", tmp_path, limit_s=240)
-
-    assert set(measured(results)) - {async_save.TRAINING} == set(async_save.MAKERS)
-    for line in results.of_kind("sample"):
-        if line["step"] == async_save.BLOCKING:
-            assert line["values"]["seconds"] < line["values"]["until_there"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,11 @@ def write_packed(root: Path, *damaged: str) -> None:
         (root / "packed" / name).write_bytes(b"")
 
 
+def write_huge(shape: list[int], root: Path) -> None:
+    """An array of one element to a chunk."""
+    write_metadata(root / "huge", shape=shape, chunks=[1] * len(shape))
+
+
 def write_older(root: Path, *numbers: int) -> None:
     """An object of the older form, which ends at the largest offset."""
     for number in numbers:
@@ -299,9 +305,7 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[str, str | None, str]]]] = {
     "all shards of the older form": (lambda root: write_older(root, 0, 1, 2), []),
     **{
         f"a shape beyond all bounds, {shape}": (
-            lambda root, shape=shape: write_metadata(
-                root / "huge", shape=shape, chunks=[1] * len(shape)
-            ),
+            partial(write_huge, shape),
             [("missing_file", "huge", "huge")],
         )
         for shape in ([10**15], [10**6, 10**6], [10**30])

@@ -1,4 +1,4 @@
-"""The judge of the campaigns lets what is right pass, and nothing that must not happen."""
+"""The judge of the campaigns notices what must not happen; the campaigns show what it lets pass."""
 
 from __future__ import annotations
 
@@ -96,23 +96,6 @@ def training(strike: Strike | None, answers: dict[int, Answer]) -> Iterable[str]
 
 
 VERIFIED = {"g3": 0, "g5": 0, "g7": 1}
-RIGHT: dict[str, Iterable[str]] = {
-    "the newest": recovery(everyone(at_step(5))),
-    "the beginning": recovery(everyone(refused(NOTHING)), EMPTY),
-    "the beginning after damage": recovery(everyone(refused(UNUSABLE)), BROKEN),
-    "an older one, disturbed": disturbed(Strike.FAIL, everyone(at_step(3))),
-    "a disturbed load fails": disturbed(Strike.FAIL, everyone(refused(OURS))),
-    "contact is lost": disturbed(Strike.KILL, everyone(refused(LOST), r2=Gone(-9))),
-    "a save succeeds": training(Strike.FAIL, everyone(saved(None))),
-    "a save fails": training(Strike.FAIL, everyone(saved(OURS))),
-    "a rank is killed": training(Strike.KILL, everyone(saved(LOST), r2=Gone(-9))),
-    "a store is late": training(Strike.KILL, everyone(saved(LATE), r2=Gone(-9))),
-    "an attempt fails": check_attempt(everyone(attempted(OURS)), 2),
-    "an attempt succeeds": check_attempt(everyone(attempted(None)), 2),
-    "undisturbed": check_attempt(everyone(attempted(None)), None),
-    "verify": check_verified(LEDGER, VERIFIED),
-    "pruned": check_pruned({"g3": 3, "g5": 5, "g7": 7}, ["g5", "g7"], 2),
-}
 WRONG: dict[str, Iterable[str]] = {
     "older": recovery(everyone(at_step(5), r1=at_step(3)(1))),
     "broken": recovery(everyone(at_step(5), r1=at_step(7)(1))),
@@ -152,10 +135,6 @@ WRONG: dict[str, Iterable[str]] = {
         REFERENCE,
     ),
 }
-
-
-def test_what_is_right_passes() -> None:
-    assert {name: found for name, wrong in RIGHT.items() if (found := list(wrong))} == {}
 
 
 def test_what_is_wrong_is_noticed() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
 )
 from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager, Tier  # noqa: E402
 from tests.integrations import lightning_job  # noqa: E402
+from tests.support.processes import finished  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
 
@@ -52,15 +51,7 @@ def run_job(scratch: Path, faults: list[Any], **trainer: Any) -> dict[str, Any]:
     variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     launcher = [sys.executable, "-P", "-m", "dist_ckpt_strategies.cli", "run", "--nproc", "4"]
     script = Path(__file__).with_name("lightning_job.py")
-    done = subprocess.run(
-        [*launcher, str(script), str(task)],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=270,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    finished(*launcher, script, task, limit_s=270, variables=variables)
     lines = [
         json.loads(line)
         for path in sorted(scratch.glob("lines*"))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -13,24 +11,11 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt_strategies
+from tests.support.processes import finished
 
 pytest.importorskip("build", reason="the extra `test` has it")
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    done = subprocess.run(
-        [*map(str, command)],
-        cwd=cwd,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +24,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("built")
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
     shutil.copytree(ROOT, root / "tree", ignore=ignored)
-    run(sys.executable, "-m", "build", "--no-isolation", "-o", root / "dist", cwd=root / "tree")
+    finished(
+        sys.executable, "-m", "build", "--no-isolation", "-o", root / "dist", cwd=root / "tree"
+    )
     (wheel,), (sdist,) = ((root / "dist").glob(f"*.{kind}") for kind in ("whl", "tar.gz"))
     return wheel, sdist
 
@@ -64,15 +51,15 @@ def test_the_archives_have_every_file_and_the_wheel_no_other(built: tuple[Path, 
 
 def test_the_wheel_works_where_it_is_installed(built: tuple[Path, Path], tmp_path: Path) -> None:
     install = ("install", "--no-deps", "--no-index", "--quiet", "--target", tmp_path / "site")
-    run(sys.executable, "-m", "pip", *install, built[0], cwd=tmp_path)
+    finished(sys.executable, "-m", "pip", *install, built[0], cwd=tmp_path)
     packed = ROOT / "tests" / "golden" / "data" / "m0123_tp4_modelonly.tar.xz"
     shutil.unpack_archive(packed, tmp_path, filter="data")
     place = tmp_path / "m0123_tp4_modelonly" / "ckpt"
     script = tmp_path / "site" / "bin" / "dist-ckpt"
     site = {"PYTHONPATH": str(tmp_path / "site")}
 
-    version = run(sys.executable, script, "--version", cwd=tmp_path, **site)
-    checked = run(sys.executable, script, "verify", place, cwd=tmp_path, **site)
+    version = finished(sys.executable, script, "--version", cwd=tmp_path, variables=site).stdout
+    checked = finished(sys.executable, script, "verify", place, cwd=tmp_path, variables=site).stdout
 
     assert version.startswith(f"dist-ckpt {dist_ckpt_strategies.__version__} (")
     assert " is whole\n" in checked
