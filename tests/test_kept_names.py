@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies import inprocess, local
-from dist_ckpt_strategies.integrations.nemo import auto_resume_class, strategy_class
 from tests.support.kept import own_parameters, require_understood
 
 
@@ -41,14 +40,6 @@ KEPT = {
     name: parameters
     for name, parameters in kept_names().items()
     if not name.startswith("integrations.lightning.") or find_spec("lightning")
-}
-NEMOS = {
-    "setup": "trainer",
-    "setup_distributed": "",
-    "load_model_state_dict": "checkpoint, strict=True",
-    "get_wrapper": "",
-    "is_peft": "",
-    "teardown": "",
 }
 
 
@@ -96,18 +87,3 @@ def test_the_wrapper_takes_the_documented_parameters_by_name() -> None:
     assert all(one.kind is one.KEYWORD_ONLY for one in own.values())
     (default_abort,) = own["abort"].default.instances
     assert isinstance(default_abort, inprocess.HPAbortTorchDistributed)
-
-
-@pytest.mark.parametrize("name", NEMOS)
-def test_the_strategy_of_nemo_has_the_documented_methods(name: str) -> None:
-    own = own_parameters(getattr(strategy_class(object), name))
-    expected = [part.partition("=")[0] for part in NEMOS[name].split(", ") if part]
-
-    assert [parameter.name for parameter in own] == expected
-
-
-def test_the_resumption_of_nemo_takes_the_documented_parameters() -> None:
-    setup: Any = getattr(auto_resume_class(object), "setup")  # noqa: B009 - it is made here
-    own = own_parameters(setup)
-
-    assert [(p.name, p.default) for p in own[1:]] == [("model", None), ("force_setup", False)]

@@ -91,7 +91,6 @@ def run_alone(
     scratch: Path,
     faults: list[PlannedFault],
     loops: dict[str, Any],
-    manager: CheckpointManager | None = None,
     loaded: list[Any] | None = None,
 ) -> Any:
     """One rank in this process: its final state and counts, and the losses of all attempts.
@@ -99,7 +98,7 @@ def run_alone(
     With ``loaded`` a TieredCheckpointManager does the loading, and what it loads is put there.
     """
     scratch.mkdir()
-    manager = manager or CheckpointManager()
+    manager = CheckpointManager()
 
     def block(call: HPCallWrapper | None = None) -> Any:
         torch.manual_seed(3)
@@ -136,31 +135,6 @@ def run_alone(
     found = wrapper(block)()
     lines = map(json.loads, (scratch / "lines").read_text().splitlines())
     return found, {tuple(line) for line in lines if line[0] == "loss"}
-
-
-class InterruptedOnce(CheckpointManager):
-    """A fault after the vote of step 2, and before its update."""
-
-    is_over = False
-
-    def begin_update(self) -> None:
-        """See CheckpointManager."""
-        if self.global_step == 2 and not self.is_over:
-            self.is_over = True
-            raise ValueError("between the vote and the update")
-        super().begin_update()
-
-
-def test_a_step_that_no_rank_has_ended_is_refused_with_the_reason_and_training_begins_anew(
-    tmp_path: Path,
-) -> None:
-    manager, loops = InterruptedOnce(), {"max_epochs": 2}
-    undisturbed = run_alone(tmp_path / "undisturbed", [], loops)
-
-    assert run_alone(tmp_path / "fault", [], loops, manager) == undisturbed
-    assert manager.is_over
-    assert "which only its trainer can complete" in str(manager.last_failure)
-    assert manager.last_report is None
 
 
 @pytest.mark.parametrize("loops", LOOPS, ids=str)
