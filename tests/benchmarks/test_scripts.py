@@ -61,7 +61,7 @@ def measured(results: Results) -> dict[str, list[dict[str, Any]]]:
 def test_every_candidate_is_measured_or_said_to_be_missing(
     script: str, options: tuple[str, ...], candidates: set[str] | None, tmp_path: Path
 ) -> None:
-    found = measured(results_of(script, tmp_path, *options, limit_s=240))
+    found = measured(results_of(script, tmp_path, *options))
 
     assert found
     assert candidates is None or set(found) == candidates
