@@ -67,35 +67,31 @@ def test_the_variables_of_amazons_tools_come_after_our_own(environ: dict[str, st
     assert store_options_from_environment() == StoreOptions("http://theirs", "nearer")
 
 
-@pytest.mark.parametrize("field", sorted({f.name for f in fields(Options)} - {"store"}))
-@pytest.mark.parametrize("value", ["many", "1 000", "0x10", "-1", "-0", "nan", "inf"])
-def test_a_variable_that_makes_no_sense_is_refused_naming_the_option(
-    field: str, value: str, environ: dict[str, str]
-) -> None:
-    environ[f"DIST_CKPT_{field.upper()}"] = value
-    with pytest.raises(StrategyError, match=f"(?i){field}") as caught:
-        options_from_environment()
+NONSENSE = [
+    (f"DIST_CKPT_{one.name.upper()}", value)
+    for one in fields(Options)
+    if one.name != "store"
+    for value in ("many", "1 000", "0x10", "-1", "-0", "nan", "inf")
+]
+NONSENSE_OF_STORES = [
+    ("DIST_CKPT_S3_ENDPOINT", "store:9000"),
+    ("AWS_ENDPOINT_URL", "s3://store"),
+    ("DIST_CKPT_S3_CREDENTIALS", "secret"),
+    ("DIST_CKPT_STORE_TIMEOUT_S", "0"),
+    ("DIST_CKPT_STORE_TIMEOUT_S", "soon"),
+    ("DIST_CKPT_STORE_MAX_RETRIES", "1.5"),
+]
 
-    assert "expected" in str(caught.value) or "engine" in str(caught.value)
 
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("DIST_CKPT_S3_ENDPOINT", "store:9000"),
-        ("AWS_ENDPOINT_URL", "s3://store"),
-        ("DIST_CKPT_S3_CREDENTIALS", "secret"),
-        ("DIST_CKPT_STORE_TIMEOUT_S", "0"),
-        ("DIST_CKPT_STORE_TIMEOUT_S", "soon"),
-        ("DIST_CKPT_STORE_MAX_RETRIES", "1.5"),
-    ],
-)
-def test_a_variable_of_object_stores_that_makes_no_sense_is_refused_by_name(
+@pytest.mark.parametrize(("name", "value"), [*NONSENSE, *NONSENSE_OF_STORES])
+def test_a_variable_that_makes_no_sense_is_refused_by_its_name_or_the_options(
     name: str, value: str, environ: dict[str, str]
 ) -> None:
     environ[name] = value
-    with pytest.raises(StrategyError, match=name):
-        store_options_from_environment()
+    is_of_stores = (name, value) in NONSENSE_OF_STORES
+    read = store_options_from_environment if is_of_stores else options_from_environment
+    with pytest.raises(StrategyError, match=f"(?i){name.removeprefix('DIST_CKPT_')}"):
+        read()
 
 
 def test_nccl_leaves_the_process_alive_and_nothing_else_is_accepted(

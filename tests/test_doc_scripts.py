@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import PAGES, ROOT, expected_outputs, python_blocks
+from tests.support.pages import ROOT, expected_outputs, python_blocks
+from tests.support.processes import finished
 from tests.support.pythons import Python
 
 _BETWEEN = "--- next block ---"
@@ -219,13 +218,6 @@ SCRIPTS = {
     "docs/adopt.md": (_MEGATRON_LM_BEFORE, _MEGATRON_LM_AFTER),
 }
 
-ELSEWHERE = {
-    "docs/recovery.md": "tests/test_recovery_page.py",
-    "docs/recovery_agent.md": "tests/inprocess/test_agent.py",
-    "docs/integrations.md": "tests/integrations/test_lightning_page.py",
-}
-"""Pages whose scripts need several ranks, or a library of their own, and what runs them."""
-
 CHANGES = {
     "docs/format2.md": {
         '"iter_0001000': '"iter_0000999',
@@ -267,20 +259,13 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
     ]
 
 
-def test_the_code_of_every_page_is_run_somewhere() -> None:
-    with_code = {str(page.relative_to(ROOT)) for page in PAGES if python_blocks(page)}
-
-    assert with_code == {*SCRIPTS, *ELSEWHERE}
-    assert all((ROOT / test).exists() for test in ELSEWHERE.values())
-
-
 @pytest.mark.multiprocess
 def test_the_terminal_pictures_can_be_drawn(tmp_path: Path) -> None:
     script = ROOT / "docs" / "pictures.py"
-    command = [sys.executable, str(script), "--out", str(tmp_path), "verify"]
-    variables = {"PYTHONPATH": str(ROOT)}
 
-    subprocess.run(command, env=os.environ | variables, timeout=250, check=True)
+    finished(
+        sys.executable, script, "--out", tmp_path, "verify", variables={"PYTHONPATH": str(ROOT)}
+    )
 
     drawn = (tmp_path / "verify.svg").read_text().replace("&#160;", " ")
     assert "$ dist-ckpt verify checkpoint" in drawn

@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies import inprocess, local
-from dist_ckpt_strategies.integrations.nemo import auto_resume_class, strategy_class
-from dist_ckpt_strategies.megatron.types import tensor_aware_class
 from tests.support.kept import own_parameters, require_understood
 
 
@@ -43,14 +41,6 @@ KEPT = {
     for name, parameters in kept_names().items()
     if not name.startswith("integrations.lightning.") or find_spec("lightning")
 }
-NEMOS = {
-    "setup": "trainer",
-    "setup_distributed": "",
-    "load_model_state_dict": "checkpoint, strict=True",
-    "get_wrapper": "",
-    "is_peft": "",
-    "teardown": "",
-}
 
 
 def found(name: str) -> Any:
@@ -64,16 +54,6 @@ def test_the_name_is_kept_and_calls_as_the_reference_states_them_are_understood(
     assert found(name) is not None
     if parameters is not None:
         require_understood(found(name), parameters)
-
-
-@pytest.mark.parametrize("name", ["from_state_dict", "to_state_dict"])
-def test_a_sharded_state_is_made_and_turned_back_by_megatrons_signatures(name: str) -> None:
-    ours = own_parameters(getattr(local.MCoreTensorAwareStateDict, name))
-    theirs = own_parameters(getattr(tensor_aware_class(), name))
-
-    assert [(p.name, p.kind, p.default) for p in ours] == [
-        (p.name, p.kind, p.default) for p in theirs
-    ]
 
 
 def test_the_abstract_members_are_those_of_the_reference() -> None:
@@ -107,18 +87,3 @@ def test_the_wrapper_takes_the_documented_parameters_by_name() -> None:
     assert all(one.kind is one.KEYWORD_ONLY for one in own.values())
     (default_abort,) = own["abort"].default.instances
     assert isinstance(default_abort, inprocess.HPAbortTorchDistributed)
-
-
-@pytest.mark.parametrize("name", NEMOS)
-def test_the_strategy_of_nemo_has_the_documented_methods(name: str) -> None:
-    own = own_parameters(getattr(strategy_class(object), name))
-    expected = [part.partition("=")[0] for part in NEMOS[name].split(", ") if part]
-
-    assert [parameter.name for parameter in own] == expected
-
-
-def test_the_resumption_of_nemo_takes_the_documented_parameters() -> None:
-    setup: Any = getattr(auto_resume_class(object), "setup")  # noqa: B009 - it is made here
-    own = own_parameters(setup)
-
-    assert [(p.name, p.default) for p in own[1:]] == [("model", None), ("force_setup", False)]

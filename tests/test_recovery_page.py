@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.comm.job_store import host_store
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
 from tests.support.host_streams import host_streams
+from tests.support.processes import finished
 from tests.support.ranks import run_processes
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,6 @@ PLAIN, MEGATRON = (
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     if "wait_rank()" in block
 )
-LIMIT_S = 250
 PLAIN_SIZE = 3
 """Sums of two do not depend on their order."""
 
@@ -155,17 +154,9 @@ def test_the_plain_script_continues_after_an_exception_and_a_death_and_from_the_
     script.write_text(changed(plain, FAULTS))
     variables = {"PYTHONPATH": str(ROOT), "RES_OPTIONS": "attempts:0", "GLOO_SOCKET_IFNAME": "lo"}
 
-    done = subprocess.run(
-        [*LAUNCHER, "--nproc", str(PLAIN_SIZE), str(script)],
-        cwd=tmp_path,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    launched = (*LAUNCHER, "--nproc", str(PLAIN_SIZE), script)
+    done = finished(*launched, cwd=tmp_path, variables=variables)
 
-    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for rank in range(PLAIN_SIZE):
         own = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,6 @@ from benchmarks.page.results import Spread, summarise_rounds
 DOCS = ROOT / "docs"
 FIGURES = DOCS / "measured"
 MAX_NBYTES = 100_000
-RUN = {
-    "kind": "run",
-    "commit": "0123456789abcdef",
-    "command": "python benchmarks/x.py",
-    "python": "3.11.7",
-    "versions": {"torch": "2.13.0", "safetensors": None},
-    "machine": {
-        "processor": "P",
-        "num_cores": 2,
-        "memory_nbytes": 8 * 10**9,
-        "kernel": "6",
-        "load_average": 0.5,
-    },
-}
 
 CASE = {"file_system": "ext4", "nbytes": 10**9, "num_arrays": 3, "num_ranks": 2}
 
@@ -69,32 +53,6 @@ def test_ratios_are_taken_within_a_round_and_only_of_rounds_that_both_have() -> 
 
     assert (first.candidate, first.num_rounds, first.seconds) == ("raw write", 3, Spread(2, 1, 4))
     assert second.ratios == {"raw write": Spread(2.5, 2.0, 3.0)}
-
-
-def test_a_run_goes_on_when_a_benchmark_fails_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commands = []
-
-    def start(command: Sequence[str]) -> int:
-        commands.append(command)
-        if "two_stage.py" in command[1]:
-            return 3
-        Path(command[-1]).write_text(json.dumps(RUN) + "\n")
-        return 0
-
-    stems = ["save_load", "two_stage", "reshard"]
-    is_fine = report.run_all(stems, tmp_path / "out", smoke=True, start=start)
-
-    assert not is_fine
-    assert [Path(command[1]).stem for command in commands] == stems
-    assert all("--smoke" in command for command in commands)
-    printed = capsys.readouterr()
-    assert "failed: two_stage" in printed.err
-    assert "failed with status 3" in printed.out
-    page = (tmp_path / "out" / report.PAGE_NAME).read_text()
-    assert "`two_stage.py`" in page
-    assert "`save_load.py`" not in page.partition("## ")[0]
 
 
 @pytest.mark.parametrize("stem", report.BENCHMARKS)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import (
     async_save,
@@ -21,13 +18,11 @@ from benchmarks import (
     tools,
     two_stage,
 )
-from benchmarks.candidates.one_state import MAKERS, RAW_PLAIN
+from benchmarks.candidates import one_state
 from tests.support.scripts import Results, command, results_of
 
 pytestmark = pytest.mark.multiprocess
 
-CORES = sorted(os.sched_getaffinity(0))
-needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="there is one core only")
 WHY_NO_MOTO = object_stores.why_not(object_stores.MOTO)
 
 
@@ -43,26 +38,11 @@ def measured(results: Results) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_saves_and_loads(tmp_path: Path) -> None:
-    results = results_of("save_load.py", tmp_path)
-    run, found = results.lines[0], measured(results)
-
-    assert (run["kind"], "--smoke" in run["command"]) == ("run", True)
-    assert run["versions"]["torch"]
-    assert set(found) == set(MAKERS)
-    durable = {
-        name: {x["values"].get("durable_seconds", 0) - x["values"]["seconds"] for x in lines}
-        for name in ("torch.save", "zarr 1", RAW_PLAIN)
-        if (lines := [x for x in found[name] if x["step"] == "save"])
-    }
-    assert min(durable["torch.save"]) > 0
-    assert durable["zarr 1"] == {0}
-    assert max(durable[RAW_PLAIN]) < 0  # what it leaves to the kernel is not waited for
-
-
 @pytest.mark.parametrize(
     ("script", "options", "candidates"),
     [
+        ("save_load.py", (), set(one_state.MAKERS)),
+        ("async_save.py", (), {async_save.TRAINING, *async_save.MAKERS}),
         ("scaling.py", (), None),
         (
             "two_stage.py",
@@ -81,45 +61,10 @@ def test_saves_and_loads(tmp_path: Path) -> None:
 def test_every_candidate_is_measured_or_said_to_be_missing(
     script: str, options: tuple[str, ...], candidates: set[str] | None, tmp_path: Path
 ) -> None:
-    found = measured(results_of(script, tmp_path, *options, limit_s=240))
+    found = measured(results_of(script, tmp_path, *options))
 
     assert found
     assert candidates is None or set(found) == candidates
-
-
-def test_asynchronous_saves(tmp_path: Path) -> None:
-    results = results_of("async_save.py", tmp_path, limit_s=240)
-
-    assert set(measured(results)) - {async_save.TRAINING} == set(async_save.MAKERS)
-    for line in results.of_kind("sample"):
-        if line["step"] == async_save.BLOCKING:
-            assert line["values"]["seconds"] < line["values"]["until_there"]
-
-
-@needs_two_cores
-def test_what_a_save_starts_stays_off_the_core_of_training() -> None:
-    found: dict[str, set[int]] = {}
-    stop = threading.Event()
-
-    def note(name: str) -> None:
-        stop.wait(30)
-        found[name] = os.sched_getaffinity(0)
-
-    threads = [threading.Thread(target=note, args=(name,)) for name in ("old", "new")]
-    threads[0].start()
-    schedule = async_save.Schedule(CORES[-1], CORES[0], 0.001, 2)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would share the one core
-    try:
-        steps = async_save.run_beside(schedule, threads[1].start, lambda: True, stop.set)
-    finally:
-        stop.set()
-        torch.set_num_threads(num_threads)
-        os.sched_setaffinity(0, set(CORES))
-        for thread in threads:
-            thread.join()
-    assert found == {"old": {CORES[0]}, "new": {CORES[0]}}
-    assert (len(steps.before), len(steps.during), len(steps.after)) == (2, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -178,20 +178,6 @@ def test_stale_files_of_a_killed_save_are_distinguished_from_files_being_written
     assert kinds == [("partial", 700), ("writing", 0)]
 
 
-def test_files_of_a_killed_save_alone_are_local_ones_without_a_common_state(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "3").mkdir()
-    (tmp_path / "3" / f"{PARTIAL_PREFIX}dead").write_bytes(bytes(7))
-    assert as_json("inspect", tmp_path)["tier"] == "local"
-
-    (tmp_path / "common.pt").write_bytes(COMMON)
-    found = as_json("inspect", tmp_path)
-
-    assert "tier" not in found
-    assert [one["kind"] for one in found["stale_files"]] == ["partial"]
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """One checkpoint of the backend."""

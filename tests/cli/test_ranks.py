@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.ranks import RankError, run_ranks
 from dist_ckpt_strategies.formats.locations import is_finished
 from tests.support.checkpoints import RNG, WEIGHT, flip_bit
 from tests.support.processes import is_running, until
@@ -25,18 +24,6 @@ pytestmark = pytest.mark.multiprocess
 COMMAND = (sys.executable, "-m", "dist_ckpt_strategies.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
 LIMIT_S = 200
-
-
-def test_a_rank_that_fails_alone_is_named_with_the_end_of_its_output() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, "tests.cli.rank_functions", ["the disk is full"])
-
-    assert str(caught.value) == "rank 1 failed (exit status 1)"
-    assert caught.value.__notes__ == ["the disk is full"]
-
-
-def test_a_rank_that_hangs_does_not_hold_up_the_command() -> None:
-    assert run_ranks(2, "tests.cli.rank_functions", ["hang"]) == 0
 
 
 def finished(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -111,36 +98,32 @@ def ranks_of(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("sent", "status", "said"),
+    [
+        (signal.SIGINT, 130, "interrupted\n"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGKILL, -9, ""),
+        (None, 3, "error: rank 1"),
+    ],
 )
-def test_no_process_is_left_when_the_command_is_ended(
-    written: Path, tmp_path: Path, sent: signal.Signals, status: int
+def test_no_process_is_left_when_the_command_or_one_of_its_ranks_is_ended(
+    written: Path, tmp_path: Path, sent: signal.Signals | None, status: int, said: str
 ) -> None:
     """One of the processes hangs, so none has ended by then; Ctrl-C ends it too."""
     command = [*COMMAND, "verify", str(written), "--nproc", "2"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         children = until(lambda: ranks_of(process.pid))
-        os.kill(children[1], signal.SIGSTOP)
-        time.sleep(2)
-        os.kill(process.pid, sent)
+        os.kill(children[1], signal.SIGSTOP if sent else signal.SIGKILL)
+        if sent:
+            time.sleep(2)
+            os.kill(process.pid, sent)
         if sent is signal.SIGKILL:
             os.kill(children[1], signal.SIGCONT)
         _, stderr = process.communicate(timeout=LIMIT_S / 4)
 
     assert process.returncode == status
-    assert stderr == ("interrupted\n" if status == 130 else "")
+    assert stderr.startswith(said)
+    assert stderr.count("\n") == bool(said)
     until(lambda: not any(map(is_running, children)))
     assert sent is signal.SIGKILL or not list(tmp_path.iterdir())
-
-
-def test_a_process_that_dies_ends_the_command(written: Path) -> None:
-    command = [*COMMAND, "verify", str(written), "--nproc", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        children = until(lambda: ranks_of(process.pid))
-        os.kill(children[1], signal.SIGKILL)
-        _, stderr = process.communicate(timeout=LIMIT_S)
-
-    assert process.returncode == 3
-    assert stderr.startswith("error: rank 1")
-    assert stderr.count("\n") == 1

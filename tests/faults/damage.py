@@ -5,30 +5,25 @@ from __future__ import annotations
 import random
 import re
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from tests.faults.files import HARMLESS, Fault, Files, Kind, file_map, local_copies
 from tests.faults.oracle import CopyKey, Ledger, Place, Status
 from tests.faults.schedule import Event, Store, Strike
 from tests.support.disks import fill_disk
 from tests.support.faulty_proxy import FaultyProxy
-from tests.support.object_stores import Moto
+from tests.support.object_stores import ObjectStore, moto
 from tests.support.places import AnyPlace, BucketPlace, DirectoryPlace
-from tests.support.ports import free_port
 
 _TENSOR_SHARE = 0.4
 _MAX_DELAY_S = 0.25
 _MAX_OUTAGE_S = 0.6
 _MAX_LEFT_NBYTES = 300_000
-_DISK_NBYTES = 32 << 20
 _FINISHED = re.compile(r"(iter_(\d+))/metadata\.json")
 _SAVE = re.compile(r"save-[^/]+/")
 
@@ -97,33 +92,21 @@ def choose_copies(
     return alike if both else [one]
 
 
+@dataclass(frozen=True, slots=True)
 class ObjectServer:
-    """A moto server, a proxy before it that can be gone, and a bucket; all end with the block."""
+    """A moto server, a proxy before it that can be gone, and a bucket."""
 
-    def __init__(self) -> None:
-        self._moto = Moto(free_port())
-        self.proxy = FaultyProxy(self._moto.store)
-        self.place = BucketPlace(self._moto.store, "campaign")
+    store: ObjectStore
+    proxy: FaultyProxy
 
-    def __enter__(self) -> Self:
-        """The server, up."""
-        self.make_bucket()
-        self.proxy.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it."""
-        self.proxy.__exit__(kind, error, trace)
-        self._moto.kill()
+    @property
+    def place(self) -> BucketPlace:
+        """Where checkpoints go."""
+        return BucketPlace(self.store, "campaign")
 
     def make_bucket(self) -> None:
         """Make the bucket."""
-        self._moto.store.make_bucket(self.place.bucket)
+        self.store.make_bucket(self.place.bucket)
 
     @contextmanager
     def outage(self, delay_s: float, length_s: float, *, is_emptied: bool) -> Iterator[None]:
@@ -135,7 +118,7 @@ class ObjectServer:
             if is_emptied:
                 for name in self.place.names():
                     self.place.delete(name)
-                self._moto.store.client().delete_bucket(Bucket=self.place.bucket)
+                self.store.client().delete_bucket(Bucket=self.place.bucket)
             time.sleep(length_s)
             self.proxy.is_down = False
 
@@ -150,23 +133,12 @@ class ObjectServer:
 
 
 @contextmanager
-def small_disk(mount_point: Path) -> Iterator[bool]:
-    """A directory on a disk of its own that can be filled; False: it is not on its own."""
-    mount_point.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={_DISK_NBYTES}", "tmpfs", str(mount_point)]
-    is_mounted = _run("mount", *options)
-    try:
-        yield is_mounted
-    finally:
-        if is_mounted:
-            _run("umount", "--lazy", str(mount_point))
-
-
-def _run(program: str, *args: str) -> bool:
-    found = shutil.which(program)
-    if found is None:
-        return False
-    return subprocess.run([found, *args], capture_output=True, check=False).returncode == 0
+def object_server() -> Iterator[ObjectServer]:
+    """One that is ended on leaving."""
+    with moto() as store, FaultyProxy(store) as proxy:
+        server = ObjectServer(store, proxy)
+        server.make_bucket()
+        yield server
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import logging
 import os
 import shutil
@@ -26,7 +25,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.local import (
-    BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
     LocalCheckpointManager,
 )
@@ -37,7 +35,16 @@ from tests.faults.oracle import Tier
 from tests.faults.schedule import NUM_RANKS
 from tests.support.entries import Failure, outcome
 from tests.support.ranks import allow_processes
-from tests.support.sharded_training import ShardedTraining, make_groups
+from tests.support.sharded_training import (
+    ShardedTraining,
+    from_local,
+    make_groups,
+    shards_of,
+    state_digest,
+    step_once,
+    take,
+    to_local,
+)
 
 FORMAT = ("zarr", 2)
 NUM_KEPT = 2
@@ -265,14 +272,9 @@ class Rank:
         """Take over what was loaded. Collective: the replica."""
         training, state = self._present, found.state
         if Tier(found.tier) is Tier.LOCAL:
-            state = state.state_dict
-            for name, tensor in shards_of(training).items():
-                tensor.copy_(state[name])
-        random = state["random"]
-        training.load_objects(state["objects"])
-        training.set_step(int(state["step"]))
-        training.gather_weights()
-        torch.set_rng_state((random if torch.is_tensor(random) else random.data).clone())
+            from_local(training, state)
+        else:
+            take(training, int(state["step"]), state["objects"], state["random"])
 
     def _manager(self, timeout_s: float) -> LocalCheckpointManager:
         strategy = CliqueReplicationStrategy(self._clique, timeout_s=timeout_s)
@@ -287,28 +289,6 @@ class Rank:
     def _present(self) -> ShardedTraining:
         assert self._training is not None
         return self._training
-
-
-def step_once(training: ShardedTraining) -> None:
-    """One step of training. Collective: world."""
-    training.forward_backward()
-    training.reduce_gradients()
-    training.apply_update()
-    training.gather_weights()
-    training.set_step(training.step + 1)
-
-
-def shards_of(training: ShardedTraining) -> dict[str, torch.Tensor]:
-    """The tensors of which each rank has a shard."""
-    return {"master": training.master, **training.moments}
-
-
-def state_digest(training: ShardedTraining) -> str:
-    """Of all tensors, of the objects, and of the state of the random numbers."""
-    found = hashlib.sha256(f"{training.step} {training.objects()}".encode())
-    for tensor in (training.flat, *shards_of(training).values(), torch.get_rng_state()):
-        found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:24]
 
 
 def spoil(training: ShardedTraining) -> None:
@@ -333,18 +313,6 @@ def to_global(training: ShardedTraining) -> dict[str, Any]:
     size, rank = dist.get_world_size(), dist.get_rank()
     state["random"] = ShardedObject("random", torch.get_rng_state(), (size,), (rank,))
     return state | {"step": training.step, "objects": dict(training.objects())}
-
-
-def to_local(training: ShardedTraining) -> BasicTensorAwareStateDict:
-    """What a local checkpoint holds."""
-    return BasicTensorAwareStateDict(
-        {
-            **shards_of(training),
-            "random": torch.get_rng_state(),
-            "step": training.step,
-            "objects": dict(training.objects()),
-        }
-    )
 
 
 def run_rank(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,13 +19,7 @@ from dist_ckpt_strategies import prune
 from dist_ckpt_strategies.cli.app import app
 from tests.faults import judge
 from tests.faults.changes import Change, run_changes
-from tests.faults.damage import (
-    ObjectServer,
-    Outside,
-    checkpoint_at,
-    finished_in,
-    small_disk,
-)
+from tests.faults.damage import Outside, checkpoint_at, finished_in, object_server
 from tests.faults.files import local_copies
 from tests.faults.injection import TARGETS, Act, Trap
 from tests.faults.judge import LOSSES, Reference
@@ -48,6 +41,7 @@ from tests.faults.schedule import (
     build_schedule,
 )
 from tests.faults.world import Answer, Gone, Order, Stopped, StuckError, World
+from tests.support.disks import tmpfs
 from tests.support.ranks import run_processes
 
 TIMEOUT_S = 60.0
@@ -61,6 +55,7 @@ _ANSWER_SLACK_S = 60.0
 _MAX_NAP_S = 0.6
 _MAX_DELAY_S = 0.25
 _MAX_LIMIT_NBYTES = 24_000
+_DISK_NBYTES = 32 << 20
 _GOOD_EVERY = 8
 """After so many attempts one without a fault has to come to a good end."""
 
@@ -116,16 +111,12 @@ class Tally:
         ends: what recoveries brought, by event and tier.
         attempts: by operation.
         changes: of files, by kind of checkpoint, fault and what was hit.
-        num_started: processes.
-        seconds: of the whole campaign.
     """
 
     events: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     attempts: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
-    num_started: int = 0
-    seconds: float = 0.0
 
 
 class Run:
@@ -396,7 +387,6 @@ def run_campaign(
     Raises:
         ViolationError: something happened that must not; says how to repeat it.
     """
-    began = time.monotonic()
     tally = Tally()
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         if campaign.num_events or campaign.num_attempts:
@@ -409,7 +399,6 @@ def run_campaign(
             with _named(campaign, change, watch):
                 _require(wrong)
             tally.changes[f"{name}: {change.fault} of {change.what}"] += 1
-    tally.seconds = time.monotonic() - began
     return tally
 
 
@@ -421,14 +410,15 @@ def _run_job(
     reference = run_processes(NUM_RANKS, undisturbed, num_steps, timeout_s=120)
     with ExitStack() as stack:
         root = scratch / "disk"
-        can_fill = stack.enter_context(small_disk(root))
+        can_fill = stack.enter_context(tmpfs(root, _DISK_NBYTES))
         (root / "global").mkdir()
         server, variables = None, {}
         if Store.OBJECTS in campaign.stores:
-            server = stack.enter_context(ObjectServer())
+            server = stack.enter_context(object_server())
             variables = server.proxy.store.variables
         stack.enter_context(mock.patch.dict(os.environ, variables))  # for verify and prune
-        world = stack.enter_context(World(root, variables, TIMEOUT_S))
+        world = World(root, variables, TIMEOUT_S)
+        stack.callback(world.kill, *range(NUM_RANKS))
         run = Run(world, Outside(root, server, can_fill), reference)
         run.start()
         num_left = campaign.num_events
@@ -442,7 +432,6 @@ def _run_job(
         for attempt in islice(attempts, campaign.num_attempts):
             with _named(campaign, attempt, watch):
                 run.attempt(attempt)
-        run.tally.num_started = world.num_started
     return run.tally
 
 
@@ -471,7 +460,5 @@ def report(campaign: Campaign, tally: Tally) -> str:
             "recovered_from": dict(sorted(tally.ends.items())),
             "attempts": dict(sorted(tally.attempts.items())),
             "changes": dict(sorted(tally.changes.items())),
-            "processes": tally.num_started,
-            "seconds": round(tally.seconds, 1),
         }
     )

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -53,7 +52,7 @@ class Answer:
 
 
 class World:
-    """Four ranks. Leaving the block ends all of their processes.
+    """Four ranks, each from ``join`` to ``kill``.
 
     Args:
         root: holds the directories of all nodes, and of the global checkpoints.
@@ -67,20 +66,6 @@ class World:
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._processes: dict[int, tuple[ForkServerProcess, Connection]] = {}
         self._num_joins = 0
-        self.num_started = 0
-
-    def __enter__(self) -> Self:
-        """The world itself; no rank is there yet."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End all processes."""
-        self.kill(*self._processes)
 
     def join(self, jump: int) -> None:
         """Start the ranks that are missing, and have all make process groups.
@@ -168,7 +153,6 @@ class World:
             process.start()
             theirs.close()
             self._processes[rank] = (process, ours)
-            self.num_started += 1
 
     def _send(self, rank: int, order: Order) -> None:
         try:

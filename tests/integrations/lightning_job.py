@@ -39,6 +39,12 @@ from dist_ckpt_strategies.recovery import CheckpointManager
 _GROUP_TIMEOUT_S = 60
 _NUM_SAMPLES = 80
 _BATCH = 4
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Model(LightningModule):  # type: ignore[misc]
@@ -54,6 +60,8 @@ class Model(LightningModule):  # type: ignore[misc]
         self.num_forwards: torch.Tensor
 
     def on_train_start(self) -> None:
+        if not hasattr(self.trainer, "wrapper"):
+            return
         report = self.trainer.wrapper.wrapper.checkpoint_manager.last_report
         line = ["start", self.global_rank, self.global_step, report and report.step]
         self._write(line)
@@ -135,10 +143,7 @@ def train(
         **fields["trainer"],
         gradient_clip_val=0.5,
         default_root_dir=scratch,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
     trainer.wrapper = call
@@ -153,7 +158,7 @@ def train(
 
 
 def digest(model: Model, trainer: Any) -> str:
-    """Of weights, buffers, moments, rates and the random numbers of the last vote."""
+    """Of weights, buffers, moments, rates, and in a wrapper the random numbers of its last vote."""
     found = hashlib.sha256()
     for tensor in model.state_dict().values():
         found.update(tensor.contiguous().numpy().tobytes())
@@ -161,8 +166,9 @@ def digest(model: Model, trainer: Any) -> str:
         for _, value in sorted(state.items()):
             found.update(value.contiguous().numpy().tobytes())
     found.update(repr([group["lr"] for group in trainer.optimizers[0].param_groups]).encode())
-    trainer.wrapper.wrapper.checkpoint_manager.load_rng_states()
-    found.update(torch.rand(8).numpy().tobytes())
+    if hasattr(trainer, "wrapper"):
+        trainer.wrapper.wrapper.checkpoint_manager.load_rng_states()
+        found.update(torch.rand(8).numpy().tobytes())
     return found.hexdigest()
 
 

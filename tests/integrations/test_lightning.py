@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
 )
 from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager, Tier  # noqa: E402
 from tests.integrations import lightning_job  # noqa: E402
+from tests.support.processes import finished  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
 
@@ -52,15 +51,7 @@ def run_job(scratch: Path, faults: list[Any], **trainer: Any) -> dict[str, Any]:
     variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     launcher = [sys.executable, "-P", "-m", "dist_ckpt_strategies.cli", "run", "--nproc", "4"]
     script = Path(__file__).with_name("lightning_job.py")
-    done = subprocess.run(
-        [*launcher, str(script), str(task)],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=270,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    finished(*launcher, script, task, limit_s=270, variables=variables)
     lines = [
         json.loads(line)
         for path in sorted(scratch.glob("lines*"))
@@ -100,7 +91,6 @@ def run_alone(
     scratch: Path,
     faults: list[PlannedFault],
     loops: dict[str, Any],
-    manager: CheckpointManager | None = None,
     loaded: list[Any] | None = None,
 ) -> Any:
     """One rank in this process: its final state and counts, and the losses of all attempts.
@@ -108,7 +98,7 @@ def run_alone(
     With ``loaded`` a TieredCheckpointManager does the loading, and what it loads is put there.
     """
     scratch.mkdir()
-    manager = manager or CheckpointManager()
+    manager = CheckpointManager()
 
     def block(call: HPCallWrapper | None = None) -> Any:
         torch.manual_seed(3)
@@ -121,10 +111,7 @@ def run_alone(
                 flags,
             ],
             default_root_dir=scratch,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **lightning_job.QUIET,
             **loops,
         )
         if loaded is None:
@@ -148,31 +135,6 @@ def run_alone(
     found = wrapper(block)()
     lines = map(json.loads, (scratch / "lines").read_text().splitlines())
     return found, {tuple(line) for line in lines if line[0] == "loss"}
-
-
-class InterruptedOnce(CheckpointManager):
-    """A fault after the vote of step 2, and before its update."""
-
-    is_over = False
-
-    def begin_update(self) -> None:
-        """See CheckpointManager."""
-        if self.global_step == 2 and not self.is_over:
-            self.is_over = True
-            raise ValueError("between the vote and the update")
-        super().begin_update()
-
-
-def test_a_step_that_no_rank_has_ended_is_refused_with_the_reason_and_training_begins_anew(
-    tmp_path: Path,
-) -> None:
-    manager, loops = InterruptedOnce(), {"max_epochs": 2}
-    undisturbed = run_alone(tmp_path / "undisturbed", [], loops)
-
-    assert run_alone(tmp_path / "fault", [], loops, manager) == undisturbed
-    assert manager.is_over
-    assert "which only its trainer can complete" in str(manager.last_failure)
-    assert manager.last_report is None
 
 
 @pytest.mark.parametrize("loops", LOOPS, ids=str)
@@ -262,10 +224,7 @@ def test_without_an_answer_from_memory_the_connector_loads_the_checkpoint(tmp_pa
         trainer: Any = pl.Trainer(
             accelerator="cpu",
             devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **lightning_job.QUIET,
             num_sanity_val_steps=0,
             limit_val_batches=0,
             default_root_dir=tmp_path,

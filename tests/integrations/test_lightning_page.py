@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ pytest.importorskip("lightning.pytorch")
 
 from dist_ckpt_strategies.cli.app import app
 from tests.support.pages import ROOT, python_blocks
+from tests.support.processes import finished
 
 CHECKPOINTS, RECOVERY = python_blocks(ROOT / "docs" / "integrations.md")
 
@@ -62,17 +61,7 @@ if __name__ == "__main__":
 
 def run(*command: str, cwd: Path) -> str:
     variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        cwd=cwd,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return finished(sys.executable, "-W", "ignore", *command, cwd=cwd, variables=variables).stdout
 
 
 def leaves(value: Any) -> list[Any]:

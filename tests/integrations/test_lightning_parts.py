@@ -56,20 +56,6 @@ def test_a_manager_takes_a_trainer_that_has_a_state_provider() -> None:
         manager.save_checkpoint(SimpleNamespace())
 
 
-def test_an_update_that_a_fault_ends_gives_the_lock_back() -> None:
-    manager = CheckpointManager()
-    manager.track(MemoryProvider({"p": {"x": torch.zeros(2)}}))
-    manager.begin_step()
-    manager.vote()
-    manager.begin_update()
-    assert manager.parameter_update_lock.locked()
-
-    manager.on_fault(None)
-    manager.on_fault(None)
-
-    assert not manager.parameter_update_lock.locked()
-
-
 @pytest.mark.skipif(find_spec("lightning") is not None, reason="Lightning is installed")
 def test_without_lightning_the_error_says_what_to_install() -> None:
     with pytest.raises(MissingDependencyError, match="pip install lightning"):

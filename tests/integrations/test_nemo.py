@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch._C._distributed_c10d import HashStore
 
 from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
@@ -24,12 +23,10 @@ from dist_ckpt_strategies.integrations import nemo
 from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
 from dist_ckpt_strategies.integrations.nemo import (
     auto_resume_class,
-    guard_optimizer,
     strategy_class,
 )
 from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS
-from dist_ckpt_strategies.recovery import CheckpointManager, Phase
-from tests.support.memory_provider import MemoryProvider
+from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.pythons import Python
 
 TENSOR_AWARE_MODULE = TENSOR_AWARE_CLASS.rpartition(".")[0]
@@ -159,43 +156,6 @@ def test_looking_for_a_checkpoint_is_put_off_until_it_is_forced() -> None:
     plain = SimpleNamespace()
     resume.setup(plain)
     assert resume.calls[1:] == [(plain, None)]
-
-
-class GuardedProvider(MemoryProvider):
-    """With the parts of Megatron-Core's step."""
-
-    lock: Any = None
-    held: tuple[bool, ...] = ()
-
-    def finish_gradients(self) -> bool:
-        return True
-
-    def update_shard(self) -> None:
-        self.held += (self.lock.locked(),)
-        self.apply_update()
-
-    def gather_weights(self) -> None:
-        self.held += (self.lock.locked(),)
-        super().gather_weights()
-
-
-def test_a_guarded_optimizer_votes_and_updates_under_the_lock() -> None:
-    provider: Any = GuardedProvider({"p": {"x": torch.zeros(2)}})
-    manager, optimizer = CheckpointManager(), SimpleNamespace(step=None)
-    guard_optimizer(optimizer, provider, manager)
-    provider.lock = manager.parameter_update_lock
-    manager.track(provider)
-    manager.begin_step()
-
-    assert optimizer.step() == (True, None, None)
-
-    assert (manager.phase, provider.num_gathers) == (Phase.UPDATING, 1)
-    assert provider.parts()["p"]["x"].tolist() == [1, 1]
-    assert provider.held == (True, False)
-    assert provider.lock.locked()
-    manager.end_update()
-    manager.end_step()
-    assert not provider.lock.locked()
 
 
 def test_neither_integrations_nor_managers_import_other_frameworks(

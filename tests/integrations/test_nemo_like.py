@@ -24,7 +24,7 @@ from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
     PlannedFault,
 )
 from dist_ckpt_strategies.integrations.nemo import strategy_class  # noqa: E402
-from tests.integrations import nemo_like  # noqa: E402
+from tests.integrations import lightning_job, nemo_like  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
 
@@ -68,10 +68,7 @@ def run(
             default_root_dir=scratch,
             max_steps=7,
             max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **lightning_job.QUIET,
         )
         trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
         trainer.wrapper = call

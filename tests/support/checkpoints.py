@@ -29,7 +29,6 @@ RNG = "rng_state"
 """A grid of 2 x 2 objects."""
 
 ARRAYS = sorted((WEIGHT, NESTED, SCALAR, EMPTY))
-OBJECTS = sorted((RNG, WEIGHT))
 LARGE, PLAIN = "decoder.weight", "rerun"
 """Of format 2: 512 x 512 float32 in one file of eight inner chunks; an object in the manifest."""
 

@@ -15,15 +15,22 @@ import pytest
 @contextmanager
 def tiny_tmpfs(mount_point: Path) -> Iterator[Path]:
     """256 KiB in memory, empty. Skips the test where it cannot be mounted."""
-    mount_point.mkdir()
-    _require(
-        _run("mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount_point)),
-        "mounting a tmpfs is not permitted here",
-    )
-    try:
+    with tmpfs(mount_point, 256 << 10) as is_mounted:
+        _require(is_mounted, "mounting a tmpfs is not permitted here")
         yield mount_point
+
+
+@contextmanager
+def tmpfs(mount_point: Path, nbytes: int) -> Iterator[bool]:
+    """A disk in memory; False: it cannot be mounted, and the directory is an ordinary one."""
+    mount_point.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(mount_point)]
+    is_mounted = _run("mount", *options)
+    try:
+        yield is_mounted
     finally:
-        _run("umount", "--lazy", str(mount_point))
+        if is_mounted:
+            _run("umount", "--lazy", str(mount_point))
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +19,26 @@ def until(is_so: Callable[[], _T], limit_s: float = 150.0) -> _T:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return found
+
+
+def finished(
+    *command: str | Path,
+    cwd: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    limit_s: float = 250.0,
+) -> subprocess.CompletedProcess[str]:
+    """A command that has ended with status 0, with these variables in its environment."""
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env={**os.environ, **(variables or {})},
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done
 
 
 def is_running(pid: int) -> bool:

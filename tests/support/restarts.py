@@ -28,9 +28,8 @@ def run_restartable(
     """Call ``body(rank, wrapper, *args)`` in processes; ``wrapper(...)`` is one of Wrappers."""
     host = host_store()
     try:
-        return run_processes(
-            size, _on_rank, size, host.port, body, args, timeout_s=timeout_s, makes_group=False
-        )
+        task = (size, host.port, body, args)
+        return run_processes(size, _on_rank, task, timeout_s=timeout_s, makes_group=False)
     finally:
         del host
 
@@ -60,26 +59,10 @@ def run_respawned(
 
     task = (size, host.port, body, args)
     results = run_processes(
-        size, _on_replaceable_rank, task, timeout_s=timeout_s, makes_group=False, on_death=on_death
+        size, _on_rank, task, timeout_s=timeout_s, makes_group=False, on_death=on_death
     )
     del host
     return results, died
-
-
-def _on_replaceable_rank(rank: int, task: tuple[Any, ...]) -> Any:
-    size, port, body, args = task
-    _set_environment(port)
-    life = JobStore(HOST, port).add(f"test/lives/{rank}")
-    wrappers = Wrappers(f"worker{rank}.{life}", RankInfo(rank, rank, size, size), port)
-    return body(rank, wrappers, *args)
-
-
-def _set_environment(port: int) -> None:
-    os.environ |= {
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
 
 def join_group(backend: str = "interruptible_gloo", timeout_s: float = GROUP_TIMEOUT_S) -> None:
@@ -87,12 +70,17 @@ def join_group(backend: str = "interruptible_gloo", timeout_s: float = GROUP_TIM
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
-def _on_rank(
-    rank: int, size: int, port: int, body: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    _set_environment(port)
+def _on_rank(rank: int, task: tuple[Any, ...]) -> Any:
+    size, port, body, args = task
+    os.environ |= {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    life = JobStore(HOST, port).add(f"test/lives/{rank}")
+    wrappers = Wrappers(f"worker{rank}.{life}", RankInfo(rank, rank, size, size), port)
     try:
-        return body(rank, Wrappers(f"worker{rank}", RankInfo(rank, rank, size, size), port), *args)
+        return body(rank, wrappers, *args)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

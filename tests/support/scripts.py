@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.processes import finished
 
 _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -39,7 +40,6 @@ def results_of(
     place, out = directory / "place", directory / "results.jsonl"
     place.mkdir()
     line = command(script, place if is_told_where else None, "--out", str(out), *options)
-    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    finished(*line, limit_s=limit_s)
     texts = out.read_text(encoding="utf-8").splitlines()
     return Results([json.loads(text) for text in texts], list(place.iterdir()))

@@ -1,4 +1,10 @@
-"""Models of Megatron-Core other than the plain GPT go to another parallel layout bit for bit."""
+"""Models of Megatron-Core go to another parallel layout bit for bit.
+
+Megatron cuts the distributed optimizer's state of the form ``dp_reshardable`` along its flat
+buffers: shards of every length, no regular grid, and other cuts for every data-parallel size. The
+sizes here give parameters whose length is no multiple of 64, so that the buffers hold padding
+between them as well.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.cli.demo.main import (
+    ModelSize,
+    ParallelLayout,
+    RankTask,
+    Training,
+    compare_digests,
+)
+from tests.support.demo_ranks import run_task_forked
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -87,3 +101,44 @@ def reshard(_rank: int, kind: str, root: Path) -> list[str]:
 @pytest.mark.parametrize("kind", ["moe", "bert"])
 def test_a_model_is_the_same_in_another_layout(kind: str, tmp_path: Path) -> None:
     assert run_processes(4, reshard, kind, tmp_path, timeout_s=100.0) == [[]] * 4
+
+
+TRAINING = Training(
+    size=ModelSize(
+        num_layers=2,
+        hidden=40,
+        num_heads=4,
+        num_query_groups=2,
+        ffn_hidden=72,
+        sequence_length=16,
+    ),
+    global_batch=8,
+    num_before_save=3,
+    num_after_save=2,
+    sharding_type="dp_reshardable",
+)
+
+
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (ParallelLayout(tp=1, dp=4), ParallelLayout(tp=1, dp=2)),
+        (ParallelLayout(tp=2, dp=1), ParallelLayout(tp=2, dp=2)),
+    ],
+    ids=str,
+)
+def test_optimizer_state_is_bit_identical_at_another_data_parallel_size(
+    saved: ParallelLayout, loaded: ParallelLayout, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    before = run_task_forked(RankTask(saved, TRAINING, checkpoint))
+    after = run_task_forked(RankTask(loaded, TRAINING, checkpoint, resumes=True))
+
+    kinds = ("weights", "exp_avg", "exp_avg_sq", "fp32 master")
+    assert compare_digests(before.digests, after.digests) == dict.fromkeys(kinds, (17, []))
+    assert sorted(after.losses) == [3, 4]
+    assert all(abs(loss - before.losses[n]) < 0.02 for n, loss in after.losses.items())
+    stored = {path.name for path in checkpoint.iterdir() if (path / ".zarray").exists()}
+    assert any(name.startswith("optimizer.distributed.dp_group_idx_0.gbuf") for name in stored)
