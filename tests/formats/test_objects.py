@@ -339,8 +339,8 @@ def test_what_json_cannot_hold_is_saved_as_format_1_does_or_refused_with_its_key
         saved = {"o": ShardedObject("rng", state, (1,), (0,))}
         dist_ckpt_strategies.save(saved, place, ("zarr", version))
         wanted = {"o": ShardedObject("rng", None, (1,), (0,))}
-        found = dist_ckpt_strategies.load(wanted, place)["o"]["deep"]
-        assert found["itself"] is found
+        loaded: Any = dist_ckpt_strategies.load(wanted, place)
+        assert loaded["o"]["deep"]["itself"] is loaded["o"]["deep"]
         huge = {"o": ShardedObject("rng", [10**4300], (1,), (0,))}
         with pytest.raises(StorageError, match=r"rng/shard_0_1 cannot be saved"):
             dist_ckpt_strategies.save(huge, tmp_path / "huge", ("zarr", version))
