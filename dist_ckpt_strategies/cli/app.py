@@ -403,9 +403,9 @@ def bench(
 
 @_command(
     "dist-ckpt run --nproc-per-node 4 --spares 1 train.py",
-    "0 all ranks ended with 0, 1 gave up, 2 wrong usage, 87 a node is missing, 88 this node has "
-    "left the job or the store is lost: start it again, 130 interrupted, 128 plus its number for "
-    "another signal.",
+    "0 all ranks ended with 0, 1 gave up, 2 wrong usage, 87 a node or the store is missing, "
+    "88 this node has left the job or the store is lost: start it again, 130 interrupted, 128 plus "
+    "its number for another signal.",
     context_settings={
         "allow_interspersed_args": False,
         "token_normalize_func": lambda name: name.replace("_", "-"),  # as torchrun

@@ -12,6 +12,7 @@ import itertools
 import os
 import select
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -22,27 +23,31 @@ from torch.distributed.run import determine_local_world_size
 from dist_ckpt_strategies.cli.render import printable
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.errors import PeerLostError, PlanError
-from dist_ckpt_strategies.inprocess.places import FENCED, Nodes
+from dist_ckpt_strategies.inprocess.places import FENCED, NODE_MISSING, Nodes
 from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
 
+_LOOK_S = 0.2
 _DEFAULT_PORT = 29400
 """Torchrun's for c10d."""
 
 
-def _write_note(text: str) -> None:
-    _write(sys.stderr, f"dist-ckpt: {printable(text)}\n".encode(errors="replace"))
+def _write(target: IO[Any] | None, line: bytes, signals: Sequence[int] = ()) -> None:
+    """Write it past Python's buffer, which would try again what has failed.
 
-
-def _write(target: IO[Any] | None, line: bytes) -> None:
-    """All of it at once, without Python's buffer, which would try again what has failed."""
+    A reader that does not read holds this up until it does, or a signal has come: what cannot be
+    written at once is lost then.
+    """
     rest = memoryview(line)
     while rest and target is not None:
         try:
-            rest = rest[os.write(target.fileno(), rest) :]
+            if select.select([], [target.fileno()], [], _LOOK_S)[1]:
+                rest = rest[os.write(target.fileno(), rest[: select.PIPE_BUF]) :]
+            elif signals:
+                return
         except BrokenPipeError:
             raise
-        except BlockingIOError:  # others have made it non-blocking
-            select.select([], [target.fileno()], [])
+        except BlockingIOError:  # others have made it non-blocking, and write too
+            continue
         except OSError:
             return  # see above
 
@@ -53,6 +58,7 @@ class _Output:
     def __init__(
         self, num_ranks: int, run_id: str, log_dir: str | None, redirects: str, tee: str
     ) -> None:
+        self.signals: Sequence[int] = ()
         self._num_ranks = num_ranks
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._shown = set(itertools.product(range(num_ranks), ("stdout", "stderr")))
@@ -74,13 +80,19 @@ class _Output:
                     if rank not in shown:
                         self._shown.remove((rank, name))
 
+    def write_note(self, text: str) -> None:
+        """Write what happens to a worker."""
+        line = f"dist-ckpt: {printable(text)}\n".encode(errors="replace")
+        _write(sys.stderr, line, self.signals)
+
     def write_line(self, who: str, stream: str, line: bytes) -> None:
         """Write what a worker has written; ``who`` is its rank, or "spare"."""
         source = (int(who) % self._num_ranks, stream) if who.isdecimal() else None
         if source in self._files:
-            _write(self._files[source], line)
+            _write(self._files[source], line, self.signals)
         if source is None or source in self._shown:
-            _write(sys.stdout if stream == "stdout" else sys.stderr, f"[{who}] ".encode() + line)
+            target = sys.stdout if stream == "stdout" else sys.stderr
+            _write(target, f"[{who}] ".encode() + line, self.signals)
 
 
 def nodes_of(
@@ -127,7 +139,7 @@ def ranks_of(nproc_per_node: str) -> int:
 
 
 def run_script(job: Job, *, log_dir: str | None, redirects: str, tee: str) -> int:
-    """Run this node of a job in the foreground; its exit code. With 88 it ends the process.
+    """Run this node of a job in the foreground; its exit code. Without a store the process ends.
 
     Workers' lines go where torchrun's options of these names say.
     """
@@ -140,9 +152,15 @@ def run_script(job: Job, *, log_dir: str | None, redirects: str, tee: str) -> in
     run_id = job.nodes.run_id if job.nodes else "none"
     output = _Output(job.num_ranks, run_id, log_dir, redirects, tee)
     try:
-        code = Supervisor(job, environment(), output.write_line, _write_note).run()
-    except PeerLostError as error:  # there is no store
-        _write_note(error.message)
+        supervisor = Supervisor(job, environment(), output.write_line, output.write_note)
+    except PeerLostError as error:
+        output.write_note(f"{error.message}; it has not come within --node-wait")
+        os._exit(NODE_MISSING)  # as below
+    output.signals = supervisor.signals
+    try:
+        code = supervisor.run()
+    except PeerLostError as error:
+        output.write_note(error.message)
         code = FENCED
     if code == FENCED:
         # A thread may wait in torch's client for a store that is gone. If it returned while the

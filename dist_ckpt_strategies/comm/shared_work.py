@@ -146,6 +146,10 @@ def open_world(
     """
     import torch.distributed as dist  # noqa: PLC0415
 
+    # Before there is a world: its functions would keep the world as a default argument, and with it
+    # gloo's threads, which abort a process if they release a tensor while the interpreter exits.
+    import torch.distributed.nn.functional  # noqa: F401, PLC0415
+
     from dist_ckpt_strategies.comm.torch_communicator import open_communicator  # noqa: PLC0415
 
     limit = timedelta(seconds=start_s)

@@ -35,6 +35,12 @@ _RENEWALS_PER_TTL = 10
 _PAUSE_S = 0.5
 _CLOSED = "closed"
 
+OUTSIDE = (
+    "the script makes process groups outside of HPWrapper, and a new process cannot join those of "
+    "the others: call init_process_group in the wrapped function, or start the script with torchrun"
+)
+"""Why a rank cannot be replaced, and the remedy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
@@ -323,12 +329,14 @@ class Places:
         joined = [rank for rank in ranks if rank not in missing]
         if joined:
             self._state.end(Fault(joined[0], epoch, FaultMode.DEATH, why))
-        elif self._state.is_done(epoch - 1):
+        if self._state.has_finished():
             self.close(
                 GAVE_UP,
-                f"place {place}: {why}, after the wrapped block had ended on all ranks; new "
+                f"place {place}: {why}, after a wrapped block had ended on all ranks; new "
                 "processes could not catch up with the others",
             )
+        elif not joined and self._store.has_foreign_keys("default_pg/"):
+            self.close(GAVE_UP, f"place {place}: {why}; {OUTSIDE}")
 
     def _await_others(self) -> None:
         """Wait until the other nodes have gone that can be expected to, where the store is here."""

@@ -103,6 +103,10 @@ class RestartState:
         """Whether all ranks have returned from the block in this epoch."""
         return self._store.get(f"finish/{epoch}") == _DONE
 
+    def has_finished(self) -> bool:
+        """Whether a wrapped block has ended on all ranks: a new process would run it again."""
+        return self._store.check(["finished"])
+
     def end(self, fault: Fault) -> None:
         """End the fault's epoch, unless it is no longer the current one."""
         if self.current() != fault.epoch:
@@ -123,6 +127,7 @@ class RestartState:
         self._store.compare_set(f"barrier/{epoch}", "", _BROKEN)
         is_done = self._store.compare_set(f"finish/{epoch}", "", _BROKEN) == _DONE
         if is_done:
+            self._store.set("finished", "1")
             self._store.compare_set(f"fault/{epoch}", "", _NO_FAULT)
         self._store.compare_set("epoch", str(epoch), str(epoch + 1))
         return is_done

@@ -44,7 +44,14 @@ from dist_ckpt_strategies.inprocess.coordinator import (
     environment_of,
 )
 from dist_ckpt_strategies.inprocess.node_guard import NodeGuard
-from dist_ckpt_strategies.inprocess.places import FENCED, GAVE_UP, Nodes, Places, connected_store
+from dist_ckpt_strategies.inprocess.places import (
+    FENCED,
+    GAVE_UP,
+    OUTSIDE,
+    Nodes,
+    Places,
+    connected_store,
+)
 from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
 from dist_ckpt_strategies.inprocess.worker_process import WorkerProcess, reason_of
 
@@ -57,6 +64,9 @@ _POLL_S = 0.1
 _CHUNK = 1 << 16
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's ``@record`` writes what a process has raised."""
+
+_NO_PLACE = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "none before wait_rank()")
+"""Of a spare. A script that does not call ``wait_rank`` would otherwise run as a job of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,9 @@ class Supervisor:
         on_line: called with a worker's rank or "spare", "stdout" or "stderr", and each line that
             the worker writes there.
         on_note: called with a text when something happens to a worker.
+
+    Attributes:
+        signals: those that have asked this process to end.
     """
 
     def __init__(
@@ -135,7 +148,7 @@ class Supervisor:
         self._workers: dict[str, WorkerProcess] = {}
         self._ranks: dict[str, int] = {}
         self._finished: set[int] = set()
-        self._signals: list[int] = []
+        self.signals: list[int] = []
         self._outcome: tuple[int, str] | None = None
         self._failures: defaultdict[int, list[ProcessFailure]] = defaultdict(list)
         self._num_started = self._place = 0
@@ -152,7 +165,7 @@ class Supervisor:
             RestartLimitError: workers have died too often.
             RestartError: one died after others had finished.
         """
-        with _noting(self._signals) as (inbox, self._wake):
+        with _noting(self.signals) as (inbox, self._wake):
             self._selector.register(inbox, selectors.EVENT_READ, lambda: self._read_news(inbox))
             try:
                 if self._places is None:
@@ -168,7 +181,7 @@ class Supervisor:
                 self._selector.unregister(inbox)
                 self._end_all()
         if self._outcome is None:
-            return _SIGNAL_CODE + self._signals[0]
+            return _SIGNAL_CODE + self.signals[0]
         code, why = self._outcome
         self._record("FAILED" if code else "SUCCEEDED", None)
         if code == GAVE_UP:
@@ -178,7 +191,7 @@ class Supervisor:
         return code
 
     def _run_until_the_end(self) -> None:
-        while self._outcome is None and not self._signals:
+        while self._outcome is None and not self.signals:
             self._step()
 
     def _run_as_one_of_several(self, places: Places) -> None:
@@ -258,17 +271,18 @@ class Supervisor:
         left_s = (worker.seconds_left() for worker in self._workers.values())
         patience_s = max(0.0, min([_PATIENCE_S, *left_s]))
         started = time.monotonic()
-        self._deal_with_events(patience_s)
+        events = self._selector.select(patience_s)
         # Where this process was stopped itself, it knows nothing of the silence of others.
         was_away = time.monotonic() - started > patience_s + _AWAY_S
+        self._handle(events)
         for worker in list(self._workers.values()):
             if was_away:
                 worker.excuse()
-            if worker.seconds_left() <= 0:
+            if worker.seconds_left() <= 0 and not worker.hear_waiting():
                 worker.kill_as_hung()
 
-    def _deal_with_events(self, patience_s: float) -> None:
-        for key, _ in self._selector.select(patience_s):
+    def _handle(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
+        for key, _ in events:
             # What one event has closed, others of the same moment may still name.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
@@ -277,7 +291,7 @@ class Supervisor:
         node = "" if self._places is None else f"{self._places.node}/"
         name = f"{node}worker{self._num_started}"
         self._num_started += 1
-        place = {} if rank is None else environment_of(self._info(rank))
+        place = _NO_PLACE if rank is None else environment_of(self._info(rank))
         worker = WorkerProcess(
             name,
             self._job.command,
@@ -388,17 +402,13 @@ class Supervisor:
         if epoch is not None:
             # First the end of the epoch, then the new place: no spare may join what has died.
             self._state.end(Fault(rank, epoch, mode, why))
-            if self._state.is_done(epoch):
+            if self._state.has_finished():
                 raise RestartError(
-                    f"rank {rank} died after the wrapped block had ended on all ranks: {why}; a "
+                    f"rank {rank} died after a wrapped block had ended on all ranks: {why}; a "
                     "new process could not catch up with the others"
                 )
         elif self._store.has_foreign_keys("default_pg/"):
-            raise RestartError(
-                f"rank {rank} died: {why}; the script makes process groups outside of HPWrapper, "
-                "and a new process cannot join those of the others: call init_process_group in "
-                "the wrapped function, or start the script with torchrun"
-            )
+            raise RestartError(f"rank {rank} died: {why}; {OUTSIDE}")
         self._count_failure(rank, why)
         spare = self._spare()
         taken = "a new process" if spare is None else f"spare {spare.name}"
@@ -491,19 +501,20 @@ class Supervisor:
             self._guard.close()
 
     def _await_ends(self) -> None:
-        num_signals = len(self._signals)
-        if self._signals:
-            self._on_note(f"{signal.Signals(self._signals[0]).name}: ending all workers")
+        num_signals = len(self.signals)
+        if self.signals:
+            self._on_note(f"{signal.Signals(self.signals[0]).name}: ending all workers")
         for worker in self._workers.values():
             # A spare does nothing that it would have to bring to an end.
-            is_told = self._signals and worker.name in self._ranks
-            worker.signal(self._signals[0] if is_told else signal.SIGTERM)
+            is_told = self.signals and worker.name in self._ranks
+            worker.signal(self.signals[0] if is_told else signal.SIGTERM)
             self._selector.modify(
                 worker.pidfd, selectors.EVENT_READ, lambda w=worker: self._take_away(w)
             )
         deadline = time.monotonic() + self._job.grace_s
-        while self._workers and time.monotonic() < deadline and num_signals == len(self._signals):
-            self._deal_with_events(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+        while self._workers and time.monotonic() < deadline and num_signals == len(self.signals):
+            wait_s = min(_POLL_S, max(0.0, deadline - time.monotonic()))
+            self._handle(self._selector.select(wait_s))
 
 
 def script_command(script: str, args: Sequence[str], *, is_module: bool) -> tuple[str, ...]:
@@ -514,10 +525,10 @@ def script_command(script: str, args: Sequence[str], *, is_module: bool) -> tupl
 def _environment(job: Job, given: Mapping[str, str], address: tuple[str, int]) -> dict[str, str]:
     host, port = address
     num_threads = {} if job.num_ranks == 1 else {"OMP_NUM_THREADS": "1"}
-    run_id = {} if job.nodes is None else {"TORCHELASTIC_RUN_ID": job.nodes.run_id}
     return {
         **num_threads,
-        **run_id,
+        "TORCHELASTIC_RUN_ID": "none" if job.nodes is None else job.nodes.run_id,
+        "ROLE_NAME": "default",
         "PYTHONUNBUFFERED": "1",
         **given,
         "MASTER_ADDR": host,

@@ -179,14 +179,18 @@ class WorkerProcess:
         self.pidfd = os.pidfd_open(self.pid)
 
     def hear(self) -> bool:
-        """Take note of the signs of life that have come; False once no more can."""
-        signs = os.read(self.beats, _CHUNK)
-        if not signs:
+        """Take note of the heartbeats that have come; False once no more can."""
+        beats = os.read(self.beats, _CHUNK)
+        if not beats:
             return False
-        if _FAREWELL in signs:
+        if _FAREWELL in beats:
             self._timeout_s = max(_FAREWELL_S, self._timeout_s)
         self._last_beat = time.monotonic()
         return True
+
+    def hear_waiting(self) -> bool:
+        """Whether heartbeats had come that this process was too slow to take note of."""
+        return bool(select.select([self.beats], [], [], 0)[0]) and self.hear()
 
     def excuse(self) -> None:
         """Count from now on: it was the supervisor that has not listened."""

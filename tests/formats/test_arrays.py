@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import tarfile
 import tempfile
 import threading
 import time
@@ -36,7 +35,14 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
-from tests.support.checkpoints import write_array, write_marker, write_metadata, write_object
+from tests.support.checkpoints import (
+    golden_archives,
+    unpack,
+    write_array,
+    write_marker,
+    write_metadata,
+    write_object,
+)
 from tests.support.leaks import threads_left
 from tests.support.samples import Values, random_values, same_bytes
 from tests.support.sharding import (
@@ -315,10 +321,7 @@ def test_what_cannot_be_decoded_is_an_error_that_says_so(
 
 
 def test_descriptions_have_the_bytes_that_megatron_wrote(tmp_path: Path) -> None:
-    archive = Path(__file__).parents[1] / "golden" / "data" / "m0123_tp4_modelonly.tar.xz"
-    with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path, filter="data")
-    old = tmp_path / "m0123_tp4_modelonly" / "ckpt"
+    old = unpack(golden_archives()["m0123_tp4_modelonly"], tmp_path)
     state: dict[str, Any] = {}
     for path in old.glob("*/.zarray"):
         fields, key = json.loads(path.read_bytes()), path.parent.name

@@ -56,22 +56,6 @@ def files_of(*keys: str) -> set[str]:
 # Visible or not
 
 
-def test_a_directory_without_marker_is_incomplete_and_the_error_says_what_is_there(
-    tmp_path: Path,
-) -> None:
-    make_checkpoint(tmp_path)
-    (tmp_path / "metadata.json").unlink()
-
-    with pytest.raises(IncompleteCheckpointError) as caught:
-        dist_ckpt_strategies.load({}, tmp_path)
-    message = str(caught.value)
-    assert f"{tmp_path} is not a distributed checkpoint, or is incomplete" in message
-    assert "metadata.json, the last file of a save, is missing; common.pt is there" in message
-    (tmp_path / ".partial-0123").mkdir()
-    with pytest.raises(IncompleteCheckpointError, match="a save began and has not come to its end"):
-        dist_ckpt_strategies.load({}, tmp_path)
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -187,13 +171,10 @@ def test_files_of_torch_dist_are_replaced_with_their_marker_only(tmp_path: Path)
     assert set(contents(tmp_path)) == {"mine.distcp"} | files_of("w")
 
 
-def test_what_killed_saves_left_is_removed(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    (tmp_path / ".partial-0123").write_bytes(b"half")
-    make_checkpoint(tmp_path / ".partial-4567")
-    (tmp_path / ".removed-w").mkdir()
-    (tmp_path / ".removed-w" / "0.0").write_bytes(b"half")
-    (tmp_path / "w" / ".zarray").write_bytes(b"{")
-    save_over(tmp_path, "x")
+def test_a_folder_of_somebody_else_is_in_the_way_of_format_2(tmp_path: Path) -> None:
+    (tmp_path / "manifest").mkdir()
+    (tmp_path / "manifest" / "of_a_ship.txt").write_bytes(b"tea")
 
-    assert set(contents(tmp_path)) == {"common.pt"} | files_of("x")
+    with pytest.raises(CheckpointExistsError, match="manifest is not part of a checkpoint"):
+        dist_ckpt_strategies.save({"iteration": 3}, tmp_path, ("zarr", 2), overwrite=True)
+    assert contents(tmp_path) == {"manifest/of_a_ship.txt": b"tea"}

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Engine, Options
-from dist_ckpt_strategies.core.array import Region
 from dist_ckpt_strategies.formats.objects import allowing
 from dist_ckpt_strategies.megatron.types import default_allowed
+from tests.support.checkpoints import unpack
+from tests.support.sharding import same_bits
 
 _HERE = Path(__file__).parent / "data"
 
@@ -29,11 +28,6 @@ NAMES = (TP4, RESHARDABLE, FLAT)
 Tensors = Mapping[str, torch.Tensor]
 
 
-def archive(name: str) -> Path:
-    """Where the archive of a set lies."""
-    return _HERE / f"{name}.tar.xz"
-
-
 @dataclass(frozen=True)
 class GoldenSet:
     """An unpacked set: a checkpoint that Megatron-Core wrote, and what it held in memory."""
@@ -43,8 +37,7 @@ class GoldenSet:
     @classmethod
     def unpack(cls, name: str, target: Path) -> GoldenSet:
         """The set of that name, unpacked below ``target``."""
-        with tarfile.open(archive(name)) as tar:
-            tar.extractall(target, filter="data")
+        unpack(_HERE / f"{name}.tar.xz", target)
         return cls(target / name)
 
     @property
@@ -80,42 +73,11 @@ def register_engine(engine: Engine) -> None:
     dist_ckpt_strategies.register(options=options, replace=True)
 
 
-def has_same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return False
-    ours, theirs = (t.detach().contiguous().reshape(-1) for t in (found, expected))
-    return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-
-
 def differing(found: Tensors, expected: Tensors) -> list[str]:
     """Keys that only one side has, or whose tensors differ in a bit."""
     keys = sorted(found.keys() | expected.keys())
     return [
         key
         for key in keys
-        if key not in found or key not in expected or not has_same_bits(found[key], expected[key])
+        if key not in found or key not in expected or not same_bits(found[key], expected[key])
     ]
-
-
-def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that no test can pass with unless it is overwritten: every byte is 0x5a."""
-    filled = torch.empty(tuple(shape), dtype=dtype)
-    filled.view(torch.uint8).fill_(0x5A)
-    return filled
-
-
-def box_of(
-    key: str, whole: torch.Tensor, region: Region, *, replica_id: int = 0, has_data: bool = True
-) -> Any:
-    """A ShardedTensor that asks for any box of a stored array."""
-    return ShardedTensor(
-        key,
-        poisoned(region.shape, whole.dtype) if has_data else None,
-        whole.dtype,
-        region.shape,
-        tuple(whole.shape),
-        region.offset,
-        None,
-        replica_id,
-    )

@@ -16,9 +16,10 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.core.array import ObjectId, Region
+from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
-from tests.golden.sets import GoldenSet, box_of, differing, has_same_bits
+from tests.golden.sets import GoldenSet, differing
+from tests.support.sharding import no_data, on_grid, same_bits, state_of, zeros
 
 both_loads = pytest.mark.parametrize("load", [dist_checkpointing.load, dist_ckpt_strategies.load])
 UNCHECKED = {"validate_access_integrity": False}
@@ -29,7 +30,7 @@ def is_same(found: Any, expected: Any) -> bool:
     if type(found) is not type(expected):
         return False
     if isinstance(expected, torch.Tensor):
-        return has_same_bits(found, expected)
+        return same_bits(found, expected)
     if isinstance(expected, np.ndarray):
         return bool(found.dtype == expected.dtype) and found.tobytes() == expected.tobytes()
     if isinstance(expected, Mapping):
@@ -42,10 +43,12 @@ def is_same(found: Any, expected: Any) -> bool:
 
 
 def arrays_of(golden: GoldenSet, *, has_data: bool) -> dict[str, Any]:
-    return {
-        key: box_of(key, whole, Region.whole(tuple(whole.shape)), has_data=has_data)
+    cuts = [
+        on_grid(key, tuple(whole.shape), (1,) * whole.ndim, size=1, dtype=whole.dtype)
         for key, whole in golden.tensors.items()
-    }
+    ]
+    state = state_of(0, cuts, zeros if has_data else no_data)
+    return {shard.key: shard for shard in state.values()}
 
 
 def objects_of(golden: GoldenSet) -> dict[str, Any]:

@@ -26,7 +26,7 @@ TTL_S = 8.0
 WAITS = """
 import os, sys, time
 from pathlib import Path
-if "RANK" not in os.environ:
+if not os.environ["RANK"].isdecimal():
     from dist_ckpt_strategies.inprocess.train_utils import wait_rank
     Path(f"spare.{os.getpid()}").touch()
     wait_rank()
@@ -45,7 +45,7 @@ import torch, torch.distributed as dist
 from dist_ckpt_strategies.inprocess import HPCallWrapper, HPWrapper
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
 
-if "RANK" not in os.environ:
+if not os.environ["RANK"].isdecimal():
     Path(f"spare.{os.getpid()}").touch()
 wait_rank()
 

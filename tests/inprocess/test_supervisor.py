@@ -29,7 +29,8 @@ start_heartbeat(launch_from_environment())
 START = """
 import os, signal, sys, time
 from pathlib import Path
-rank, here = os.environ.get("RANK"), Path(__file__).parent
+rank, here = os.environ["RANK"], Path(__file__).parent
+rank = rank if rank.isdecimal() else None
 def is_first(what):
     mark = here / f"{what}.{rank}"
     found = mark.exists()
@@ -326,8 +327,8 @@ wait_for("waits")
 
 def test_a_script_that_fails_without_a_rank_has_no_spares_and_continues(jobs: Jobs) -> None:
     body = """
-(here / f"came.{os.environ.get('RANK')}").touch()
-os.environ["RANK"]
+(here / f"came.{rank}").touch()
+int(os.environ["RANK"])
 wait_for("came.None")
 time.sleep(2.0)
 """

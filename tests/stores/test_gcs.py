@@ -49,12 +49,7 @@ def save_and_load(rank: int, variables: dict[str, str]) -> list[Any]:
     return found
 
 
-def load_without_credentials(rank: int, variables: dict[str, str]) -> Any:
-    os.environ.update(variables | {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "another"})
-    return load(rank, "gs://there/run")
-
-
-def load_damaged(rank: int, variables: dict[str, str]) -> Any:
+def load_again(rank: int, variables: dict[str, str]) -> Any:
     os.environ.update(variables)
     return load(rank, "gs://there/run")
 
@@ -70,13 +65,14 @@ def test_a_checkpoint_makes_a_round_trip_and_missing_things_are_distinguished() 
             assert "no bucket 'not-there'" in nowhere.text
             assert BucketNotFoundError.__name__ in unsaved.kinds, unsaved
 
-        (refused,) = run_processes(1, load_without_credentials, variables)
+        without = variables | {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "another"}
+        (refused,) = run_processes(1, load_again, without)
         assert StoreAccessError.__name__ in refused.kinds, refused
 
         (name,) = [n for n in buckets["there"] if n.endswith("/arrays/w/c.0.0")]
         content = buckets["there"][name]
         buckets["there"][name] = content[:9] + bytes([content[9] ^ 1]) + content[10:]
-        for damaged in run_processes(SIZE, load_damaged, variables):
+        for damaged in run_processes(SIZE, load_again, variables):
             assert isinstance(damaged, Failure)
             assert CorruptCheckpointError.__name__ in damaged.kinds
             assert f"gs://there/{name}" in damaged.text

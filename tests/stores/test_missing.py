@@ -92,33 +92,29 @@ def test_a_checkpoint_that_is_missing_is_not_taken_for_an_unfinished_one(
         load(f"s3://{bucket}/ru")
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("store", ["radosgw"], indirect=True)
-@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
-def test_wrong_credentials_are_said_to_be_that(
+@pytest.mark.parametrize(
+    ("store", "name", "value", "said"),
+    [
+        ("radosgw", "AWS_ACCESS_KEY_ID", "wrong", "credentials"),
+        ("radosgw", "AWS_SECRET_ACCESS_KEY", "wrong", "credentials"),
+        ("moto", "AWS_ACCESS_KEY_ID", "", "AWS_ACCESS_KEY_ID"),
+    ],
+    indirect=["store"],
+)
+def test_wrong_or_no_credentials_are_said_to_be_that(
     environment: ObjectStore,
     bucket: str,
-    way: Callable[[str], Any],
     name: str,
+    value: str,
+    said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(name, "wrong")
+    monkeypatch.setenv(name, value)
 
-    with pytest.raises(StoreAccessError, match="credentials") as caught:
-        way(f"s3://{bucket}/run")
-
-    assert isinstance(caught.value, PermissionError)
-
-
-@pytest.mark.parametrize("store", ["moto"], indirect=True)
-@BOTH_WAYS
-def test_no_credentials_at_all_are_said_to_be_that(
-    environment: ObjectStore, way: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-
-    with pytest.raises(StoreAccessError, match="AWS_ACCESS_KEY_ID"):
-        way("s3://some-bucket/run")
+    for way in (save, load):
+        with pytest.raises(StoreAccessError, match=said) as caught:
+            way(f"s3://{bucket}/run")
+        assert isinstance(caught.value, PermissionError)
 
 
 @BOTH_WAYS

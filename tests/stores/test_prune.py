@@ -12,7 +12,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Credentials, StoreOptions
 from dist_ckpt_strategies.formats.locations import is_finished, located
 from dist_ckpt_strategies.tools.prune import Status
-from tests.stores.commands import json_of, run, write
+from tests.stores.commands import write
 from tests.support.faulty_proxy import BUSY, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
 
@@ -104,21 +104,3 @@ def test_a_prune_that_breaks_off_leaves_nothing_that_counts_and_the_next_goes_on
     report = dist_ckpt_strategies.prune(root, keep_last=1, unfinished=True)
     assert [one.name for one in report.removed] == ["iter_0000001", "iter_0000004", "iter_0000002"]
     assert folders(environment.names(bucket)) == ["iter_0000003"]
-
-
-@ONE_SERVER
-def test_the_command_asks_and_says_what_goes(
-    environment: ObjectStore, bucket: str, root: str
-) -> None:
-    place = environment.place(bucket, "run/iter_0000004")
-    environment.delete(bucket, f"{place}/manifest/index.json")
-    declined = run("prune", root, "--keep-last", "2", "--unfinished", answer="n\n")
-
-    assert declined.exit_code == 0
-    shown = {line.split()[0]: line.split()[1:] for line in declined.stdout.splitlines() if line}
-    assert shown["iter_0000001"][0] == shown["iter_0000004"][0] == "remove"
-    assert shown["iter_0000004"][1] == "unknown"
-    assert f"{root}: 2 checkpoints of 4, at least " in declined.stdout
-    found = json_of("prune", root, "--keep-last", "2", "--yes")
-    assert (found["path"], found["dry_run"]) == (root, False)
-    assert folders(environment.names(bucket)) == [f"iter_{number:07d}" for number in (2, 3, 4)]

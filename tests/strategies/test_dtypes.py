@@ -20,11 +20,18 @@ from torch.nn import Parameter
 
 from dist_ckpt_strategies import LocalOptions, Options
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.errors import DTypeMismatchError
+from dist_ckpt_strategies.errors import DTypeMismatchError, PlanError
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy, ZarrLoadShardedStrategy
-from tests.support.entries import Entry, Failure, load, outcome, prepare, save
+from tests.support.entries import (
+    Entry,
+    load,
+    prepare,
+    require_on_ranks,
+    require_refused,
+    save,
+)
 from tests.support.groups import group_of_size
 from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import (
@@ -148,33 +155,23 @@ def save_all(rank: int, backend: tuple[str, int], root: Path, arrays: list[Cut])
     save(Entry.OURS, state, root, sharded_strategy=backend)
 
 
-def load_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> list[str]:
-    """What is not as it should be."""
+def load_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> None:
     arrays = cuts()
     save_all(rank, backend, root, arrays)
-    wrong = []
     for entry in Entry:
         for name, strategy, fills_all in loaders(backend):
             layouts = ("dense", "transposed", "parameter", None)
             for layout in layouts if entry is Entry.OURS else layouts[1::2]:
+                way = f"{entry} {name} {layout}"
                 wanted = request(rank, arrays, layout)
                 given = {key: value.data for key, value in wanted.items()}
                 with warnings_logged() as warned, cpu_stand_ins():  # the wrapper goes over CUDA
                     loaded = load(entry, wanted, root, sharded_strategy=strategy, **UNCHECKED)
-                found = list(differences(rank, arrays, loaded))
-                if fills_all and layout is not None:
-                    found += [f"{k}: another tensor" for k in given if loaded[k] is not given[k]]
-                if not is_right_warning(rank, warned):
-                    found.append(f"warned {warned}")
-                wrong += [f"{entry} {name} {layout}: {each}" for each in found]
-    return wrong
-
-
-def differences(rank: int, arrays: list[Cut], loaded: dict[str, Any]) -> Iterator[str]:
-    """What a rank has not got as ``copy_`` makes it."""
-    for key, cut, part in held_by(rank, arrays):
-        if not same_bits(loaded[key], converted(cut, part)):
-            yield f"{key}: {loaded[key]}"
+                for key, cut, part in held_by(rank, arrays):
+                    assert same_bits(loaded[key], converted(cut, part)), (way, key)
+                    if fills_all and layout is not None:
+                        assert loaded[key] is given[key], (way, key)
+                assert is_right_warning(rank, warned), (way, warned)
 
 
 def is_right_warning(rank: int, warned: list[str]) -> bool:
@@ -185,37 +182,29 @@ def is_right_warning(rank: int, warned: list[str]) -> bool:
     return len(warned) == 1 and all(fact in warned[0] for fact in facts)
 
 
-def refuse_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> list[str]:
+def refuse_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> None:
     """Only the last rank asks for another dtype than the stored one, for two of the arrays."""
     arrays = [on_grid(f"w{n}", (8, 6), (4, 1)) for n in range(4)]
     save_all(rank, backend, root, arrays)
     by_argument: dict[str, Any] = {"strict_dtype": True}
-    ways: list[tuple[str, Any, Entry, dict[str, Any]]] = [
-        ("tuple", backend, Entry.OURS, by_argument)
-    ]
-    ways += [(name, one, Entry.OURS, by_argument) for name, one, _ in loaders(backend)]
-    for name, strategy, _ in loaders(backend, Options(timeout_s=60, strict_dtype=True)):
-        ways += [(f"{name}, option", strategy, entry, {}) for entry in Entry]
-    wrong = []
-    for name, strategy, entry, more in ways:
+    ways: list[tuple[Any, Entry, dict[str, Any]]] = [(backend, Entry.OURS, by_argument)]
+    ways += [(one, Entry.OURS, by_argument) for _, one, _ in loaders(backend)]
+    for _, strategy, _ in loaders(backend, Options(timeout_s=60, strict_dtype=True)):
+        ways += [(strategy, entry, {}) for entry in Entry]
+    for strategy, entry, more in ways:
         wanted = {}
         for number, cut in enumerate(arrays):
             dtype = torch.float64 if rank == 3 and number > 1 else torch.float32
             data = torch.full((2, 6), 7.0, dtype=dtype)
             wanted[cut.key] = sharded(cut, cut.parts[rank], data, dtype=dtype)
         call = partial(load, entry, wanted, root, sharded_strategy=strategy, **UNCHECKED, **more)
-        with cpu_stand_ins():
-            found = outcome(call)
         named = ("rank 3: w2", "float32 in the checkpoint", "float64 requested")
-        is_refused = isinstance(found, Failure) and DTypeMismatchError.__name__ in found.kinds
-        if not is_refused or found.key != "w2" or not all(text in found.text for text in named):
-            wrong.append(f"{entry} {name}: {found}")
-        if any(bool((value.data != 7).any()) for value in wanted.values()):
-            wrong.append(f"{entry} {name}: filled")
-    return wrong
+        with cpu_stand_ins():
+            require_refused(call, DTypeMismatchError, *named, key="w2")
+        assert all((value.data == 7).all() for value in wanted.values()), (strategy, entry)
 
 
-def refuse_shared_memory(rank: int, backend: tuple[str, int], root: Path) -> list[str]:
+def refuse_shared_memory(rank: int, backend: tuple[str, int], root: Path) -> None:
     """Data that is no memory of its own for each element; nothing else is filled either."""
     cut = on_grid("w", (8, 6), (4, 1))
     save_all(rank, backend, root, [cut])
@@ -224,59 +213,53 @@ def refuse_shared_memory(rank: int, backend: tuple[str, int], root: Path) -> lis
         "other": sharded(cut, cut.parts[rank], other),
         "w": sharded(cut, cut.parts[rank], torch.zeros(1, 6).expand(2, 6)),
     }
-    found = outcome(lambda: load(Entry.OURS, wanted, root, **UNCHECKED))
-    is_refused = isinstance(found, Failure) and "PlanError" in found.kinds
-    is_named = is_refused and "w: elements of its data share memory" in found.text
-    return [] if is_named and bool((other == 7).all()) else [f"{found} {other}"]
+    call = partial(load, Entry.OURS, wanted, root, **UNCHECKED)
+    require_refused(call, PlanError, "w: elements of its data share memory")
+    assert (other == 7).all()
 
 
 @pytest.mark.parametrize("act", [load_in_every_way, refuse_in_every_way, refuse_shared_memory])
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_given_tensors_are_filled_in_their_own_dtype_or_refused_on_every_rank(
-    backend: tuple[str, int], act: Callable[..., list[str]], tmp_path: Path
+    backend: tuple[str, int], act: Callable[..., None], tmp_path: Path
 ) -> None:
-    assert run_processes(4, act, backend, tmp_path / "c1") == [[]] * 4
+    require_on_ranks(4, act, backend, tmp_path / "c1")
 
 
-def load_over_torch_dist(rank: int, root: Path) -> dict[str, Any]:
+def load_over_torch_dist(rank: int, root: Path) -> None:
     """A base strategy that is not ours converts by itself, and says which dtypes are stored."""
     allow_torch_dist()
-    prepare(60)
     size = dist.get_world_size()
     cut = replicated(on_grid("w", (8, 6), (1, 1), size=1, dtype=torch.bfloat16), size=size)
-    part = cut.parts[rank]
+    part, theirs = cut.parts[rank], ("torch_dist", 1)
+    strategy = TwoStageDataParallelLoadShardedStrategy(
+        None, base_strategy=TorchDistLoadShardedStrategy()
+    )
     with cpu_stand_ins():
         state = {"w": sharded(cut, part, content(cut, part))}
-        save(Entry.MEGATRON, state, root, sharded_strategy=("torch_dist", 1))
-        strategy = TwoStageDataParallelLoadShardedStrategy(
-            None, base_strategy=TorchDistLoadShardedStrategy()
-        )
-        found: dict[str, Any] = {}
+        save(Entry.MEGATRON, state, root, sharded_strategy=theirs)
         for layout in ("dense", "transposed"):
             data = LAYOUTS[layout](torch.full((8, 6), 7.0))
             wanted = {"w": sharded(cut, part, data, dtype=torch.float32)}
             loaded = load(Entry.OURS, wanted, root, sharded_strategy=strategy, **UNCHECKED)
-            right = same_bits(loaded["w"], content(cut, part).float())
-            found[layout] = (right, loaded["w"] is data)
-        for each in (strategy, ("torch_dist", 1)):
+            assert loaded["w"] is data
+            assert same_bits(data, content(cut, part).float())
+        for each in (strategy, theirs):
             data = torch.full((8, 6), 7.0)
             wanted = {"w": sharded(cut, part, data, dtype=torch.float32)}
             options: dict[str, Any] = {"sharded_strategy": each, "strict_dtype": True}
-            refused = outcome(partial(load, Entry.OURS, wanted, root, **options, **UNCHECKED))
-            is_strict = isinstance(refused, Failure) and "DTypeMismatchError" in refused.kinds
-            found[str(each)[:10]] = (is_strict, bool((data == 7).all()))
-    return found
+            call = partial(load, Entry.OURS, wanted, root, **options, **UNCHECKED)
+            require_refused(call, DTypeMismatchError)
+            assert (data == 7).all()
 
 
 def test_tensors_are_filled_over_a_base_strategy_of_another_kind(tmp_path: Path) -> None:
     pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
     (tmp_path / "c").mkdir()
-    for found in run_processes(2, load_over_torch_dist, tmp_path / "c"):
-        assert isinstance(found, dict), found
-        assert all(value == (True, True) for value in found.values()), found
+    require_on_ranks(2, load_over_torch_dist, tmp_path / "c")
 
 
-def load_every_pair(rank: int, backend: tuple[str, int], root: Path) -> list[str]:
+def load_every_pair(rank: int, backend: tuple[str, int], root: Path) -> None:
     """Every array in every dtype, many at once, padded, into memory with gaps, in small reads."""
     arrays = [on_grid(str(d), (6, 5), (1, 1), size=1, dtype=d) for d in ALL_DTYPES]
     save_all(rank, backend, root, arrays)
@@ -292,30 +275,20 @@ def load_every_pair(rank: int, backend: tuple[str, int], root: Path) -> list[str
             right[name] = torch.zeros(rows, 5, dtype=torch.uint8).to(dtype)
             right[name][:6].copy_(content(cut, cut.parts[0]))
     given = {name: value.data for name, value in wanted.items()}
-    options = Options(timeout_s=60, max_inflight_bytes=4096)
-    wrong = []
-    for strategy in (
-        STRATEGIES[backend](options=options),
-        TwoStageDataParallelLoadShardedStrategy(
-            None, base_strategy=STRATEGIES[backend](options=options)
-        ),
-    ):
+    plain = STRATEGIES[backend](options=Options(timeout_s=60, max_inflight_bytes=4096))
+    for strategy in (plain, TwoStageDataParallelLoadShardedStrategy(None, base_strategy=plain)):
         loaded = load(Entry.OURS, wanted, root, sharded_strategy=strategy, **UNCHECKED)
-        wrong += [
-            name
-            for name, tensor in right.items()
-            if loaded[name] is not given[name] or not same_bits(loaded[name], tensor)
-        ]
-        for tensor in given.values():
-            tensor.detach().zero_()
-    return wrong
+        for name, tensor in right.items():
+            assert loaded[name] is given[name], name
+            assert same_bits(loaded[name], tensor), name
+            given[name].detach().zero_()
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2], ids=str)
 def test_every_dtype_is_converted_to_every_other_as_copy_does(
     backend: tuple[str, int], tmp_path: Path
 ) -> None:
-    assert run_processes(1, load_every_pair, backend, tmp_path / "c") == [[]]
+    require_on_ranks(1, load_every_pair, backend, tmp_path / "c")
 
 
 def load_large(rank: int, backend: tuple[str, int], root: Path) -> int:

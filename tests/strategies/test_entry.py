@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -261,6 +262,7 @@ def an_array_and_an_object_may_have_one_key(rank: int, scratch: Path) -> None:
 def save_and_load_unregistered(rank: int, scratch: Path) -> None:
     os.environ["DIST_CKPT_TIMEOUT_S"] = "60"
     dist_ckpt_strategies.save(state_of(rank, CUTS), scratch / "c")
+    assert json.loads((scratch / "c" / "metadata.json").read_text())["sharded_backend_version"] == 2
     loaded: Any = dist_ckpt_strategies.load(state_of(rank, CUTS, no_data), scratch / "c")
     assert differences(rank, CUTS, loaded) == []
     unknown = partial(dist_ckpt_strategies.save, state_of(rank, CUTS), scratch / "x")

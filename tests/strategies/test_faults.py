@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
-from tests.faults.injection import limited_file_size
 from tests.support.entries import (
     Entry,
     Failure,
@@ -115,20 +114,20 @@ def without_root() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class LoadFault:
+class Fault:
     """What one rank alone meets, and how every rank reports it.
 
     Attributes:
         kind: class of the error.
         names: what the message names, below the checkpoint directory or as it is.
         damage: done to the checkpoint directory, once.
-        request: changes the state dict of the rank that will fail.
+        change: changes the state dict of the culprit.
     """
 
     kind: type[CheckpointError]
     names: tuple[str, ...]
     damage: Callable[[Path], Any] = lambda _: None
-    request: Callable[[dict[str, Any]], Any] = lambda state: state
+    change: Callable[[dict[str, Any]], Any] = lambda state: state
 
 
 CHUNK = f"{KEY}/0.0"
@@ -136,40 +135,21 @@ OBJECT = f"object.{CULPRIT}/shard_0_1.pt"
 NAME = f"{KEY} #0"
 
 
-def remove(name: str, root: Path) -> None:
-    (root / name).unlink()
+def remove(name: str) -> Callable[[Path], Any]:
+    return lambda root: (root / name).unlink()
 
 
-def truncate(name: str, root: Path) -> None:
-    os.truncate(root / name, (root / name).stat().st_size - 5)
+def lock(name: str) -> Callable[[Path], Any]:
+    return lambda root: (root / name).chmod(0)
 
 
-def lengthen(name: str, root: Path) -> None:
-    with (root / name).open("ab") as file:
-        file.write(b"more")
+def changed(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+    return lambda root: (root / name).write_bytes(change((root / name).read_bytes()))
 
 
-def lock(name: str, root: Path) -> None:
-    (root / name).chmod(0)
-
-
-def make_directory(name: str, root: Path) -> None:
-    (root / name).unlink()
-    (root / name).mkdir()
-
-
-def scribble(name: str, root: Path) -> None:
-    (root / name).write_bytes(b"{ no longer what it was")
-
-
-def flip_middle(name: str, root: Path) -> None:
-    content = bytearray((root / name).read_bytes())
-    content[len(content) // 2] ^= 0x40
-    (root / name).write_bytes(content)
-
-
-def store_unsafe(name: str, root: Path) -> None:
-    torch.save({"deep": [NotAllowed()]}, root / name)
+def make_directory(root: Path) -> None:
+    (root / CHUNK).unlink()
+    (root / CHUNK).mkdir()
 
 
 def want(
@@ -183,54 +163,53 @@ def want(
 ZARRAY = f"{KEY}/.zarray"
 EXTRA_DIM = ShardedTensor.from_rank_offsets(KEY, torch.zeros(64, 8, 1), allow_shape_mismatch=True)
 
-LOAD_FAULTS = {
-    "no .zarray": LoadFault(ArrayNotFoundError, (KEY,), partial(remove, ZARRAY)),
-    ".zarray cannot be opened": LoadFault(
-        StorageError, (KEY, ZARRAY, "permission denied"), partial(lock, ZARRAY)
+FAULTS = {
+    "no .zarray": Fault(ArrayNotFoundError, (KEY,), remove(ZARRAY)),
+    ".zarray cannot be opened": Fault(
+        StorageError, (KEY, ZARRAY, "permission denied"), lock(ZARRAY)
     ),
-    ".zarray is garbage": LoadFault(
-        CorruptCheckpointError, (KEY, ZARRAY), partial(scribble, ZARRAY)
+    ".zarray is garbage": Fault(
+        CorruptCheckpointError, (KEY, ZARRAY), changed(ZARRAY, lambda _: b"{ no longer")
     ),
-    "no chunk": LoadFault(IncompleteCheckpointError, (KEY, CHUNK), partial(remove, CHUNK)),
-    "no chunk, into strided memory": LoadFault(
+    "no chunk": Fault(IncompleteCheckpointError, (KEY, CHUNK), remove(CHUNK)),
+    "no chunk, into strided memory": Fault(
         IncompleteCheckpointError,
         (KEY, CHUNK),
-        partial(remove, CHUNK),
+        remove(CHUNK),
         partial(want, data=torch.zeros(8, 64).t()),
     ),
-    "chunk cannot be opened": LoadFault(
-        StorageError, (KEY, CHUNK, "permission denied"), partial(lock, CHUNK)
+    "chunk cannot be opened": Fault(StorageError, (KEY, CHUNK, "permission denied"), lock(CHUNK)),
+    "chunk is a directory": Fault(StorageError, (KEY, CHUNK), make_directory),
+    "chunk cut short": Fault(
+        CorruptCheckpointError,
+        (KEY, CHUNK, "2043 bytes, expected 2048"),
+        changed(CHUNK, lambda content: content[:-5]),
     ),
-    "chunk is a directory": LoadFault(StorageError, (KEY, CHUNK), partial(make_directory, CHUNK)),
-    "chunk cut short": LoadFault(
-        CorruptCheckpointError, (KEY, CHUNK, "2043 bytes, expected 2048"), partial(truncate, CHUNK)
+    "chunk too long": Fault(
+        CorruptCheckpointError, (KEY, CHUNK), changed(CHUNK, lambda content: content + b"more")
     ),
-    "chunk too long": LoadFault(CorruptCheckpointError, (KEY, CHUNK), partial(lengthen, CHUNK)),
-    "other shape": LoadFault(
+    "other shape": Fault(
         ShapeMismatchError,
         (KEY, "(64, 8) in the checkpoint, (63, 8) requested"),
-        request=partial(want, shape=(63, 8)),
+        change=partial(want, shape=(63, 8)),
     ),
-    "other number of dims": LoadFault(
+    "other number of dims": Fault(
         ShapeMismatchError,
         (KEY, "(64, 8)", "(64, 8, 1)"),
-        request=lambda state: state.update({NAME: EXTRA_DIM}),
+        change=lambda state: state.update({NAME: EXTRA_DIM}),
     ),
-    "unknown key": LoadFault(
-        ArrayNotFoundError, ("own.22", KEY), request=partial(want, key="own.22")
+    "unknown key": Fault(ArrayNotFoundError, ("own.22", KEY), change=partial(want, key="own.22")),
+    "meta device": Fault(
+        PlanError, (KEY, "meta"), change=partial(want, data=torch.empty(64, 8, device="meta"))
     ),
-    "meta device": LoadFault(
-        PlanError, (KEY, "meta"), request=partial(want, data=torch.empty(64, 8, device="meta"))
+    "no object": Fault(ArrayNotFoundError, (OBJECT,), remove(OBJECT)),
+    "object cut short": Fault(
+        CorruptCheckpointError, (OBJECT,), changed(OBJECT, lambda content: content[:-5])
     ),
-    "no object": LoadFault(ArrayNotFoundError, (OBJECT,), partial(remove, OBJECT)),
-    "object cut short": LoadFault(CorruptCheckpointError, (OBJECT,), partial(truncate, OBJECT)),
-    "object with a flipped bit": LoadFault(
-        CorruptCheckpointError, (OBJECT,), partial(flip_middle, OBJECT)
-    ),
-    "object of a class not allowed": LoadFault(
+    "object of a class not allowed": Fault(
         UnsafeObjectError,
         (OBJECT, "tests.strategies.test_faults.NotAllowed", "allow="),
-        partial(store_unsafe, OBJECT),
+        lambda root: torch.save({"deep": [NotAllowed()]}, root / OBJECT),
     ),
 }
 
@@ -252,7 +231,7 @@ def load_with_faults(rank: int, entry: Entry, engine: str, scratch: Path) -> dic
     whole, ways = scratch / "whole", loaders(entry)
     save(entry, full_state(rank), whole)
     seen: dict[str, Any] = {}
-    for number, (name, fault) in enumerate(LOAD_FAULTS.items()):
+    for number, (name, fault) in enumerate(FAULTS.items()):
         root = scratch / f"copy.{number}"
         if rank == 0:
             shutil.copytree(whole, root)
@@ -263,7 +242,7 @@ def load_with_faults(rank: int, entry: Entry, engine: str, scratch: Path) -> dic
             wanted = full_state(rank, no_data)
             wanted.pop("iteration")
             if rank == CULPRIT:
-                fault.request(wanted)
+                fault.change(wanted)
             options = {"sharded_strategy": strategy} if strategy else {}
             with without_root(), cpu_stand_ins():  # the wrapper goes over CUDA
                 seen[name][way] = outcome(partial(load, entry, wanted, root, **options))
@@ -281,7 +260,7 @@ def test_damage_that_one_rank_meets_is_raised_on_every_rank(
     for result in results:
         assert isinstance(result, dict), result
         assert result["afterwards"] == [], "the group could not be used any more"
-    for number, (name, fault) in enumerate(LOAD_FAULTS.items()):
+    for number, (name, fault) in enumerate(FAULTS.items()):
         for way in results[0][name]:
             seen = [result[name][way] for result in results]
             require_failure_everywhere(seen, kind=fault.kind, culprit=CULPRIT, names=fault.names)
@@ -289,118 +268,6 @@ def test_damage_that_one_rank_meets_is_raised_on_every_rank(
             assert all(failure.seconds < TIMEOUT_S / 2 for failure in seen), (name, way)
             if "/" in fault.names[0] + fault.names[-1]:
                 assert all(f"copy.{number}/" in failure.text for failure in seen), (name, way)
-
-
-@dataclass(frozen=True)
-class SaveFault:
-    """What stands in one rank's way when it saves.
-
-    Attributes:
-        obstruct: done to the directory before the save.
-        kind: class of the error.
-        names: what the message names.
-        hinder: around the save on the culprit.
-        change: changes the state dict of the culprit.
-        mend: undoes what would be in the way of another save.
-        culprit: the rank that notices.
-    """
-
-    kind: type[CheckpointError]
-    names: tuple[str, ...]
-    obstruct: Callable[[Path], Any] = lambda _: None
-    hinder: Callable[[], Any] = nullcontext
-    change: Callable[[dict[str, Any]], Any] = lambda state: state
-    mend: Callable[[Path], Any] = lambda _: None
-    culprit: int = CULPRIT
-
-
-def put_file(name: str, root: Path) -> None:
-    root.mkdir()
-    (root / name).write_text("in the way")
-
-
-def put_directory(name: str, root: Path) -> None:
-    (root / name / "something").mkdir(parents=True)
-
-
-def cannot_be_pickled(state: dict[str, Any]) -> None:
-    state["object"].data = {"a generator": (n for n in range(3))}
-
-
-SAVE_FAULTS = {
-    "a file where the array goes": SaveFault(
-        StorageError,
-        (KEY,),
-        partial(put_file, KEY),
-        mend=lambda root: (root / KEY).unlink(),
-        culprit=0,
-    ),
-    "a directory where the chunk goes": SaveFault(
-        StorageError,
-        (KEY, CHUNK),
-        partial(put_directory, CHUNK),
-        mend=lambda root: shutil.rmtree(root / KEY, ignore_errors=True),
-        culprit=0,
-    ),
-    "no permission": SaveFault(StorageError, ("permission denied",), hinder=without_root),
-    "files limited": SaveFault(StorageError, (KEY, CHUNK), hinder=partial(limited_file_size, 1024)),
-    "an object that cannot be pickled": SaveFault(
-        StorageError,
-        (f"object.{CULPRIT}", "cannot be saved", "generator"),
-        change=cannot_be_pickled,
-    ),
-    "a file where the object goes": SaveFault(
-        StorageError,
-        (f"object.{CULPRIT}",),
-        partial(put_file, f"object.{CULPRIT}"),
-        mend=lambda root: (root / f"object.{CULPRIT}").unlink(),
-        culprit=0,
-    ),
-}
-
-
-def save_with_faults(rank: int, entry: Entry, engine: str, scratch: Path) -> dict[str, Any]:
-    prepare(TIMEOUT_S, engine)
-    seen: dict[str, Any] = {}
-    for number, (name, fault) in enumerate(SAVE_FAULTS.items()):
-        root = scratch / f"save.{number}"
-        if rank == 0:
-            fault.obstruct(root)
-        dist.barrier()
-        state = full_state(rank)
-        hinder: Any = nullcontext()
-        if rank == CULPRIT:
-            fault.change(state)
-            hinder = fault.hinder()
-        with hinder:
-            seen[name] = outcome(partial(save, entry, state, root))
-        dist.barrier()
-        seen[f"{name}: marker"] = (root / "metadata.json").exists()
-        if rank == 0:
-            fault.mend(root)
-        dist.barrier()
-        save(entry, full_state(rank), root)
-        loaded = load(entry, full_state(rank, no_data), root)
-        seen[f"{name}: again"] = differences(rank, own_cuts(), loaded)
-        seen[f"{name}: remains"] = [str(path) for path in root.rglob(".partial-*")]
-    return seen
-
-
-@by_entry
-def test_what_hinders_one_rank_in_saving_is_raised_on_every_rank(
-    entry: Entry, engine: str, scratch: Path
-) -> None:
-    results = run_processes(4, save_with_faults, entry, engine, scratch)
-
-    for name, fault in SAVE_FAULTS.items():
-        assert all(isinstance(result, dict) for result in results), results
-        seen = [result[name] for result in results]
-        require_failure_everywhere(seen, kind=fault.kind, culprit=fault.culprit, names=fault.names)
-        assert all(failure.seconds < TIMEOUT_S / 2 for failure in seen), name
-        for result in results:
-            assert result[f"{name}: marker"] is False
-            assert result[f"{name}: again"] == []
-            assert result[f"{name}: remains"] == []
 
 
 def raise_in_build(*_: Any) -> Any:

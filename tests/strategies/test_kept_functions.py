@@ -25,28 +25,12 @@ from dist_ckpt_strategies.strategies.zarr import (
     load_zarr_based_sharded_metadata,
     postprocess_numpy_array,
 )
-from tests.support.ranks import run_processes
-
-WEIGHT = torch.arange(32, dtype=torch.bfloat16).reshape(4, 8)
 
 
 def wanted(*local_shape: int, **fields: Any) -> Any:
     """What a ShardedTensor says about itself; 0.16.1's own refuses a flattened range."""
     defaults = {"key": "w", "allow_shape_mismatch": False, "flattened_range": None}
     return SimpleNamespace(local_shape=local_shape, **defaults | fields)
-
-
-def save_weight(_rank: int, root: Path) -> None:
-    """Body of a rank: a checkpoint with one array in a folder and one at the top."""
-    state = {key: ShardedTensor.from_rank_offsets(key, WEIGHT) for key in ("w", "a/b")}
-    dist_ckpt_strategies.save(state, root, ("zarr", 1))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("kept") / "ckpt"
-    assert run_processes(1, save_weight, root) == [None]
-    return root
 
 
 def test_slices_are_cut_where_they_reach_past_the_end() -> None:
@@ -97,33 +81,30 @@ def test_the_flattened_range_is_cut_out_unless_it_is_not_wanted() -> None:
     assert postprocess_numpy_array(stored, asked, False).shape == (2, 3)  # noqa: FBT003 - theirs
 
 
-def test_the_error_for_an_array_that_cannot_be_opened_is_short(tmp_path: Path) -> None:
+def test_an_array_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "w").mkdir()
-    with pytest.raises(ArrayNotFoundError) as missing:
+    with pytest.raises(ArrayNotFoundError, match=f"w: no Zarr v2 array at {tmp_path}/w") as missing:
         open_ts_array(tmp_path / "w")
-    (tmp_path / "w" / ".zarray").write_text("{ no longer what it was")
-    with pytest.raises(StorageError) as damaged:
-        open_ts_array(tmp_path / "w")
-
-    assert str(missing.value) == (
-        f"w: no Zarr v2 array at {tmp_path}/w: expected a file .zarray there"
-    )
     assert (missing.value.key, missing.value.path) == ("w", f"{tmp_path}/w")
-    assert str(damaged.value).startswith(f"w: array {tmp_path}/w cannot be opened: ")
-    assert "tensorstore_spec" not in str(damaged.value)
-    assert len(str(damaged.value)) < 400 + 3 * len(str(tmp_path))
+    (tmp_path / "w" / ".zarray").write_text("{ no longer what it was")
+    with pytest.raises(StorageError, match=f"w: array {tmp_path}/w cannot be opened: "):
+        open_ts_array(tmp_path / "w")
 
 
-def test_metadata_is_what_the_callers_function_says_of_each_array(checkpoint: Path) -> None:
+def test_metadata_is_what_the_callers_function_says_of_each_array(tmp_path: Path) -> None:
+    """Of one in a folder and one at the top."""
+    weight = torch.arange(32, dtype=torch.bfloat16).reshape(4, 8)
+    state = {key: ShardedTensor.from_rank_offsets(key, weight) for key in ("w", "a/b")}
+    dist_ckpt_strategies.save(state, tmp_path, ("zarr", 1))
     asked = []
 
     def shape_and_dtype(path: str) -> tuple[tuple[int, ...], Any]:
         asked.append(path)
         return (4, 8), ml_dtypes.bfloat16
 
-    found = load_zarr_based_sharded_metadata(checkpoint, shape_and_dtype)
+    found = load_zarr_based_sharded_metadata(tmp_path, shape_and_dtype)
 
-    assert sorted(asked) == [str(checkpoint / "a/b"), str(checkpoint / "w")]
+    assert sorted(asked) == [str(tmp_path / "a/b"), str(tmp_path / "w")]
     assert found.keys() == {"w", "a/b"}
     assert {(value.global_shape, value.dtype) for value in found.values()} == {
         ((4, 8), torch.bfloat16)

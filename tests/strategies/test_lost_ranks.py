@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -24,7 +23,16 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
 )
-from tests.support.entries import Entry, Failure, load, outcome, prepare, save
+from tests.support.entries import (
+    Entry,
+    Failure,
+    load,
+    outcome,
+    prepare,
+    require_on_ranks,
+    require_refused,
+    save,
+)
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import at_random, differences, no_data, on_grid, state_of
 from tests.support.system_calls import before_calls
@@ -77,10 +85,16 @@ def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -
 
 
 def lose_rank_in_save(rank: int, entry: Entry, culprit: int, number: int, scratch: Path) -> Any:
+    """A save without the culprit, and another over the group that this has broken."""
     prepare(TIMEOUT_S)
     state = state_with(rank)
+
+    def twice() -> Any:
+        first = outcome(partial(save, entry, state, scratch / "c"))
+        return first, outcome(partial(save, Entry.OURS, state_of(rank, CUTS), scratch / "d"))
+
     with signal_when_writing(number, is_here=rank == culprit):
-        return survive(rank, culprit, scratch, partial(save, entry, state, scratch / "c"))
+        return survive(rank, culprit, scratch, twice)
 
 
 def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
@@ -100,33 +114,17 @@ def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
     return survivors
 
 
-def look(rank: int, root: Path) -> dict[str, Any]:
-    """What a new job finds, and whether it can save there."""
-    prepare(60)
-    seen = {
-        entry.value: outcome(partial(load, entry, state_of(rank, CUTS, no_data), root))
-        for entry in Entry
-    }
+def require_incomplete_and_replaceable(rank: int, root: Path) -> None:
+    """A new job finds no checkpoint, and can save there."""
+    ours = partial(load, Entry.OURS, state_of(rank, CUTS, no_data), root)
+    found = require_refused(ours, IncompleteCheckpointError, str(root), "metadata.json")
+    assert "a save began" in found.text, "what is there is not said"
+    theirs = outcome(partial(load, Entry.MEGATRON, state_of(rank, CUTS, no_data), root))
+    assert "is not a distributed checkpoint" in theirs.text
     save(Entry.OURS, state_with(rank), root)
     loaded = load(Entry.OURS, state_of(rank, CUTS, no_data), root)
-    seen["again"] = differences(rank, CUTS, loaded)
-    seen["remains"] = [path.name for path in root.rglob(".*") if path.name != ".zarray"]
-    seen["arrays"] = sorted(path.parent.name for path in root.rglob(".zarray"))
-    return seen
-
-
-def require_incomplete_and_replaceable(root: Path) -> None:
-    for result in run_processes(4, look, root):
-        assert isinstance(result, dict), result
-        ours, theirs = result["ours"], result["megatron"]
-        assert IncompleteCheckpointError.__name__ in ours.kinds, ours
-        assert str(root) in ours.text
-        assert "metadata.json" in ours.text
-        assert "a save began" in ours.text, "what is there is not said"
-        assert "is not a distributed checkpoint" in theirs.text
-        assert result["again"] == []
-        assert result["remains"] == []
-        assert result["arrays"] == ["boxes", "regular"]
+    assert differences(rank, CUTS, loaded) == []
+    assert [path.name for path in root.rglob(".*") if path.name != ".zarray"] == []
 
 
 @pytest.mark.parametrize(
@@ -144,7 +142,11 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
 ) -> None:
     results = run_processes(4, lose_rank_in_save, entry, culprit, number, tmp_path)
 
-    survivors = require_survivors_raised(results, culprit)
+    pairs = [result for result in results if isinstance(result, tuple)]
+    assert all(isinstance(found, Failure) and found.seconds < PROMPT_S for _, found in pairs), pairs
+    assert not (tmp_path / "d" / "metadata.json").exists()
+    firsts = [result[0] if isinstance(result, tuple) else result for result in results]
+    survivors = require_survivors_raised(firsts, culprit)
     late = [failure for failure in survivors if PeerTimeoutError.__name__ in failure.kinds]
     for failure in late:
         assert "did not reach this collective within 5 s" in failure.text
@@ -153,60 +155,7 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
         assert late
     else:
         assert any(PeerLostError.__name__ in failure.kinds for failure in survivors)
-    require_incomplete_and_replaceable(tmp_path / "c")
-
-
-def lose_rank_before(rank: int, action: str, culprit: int, number: int, scratch: Path) -> Any:
-    """A rank that never calls save or load at all."""
-    prepare(60)
-    root = scratch / "c"
-    save(Entry.OURS, state_of(rank, CUTS), root)
-    prepare(TIMEOUT_S)
-    calls: dict[str, Callable[[], Any]] = {
-        "save": partial(save, Entry.OURS, state_of(rank, CUTS), scratch / "d"),
-        "load": partial(load, Entry.OURS, state_of(rank, CUTS, no_data), root),
-        "load through Megatron": partial(
-            load,
-            Entry.MEGATRON,
-            state_of(rank, CUTS, no_data),
-            root,
-            validate_access_integrity=False,
-        ),
-    }
-
-    def act() -> Any:
-        if rank == culprit:
-            os.kill(os.getpid(), number)
-        return calls[action]()
-
-    return survive(rank, culprit, scratch, act)
-
-
-@pytest.mark.parametrize(
-    ("action", "number"),
-    [
-        ("save", signal.SIGKILL),
-        ("load", signal.SIGSTOP),
-        ("load through Megatron", signal.SIGKILL),
-    ],
-    ids=str,
-)
-def test_a_rank_that_never_comes_is_named_by_the_others(
-    action: str, number: int, tmp_path: Path
-) -> None:
-    results = run_processes(4, lose_rank_before, action, 1, number, tmp_path)
-
-    for rank, failure in enumerate(results):
-        if rank == 1:
-            assert isinstance(failure, RankDiedError)
-            continue
-        assert isinstance(failure, Failure), failure
-        assert failure.is_megatrons
-        assert PeerError.__name__ in failure.kinds
-        assert failure.global_rank == 1, failure
-        assert action.partition(" ")[0] in failure.text
-        assert str(tmp_path) in failure.text
-        assert failure.seconds < PROMPT_S
+    require_on_ranks(4, require_incomplete_and_replaceable, tmp_path / "c")
 
 
 def stop_host_of_store(rank: int, scratch: Path) -> Any:
@@ -243,49 +192,3 @@ def test_a_stopped_rank_that_hosts_the_key_value_store_does_not_hang_the_others(
         assert "perhaps rank 0" in failure.text, failure
         assert failure.seconds < PROMPT_S
     assert not (tmp_path / "c" / "metadata.json").exists()
-
-
-class Slow:
-    """An object that takes its time to be pickled."""
-
-    def __reduce__(self) -> Any:
-        time.sleep(2.0)
-        return (OrderedDict, ())
-
-
-def save_slowly(rank: int, root: Path) -> Any:
-    prepare(60)
-    state: dict[str, Any] = state_of(rank, CUTS)
-    state["object"] = ShardedObject(f"object.{rank}", Slow() if rank == 3 else "", (1,), (0,))
-    save(Entry.OURS, state, root)
-    wanted = {"object": ShardedObject(f"object.{rank}", None, (1,), (0,))}
-    return load(Entry.OURS, wanted, root)["object"]
-
-
-def test_a_rank_that_is_merely_slow_is_waited_for(tmp_path: Path) -> None:
-    assert run_processes(4, save_slowly, tmp_path / "c") == ["", "", "", {}]
-
-
-def save_after_failure(rank: int, culprit: int, scratch: Path) -> Any:
-    """A rank that catches the error and tries again gets another error, at once or in time."""
-    prepare(TIMEOUT_S)
-
-    def twice() -> Any:
-        first = outcome(partial(save, Entry.OURS, state_with(rank), scratch / "c"))
-        second = outcome(partial(save, Entry.OURS, state_of(rank, CUTS), scratch / "d"))
-        return first, second
-
-    with signal_when_writing(signal.SIGSTOP, is_here=rank == culprit):
-        return survive(rank, culprit, scratch, twice)
-
-
-def test_a_second_save_over_a_broken_group_raises_too(tmp_path: Path) -> None:
-    results = run_processes(4, save_after_failure, 3, tmp_path)
-
-    for failures in results[:3]:
-        assert isinstance(failures, tuple), failures
-        for failure in failures:
-            assert isinstance(failure, Failure), failure
-            assert PeerError.__name__ in failure.kinds, failure
-            assert failure.seconds < PROMPT_S
-    assert not (tmp_path / "d").exists()

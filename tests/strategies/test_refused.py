@@ -103,10 +103,12 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
             StrategyError,
             "digests are kept by format ('zarr', 2)",
         ),
+        (partial(loads, finished, verify="off"), StrategyError, "('zarr', 2), which ZarrLoad"),
     ):
         require_refused(call, kind, words)
     saves(new, verify_integrity=True, async_strategy="nvrx")
     assert isinstance(loads(new, verify_integrity=True, process_group=dist.group.WORLD), dict)
+    require_refused(partial(loads, new, verify="all"), StrategyError, "one of off, read, full")
 
 
 DATA = torch.ones(2)

@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.strategies import base
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import StrategyAction, register
-from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
@@ -24,7 +23,6 @@ from dist_ckpt_strategies.errors import (
     StrategyExistsError,
     StrategyNotFoundError,
 )
-from dist_ckpt_strategies.sharded.save import ShardedSave
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
@@ -40,7 +38,6 @@ from dist_ckpt_strategies.strategies.zarr import (
     ZarrLoadShardedStrategy,
     ZarrSaveShardedStrategy,
 )
-from tests.support.ranks import run_processes
 from tests.support.registries import fresh_registries
 
 KEY = (StrategyAction.SAVE_SHARDED, "mine", 1)
@@ -72,22 +69,14 @@ def _registries() -> Iterator[None]:
         yield
 
 
-class Recording(ZarrSaveShardedStrategy):
-    """Notes where it saves."""
+class Own(base.SaveShardedStrategy):  # type: ignore[misc]
+    """A user's strategy, which leaves one file."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.saved: list[Path] = []
+    can_handle_sharded_objects = True
 
-    def open_save(
-        self,
-        comm: Communicator,
-        sharded_state_dict: dict[Any, Any],
-        checkpoint_dir: Any,
-        **more: Any,
-    ) -> ShardedSave:
-        self.saved.append(checkpoint_dir)
-        return super().open_save(comm, sharded_state_dict, checkpoint_dir, **more)
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        del sharded_state_dict
+        Path(checkpoint_dir, "own").touch()
 
 
 # Look-ups
@@ -161,53 +150,51 @@ def test_the_same_registration_again_changes_nothing_and_another_needs_replace()
     assert base.get_default_strategy(*key) is get_default_strategy(*key)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("comes_first", ["save", "registration"])
 def test_an_own_registration_works_before_and_after_a_save(
     comes_first: str, tmp_path: Path
 ) -> None:
-    assert run_processes(1, register_own, tmp_path, comes_first) == [None]
-
-
-def register_own(_rank: int, root: Path, comes_first: str) -> None:
     """A tuple leads to the own strategy from the registration on."""
-    own, key = Recording(), (StrategyAction.SAVE_SHARDED, "zarr", 1)
+    own, key = Own(*KEY[1:]), (StrategyAction.SAVE_SHARDED, "zarr", 1)
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
     if comes_first == "save":
-        dist_ckpt_strategies.save(dict(state), root / "before", key[1:])
+        dist_ckpt_strategies.save(dict(state), tmp_path / "before", key[1:])
     register_default_strategy(*key, own)
-    dist_ckpt_strategies.save(dict(state), root / "after", key[1:])
-    assert own.saved == [root / "after"]
+    dist_ckpt_strategies.save(dict(state), tmp_path / "after", key[1:])
+    assert [path.parent.name for path in tmp_path.glob("*/own")] == ["after"]
     with pytest.raises(StrategyExistsError, match="replace=True"):
-        register_default_strategy(*key, Recording())
-    with pytest.raises(StrategyExistsError, match="Recording"):
+        register_default_strategy(*key, Own(*KEY[1:]))
+    with pytest.raises(StrategyExistsError, match="Own"):
         register()
     register_default_strategy(*key, own)
     assert get_default_strategy(*key) is own
 
 
-def test_megatrons_common_strategies_are_replaced_only_with_replace_common() -> None:
-    before = base.get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1)
-    register()
-    assert base.get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1) is before
-
-    register(replace_common=True)
-    found = base.get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1)
-    assert isinstance(found, TorchCommonLoadStrategy)
-
-
-def test_a_foreign_strategy_is_replaced_only_with_replace() -> None:
-    theirs = Foreign()
-    base.register_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1, theirs)
+def test_megatrons_and_foreign_strategies_are_replaced_only_where_that_is_asked_for() -> None:
+    common, key = (StrategyAction.LOAD_COMMON, "torch", 1), (StrategyAction.LOAD_SHARDED, "zarr", 1)
+    before, theirs = base.get_default_strategy(*common), Foreign()
+    base.register_default_strategy(*key, theirs)
 
     with pytest.raises(StrategyExistsError, match="Foreign"):
         register()
-    assert base.get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1) is theirs
-    assert ("zarr", 1) not in base.default_strategies[StrategyAction.SAVE_SHARDED.value]
+    assert base.get_default_strategy(*key) is theirs
+    assert key[1:] not in base.default_strategies[StrategyAction.SAVE_SHARDED.value]
 
     register(replace=True)
-    found = base.get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)
-    assert isinstance(found, ZarrLoadShardedStrategy)
+    assert isinstance(base.get_default_strategy(*key), ZarrLoadShardedStrategy)
+    assert base.get_default_strategy(*common) is before
+    register(replace=True, replace_common=True)
+    assert isinstance(base.get_default_strategy(*common), TorchCommonLoadStrategy)
+
+
+def test_the_older_registrations_of_format_1_are_understood() -> None:
+    for _ in range(2):
+        dist_ckpt_strategies.register_default_zarr_strategies()
+        dist_ckpt_strategies.register_default_tensorstore_strategies()
+    saver = base.get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1)
+    loader = base.get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)
+    assert isinstance(saver, ZarrSaveShardedStrategy)
+    assert isinstance(loader, TensorStoreLoadShardedStrategy)
 
 
 # The classes without a registry

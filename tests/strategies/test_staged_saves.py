@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +15,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from dist_ckpt_strategies.recovery.latest import load_latest
-from tests.support.entries import Failure, outcome, prepare
+from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CoverageError,
+    IncompleteCheckpointError,
+    PlanError,
+)
+from dist_ckpt_strategies.recovery import load_latest
+from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
+from tests.stores.commands import run
+from tests.support.entries import (
+    Entry,
+    Failure,
+    load,
+    outcome,
+    prepare,
+    require_on_ranks,
+    require_refused,
+    save,
+)
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.system_calls import before_calls, dying_at_change
 
@@ -48,15 +67,17 @@ def state_of(rank: int, size: int, value: float, extra: str = "b") -> dict[str, 
     }
 
 
-def values_in(rank: int, size: int, root: Path, extra: str = "b") -> Any:
-    """The value that everything in a checkpoint holds; a Failure, or a list where it differs."""
-    wanted = state_of(rank, size, -1.0, extra)
-    found = outcome(partial(dist_ckpt_strategies.load, wanted, root))
-    if isinstance(found, Failure):
-        return found
+def value_in(rank: int, size: int, root: Path, extra: str = "b", entry: Entry = Entry.OURS) -> Any:
+    """The value that everything in a checkpoint holds; a list where it differs."""
+    found = load(entry, state_of(rank, size, -1.0, extra), root)
     values = {*found["w"].unique().tolist(), found["o"], found["value"]}
     values.update((found["x"] - 0.5).unique().tolist())
     return values.pop() if len(values) == 1 else sorted(values)
+
+
+def values_in(rank: int, size: int, root: Path, extra: str = "b") -> Any:
+    """The same, or the Failure."""
+    return outcome(partial(value_in, rank, size, root, extra))
 
 
 # A call of a save that was given up, which storage carries out later
@@ -241,23 +262,16 @@ def interrupted(root: Path) -> Path:
     pytest.fail("no commit was interrupted")
 
 
-def command(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "dist_ckpt_strategies.cli", *map(str, args)]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
-
-
 def test_commands_see_an_interrupted_commit_and_complete_it(tmp_path: Path) -> None:
     place = interrupted(tmp_path)
-    inspected = command("inspect", place)
-    assert inspected.returncode == 1, inspected
+    assert run("inspect", place).exit_code == 1
     with pytest.raises(IncompleteCheckpointError, match="dist-ckpt verify"):
         dist_ckpt_strategies.convert(place, tmp_path / "converted", "zarr@2")
     for way in ("verify", "prune", "load_latest"):
         copy = tmp_path / way / place.name
         shutil.copytree(place, copy)
         if way == "verify":
-            verified = command("verify", copy)
-            assert verified.returncode == 0, verified
+            assert run("verify", copy).exit_code == 0
         elif way == "prune":
             assert dist_ckpt_strategies.prune(copy.parent, keep_last=1).removed == ()
         else:
@@ -266,3 +280,132 @@ def test_commands_see_an_interrupted_commit_and_complete_it(tmp_path: Path) -> N
         assert (copy / "metadata.json").exists()
         assert list(copy.glob(".*")) == []
         assert not (copy / "n" / "old").exists()
+
+
+# A directory holds one finished checkpoint, or counts as incomplete; never a mixture
+
+SIZE = 2
+UNCHECKED = {"validate_access_integrity": False}
+
+
+def with_a_gap(rank: int) -> dict[str, Any]:
+    """Rank 1's half of the array is nobody's main replica."""
+    rows = torch.zeros(2, 3)
+    return {"w": ShardedTensor("w", rows, rows.dtype, (2, 3), (4, 3), (2 * rank, 0), None, rank)}
+
+
+def on_rank_0(rank: int, act: Callable[[], Any]) -> None:
+    """Between two barriers."""
+    dist.barrier()
+    if rank == 0:
+        act()
+    dist.barrier()
+
+
+def saves_of_ours_and_megatrons(rank: int, scratch: Path) -> None:
+    """In one directory, which is made, one after the other."""
+    root = scratch / "a" / "b"
+    ours, theirs = partial(save, Entry.OURS), partial(save, Entry.MEGATRON)
+    ours(state_of(rank, SIZE, 1.0), root)
+    assert value_in(rank, SIZE, root) == 1.0
+    gap, over = with_a_gap(rank), partial(ours, root=root, overwrite=True)
+    again = partial(ours, state_of(rank, SIZE, 2.0), root)
+    require_refused(again, CheckpointExistsError, "overwrite=True")
+    require_refused(partial(over, gap), PlanError)
+    require_refused(partial(over, gap, **UNCHECKED), CoverageError, key="w")
+    assert value_in(rank, SIZE, root) == 1.0
+    require_refused(partial(ours, gap, scratch / "gap"), CoverageError, key="w")
+    require_refused(partial(value_in, rank, SIZE, scratch / "gap"), CheckpointNotFoundError)
+
+    over(state_of(rank, SIZE, 3.0, "new"))
+    assert value_in(rank, SIZE, root, extra="new") == 3.0
+    assert not (root / "n" / "b").exists()
+
+    theirs(state_of(rank, SIZE, 4.0), root)
+    assert value_in(rank, SIZE, root, entry=Entry.MEGATRON) == 4.0
+    require_refused(partial(theirs, with_a_gap(rank), root), CoverageError)
+    broken_off = partial(value_in, rank, SIZE, root)
+    require_refused(broken_off, IncompleteCheckpointError, "metadata.json", "common.pt")
+    other = state_of(rank, SIZE, 6.0, "third")
+    require_refused(partial(ours, other, root), CheckpointExistsError, ": n/b;", "overwrite=True")
+    theirs(state_of(rank, SIZE, 6.0, "third"), root)
+    assert value_in(rank, SIZE, root, extra="third") == 6.0
+    assert sorted(path.name for path in (root / "n").iterdir()) == ["third"]
+
+
+def relative_paths(rank: int, scratch: Path) -> None:
+    os.chdir(scratch)
+    relative = Path("relative")
+    save(Entry.OURS, state_of(rank, SIZE, 5.0), relative)
+    (scratch / "a").mkdir(exist_ok=True)
+    for place in (relative, scratch / "a" / ".." / relative):
+        assert [value_in(rank, SIZE, place, entry=entry) for entry in Entry] == [5.0, 5.0]
+    other = partial(save, Entry.OURS, state_of(rank, SIZE, 7.0, "new"))
+    on_rank_0(rank, (relative / "metadata.json").unlink)
+    require_refused(partial(other, relative), CheckpointExistsError, ": n/b;", "overwrite=True")
+    other(relative, overwrite=True)
+    assert value_in(rank, SIZE, relative, extra="new") == 7.0
+
+
+class Other(SaveShardedStrategy):  # type: ignore[misc]
+    """A strategy of a user's own, which leaves one file."""
+
+    def __init__(self) -> None:
+        super().__init__("other", 1)
+
+    can_handle_sharded_objects = True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        del sharded_state_dict
+        Path(checkpoint_dir, "other").touch()
+
+
+def wrapped_and_foreign_strategies(rank: int, scratch: Path) -> None:
+    """Strategies that are not ours, or wrapped, remove nothing unasked."""
+    wrapped, root = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy()), scratch / "c"
+    save(Entry.OURS, state_of(rank, SIZE, 1.0), root)
+    over = partial(save, Entry.OURS, root=root, sharded_strategy=wrapped, overwrite=True)
+    require_refused(partial(over, with_a_gap(rank), **UNCHECKED), CoverageError)
+    assert value_in(rank, SIZE, root) == 1.0
+    over(state_of(rank, SIZE, 2.0, "new"))
+    assert value_in(rank, SIZE, root, extra="new") == 2.0
+    on_rank_0(rank, (root / "metadata.json").unlink)
+    before = set(root.rglob("*"))
+    without = partial(save, Entry.OURS, state_of(rank, SIZE, 3.0), root)
+    require_refused(partial(without, sharded_strategy=wrapped), CheckpointExistsError)
+    without(sharded_strategy=Other())
+    assert before <= set(root.rglob("*"))
+
+
+def megatron_after_an_interrupted_commit(rank: int, scratch: Path) -> None:
+    """Our save breaks off while it moves its files into place; Megatron-Core's comes after it."""
+    root = scratch / "c"
+    save(Entry.OURS, state_of(rank, SIZE, 1.0), root)
+    with before_calls(break_off, ["rename", "replace"]):
+        broken = outcome(partial(save, Entry.OURS, state_of(rank, SIZE, 2.0), root, overwrite=True))
+    assert isinstance(broken, Failure)
+    dist.barrier()
+    assert len(list(root.glob(".partial-*/metadata.json"))) == 1
+    save(Entry.MEGATRON, state_of(rank, SIZE, 3.0), root)
+    assert value_in(rank, SIZE, root) == 3.0
+
+
+def break_off(_: str, path: str) -> None:
+    """Of the moves from the staged place to the final one, the first fails."""
+    if "/.partial-" in path and (Path(path).parent / "metadata.json").exists():
+        raise OSError("on purpose")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        saves_of_ours_and_megatrons,
+        relative_paths,
+        wrapped_and_foreign_strategies,
+        megatron_after_an_interrupted_commit,
+    ],
+)
+def test_what_is_loaded_is_one_finished_checkpoint(
+    act: Callable[[int, Path], None], tmp_path: Path
+) -> None:
+    require_on_ranks(SIZE, act, tmp_path)

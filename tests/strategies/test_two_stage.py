@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch._C._distributed_c10d import FileStore
 
-from dist_ckpt_strategies.errors import (
-    PeerError,
-    StrategyError,
-)
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import (
     TwoStageDataParallelLoadShardedStrategy,
     _ShardedTensorMetadata,
     sharded_tensor_chunk_id,
     timed,
 )
-from dist_ckpt_strategies.two_stage import load as two_stage_load
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.support.entries import (
     Entry,
     Failure,
@@ -37,13 +39,14 @@ from tests.support.entries import (
     save,
 )
 from tests.support.groups import group_of_size
-from tests.support.ranks import RankDiedError, run_processes
+from tests.support.ranks import RankDiedError, allow_torch_dist, run_processes
 from tests.support.sharding import (
     Cut,
     at_random,
     differences,
     no_data,
     on_grid,
+    replicated,
     state_of,
     zeros,
 )
@@ -71,14 +74,14 @@ def objects(rank: int, *, empty: bool = False) -> dict[str, Any]:
         "shared": ShardedObject(
             "shared", None if empty else {"of": "all"}, (1,), (0,), replica_id=rank
         ),
-        "own": ShardedObject("own/state", None if empty else [rank], (4,), (rank,)),
+        "own": ShardedObject("own.state", None if empty else [rank], (4,), (rank,)),
     }
 
 
 def every_rank_gets_what_it_requests(rank: int, root: Path) -> None:
     """In groups of any size."""
     save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
-    objects_stored = {"shared/shard_0_1", *(f"own/state/shard_{n}_4" for n in range(4))}
+    objects_stored = {"shared/shard_0_1", *(f"own.state/shard_{n}_4" for n in range(4))}
     for size in (1, 2, 4):
         strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(size))
         for data in (no_data, zeros):
@@ -105,51 +108,6 @@ def replicas(rank: int, *, empty: bool) -> dict[str, Any]:
             data.zero_()
         state[f"w{number}"] = ShardedTensor.from_rank_offsets(f"w{number}", data, replica_id=rank)
     return state
-
-
-def count_reads(rank: int, root: Path, backend: tuple[str, int]) -> Any:
-    """What a group reads from storage that its ranks do not share by a page cache."""
-    prepare(60)
-    vars(two_stage_load)["page_cache_of"] = lambda _: None
-    save(Entry.OURS, replicas(rank, empty=False), root, sharded_strategy=backend)
-    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(4))
-    strategy.load(replicas(rank, empty=True), root)  # imports what is imported once
-    dist.barrier()
-    before = io_nbytes("rchar")
-    loaded = strategy.load(replicas(rank, empty=True), root)
-    counted = io_nbytes("rchar") - before
-    expected = replicas(rank, empty=False)
-    same = all(torch.equal(loaded[key], value.data) for key, value in expected.items())
-    nbytes = sum(value.data.nbytes for value in expected.values())
-    return same, nbytes, strategy.summarize_load_times(), counted
-
-
-def io_nbytes(name: str) -> int:
-    """Bytes that this process has asked the system for."""
-    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-SMALL_FILES_NBYTES = 100 << 10
-"""Manifest, descriptions of arrays, and what travels over the ranks' sockets by way of ``read``."""
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
-def test_each_byte_is_read_once_and_all_ranks_read_about_the_same(
-    backend: tuple[str, int], tmp_path: Path
-) -> None:
-    results = run_processes(4, count_reads, tmp_path / "c", backend)
-
-    nbytes = results[0][1]
-    for same, _, report, _ in results:
-        assert same
-        assert nbytes <= sum(share.read_nbytes for share in report.shares) <= 1.02 * nbytes
-        assert max(share.read_nbytes for share in report.shares) <= 1.1 * nbytes / 4
-        assert report == results[0][2]
-    asked = [counted for _, _, _, counted in results]
-    assert sum(asked) <= 1.02 * nbytes + SMALL_FILES_NBYTES
-    assert max(asked) <= 1.1 * nbytes / 4 + SMALL_FILES_NBYTES / 4
 
 
 def lose_rank(rank: int, root: Path) -> Any:
@@ -190,15 +148,10 @@ def large(rank: int, *, is_transposed: bool) -> dict[str, Any]:
     return state
 
 
-def peak_nbytes() -> int:
-    """The most resident memory that this process has had since it was last asked to forget."""
+def memory_nbytes(name: str) -> int:
+    """VmRSS: resident; VmHWM: the most of it since this process was last asked to forget."""
     text = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(text.split("VmHWM:")[1].split()[0]) * 1024
-
-
-def resident_nbytes() -> int:
-    text = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(text.split("VmRSS:")[1].split()[0]) * 1024
+    return int(text.split(f"{name}:")[1].split()[0]) * 1024
 
 
 def measure_memory(rank: int, root: Path) -> dict[str, Any]:
@@ -214,10 +167,10 @@ def measure_memory(rank: int, root: Path) -> dict[str, Any]:
             extras = []
             for _ in range(3):  # the allocator may return memory of before, or take some anew
                 wanted = large(rank, is_transposed=is_transposed)
-                before = resident_nbytes()
+                before = memory_nbytes("VmRSS")
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
                 loaded = strategy.load(wanted, root)
-                extras.append(peak_nbytes() - before)
+                extras.append(memory_nbytes("VmHWM") - before)
                 dist.barrier()
             right = [bool((loaded[key] == n + 1).all()) for n, key in enumerate(LARGE)]
             seen[f"{budget} {is_transposed}"] = budget, all(right), min(extras)
@@ -313,3 +266,125 @@ def test_a_strategy_outlives_its_world_and_a_group_does_not(tmp_path: Path) -> N
         assert loaded == [True, True, True]
         assert StrategyError.__name__ in failure.kinds, failure
         assert "has been destroyed" in failure.text
+
+
+# Over strategies that are not ours: each is called once, and its share distributed
+
+TORCH_DIST = ("torch_dist", 1)
+
+
+class Recorded(LoadShardedStrategy):  # type: ignore[misc]
+    """A load strategy that keeps what it was asked for, and fails on the ranks that it is told."""
+
+    can_handle_sharded_objects = True
+
+    def __init__(self, inner: Any, fails_on: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.inner = inner
+        self.fails_on = fails_on
+        self.asked: list[list[Any]] = []
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+        """See LoadShardedStrategy."""
+        shards = sharded_state_dict.values()
+        self.asked.append([(shard.key, tuple(shard.global_offset)) for shard in shards])
+        if dist.get_rank() in self.fails_on:
+            raise OSError("no such luck")
+        return self.inner.load(sharded_state_dict, checkpoint_dir)
+
+    def load_tensors_metadata(self, checkpoint_dir: Path) -> Any:
+        """See LoadShardedStrategy."""
+        return self.inner.load_tensors_metadata(checkpoint_dir)
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> Any:
+        """See LoadShardedStrategy."""
+        return self.inner.load_sharded_metadata(checkpoint_dir)
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None:
+        """See LoadShardedStrategy."""
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        """See LoadShardedStrategy."""
+
+
+def regular_cuts() -> list[Cut]:
+    """Arrays that every rank has whole, and arrays of which each has a part, or two."""
+    everyone = [replicated(on_grid(f"e{n}", (40, 3 + n), (1, 1))) for n in range(7)]
+    rows = on_grid("rows", (8, 6), (4, 1), dtype=torch.bfloat16)
+    pairs = on_grid("pairs", (8, 6), (2, 1), num_replicas=2)
+    stacked = on_grid("stacked", (8, 5), (8, 1), num_prepended=1)
+    return [*everyone, rows, pairs, stacked, on_grid("one", (3, 3), (1, 1))]
+
+
+def load_through_torch_dist(rank: int, root: Path) -> None:
+    """A group asks the base once for each shard and object, and each of its ranks for some."""
+    allow_torch_dist()
+    # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.
+    with cpu_stand_ins():
+        state = state_of(rank, regular_cuts()) | objects(rank)
+        save(Entry.MEGATRON, state, root, sharded_strategy=TORCH_DIST)
+        for size, data in product((1, 2, 4), (zeros, no_data)):
+            base = Recorded(TorchDistLoadShardedStrategy())
+            strategy = TwoStageDataParallelLoadShardedStrategy(
+                group_of_size(size), base_strategy=base
+            )
+            wanted = state_of(rank, regular_cuts(), data) | objects(rank, empty=True)
+            loaded = dist_checkpointing.load(wanted, str(root), sharded_strategy=strategy)
+            assert differences(rank, regular_cuts(), loaded) == []
+            assert (loaded["shared"], loaded["own"]) == ({"of": "all"}, [rank])
+            everyones: list[Any] = [None] * 4
+            dist.all_gather_object(everyones, base.asked)
+            first = rank // size * size
+            calls = [asked for (asked,) in everyones[first : first + size]]
+            shards = [shard for asked in calls for shard in asked]
+            assert len(shards) == len(set(shards))
+            assert all(calls)
+
+
+def test_each_shard_and_object_is_requested_from_torch_dist_once_per_group(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
+    (tmp_path / "c").mkdir()
+    require_on_ranks(4, load_through_torch_dist, tmp_path / "c")
+
+
+class Alone:
+    """A base that needs no peers."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+        """See LoadShardedStrategy."""
+        return ZarrLoadShardedStrategy().load_by(Communicator(), sharded_state_dict, checkpoint_dir)
+
+
+def a_failure_of_the_base_is_raised_on_all(rank: int, root: Path) -> None:
+    """Any strategy will do; it must not be one of ours, which are not called this way."""
+    save(Entry.OURS, state_of(rank, regular_cuts()) | objects(rank), root)
+    group = group_of_size(2)
+
+    def load(base: Any, state: dict[str, Any]) -> Any:
+        strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=base)
+        return strategy.load(state, str(root))
+
+    wanted = partial(state_of, rank, regular_cuts(), zeros)
+    found = load(Recorded(ZarrLoadShardedStrategy()), wanted() | objects(rank, empty=True))
+    assert differences(rank, regular_cuts(), found) == []
+    failed = outcome(partial(load, Recorded(Alone(), (2,)), wanted()))
+    bad = {"bad": "no ShardedTensor"} if rank == 3 else {}
+    refused = require_refused(
+        partial(load, Recorded(Alone()), wanted() | bad), PlanError, global_rank=3
+    )
+    assert isinstance(failed, Failure)
+    for failure, culprit in ((failed, 2), (refused, 3)):
+        assert failure.seconds < 50
+        assert (PeerError.__name__ in failure.kinds) == (rank != culprit)
+    assert rank == 2 or (failed.global_rank == 2 and "no such luck" in failed.text)
+
+
+def test_a_failure_of_the_base_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    require_on_ranks(4, a_failure_of_the_base_is_raised_on_all, tmp_path / "c")
+
+
+def test_a_base_that_is_no_strategy_is_refused() -> None:
+    with pytest.raises(StrategyError, match="expected a sharded load strategy, found 'torch_dist'"):
+        TwoStageDataParallelLoadShardedStrategy(None, base_strategy="torch_dist")

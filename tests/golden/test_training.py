@@ -1,8 +1,9 @@
-"""Training goes on from the flat set of Megatron-Core 0.15.3, once it is upgraded."""
+"""Training goes on from the sets, at other layouts; from the flat one once it is upgraded."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from dist_ckpt_strategies.formats.objects import dump_object, load_content
 from dist_ckpt_strategies.tools.upgrade import upgraded_common
 from tests.golden.gpt import Trainee, gather_whole, parallel
 from tests.golden.routes import Route, begin_rank, load_along, require_done
-from tests.golden.sets import GoldenSet, differing
+from tests.golden.sets import FLAT, RESHARDABLE, TP4, GoldenSet, differing
 from tests.support.ranks import run_processes
 
 NUM_ROWS = 128
+AS_IT_IS = "as it is"
 STATES = ("param", "exp_avg", "exp_avg_sq")
 PREFIX = "optimizer.state."
 
@@ -87,24 +89,35 @@ def stepped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("to", "layout", "route"),
     [
+        (AS_IT_IS, ParallelLayout(tp=1, pp=1, dp=2), Route.MEGATRON),
+        (AS_IT_IS, ParallelLayout(tp=4, pp=1, dp=1), Route.OURS_WRAPPED),
+        (AS_IT_IS, ParallelLayout(tp=1, pp=2, dp=2), Route.WRAPPED),
         (None, ParallelLayout(tp=1, pp=1, dp=2), Route.MEGATRON),
         ("zarr@2", ParallelLayout(tp=2, pp=2, dp=1), Route.OURS),
         ("torch_dist", ParallelLayout(tp=2, pp=1, dp=1), Route.MEGATRON),
     ],
+    ids=str,
 )
-def test_the_next_step_is_the_one_from_the_expected_tensors(
-    flat: GoldenSet, tmp_path: Path, to: str | None, layout: ParallelLayout, route: Route
+def test_the_state_and_the_next_step_are_those_of_the_expected_tensors(
+    unpacked: Callable[[str], GoldenSet],
+    tmp_path: Path,
+    to: str | None,
+    layout: ParallelLayout,
+    route: Route,
 ) -> None:
-    upgraded = tmp_path / "upgraded"
-    report = upgrade(flat.checkpoint, upgraded, to)
-    assert (report.num_arrays, report.num_objects) == (68, 20)
+    golden = unpacked(RESHARDABLE if to == AS_IT_IS else FLAT)
+    checkpoint = golden.checkpoint
+    if to != AS_IT_IS:
+        checkpoint = str(tmp_path / "upgraded")
+        report = upgrade(golden.checkpoint, checkpoint, to)
+        assert (report.num_arrays, report.num_objects) == (68, 20)
 
     results = require_done(
-        run_processes(layout.num_ranks, train_on, str(upgraded), layout, route, timeout_s=120)
+        run_processes(layout.num_ranks, train_on, checkpoint, layout, route, timeout_s=120)
     )
 
     resumed, trained, steps = results[0]
-    expected = renamed(flat.tensors)
+    expected = renamed(golden.tensors)
     assert set(steps) == {3}
     assert differing(resumed, expected) == []
     after = stepped(expected)
@@ -165,3 +178,36 @@ def test_steps_that_only_the_parameters_have_go_to_the_groups() -> None:
     old["optimizer_states"][0]["param_state"][1]["step"] = torch.tensor(3.0)
     with pytest.raises(StrategyError, match="different numbers of steps"):
         upgraded_common(dump_object(old, name="c"), "common.pt", ())
+
+
+def load_weights(
+    rank: int, golden: GoldenSet, layout: ParallelLayout, num_rows: int
+) -> dict[str, torch.Tensor]:
+    begin_rank(Engine.TENSORSTORE)
+    with parallel(layout):
+        model = Trainee.build(layout, num_rows).model
+        asked: dict[str, Any] = {"model": model.sharded_state_dict()}
+        loaded = load_along(Route.MEGATRON, asked, golden.checkpoint)
+        model.load_state_dict(loaded["model"], strict=True)
+        whole = gather_whole(model.sharded_state_dict())
+        return whole if rank == 0 else {}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "tp", "num_rows"), [(TP4, 2, 104), (RESHARDABLE, 4, 128), (FLAT, 4, 256)]
+)
+def test_weights_are_bit_identical_whatever_the_vocabularys_padding(
+    unpacked: Callable[[str], GoldenSet], name: str, tp: int, num_rows: int
+) -> None:
+    layout, golden = ParallelLayout(tp=tp), unpacked(name)
+    results = run_processes(tp, load_weights, golden, layout, num_rows, timeout_s=120)
+
+    found = require_done(results)[0]
+    expected = {k: t for k, t in golden.tensors.items() if not k.startswith("optimizer.")}
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        resized = torch.zeros((num_rows, 64), dtype=torch.bfloat16)
+        num_kept = min(num_rows, NUM_ROWS)
+        resized[:num_kept] = expected[key][:num_kept]
+        expected[key] = resized
+    assert differing(found, expected) == []
