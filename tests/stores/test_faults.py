@@ -271,6 +271,26 @@ def test_who_may_put_read_and_list_saves_to_a_new_url(proxy: FaultyProxy, bucket
 
 
 @pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_load_of_a_part_asks_for_little_more_than_it_needs(
+    proxy: FaultyProxy, bucket: str
+) -> None:
+    """A column quarter of a matrix of 16 MiB."""
+    url = f"s3://{bucket}/run"
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2048, 2048))}
+    dist_ckpt_strategies.save(state, url, FORMAT2)
+    proxy.requests.clear()
+
+    quarter = ShardedTensor.from_rank_offsets("w", torch.ones(2048, 512), (1, 1, 4))
+    loaded: Any = dist_ckpt_strategies.load({"w": quarter}, url)
+
+    assert not loaded["w"].any()
+    of_chunks = [r for r in proxy.requests if "/arrays/" in r.path]
+    assert sum(r.nbytes for r in of_chunks) <= 1.1 * 4 * 2048 * 512
+    assert len(of_chunks) <= 8
+    assert sum("/manifest/part" in r.path for r in proxy.requests) == 1
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
 def test_a_large_tensor_goes_in_several_objects(proxy: FaultyProxy, bucket: str) -> None:
     rows = math.ceil(2.5 * MAX_OBJECT_NBYTES / (1 << 20))
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(rows, 1 << 20, dtype=torch.int8))}

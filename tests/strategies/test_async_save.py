@@ -227,6 +227,39 @@ def test_a_save_behind_training_is_as_one_in_the_foreground(
     require_on_ranks(4, run_checks, tmp_path, backend)
 
 
+def save_while_one_runs(
+    rank: int, root: Path, register: Callable[[], None] | None, backend: tuple[str, int]
+) -> list[Any]:
+    """The second save begins while the first one still writes, into memory that both use."""
+    os.environ["DIST_CKPT_TIMEOUT_S"] = "60"
+    if register is not None:
+        register()
+    first = dist_ckpt_strategies.save_async(weight(rank, 3_000_000), root / "1", backend)
+    second = dist_ckpt_strategies.save_async(weight(rank, 3_000_000), root / "2", backend)
+    num_writers = len(psutil.Process().children())
+    was_done = first.done()
+    for handle in (first, second):
+        handle.wait()
+    found = [is_saved(rank, root / name, 3_000_000) for name in ("1", "2")]
+    return [was_done, num_writers == 1, *found, threading.active_count() < 20]
+
+
+@pytest.mark.parametrize(
+    ("register", "backend"),
+    [
+        (None, ("zarr", 2)),
+        (dist_ckpt_strategies.register, ("zarr", 2)),
+        (dist_ckpt_strategies.register_default_zarr_strategies, ("zarr", 1)),
+    ],
+    ids=["not registered", "register", "register_default_zarr_strategies"],
+)
+def test_a_save_waits_until_the_one_before_has_written_its_share(
+    register: Callable[[], None] | None, backend: tuple[str, int], tmp_path: Path
+) -> None:
+    found = run_processes(2, save_while_one_runs, tmp_path, register, backend)
+    assert found == [[True] * 5] * 2
+
+
 def die_beside_a_writer(rank: int, root: Path) -> None:
     prepare(60)
     dist_ckpt_strategies.save_async(weight(rank), root / "good").wait()

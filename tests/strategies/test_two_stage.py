@@ -29,6 +29,7 @@ from dist_ckpt_strategies.strategies.two_stage import (
     timed,
 )
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from dist_ckpt_strategies.two_stage import load as two_stage_load
 from tests.support.entries import (
     Entry,
     Failure,
@@ -108,6 +109,51 @@ def replicas(rank: int, *, empty: bool) -> dict[str, Any]:
             data.zero_()
         state[f"w{number}"] = ShardedTensor.from_rank_offsets(f"w{number}", data, replica_id=rank)
     return state
+
+
+def count_reads(rank: int, root: Path, backend: tuple[str, int]) -> Any:
+    """What a group reads from storage that its ranks do not share by a page cache."""
+    prepare(60)
+    vars(two_stage_load)["page_cache_of"] = lambda _: None
+    save(Entry.OURS, replicas(rank, empty=False), root, sharded_strategy=backend)
+    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(4))
+    strategy.load(replicas(rank, empty=True), root)  # imports what is imported once
+    dist.barrier()
+    before = io_nbytes("rchar")
+    loaded = strategy.load(replicas(rank, empty=True), root)
+    counted = io_nbytes("rchar") - before
+    expected = replicas(rank, empty=False)
+    same = all(torch.equal(loaded[key], value.data) for key, value in expected.items())
+    nbytes = sum(value.data.nbytes for value in expected.values())
+    return same, nbytes, strategy.summarize_load_times(), counted
+
+
+def io_nbytes(name: str) -> int:
+    """Bytes that this process has asked the system for."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+SMALL_FILES_NBYTES = 100 << 10
+"""Manifest, descriptions of arrays, and what travels over the ranks' sockets by way of ``read``."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
+def test_each_byte_is_read_once_and_all_ranks_read_about_the_same(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    results = run_processes(4, count_reads, tmp_path / "c", backend)
+
+    nbytes = results[0][1]
+    for same, _, report, _ in results:
+        assert same
+        assert nbytes <= sum(share.read_nbytes for share in report.shares) <= 1.02 * nbytes
+        assert max(share.read_nbytes for share in report.shares) <= 1.1 * nbytes / 4
+        assert report == results[0][2]
+    asked = [counted for _, _, _, counted in results]
+    assert sum(asked) <= 1.02 * nbytes + SMALL_FILES_NBYTES
+    assert max(asked) <= 1.1 * nbytes / 4 + SMALL_FILES_NBYTES / 4
 
 
 def lose_rank(rank: int, root: Path) -> Any:
