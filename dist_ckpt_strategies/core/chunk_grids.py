@@ -59,7 +59,7 @@ def require_partition(
                 f"{key}: rank {placement.rank} holds {placement.region}, outside the array's "
                 f"shape {shape}",
                 key=key,
-            )
+            ).at_rank(placement.rank)
     overlap = _first_overlap(placements)
     if overlap is not None:
         one, other = overlap

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,6 +39,10 @@ OBJECT_SUFFIX = ".pt"
 
 _PLAIN_LEAD = b"json:"
 """No pickle and no archive starts like this."""
+
+_MAX_PLAIN_DEPTH = 100
+_LEAST_LONG_INT = 10**4300
+"""Python neither prints nor parses an int of more digits."""
 
 _REFUSED_FLAGS = 0x2061
 """Encrypted, patched, masked: torch's reader refuses such entries."""
@@ -161,15 +166,15 @@ def require_archive(content: bytes, path: Path | str, name: str) -> None:
         raise _corrupt(name, path, damage)
 
 
-def is_plain(obj: Any) -> bool:
-    """Whether JSON gives an object back as it is."""
-    if type(obj) is list:
-        return all(map(is_plain, obj))
+def is_plain(obj: Any, max_depth: int = _MAX_PLAIN_DEPTH) -> bool:
+    """Whether JSON gives an object back as it is; one that contains itself is too deep."""
     if type(obj) is dict:
-        return all(type(key) is str and is_plain(held) for key, held in obj.items())
-    return (
-        obj is None or type(obj) in {bool, int, str} or (type(obj) is float and math.isfinite(obj))
-    )
+        return all(type(key) is str for key in obj) and is_plain([*obj.values()], max_depth)
+    if type(obj) is list:
+        return max_depth > 0 and all(map(is_plain, obj, repeat(max_depth - 1)))
+    if type(obj) is int:
+        return abs(obj) < _LEAST_LONG_INT
+    return obj is None or type(obj) in {bool, str} or (type(obj) is float and math.isfinite(obj))
 
 
 def plain_content(obj: Any) -> bytes:

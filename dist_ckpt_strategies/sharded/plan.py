@@ -211,7 +211,7 @@ def _object_writers(objects: Iterable[tuple[ObjectId, int]]) -> dict[str, int]:
                 f"{found.key}: rank {rank} holds shard {offset} of an object whose grid is {grid}; "
                 "a grid has at least one dim, and its shards count from 0",
                 key=found.key,
-            )
+            ).at_rank(rank)
         of_key[found] = rank
     for key, of_key in by_key.items():
         ranks = {found.shape: rank for found, rank in reversed(of_key.items())}

@@ -22,7 +22,12 @@ from dist_ckpt_strategies.formats.checkpoints import (
     StoredCheckpoint,
 )
 from dist_ckpt_strategies.formats.locations import Location, read_marker, require_path
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, plain_value, require_archive
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    dump_loadable,
+    plain_value,
+    require_archive,
+)
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
@@ -90,7 +95,9 @@ class CheckpointReader(ABC):
             return content
         content = self.object_content(COMMON_OBJECT)
         plain = plain_value(content)
-        return content if plain is None else dump_object(plain.value, name=COMMON_OBJECT.unique_key)
+        if plain is None:
+            return content
+        return dump_loadable(plain.value, name=COMMON_OBJECT.unique_key, allow=())
 
     @abstractmethod
     def _stored_objects(self) -> Sequence[ObjectId]:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region
 from dist_ckpt_strategies.core.chunk_grids import ShardPlacement
-from dist_ckpt_strategies.device import host_view, torch_dtype
+from dist_ckpt_strategies.device import to_host, torch_dtype
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -41,6 +41,7 @@ from dist_ckpt_strategies.formats.chunks import at_region
 from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
+    dump_loadable,
     dump_object,
     is_plain,
     load_content,
@@ -222,7 +223,7 @@ class TorchDistReader(CheckpointReader):
             self._last.place = self._last.elements = None  # before there is a second one
             expected = f"torch.{array.dtype.value} {shard.shape}"
             found = self._loaded(array.key, MetadataIndex(array.key, shard.offset), expected)
-            self._last.elements = host_view(found.detach().contiguous())
+            (self._last.elements,) = to_host([found])
             self._last.place = array.key, shard
         elements: HostArray = self._last.elements
         return elements
@@ -308,7 +309,8 @@ class TorchDistWriter(TargetWriter):
         with file_errors(None, path), new_file(path) as handle:
             for object_id in self.plan.objects:
                 key, content = object_id.unique_key, source.object_content(object_id)
-                dumped = dump_object([load_content(content, path, key, self._allow)], name=key)
+                value = load_content(content, path, key, self._allow)
+                dumped = dump_loadable([value], name=key, allow=self._allow)
                 write_buffered(handle, np.frombuffer(dumped, np.uint8))
                 metadata.state_dict_metadata[key] = BytesStorageMetadata()
                 info = _StorageInfo(name, byte_offset, len(dumped))

@@ -17,7 +17,7 @@ from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.commit import SavePlace
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location, require_path
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, plain_value
+from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, plain_value
 from dist_ckpt_strategies.sharded.plan import build_manifest_plan
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -178,7 +178,7 @@ class ZarrWriter(TargetWriter):
         for object_id in self.plan.objects:
             content = source.object_content(object_id)
             if self._writer.version == 1 and (plain := plain_value(content)) is not None:
-                content = dump_object(plain.value, name=object_id.unique_key)
+                content = dump_loadable(plain.value, name=object_id.unique_key, allow=())
             if batch and held + len(content) > MAX_OBJECT_NBYTES:
                 self._writer.write_objects(batch)
                 batch, held = {}, 0

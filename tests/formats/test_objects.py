@@ -25,6 +25,7 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -323,3 +324,23 @@ def test_common_state_that_is_no_dict_is_damaged(content: Any, tmp_path: Path) -
 
     with pytest.raises(CorruptCheckpointError, match="expected a dict"):
         load(tmp_path)
+
+
+# Format 2, which keeps small plain objects as JSON
+
+
+def test_what_json_cannot_hold_is_saved_as_format_1_does_or_refused_with_its_key(
+    tmp_path: Path,
+) -> None:
+    state: dict[str, Any] = {"deep": {}}
+    state["deep"]["itself"] = state["deep"]
+    for version in (1, 2):
+        place = tmp_path / str(version)
+        saved = {"o": ShardedObject("rng", state, (1,), (0,))}
+        dist_ckpt_strategies.save(saved, place, ("zarr", version))
+        wanted = {"o": ShardedObject("rng", None, (1,), (0,))}
+        loaded: Any = dist_ckpt_strategies.load(wanted, place)
+        assert loaded["o"]["deep"]["itself"] is loaded["o"]["deep"]
+        huge = {"o": ShardedObject("rng", [10**4300], (1,), (0,))}
+        with pytest.raises(StorageError, match=r"rng/shard_0_1 cannot be saved"):
+            dist_ckpt_strategies.save(huge, tmp_path / "huge", ("zarr", version))

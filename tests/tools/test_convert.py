@@ -258,3 +258,18 @@ def test_common_state_among_the_objects_becomes_a_file(tmp_path: Path, to: str) 
         loaded: Any = dist_ckpt_strategies.load(wanted, tmp_path / "b", strict="raise_all")
         assert torch.equal(loaded.pop("w"), weight)
         assert loaded == common
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_a_view_that_is_conjugate_or_negative_is_read(
+    tmp_path: Path, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Such a tensor stays a view in a file of torch_dist."""
+    weight = view(torch.randn(3, 4, dtype=torch.complex64))
+    write_with_common_object(tmp_path / "a", weight, {"iteration": 3})
+
+    convert(tmp_path / "a", tmp_path / "b", "zarr@2")
+
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(weight))}
+    loaded: Any = dist_ckpt_strategies.load(wanted, tmp_path / "b")
+    assert torch.equal(loaded["w"], weight)

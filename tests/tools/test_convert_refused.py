@@ -14,6 +14,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, diff, upgrade
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
@@ -22,6 +23,7 @@ from dist_ckpt_strategies.errors import (
     CoverageError,
     IncompleteCheckpointError,
     PlanError,
+    StorageError,
     StrategyError,
     UnsafeObjectError,
 )
@@ -205,3 +207,15 @@ def test_objects_of_classes_that_are_not_allowed_are_named(saved: Path, tmp_path
         convert(root, tmp_path / "b", "torch_dist")
     convert(root, tmp_path / "b", "torch_dist", allow=[Custom])
     assert diff(root, tmp_path / "b", allow=[Custom]).is_equal
+
+
+@pytest.mark.parametrize("to", ["zarr@1", "torch_dist"])
+def test_an_object_that_no_load_of_the_target_would_give_is_refused(
+    tmp_path: Path, to: str
+) -> None:
+    """An int that format 2 keeps as JSON, and that is too long for torch's safe unpickler."""
+    dist_ckpt_strategies.save({"o": ShardedObject("rng", 1 << 3000, (1,), (0,))}, tmp_path / "c")
+
+    with pytest.raises(StorageError, match=r"rng/shard_0_1 cannot be saved: a load would fail"):
+        convert(tmp_path / "c", tmp_path / "t", to)
+    assert not is_finished(tmp_path / "t")
