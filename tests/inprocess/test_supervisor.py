@@ -257,7 +257,7 @@ me = coordinator_from_environment()
 assert me.finish(me.barrier(120), 120)
 sys.exit(5)
 """
-    with pytest.raises(RestartError, match=r"rank 0 died after the wrapped block.*exit code 5"):
+    with pytest.raises(RestartError, match=r"rank 0 died after a wrapped block.*exit code 5"):
         jobs.run(body, 1)
 
 
