@@ -1,7 +1,8 @@
-"""The pages: links, errors, commands, options and variables are those that exist."""
+"""The pages: links, errors, commands, options, variables and quoted texts are those that exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
@@ -12,7 +13,10 @@ from typing import Any
 
 import pytest
 import typer
+from megatron.core.dist_checkpointing import mapping, validation
+from megatron.core.dist_checkpointing.strategies import base
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies import Options, config, errors
 from dist_ckpt_strategies.cli.app import app
 from tests.support.pages import PAGES, ROOT, blocks_of, page_id
@@ -145,3 +149,32 @@ def test_the_variables_of_a_page_are_read(page: Path) -> None:
 
 def test_the_page_of_tuning_lists_every_variable() -> None:
     assert variables_of(ROOT / "docs" / "tuning.md") == known_variables()
+
+
+# Texts that the runbook quotes
+
+
+def texts_of(path: Path) -> set[str]:
+    """Every text of a source file, with ``…`` for what is filled in."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+            found.add("".join(map(str, parts)))
+    return found
+
+
+def test_the_texts_that_the_runbook_quotes_are_those_of_the_code() -> None:
+    package = Path(dist_ckpt_strategies.__file__).parent
+    megatrons = [Path(str(module.__file__)) for module in (mapping, validation, base)]
+    known = {text for path in [*package.rglob("*.py"), *megatrons] for text in texts_of(path)}
+    page = (ROOT / "docs" / "operations.md").read_text()
+    cells = [cell.strip() for line in page.splitlines() for cell in line.split("|")[1:3]]
+    quoted = [cell[1:-1] for cell in cells if re.fullmatch(r"`[^`]+`", cell)]
+    others = ("dist-ckpt", "--", "py-spy", "complete ", "rank ")
+    texts = {text for text in quoted if " " in text and not text.startswith(others)}
+
+    assert texts
+    assert {text for text in texts if not any(text in one for one in known)} == set()
