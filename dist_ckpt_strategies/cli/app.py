@@ -431,7 +431,12 @@ def run(
     ] = "1",
     spares: Annotated[
         int,
-        typer.Option(metavar="S", min=0, help="Processes per node that wait to take over a rank."),
+        typer.Option(
+            metavar="S",
+            min=0,
+            help="Processes per node that wait in wait_rank() to take over a rank. A script that "
+            "does not call it would run in each of them as a job of its own.",
+        ),
     ] = 0,
     max_restarts: Annotated[
         int, typer.Option(metavar="R", min=0, help="Workers that may be replaced, in total.")
@@ -462,7 +467,12 @@ def run(
         bool, _flag("--store-only", help="Host the store, and run no ranks; takes no SCRIPT.")
     ] = False,
     spare_nodes: Annotated[
-        int, typer.Option(metavar="S", min=0, help="Nodes that wait to take a lost node's place.")
+        int,
+        typer.Option(
+            metavar="S",
+            min=0,
+            help="Nodes that wait to take a lost node's place. The script must call wait_rank().",
+        ),
     ] = 0,
     node_ttl: Annotated[
         float,

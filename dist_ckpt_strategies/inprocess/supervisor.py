@@ -65,9 +65,6 @@ _CHUNK = 1 << 16
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's ``@record`` writes what a process has raised."""
 
-_NO_PLACE = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "none before wait_rank()")
-"""Of a spare. A script that does not call ``wait_rank`` would otherwise run as a job of its own."""
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -291,7 +288,7 @@ class Supervisor:
         node = "" if self._places is None else f"{self._places.node}/"
         name = f"{node}worker{self._num_started}"
         self._num_started += 1
-        place = _NO_PLACE if rank is None else environment_of(self._info(rank))
+        place = {} if rank is None else environment_of(self._info(rank))
         worker = WorkerProcess(
             name,
             self._job.command,

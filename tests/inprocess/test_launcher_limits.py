@@ -37,12 +37,8 @@ def second():
 first()
 second()
 """
-FOR_TORCHRUN = """
-import os, time
-from pathlib import Path
-rank = int(os.environ.get("RANK", -1))
-Path(f"ran.{rank}").touch()
-time.sleep(3)
+FAILS = """
+raise SystemExit(3)
 """
 STOPS = """
 import os, signal, sys, time
@@ -89,18 +85,11 @@ def test_no_rank_is_replaced_in_a_second_block(tmp_path: Path) -> None:
     assert "rank 1 died after a wrapped block had ended on all ranks: killed by SIGKILL" in err
 
 
-def test_a_spare_of_a_script_without_wait_rank_does_not_run_it(tmp_path: Path) -> None:
-    code, _ = end_of(tmp_path, FOR_TORCHRUN, "--nproc", "1", "--spares", "1")
-
-    assert code == 0
-    assert [path.name for path in tmp_path.glob("ran.*")] == ["ran.0"]
-
-
 def test_an_agent_without_a_store_ends_as_one_whose_job_lacks_a_node(tmp_path: Path) -> None:
     endpoint = f"192.0.2.1:{free_port()}"  # of documentation: no machine has it
     options = ("--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-wait", "1", "--node-ttl", "2")
 
-    code, err = end_of(tmp_path, FOR_TORCHRUN, *options)
+    code, err = end_of(tmp_path, FAILS, *options)
 
     assert code == 87
     assert re.search(r"192\.0\.2\.1.* has not come within --node-wait", err)

@@ -30,7 +30,7 @@ TTL_S = 8.0
 WAITS = """
 import os, sys, time
 from pathlib import Path
-if not os.environ["RANK"].isdecimal():
+if "RANK" not in os.environ:
     from dist_ckpt_strategies.inprocess.train_utils import wait_rank
     Path(f"spare.{os.getpid()}").touch()
     wait_rank()
@@ -49,7 +49,7 @@ import torch, torch.distributed as dist
 from dist_ckpt_strategies.inprocess import HPCallWrapper, HPWrapper
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
 
-if not os.environ["RANK"].isdecimal():
+if "RANK" not in os.environ:
     Path(f"spare.{os.getpid()}").touch()
 wait_rank()
 
