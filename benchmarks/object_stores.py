@@ -5,83 +5,58 @@
 
 The server, Ceph's radosgw or moto, is started for the benchmark on this machine, keeps its objects
 in memory, and shares the cores with the ranks. Two ranks, alternating candidates, medians; every
-load is checked; the first round is not counted. The baselines put and get the same bytes, one
+load is checked; the first round is not counted. The baseline puts and gets the same bytes, one
 object for each shard or 64 MiB of it, with as many requests at the same time as format 2 has.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 import numpy as np
 import tensorstore as ts
 import torch
-import typer
 from torch import distributed as dist
 
 import dist_ckpt_strategies
-from benchmarks.candidates.one_state import ZARR_2, Candidate, Megatron, Tensors
-from benchmarks.common.command_line import (
-    Comparison,
-    Output,
-    among,
-    comparison_command,
-    missing_package,
-)
+from benchmarks.common.candidates import ZARR_2, Candidate, Megatron, Shards
+from benchmarks.common.command_line import Parser, open_output, run_cases
 from benchmarks.common.disks import touch_memory, workspace
-from benchmarks.common.processes import RankContext, Ranks, join_gloo
-from benchmarks.common.rounds import SECONDS, Case, Sample, Step, alternate, load_rounds
-from benchmarks.common.states import GptSize, Shard, build_shards
-from benchmarks.common.worker import Worker
-from tests.support.object_stores import Radosgw, moto, why_no_radosgw
+from benchmarks.common.rounds import (
+    SECONDS,
+    Sample,
+    alternate,
+    entries_of,
+    load_rounds,
+    on_first_rank,
+    timed,
+)
+from benchmarks.common.states import GptSize, build_shards
+from dist_ckpt_strategies.cli.bench_rank import Tensors
+from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
 
 RADOSGW, MOTO = "radosgw", "moto"
 RAW_PUT = "tensorstore put"
 _NUM_RANKS = 2
 _BUCKET = "bench"
 _REQUEST_TIMEOUT_S = "120"
-_NOWHERE = Path("/nowhere")
-"""No file lies there: of such a path only the last part counts, as the name in the bucket."""
-
-_DELETES_AT_A_TIME = 1000
 _OBJECT_NBYTES = 64 << 20
 _NUM_REQUESTS = 32
 """As in format 2: objects at most so large, and so many requests of a rank at the same time."""
 
-_RETRIES = {"max_retries": 4, "initial_delay": "50ms", "max_delay": "500ms"}
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """An object: some bytes of a shard.
-
-    Attributes:
-        name: of the object.
-        memory: the bytes, where they lie.
-    """
-
-    name: str
-    memory: memoryview
-
-
-class _ZarrAt(Megatron):
+class _Zarr(Megatron):
     """This package's own entry points: Megatron-Core's know no object stores."""
 
-    def __init__(self, endpoint: str, shards: tuple[Shard, ...]) -> None:
+    def __init__(self, shards: Shards) -> None:
         super().__init__(shards, ZARR_2)
-        self._endpoint = endpoint
 
     def save(self, directory: Path) -> None:
         dist_ckpt_strategies.save(self.state(), f"s3://{_BUCKET}/{directory.name}", self.backend)
@@ -93,200 +68,117 @@ class _ZarrAt(Megatron):
 
 
 class _TensorStorePuts:
-    """Plain objects through TensorStore's key-value store, all asked for at once."""
+    """Plain objects through TensorStore's key-value store, all requested at once."""
 
-    def __init__(self, endpoint: str, shards: tuple[Shard, ...]) -> None:
+    def __init__(self, shards: Shards) -> None:
         self._tensors = {shard.key: shard.tensor for shard in shards}
-        self._pieces = list(_pieces(shards))
-        self._endpoint = endpoint
+        self._objects = dict(_objects(shards))
 
     def save(self, directory: Path) -> None:
-        store = self._open(directory)
-        for_all = [store.write(piece.name, bytes(piece.memory)) for piece in self._pieces]
-        for pending in for_all:
-            pending.result()
+        store = _open(directory)
+        pending = [store.write(name, bytes(memory)) for name, memory in self._objects.items()]
+        for write in pending:
+            write.result()
 
     def load(self, directory: Path) -> Tensors:
-        store = self._open(directory)
-        pending = [store.read(piece.name) for piece in self._pieces]
-        for piece, reply in zip(self._pieces, pending, strict=True):
-            _fill(piece.memory, reply.result().value)
+        store = _open(directory)
+        pending = [store.read(name) for name in self._objects]
+        for memory, read in zip(self._objects.values(), pending, strict=True):
+            # In one go; ``memoryview`` itself would copy byte by byte.
+            np.asarray(memory)[:] = np.frombuffer(read.result().value, dtype=np.uint8)
         return self._tensors
 
-    def _open(self, directory: Path) -> Any:
-        spec = {
-            "driver": "s3",
-            "bucket": _BUCKET,
-            "path": f"{directory.name}/",
-            "endpoint": self._endpoint,
-            "aws_region": "us-east-1",
-            "aws_credentials": {"type": "environment"},
-            "use_conditional_write": False,
-            "s3_request_retries": _RETRIES,
-            "s3_request_concurrency": {"limit": _NUM_REQUESTS},
-        }
-        return ts.KvStore.open(spec, context=ts.Context()).result()
+
+def _open(directory: Path) -> Any:
+    spec = {
+        "driver": "s3",
+        "bucket": _BUCKET,
+        "path": f"{directory.name}/",
+        "endpoint": os.environ["DIST_CKPT_S3_ENDPOINT"],
+        "aws_region": "us-east-1",
+        "aws_credentials": {"type": "environment"},
+        "use_conditional_write": False,
+        "s3_request_retries": {"max_retries": 4, "initial_delay": "50ms", "max_delay": "500ms"},
+        "s3_request_concurrency": {"limit": _NUM_REQUESTS},
+    }
+    return ts.KvStore.open(spec, context=ts.Context()).result()
 
 
-class _Boto3Puts:
-    """Plain objects through boto3, from as many threads as there may be requests."""
-
-    def __init__(self, endpoint: str, shards: tuple[Shard, ...]) -> None:
-        self._tensors = {shard.key: shard.tensor for shard in shards}
-        self._pieces = list(_pieces(shards))
-        # Named at run time: it is slow to import, and a peer.
-        config = importlib.import_module("botocore.config").Config(
-            max_pool_connections=_NUM_REQUESTS,
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-            s3={"addressing_style": "path", "payload_signing_enabled": False},
-        )
-        self._client = importlib.import_module("boto3").client(
-            "s3", endpoint_url=endpoint, region_name="us-east-1", config=config
-        )
-
-    def save(self, directory: Path) -> None:
-
-        def put(piece: Piece) -> None:
-            key = f"{directory.name}/{piece.name}"
-            self._client.put_object(Bucket=_BUCKET, Key=key, Body=bytes(piece.memory))
-
-        self._each(put)
-
-    def load(self, directory: Path) -> Tensors:
-
-        def get(piece: Piece) -> None:
-            key = f"{directory.name}/{piece.name}"
-            body = self._client.get_object(Bucket=_BUCKET, Key=key)["Body"]
-            _fill(piece.memory, body.read())
-
-        self._each(get)
-        return self._tensors
-
-    def _each(self, body: Callable[[Piece], None]) -> None:
-        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
-            for _ in pool.map(body, self._pieces):
-                pass
-
-
-def _pieces(shards: Sequence[Shard]) -> Iterator[Piece]:
-    """The shards' bytes, in objects of equal size where they are cut."""
+def _objects(shards: Shards) -> Iterator[tuple[str, memoryview]]:
+    """Names, and the shards' bytes, in objects of equal size where a shard has several."""
     rank = dist.get_rank()
     for shard in shards:
         memory = shard.tensor.view(-1).view(torch.uint8)
-        num_pieces = -(-memory.numel() // _OBJECT_NBYTES)
-        for number, part in enumerate(memory.chunk(num_pieces)):
-            yield Piece(f"{shard.key}/{rank}.{number}", memoryview(part.numpy().data))
+        for number, part in enumerate(memory.chunk(-(-memory.numel() // _OBJECT_NBYTES))):
+            yield f"{shard.key}/{rank}.{number}", memoryview(part.numpy().data)
 
 
-def _fill(memory: memoryview, content: bytes) -> None:
-    """Copy into memory in one go; ``memoryview`` itself would go byte by byte."""
-    np.asarray(memory)[:] = np.frombuffer(content, dtype=np.uint8)
+MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
+    RAW_PUT: _TensorStorePuts,
+    "zarr 2": _Zarr,
+}
 
 
-MAKERS: Mapping[str, Callable[[str, tuple[Shard, ...]], Candidate]] = MappingProxyType(
-    {RAW_PUT: _TensorStorePuts, "boto3 put": _Boto3Puts, "zarr 2": _ZarrAt}
-)
+def measure(
+    size: GptSize, place: Path, repetitions: int, names: Sequence[str], store: ObjectStore
+) -> list[Sample]:
+    """Saves and loads on one of the ranks that hold equal parts. Collective.
+
+    Of a path below ``place``, the last part is the name in the bucket; nothing is written there.
+    """
+    os.environ.update(store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": _REQUEST_TIMEOUT_S})
+    entries = entries_of(build_shards(size, dist.get_rank(), _NUM_RANKS), MAKERS, names)
+    samples = []
+    for repetition, name in alternate(names, repetitions):
+        on_first_rank(_delete_all, store, name)
+        on_first_rank(touch_memory, size.nbytes)
+        candidate = entries[name].candidate
+        seconds = timed(lambda: candidate.save(place / name))  # noqa: B023 - called at once
+        if repetition > 0:
+            samples.append(Sample("save", name, repetition, {SECONDS: seconds}))
+    stored = {name: place / name for name in names}
+    return samples + list(load_rounds(entries, stored, "load", repetitions, size.nbytes))
 
 
-def make_worker(size: GptSize, names: Sequence[str], endpoint: str, context: RankContext) -> Worker:
-    """One of the ranks that hold the state in equal parts. Collective."""
-    join_gloo(context)
-    shards = build_shards(size, context.global_rank, context.num_ranks)
-    makers = {name: partial(MAKERS[name], endpoint) for name in names}
-    return Worker.over(context, shards, makers, names)
-
-
-def why_not(server: str) -> str | None:
-    """Why there can be no such server here; None where there can."""
-    if missing := missing_package("boto3"):
-        return missing
-    return why_no_radosgw() if server == RADOSGW else missing_package("moto")
+def _delete_all(store: ObjectStore, checkpoint: str) -> None:
+    for name in store.names(_BUCKET):
+        if name.startswith(f"{checkpoint}/"):
+            store.delete(_BUCKET, name)
 
 
 @contextmanager
-def open_store(server: str, directory: Path) -> Iterator[Any]:
-    """A server with its files in a directory, ended on leaving; see tests/support."""
+def _started(server: str, directory: Path | None) -> Iterator[ObjectStore]:
+    """A server with its files in a directory, ended on leaving."""
     if server == MOTO:
         with moto() as store:
             yield store
         return
-    ceph = Radosgw(directory)
-    try:
-        yield ceph.store
-    finally:
-        ceph.stop()
+    with workspace(directory) as place:
+        ceph = Radosgw(place)
+        try:
+            yield ceph.store
+        finally:
+            ceph.stop()
 
 
-def delete_below(client: Any, bucket: str, name: str) -> None:
-    """Delete all objects of a checkpoint."""
-    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{name}/")
-    found = [{"Key": one["Key"]} for page in pages for one in page.get("Contents", ())]
-    for start in range(0, len(found), _DELETES_AT_A_TIME):
-        some = found[start : start + _DELETES_AT_A_TIME]
-        client.delete_objects(Bucket=bucket, Delete={"Objects": some, "Quiet": True})
-
-
-def _run_size(
-    size: GptSize, server: str, store: Any, comparison: Comparison, output: Output
-) -> None:
-    args = ("benchmarks.object_stores", size, comparison.names, store.endpoint)
-    with Ranks(_NUM_RANKS, *args, timeout_s=comparison.timeout_s) as ranks:
-        nbytes = sum(ranks.step("nbytes").values)
-        case = Case(server, nbytes, size.num_arrays, _NUM_RANKS)
-        output.write_samples(case, _rounds(ranks, case, store.client(), comparison))
-
-
-def _rounds(ranks: Ranks, case: Case, client: Any, comparison: Comparison) -> Iterator[Sample]:
-    """Saves, the last of which stay, and loads of those."""
-    for repetition, name in alternate(comparison.names, comparison.repetitions + 1):
-        delete_below(client, _BUCKET, name)
-        touch_memory(case.held_nbytes)
-        seconds = ranks.step("save", name, _NOWHERE / name).seconds
-        if repetition > 0:
-            yield Sample("save", name, repetition, {SECONDS: seconds})
-    stored = {name: _NOWHERE / name for name in comparison.names}
-    for sample in load_rounds(ranks, case, Step.LOAD_WARM, stored, comparison.repetitions):
-        yield Sample("load", sample.candidate, sample.repetition, sample.values)
-
-
-@comparison_command(list(MAKERS), (RAW_PUT,), in_memory=False)
-def main(
-    comparison: Comparison,
-    output: Output,
-    *,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="radosgw or moto.",
-            show_default="radosgw, else moto",
-            callback=among((RADOSGW, MOTO)),
-        ),
-    ] = None,
-) -> None:
-    """Save and load one GPT-like state in an object store with every candidate in turn.
-
-    What is written to a directory are the server's own files.
-    """
-    for place in comparison.places:
-        for one in server or [MOTO if why_not(RADOSGW) else RADOSGW]:
-            if reason := why_not(one):
-                output.skip(one, reason)
-            else:
-                with workspace(place) as directory:
-                    _run_server(one, directory, comparison, output)
-
-
-def _run_server(server: str, directory: Path, comparison: Comparison, output: Output) -> None:
-    """Time every size against a server of its own."""
-    for size in comparison.sizes:
-        place = directory / f"{server}-{size.hidden}"
-        place.mkdir()
-        with open_store(server, place) as store:
-            os.environ.update(store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": _REQUEST_TIMEOUT_S})
-            store.make_bucket(_BUCKET)
-            _run_size(size, server, store, comparison, output)
+def main() -> None:
+    """Save and load one GPT-like state in an object store with every candidate in turn."""
+    parser = Parser(__doc__)
+    parser.add_comparison(list(MAKERS), in_memory=False)
+    default = MOTO if why_no_radosgw() else RADOSGW
+    parser.add_repeated("server", [default], choices=[RADOSGW, MOTO], text="only these")
+    options = parser.parse()
+    names = [name for name in MAKERS if name in {RAW_PUT, *options.candidate}]
+    with open_output(options.out, __file__) as output:
+        for server in options.server:
+            if server == RADOSGW and (reason := why_no_radosgw()):
+                output.skip(server, reason)
+                continue
+            with _started(server, options.directory[0]) as store:
+                store.make_bucket(_BUCKET)
+                case = {"file_system": server}
+                run_cases(options, output, _NUM_RANKS, measure, names, store, **case)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -19,16 +19,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
-import typer
-
-from benchmarks.common.command_line import NOWHERE, Out, Smoke, open_output
+from benchmarks.common.command_line import Parser, open_output
 from dist_ckpt_strategies.core.array import ArraySpec, DType, RankShards, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.load import build_read_item
@@ -104,18 +103,10 @@ class Cost:
     num_shards: int
 
 
-def _save(job: Job, layout: ChunkLayout) -> Cost:
+def _save(layout: ChunkLayout, job: Job) -> Cost:
     shards = [RankShards(rank, job.shards_of(rank)) for rank in range(job.num_ranks)]
     plan = lambda: build_save_plan(shards, chunk_layout=layout)  # noqa: E731
     return _measured(plan, sum(len(of_rank.shards) for of_rank in shards))
-
-
-def _save_1(job: Job) -> Cost:
-    return _save(job, ChunkLayout.WHOLE)
-
-
-def _save_2(job: Job) -> Cost:
-    return _save(job, ChunkLayout.INNER)
 
 
 def _load(job: Job) -> Cost:
@@ -143,8 +134,8 @@ def _two_stage(job: Job) -> Cost:
 
 
 PLANNERS: Final[Mapping[str, Callable[[Job], Cost]]] = {
-    "save, format 1": _save_1,
-    "save, format 2": _save_2,
+    "save, format 1": partial(_save, ChunkLayout.WHOLE),
+    "save, format 2": partial(_save, ChunkLayout.INNER),
     "load": _load,
     "two-stage load": _two_stage,
 }
@@ -164,26 +155,25 @@ def _peak_nbytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main(
-    *,
-    ranks: Annotated[list[int] | None, typer.Option(help="Multiples of 8.")] = None,
-    arrays: Annotated[int, typer.Option(min=8, help="Of the checkpoint.")] = 10_000,
-    out: Out = NOWHERE,
-    smoke: Smoke = False,
-) -> None:
+def main() -> None:
     """Plan saves and loads for jobs of many ranks."""
-    sizes = ranks or ([16] if smoke else [64, 1024])
+    parser = Parser(__doc__)
+    parser.add_repeated("ranks", [64, 1024], kind=int, text="multiples of 8")
+    parser.add_argument("--arrays", type=int, default=10_000, help="of the checkpoint (10,000)")
+    options = parser.parse()
+    sizes = [16] if options.smoke else options.ranks
     if any(size < _TENSOR_PARALLEL or size % _TENSOR_PARALLEL for size in sizes):
-        raise typer.BadParameter(f"--ranks {sizes}: expected multiples of {_TENSOR_PARALLEL}")
-    with open_output(out, "planning.py") as output:
+        parser.error(f"--ranks {sizes}: expected multiples of {_TENSOR_PARALLEL}")
+    with open_output(options.out, __file__) as output:
         for name, planner in PLANNERS.items():
             for size in sizes:
                 # 1,024 ranks describe as many shards with a sixteenth of the arrays.
-                job = Job(size, 80 if smoke else max(80, arrays * 64 // max(64, size)))
+                num_arrays = 80 if options.smoke else options.arrays * 64 // max(64, size)
+                job = Job(size, max(80, num_arrays))
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                     cost = pool.submit(planner, job).result()
-                output.write("planning", cost, planner=name, job=job)
+                output.write("planning", **asdict(cost), planner=name, job=asdict(job))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

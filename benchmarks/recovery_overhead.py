@@ -1,4 +1,4 @@
-"""What recovery costs in every step without a fault: the vote, and the mirror of random states.
+"""What recovery costs in every step without a fault: the step commit, and replicated RNG states.
 
     python benchmarks/recovery_overhead.py --out recovery_overhead.jsonl
     python benchmarks/recovery_overhead.py --smoke
@@ -14,103 +14,59 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
-import typer
-
-from benchmarks.common.command_line import NOWHERE, Out, Smoke, TimeoutS, open_output
-from benchmarks.common.processes import RankContext, Ranks, join_gloo
-from benchmarks.common.rounds import alternate
+from benchmarks.common.command_line import Parser, open_output
+from benchmarks.common.rounds import alternate, gathered, run_on_ranks
 from benchmarks.recovery_training import NUM_RANKS, NUM_SHARDS, step
 from dist_ckpt_strategies.recovery import CheckpointManager
-from tests.support.sharded_training import ShardedTraining, make_groups
+from tests.support.sharded_training import ShardedTraining, make_groups, step_once
 
 PLAIN, RECOVERY, CHECKSUMS = "plain", "recovery", "recovery and checksums"
 NAMES = (PLAIN, RECOVERY, CHECKSUMS)
 _REFERENCE_STEP_S = 0.5
 
 
-class Worker:
-    """Trains the same model, with recovery and without."""
-
-    def __init__(self, context: RankContext) -> None:
-        """Join the others. Collective."""
-        join_gloo(context)
-        self._groups = make_groups(NUM_SHARDS)
-        self._training = ShardedTraining(self._groups)
-
-    def train(self, candidate: str, num_steps: int) -> float:
-        """Seconds of some steps. Collective."""
-        manager = CheckpointManager(enable_checksum=candidate == CHECKSUMS)
-        if candidate != PLAIN:
-            manager.track(self._training, replica_group=self._groups.twins)
-            step(self._training, manager)
+def measure(num_rounds: int, num_steps: int) -> dict[str, list[float]]:
+    """Milliseconds per step of each, by round, on one of the ranks. Collective."""
+    groups = make_groups(NUM_SHARDS)
+    training = ShardedTraining(groups)
+    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    for repetition, name in alternate(NAMES, num_rounds):
+        manager = CheckpointManager(enable_checksum=name == CHECKSUMS)
+        if name != PLAIN:
+            manager.track(training, replica_group=groups.twins)
+            step(training, manager)
         began = time.perf_counter()
         for _ in range(num_steps):
-            if candidate == PLAIN:
-                self._plain_step()
+            if name == PLAIN:
+                step_once(training)
             else:
-                step(self._training, manager)
-        return time.perf_counter() - began
-
-    def _plain_step(self) -> None:
-        training = self._training
-        training.forward_backward()
-        training.reduce_gradients()
-        training.apply_update()
-        training.gather_weights()
-        training.set_step(training.step + 1)
+                step(training, manager)
+        seconds = max(gathered(time.perf_counter() - began))
+        if repetition > 0:
+            found[name].append(1000 * seconds / num_steps)
+    return found
 
 
-def make_worker(context: RankContext) -> Worker:
-    """One of the ranks, in its process. Collective."""
-    return Worker(context)
-
-
-def costs(ms_per_step: dict[tuple[str, int], float]) -> dict[str, float]:
-    """Median milliseconds that each adds to a plain step of the same round.
-
-    Args:
-        ms_per_step: by candidate and round.
-    """
-    return {
-        name: statistics.median(
-            ms - ms_per_step[PLAIN, number]
-            for (candidate, number), ms in ms_per_step.items()
-            if candidate == name
-        )
-        for name in NAMES[1:]
-    }
-
-
-def main(
-    *,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 15,
-    steps: Annotated[int, typer.Option(min=1, help="Steps in each.")] = 60,
-    out: Out = NOWHERE,
-    smoke: Smoke = False,
-    timeout_s: TimeoutS = 120.0,
-) -> None:
+def main() -> None:
     """Measure what recovery costs in every step without a fault."""
-    if smoke:
-        rounds, steps = 1, 3
-    found = {}
-    with (
-        open_output(out, "recovery_overhead.py") as output,
-        Ranks(NUM_RANKS, "benchmarks.recovery_overhead", timeout_s=timeout_s) as ranks,
-    ):
-        for repetition, name in alternate(NAMES, rounds + 1):
-            timed = ranks.step("train", name, steps)
-            if repetition > 0:
-                found[name, repetition] = ms = 1000 * max(timed.values) / steps
-                line = {"candidate": name, "repetition": repetition, "ms_per_step": ms}
-                output.write("round", {**line, "num_steps": steps})
-        for name, ms in costs(found).items():
+    parser = Parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="measured rounds (15)")
+    parser.add_argument("--steps", type=int, default=60, help="steps in each (60)")
+    options = parser.parse()
+    num_rounds, num_steps = (1, 3) if options.smoke else (options.rounds, options.steps)
+    with open_output(options.out, __file__) as output:
+        args = (num_rounds, num_steps)
+        found = run_on_ranks(NUM_RANKS, measure, *args, timeout_s=options.timeout_s)[0]
+        for name, times in found.items():
+            output.write("rounds", candidate=name, ms_per_step=times)
+        for name in NAMES[1:]:
+            ms = statistics.median(a - b for a, b in zip(found[name], found[PLAIN], strict=True))
             share = ms / 1000 / _REFERENCE_STEP_S
-            output.write("summary", {"candidate": name, "ms_per_step": ms, "share": share})
+            output.write("summary", candidate=name, ms_per_step=ms, share=share)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -5,7 +5,6 @@ What a training script has to do to survive faults is ``train`` and ``step``, an
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -33,7 +32,7 @@ from dist_ckpt_strategies.inprocess import (
 )
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
 from dist_ckpt_strategies.recovery import CheckpointManager
-from tests.support.sharded_training import ShardedTraining, make_groups
+from tests.support.sharded_training import ShardedTraining, make_groups, state_digest
 
 NUM_RANKS, NUM_SHARDS = 4, 2
 _PROGRESS_TIMEOUT_S = 5.0
@@ -48,8 +47,8 @@ class Point(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    BEFORE_VOTE = "before the vote"
-    AFTER_VOTE = "after the vote"
+    BEFORE_COMMIT = "before the commit"
+    AFTER_COMMIT = "after the commit"
     UPDATED = "shard updated"
     GATHERED = "weights gathered"
 
@@ -90,10 +89,6 @@ class JobTask:
     seed: int
     faults: tuple[InjectedFault, ...] = ()
 
-    def final(self, global_rank: int) -> Path:
-        """File with a rank's digests at the end."""
-        return self.scratch / f"final{global_rank}.json"
-
 
 class InjectedError(Exception):
     """Raised on purpose."""
@@ -106,14 +101,14 @@ class Rank:
         self.task = task
         self.global_rank = global_rank
         self.manager = CheckpointManager(enable_checksum=True, timeout_s=_GROUP_TIMEOUT_S)
-        self.epoch = 0
+        self.attempt = 0
         path = task.scratch / f"events.{global_rank}.{os.getpid()}"
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def note(self, event: str, **fields: Any) -> None:
         """Add a line that outlives the process, with the clock that all processes share."""
         line = {"event": event, "at": time.monotonic(), "rank": self.global_rank, **fields}
-        os.write(self._log, json.dumps(line | {"epoch": self.epoch}).encode() + b"\n")
+        os.write(self._log, json.dumps(line | {"attempt": self.attempt}).encode() + b"\n")
 
     def stopped(self, state: HPState) -> HPState:
         """The block has been left, after a fault of any rank."""
@@ -126,13 +121,9 @@ class Rank:
         Raises:
             InjectedError: that is its fault.
         """
+        here = (step, point, self.global_rank)
         for fault in self.task.faults:
-            is_here = (fault.step, fault.point, fault.global_rank) == (
-                step,
-                point,
-                self.global_rank,
-            )
-            if is_here and self._is_first(fault):
+            if (fault.step, fault.point, fault.global_rank) == here and self._is_first(fault):
                 self.note("fault", number=fault.number)
                 _happen(fault)
 
@@ -174,66 +165,47 @@ def main(path: Path) -> None:
 
 def train(rank: Rank, call: HPCallWrapper | None = None) -> None:
     """The block: from the groups to the last step."""
-    rank.epoch = int(environment()["TORCHELASTIC_RESTART_COUNT"])
+    rank.attempt = int(environment()["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("interruptible_gloo", timeout=timedelta(seconds=_GROUP_TIMEOUT_S))
     groups = make_groups(NUM_SHARDS)
     training = ShardedTraining(groups, seed=rank.task.seed)
     is_loaded = rank.manager.try_checkpointless_load(training) is not None
-    rank.note("loaded", source="memory" if is_loaded else "nowhere")
+    rank.note("loaded", from_memory=is_loaded)
     rank.manager.track(training, replica_group=groups.twins)
-    while training.step < rank.task.num_steps:
+    while (number := training.step) < rank.task.num_steps:
         if call is not None:
             call.ping()
-        number = training.step
-        rank.note("step", step=number)
-        step(
+        rank.note("step", step=number, digest=state_digest(training))
+        loss = step(
             training,
             rank.manager,
-            lambda point: rank.reach(number, point),  # noqa: B023 - called at once
-            lambda loss: rank.note("loss", step=number, loss=loss.hex()),  # noqa: B023
+            lambda point: rank.reach(number, point),
         )
-    rank.task.final(rank.global_rank).write_text(json.dumps(_digests(training)), encoding="utf-8")
+        rank.note("loss", step=number, digest=loss.hex())
+    rank.note("step", step=training.step, digest=state_digest(training))
 
 
 def step(
     training: ShardedTraining,
     manager: CheckpointManager,
     reach: Callable[[Point], None] = lambda _: None,
-    hear: Callable[[float], None] = lambda _: None,
-) -> None:
-    """One step of a training that can be recovered; ``hear`` is told its loss. Collective."""
+) -> float:
+    """One step of a training that can be recovered; returns its loss. Collective."""
     manager.begin_step()
     loss = training.forward_backward(
         in_forward=lambda: reach(Point.FORWARD), in_backward=lambda: reach(Point.BACKWARD)
     )
-    hear(loss)
     training.reduce_gradients()
-    reach(Point.BEFORE_VOTE)
+    reach(Point.BEFORE_COMMIT)
     manager.vote()
-    reach(Point.AFTER_VOTE)
+    reach(Point.AFTER_COMMIT)
     with manager.updating():
         training.apply_update()
     reach(Point.UPDATED)
     training.gather_weights()
     reach(Point.GATHERED)
     manager.end_step()
-
-
-def _digests(training: ShardedTraining) -> dict[str, str]:
-    """Of every tensor, of the objects, and of the random numbers that come next."""
-    found = {
-        f"{part}/{name}": _digest(tensor)
-        for part, tensors in training.parts().items()
-        for name, tensor in tensors.items()
-    }
-    found["objects"] = repr(training.objects())
-    found["random numbers"] = _digest(torch.rand(16))
-    return found
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    content = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()
+    return loss
 
 
 if __name__ == "__main__":

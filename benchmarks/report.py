@@ -5,33 +5,30 @@
     python benchmarks/report.py run --only save_load --only reshard
     python benchmarks/report.py page            # docs/measured.md, from benchmarks/results
 
-``run`` goes on when a benchmark fails, and ends with status 1 then. What it writes is never in the
-repository by itself: ``bench-results`` by default, page and figures included.
+``run`` goes on when a benchmark fails, and ends with status 1 then. Its results, the page and the
+figures go to ``bench-results`` by default.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
-import typer
-from rich.console import Console
-
-from benchmarks.common.command_line import ROOT, among
 from benchmarks.page.figures import draw
 from benchmarks.page.page import FIGURES_NAME, build_page
 
-RESULTS: Final = ROOT / "benchmarks" / "results"
-PAGE_NAME: Final = "measured.md"
+_HERE: Final = Path(__file__).resolve().parent
+RESULTS: Final = _HERE / "results"
+PAGE: Final = _HERE.parent / "docs" / "measured.md"
 
-
-BENCHMARKS: Final[Mapping[str, tuple[str, ...]]] = {
+BENCHMARKS: Final = {
     "save_load": ("--size", "0.5", "--size", "2"),
     "two_stage": ("--size", "0.5"),
     "reshard": ("--size", "0.5"),
@@ -39,83 +36,31 @@ BENCHMARKS: Final[Mapping[str, tuple[str, ...]]] = {
     "async_save": ("--size", "0.5"),
     "tools": (),
     "object_stores": ("--size", "0.5"),
-    "scaling": (),
     "recovery_overhead": (),
     "recovery_faults": (),
-    "startup": (),
     "planning": (),
 }
-"""Everything that is run, in this order (what is timed comes first), and what each is told."""
-
-app = typer.Typer(help="All benchmarks, and the page of their results.", add_completion=False)
-
-_Results = Annotated[Path, typer.Option(help="Directory of the results.")]
+"""Everything that is run, in this order (what is timed comes first), and its options."""
 
 
-def command_of(stem: str, out: Path, *, smoke: bool) -> list[str]:
-    """What is run for a benchmark."""
-    script = str(Path(__file__).with_name(f"{stem}.py"))
-    toy = ["--smoke"] if smoke else []
-    return [sys.executable, script, *toy, *BENCHMARKS[stem], "--out", str(out)]
-
-
-def run_all(
-    stems: Sequence[str],
-    results: Path,
-    *,
-    smoke: bool,
-    start: Callable[[Sequence[str]], int] | None = None,
-) -> bool:
-    """Run benchmarks one after the other, and make the page; whether none has failed.
-
-    Args:
-        stems: what is run, in this order.
-        results: directory of the results, and of the page.
-        smoke: toy size.
-        start: runs a command; its exit status.
-    """
+def run_all(stems: Sequence[str], results: Path, *, smoke: bool) -> bool:
+    """Run benchmarks one after the other, and make the page; whether none has failed."""
     results.mkdir(parents=True, exist_ok=True)
-    console = Console()
     failed = []
     for stem in stems:
-        console.rule(stem)
+        toy = ["--smoke"] if smoke else []
+        out = str(results / f"{stem}.jsonl")
+        command = [sys.executable, str(_HERE / f"{stem}.py"), *toy, *BENCHMARKS[stem], "--out", out]
         began = time.monotonic()
-        status = (start or _status)(command_of(stem, results / f"{stem}.jsonl", smoke=smoke))
-        minutes = (time.monotonic() - began) / 60
+        status = _status(command)
         if status != 0:
             failed.append(stem)
-        outcome = "done" if status == 0 else f"failed with status {status}"
-        console.print(f"{stem}: {outcome}, {minutes:.1f} minutes")
-    write_page(results, results / PAGE_NAME, console)
+        minutes = (time.monotonic() - began) / 60
+        print(f"{stem}: status {status}, {minutes:.1f} minutes", flush=True)  # noqa: T201
+    write_page(results, results / PAGE.name)
     if failed:
-        typer.echo(f"failed: {', '.join(failed)}", err=True)
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)  # noqa: T201
     return not failed
-
-
-@app.command()
-def run(
-    *,
-    results: _Results = Path("bench-results"),
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only these benchmarks.", callback=among(BENCHMARKS))
-    ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Toy size: does it all run?")] = False,
-) -> None:
-    """Run all benchmarks one after the other, and make the page of their results."""
-    if not run_all(only or [*BENCHMARKS], results, smoke=smoke):
-        raise typer.Exit(1)
-
-
-@app.command()
-def page(
-    *,
-    results: _Results = RESULTS,
-    out: Annotated[Path, typer.Option(help="The page; figures go beside it.")] = (
-        ROOT / "docs" / PAGE_NAME
-    ),
-) -> None:
-    """Make the page, and its figures, of results that are there."""
-    write_page(results, out, Console())
 
 
 def _status(command: Sequence[str]) -> int:
@@ -129,11 +74,11 @@ def _status(command: Sequence[str]) -> int:
         raise
 
 
-def write_page(results: Path, out: Path, console: Console) -> None:
+def write_page(results: Path, out: Path) -> None:
     """Write the page; the figures too, where matplotlib is installed."""
     made = build_page(results)
     out.write_text(made.text, encoding="utf-8")
-    console.print(f"{out} is made")
+    print(f"{out} is made")  # noqa: T201 - a command's output
     directory = out.parent / FIGURES_NAME
     directory.mkdir(exist_ok=True)
     for old in directory.glob("*.svg"):
@@ -142,8 +87,26 @@ def write_page(results: Path, out: Path, console: Console) -> None:
         for figure in made.figures:
             draw(figure, directory)
     except ModuleNotFoundError as error:
-        console.print(f"no figures: {error.name} is not installed")
+        print(f"no figures: {error.name} is not installed")  # noqa: T201
+
+
+def main() -> None:
+    """Run all benchmarks, or make the page of their results."""
+    parser = argparse.ArgumentParser(description="All benchmarks, and the page of their results.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run all benchmarks, and make the page of their results")
+    run.add_argument("--results", type=Path, default=Path("bench-results"))
+    run.add_argument("--only", action="append", choices=BENCHMARKS, help="only these benchmarks")
+    run.add_argument("--smoke", action="store_true", help="toy size: does it all run?")
+    page = commands.add_parser("page", help="make the page, and its figures, of existing results")
+    page.add_argument("--results", type=Path, default=RESULTS)
+    page.add_argument("--out", type=Path, default=PAGE, help="the page; figures go beside it")
+    options = parser.parse_args()
+    if options.command == "page":
+        write_page(options.results, options.out)
+    elif not run_all(options.only or [*BENCHMARKS], options.results, smoke=options.smoke):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -12,42 +12,49 @@ the copy. Every load is checked. The first round of each step is not counted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
-import typer
+from torch import distributed as dist
 
-from benchmarks.candidates.one_state import MAKERS, RAW_FLUSHED, RAW_PLAIN
-from benchmarks.common.command_line import Comparison, Output, comparison_command
-from benchmarks.common.disks import file_system
-from benchmarks.common.processes import RankContext, Ranks, join_gloo
-from benchmarks.common.rounds import Case, run_saves_and_loads
+from benchmarks.common.candidates import MAKERS, RAW_FLUSHED, RAW_PLAIN
+from benchmarks.common.command_line import Parser, open_output, run_cases
+from benchmarks.common.disks import is_in_memory
+from benchmarks.common.rounds import (
+    LOAD_COLD,
+    LOAD_WARM,
+    Sample,
+    entries_of,
+    load_rounds,
+    save_rounds,
+)
 from benchmarks.common.states import GptSize, build_shards
-from benchmarks.common.worker import Worker
 
-_NUM_RANKS = 2
-
-
-def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> Worker:
-    """One of the ranks that hold the state in equal parts. Collective."""
-    join_gloo(context)
-    shards = build_shards(size, context.global_rank, context.num_ranks)
-    return Worker.over(context, shards, MAKERS, names)
+NUM_RANKS = 2
 
 
-@comparison_command(list(MAKERS), (RAW_FLUSHED, RAW_PLAIN))
-def main(comparison: Comparison, output: Output) -> None:
+def measure(size: GptSize, place: Path, repetitions: int, names: list[str]) -> list[Sample]:
+    """All steps in one place, on one of the ranks that hold equal parts. Collective."""
+    shards = build_shards(size, dist.get_rank(), NUM_RANKS)
+    entries = entries_of(shards, MAKERS, names)
+    samples = list(save_rounds(entries, place, repetitions, size.nbytes))
+    stored = {name: place / name for name in names if name != RAW_PLAIN}
+    for step in [LOAD_WARM] if is_in_memory(place) else [LOAD_WARM, LOAD_COLD]:
+        samples += load_rounds(entries, stored, step, repetitions, size.nbytes)
+    return samples
+
+
+def main() -> None:
     """Save and load one GPT-like state with every candidate in turn."""
-    for size in comparison.sizes:
-        args = ("benchmarks.save_load", size, comparison.names)
-        with Ranks(_NUM_RANKS, *args, timeout_s=comparison.timeout_s) as ranks:
-            nbytes = sum(ranks.step("nbytes").values)
-            for place in comparison.places:
-                case = Case(file_system(place), nbytes, size.num_arrays, _NUM_RANKS)
-                run_saves_and_loads(ranks, case, place, comparison, output)
+    parser = Parser(__doc__)
+    parser.add_comparison(list(MAKERS))
+    options = parser.parse()
+    with open_output(options.out, __file__) as output:
+        wanted = {*options.candidate, RAW_FLUSHED, RAW_PLAIN}
+        names = output.available([name for name in MAKERS if name in wanted])
+        run_cases(options, output, NUM_RANKS, measure, names)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

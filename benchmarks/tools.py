@@ -16,46 +16,41 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from types import MappingProxyType
-from typing import Annotated
+from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
-import typer
+from torch import distributed as dist
 
-from benchmarks.common.command_line import Comparison, Output, comparison_command
+from benchmarks.common.candidates import zarr_1, zarr_2
+from benchmarks.common.command_line import Parser, open_output
 from benchmarks.common.disks import (
     drop_cache,
     file_system,
     files_below,
     fill_cache,
+    is_in_memory,
     retire,
     touch_memory,
     workspace,
 )
-from benchmarks.common.processes import HOST, RankContext, Ranks, quiet_imports
-from benchmarks.common.rounds import SECONDS, Case, Sample, Step, alternate
-from benchmarks.common.states import GptSize
-
-with quiet_imports():
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    from dist_ckpt_strategies import ConvertOptions, convert
-    from dist_ckpt_strategies.comm.base import Communicator
-    from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-    from dist_ckpt_strategies.formats.scan import scan, verify
+from benchmarks.common.rounds import SECONDS, Sample, alternate, flush, run_on_ranks, timed
+from benchmarks.common.states import GptSize, build_shards
+from dist_ckpt_strategies import ConvertOptions, convert
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.formats.scan import scan, verify
 
 _MIB = 1 << 20
 _BLOCK = 4 << 20
 _NUM_SAVERS = 2
 _STATUS = Path("/proc/self/status")
-_CACHE = MappingProxyType({Step.LOAD_WARM: "warm", Step.LOAD_COLD: "cold"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,126 +60,101 @@ class Bounds:
     Attributes:
         num_threads: files handled at the same time, by all processes.
         max_memory_nbytes: for elements, in a conversion.
-        comm: the processes that share the work.
     """
 
     num_threads: int
     max_memory_nbytes: int
-    comm: Communicator
-
-    @property
-    def options(self) -> ConvertOptions:
-        """For each of the processes."""
-        threads = max(1, self.num_threads // self.comm.size)
-        return ConvertOptions(max_memory_bytes=self.max_memory_nbytes, num_threads=threads)
 
 
-class ToolWorker:
-    """A process for one run of one tool."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
-        self._before_nbytes = _status("VmRSS")
-
-    def run(self, tool: str, source: Path, target: Path) -> None:
-        """Run a tool from one directory to another, which is empty. Timed."""
-        TOOLS[tool](source, target, self._bounds)
-
-    def memory(self) -> tuple[int, int]:
-        """Resident bytes before the tool ran, its libraries loaded, and the most there ever was."""
-        return self._before_nbytes, _status("VmHWM")
+Tool = Callable[[Path, Path, Bounds, Communicator], None]
 
 
-def _verify(source: Path, _target: Path, bounds: Bounds) -> None:
+def _verify(source: Path, _target: Path, _bounds: Bounds, comm: Communicator) -> None:
     """What ``dist-ckpt verify`` does, which takes as many threads as there are cores."""
-    issues = verify(scan(source), comm=bounds.comm)
+    issues = verify(scan(source), comm=comm)
     if issues:
         raise ValueError(f"{source}: {issues}")
 
 
-def _convert(to: str) -> Callable[[Path, Path, Bounds], None]:
-    def run(source: Path, target: Path, bounds: Bounds) -> None:
-        convert(source, target, to, options=bounds.options, comm=bounds.comm)
-
-    return run
-
-
-def _read(source: Path, _target: Path, bounds: Bounds) -> None:
-    read_files(source, bounds.num_threads)
+def _convert(source: Path, target: Path, bounds: Bounds, comm: Communicator, *, to: str) -> None:
+    threads = max(1, bounds.num_threads // comm.size)
+    options = ConvertOptions(max_memory_bytes=bounds.max_memory_nbytes, num_threads=threads)
+    convert(source, target, to, options=options, comm=comm)
 
 
-def _copy(source: Path, target: Path, bounds: Bounds) -> None:
-    copy_files(source, target, bounds.num_threads)
+def _read(source: Path, _target: Path, bounds: Bounds, _comm: Communicator) -> None:
+    _on_threads(source, bounds.num_threads, _read_blocks)
 
 
-def read_files(directory: Path, num_threads: int) -> int:
-    """Read every file below, in blocks, into memory in use; how many bytes there were."""
-    return _on_threads(directory, num_threads, _read_blocks)
-
-
-def copy_files(directory: Path, target: Path, num_threads: int) -> int:
-    """Read every file below, and write and flush it below ``target``; how many bytes there were."""
-
-    def copy(source: Path, block: memoryview) -> int:
-        to = target / source.relative_to(directory)
+def _copy(source: Path, target: Path, bounds: Bounds, _comm: Communicator) -> None:
+    def copy(path: Path, block: memoryview) -> None:
+        to = target / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
         with to.open("wb", buffering=0) as file:
-            nbytes = _read_blocks(source, block, file.write)
+            _read_blocks(path, block, file.write)
             os.fsync(file.fileno())
-        return nbytes
 
-    return _on_threads(directory, num_threads, copy)
+    _on_threads(source, bounds.num_threads, copy)
 
 
-def _on_threads(directory: Path, num_threads: int, body: Callable[[Path, memoryview], int]) -> int:
+def _on_threads(
+    directory: Path, num_threads: int, body: Callable[[Path, memoryview], None]
+) -> None:
     """The largest first, so that the threads end together; each thread has one block of memory."""
     blocks: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(num_threads):
         blocks.put(memoryview(bytearray(_BLOCK)))
 
-    def run(path: Path) -> int:
+    def run(path: Path) -> None:
         block = blocks.get()
         try:
-            return body(path, block)
+            body(path, block)
         finally:
             blocks.put(block)
 
     files = sorted(files_below(directory), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(num_threads) as pool:
-        return sum(pool.map(run, files))
+        list(pool.map(run, files))
 
 
 def _read_blocks(
-    path: Path, block: memoryview, write: Callable[[memoryview], object] | None = None
-) -> int:
-    done = 0
+    path: Path, block: memoryview, write: Callable[[memoryview], object] = lambda _: None
+) -> None:
     with path.open("rb", buffering=0) as file:
         while found := file.readinto(block):
-            done += found
-            if write is not None:
-                write(block[:found])
-    return done
+            write(block[:found])
 
 
-TOOLS: Mapping[str, Callable[[Path, Path, Bounds], None]] = MappingProxyType(
-    {
-        "raw read": _read,
-        "raw copy": _copy,
+BASELINES: Final[Mapping[str, Tool]] = {"raw read": _read, "raw copy": _copy}
+TOOLS: Final[Mapping[str, Mapping[str, Tool]]] = {
+    "zarr 1": {
+        "to zarr 2": partial(_convert, to="zarr@2"),
+        "to zarr 2, 2 processes": partial(_convert, to="zarr@2"),
+    },
+    "zarr 2": {
         "verify": _verify,
-        "to zarr 2": _convert("zarr@2"),
-        "to torch_dist": _convert("torch_dist"),
         "verify, 2 processes": _verify,
-        "to zarr 2, 2 processes": _convert("zarr@2"),
-    }
-)
-BASELINES = ("raw read", "raw copy")
-SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "zarr 1": ("to zarr 2", "to zarr 2, 2 processes"),
-        "zarr 2": ("verify", "verify, 2 processes", "to torch_dist"),
-    }
-)
-"""Formats, and the tools that take them."""
+        "to torch_dist": partial(_convert, to="torch_dist"),
+    },
+}
+"""By the format of the source."""
+NAMES: Final = (*BASELINES, *(name for tools in TOOLS.values() for name in tools))
+
+
+def save_sources(size: GptSize, directory: Path) -> None:
+    """Store the state in each format, on one of the ranks. Collective."""
+    shards = build_shards(size, dist.get_rank(), _NUM_SAVERS)
+    for source, candidate in (("zarr 1", zarr_1(shards)), ("zarr 2", zarr_2(shards))):
+        candidate.save(directory / source)
+        flush(directory / source)
+
+
+def run_tool(tool: Tool, source: Path, target: Path, bounds: Bounds) -> tuple[float, int, int]:
+    """Seconds of one run, and this process's resident bytes before it and at most. Collective."""
+    comm = open_communicator(None, timeout_s=600.0, purpose="benchmark")
+    before = _status("VmRSS")
+    seconds = timed(lambda: tool(source, target, bounds, comm))
+    return seconds, before, _status("VmHWM")
 
 
 def _status(name: str) -> int:
@@ -196,109 +166,68 @@ def _status(name: str) -> int:
     raise LookupError(f"{_STATUS}: no {name}")
 
 
-def make_worker(num_threads: int, max_memory_nbytes: int, context: RankContext) -> ToolWorker:
-    """One run of a tool, in this process and those beside it."""
-    if context.num_ranks > 1:
-        store = TCPStore(HOST, context.store_port, is_master=False)
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore("tools", store),
-            rank=context.global_rank,
-            world_size=context.num_ranks,
-        )
-    comm = open_communicator(None, timeout_s=context.timeout_s, purpose="benchmark")
-    return ToolWorker(Bounds(num_threads, max_memory_nbytes, comm))
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCase(Case):
-    """One checkpoint on one file system.
-
-    Attributes:
-        source: its format.
-        file_nbytes: of all its files.
-        num_threads: of tools and baselines.
-        max_memory_nbytes: for elements, in a conversion.
-    """
-
-    source: str = ""
-    file_nbytes: int = 0
-    num_threads: int = 1
-    max_memory_nbytes: int = 0
-
-
-def _run_place(
-    size: GptSize, place: Path, max_memory_nbytes: int, comparison: Comparison, output: Output
-) -> None:
-    """Time every tool in one place."""
-    num_threads = max(2, len(os.sched_getaffinity(0)))
-    with workspace(place) as directory:
-        nbytes = _save_all(size, directory, comparison)
-        for source, tools in SOURCES.items():
-            names = [name for name in comparison.names if name in {*tools, *BASELINES}]
-            if not set(names) & set(tools):
-                continue
-            root = directory / source
-            file_nbytes = sum(path.stat().st_size for path in files_below(root))
-            case = ToolCase(
-                file_system(place), nbytes, size.num_arrays, 1,
-                source=source, file_nbytes=file_nbytes,
-                num_threads=num_threads, max_memory_nbytes=max_memory_nbytes,
-            )  # fmt: skip
-            output.write_samples(case, _rounds(case, root, names, comparison))
-
-
-def _save_all(size: GptSize, directory: Path, comparison: Comparison) -> int:
-    """Store the state in each format; how many bytes it has."""
-    args = ("benchmarks.save_load", size, list(SOURCES))
-    with Ranks(_NUM_SAVERS, *args, timeout_s=comparison.timeout_s) as ranks:
-        for source in SOURCES:
-            target = directory / source
-            target.mkdir()
-            ranks.step("save", source, target)
-            ranks.step("flush", target)
-        return sum(ranks.step("nbytes").values)
-
-
 def _rounds(
-    case: ToolCase, root: Path, names: Sequence[str], comparison: Comparison
+    tools: Mapping[str, Tool], root: Path, bounds: Bounds, repetitions: int, timeout_s: float
 ) -> Iterator[Sample]:
-    args = ("benchmarks.tools", case.num_threads, case.max_memory_nbytes)
-    for step in case.loads:
-        for repetition, name in alternate(names, comparison.repetitions):
+    file_nbytes = sum(path.stat().st_size for path in files_below(root))
+    for step in ["warm"] if is_in_memory(root) else ["warm", "cold"]:
+        # No warm-up: every run has new processes, and finds what it should in the page cache.
+        for repetition, name in alternate(list(tools), repetitions - 1):
             target = root.with_name(f"from {root.name}")
             target.mkdir()
+            touch_memory(2 * bounds.max_memory_nbytes)
+            if step == "cold":
+                drop_cache(root)
+            else:
+                fill_cache(root)
             num_ranks = 2 if name.endswith("2 processes") else 1
-            with Ranks(num_ranks, *args, timeout_s=comparison.timeout_s) as ranks:
-                touch_memory(2 * case.max_memory_nbytes)
-                if step is Step.LOAD_COLD:
-                    drop_cache(root)
-                else:
-                    fill_cache(root)
-                seconds = ranks.step("run", name, root, target).seconds
-                before, peak = map(sum, zip(*ranks.step("memory").values, strict=True))
+            args = (tools[name], root, target, bounds)
+            found = run_on_ranks(num_ranks, run_tool, *args, timeout_s=timeout_s)
             retire(target, root.with_name("attic"))
+            seconds = found[0][0]
             values = {
                 SECONDS: seconds,
-                "nbytes_per_second": case.file_nbytes / seconds,
-                "peak_nbytes": peak,
-                "before_nbytes": before,
+                "nbytes_per_second": file_nbytes / seconds,
+                "before_nbytes": sum(before for _, before, _ in found),
+                "peak_nbytes": sum(peak for _, _, peak in found),
             }
-            yield Sample(_CACHE[step], name, repetition, values)
+            yield Sample(step, name, repetition, values)
 
 
-@comparison_command(list(TOOLS), BASELINES, sizes_gb=(4.0,), repetitions=5, timeout_s=600.0)
-def main(
-    comparison: Comparison,
-    output: Output,
-    *,
-    memory: Annotated[int, typer.Option(min=1, help="MiB that a conversion is given.")] = 256,
-) -> None:
+def main() -> None:
     """Verify and convert one GPT-like checkpoint with every tool in turn."""
-    for size in comparison.sizes:
-        for place in comparison.places:
-            _run_place(size, place, memory * _MIB, comparison, output)
+    parser = Parser(__doc__)
+    parser.add_comparison(NAMES, sizes_gb=(4.0,), repetitions=5)
+    parser.add_argument("--memory", type=int, default=256, help="MiB for a conversion (256)")
+    options = parser.parse()
+    num_threads = max(2, len(os.sched_getaffinity(0)))
+    bounds = Bounds(num_threads, options.memory * _MIB)
+    with open_output(options.out, __file__) as output:
+        for size in options.sizes:
+            for parent in options.directory:
+                with workspace(parent) as place:
+                    for source in TOOLS:
+                        (place / source).mkdir()
+                    run_on_ranks(
+                        _NUM_SAVERS, save_sources, size, place, timeout_s=options.timeout_s
+                    )
+                    for source, all_tools in TOOLS.items():
+                        tools = {n: t for n, t in all_tools.items() if n in options.candidate}
+                        if not tools:
+                            continue
+                        case = {
+                            "file_system": file_system(parent),
+                            "nbytes": size.nbytes,
+                            "num_arrays": size.num_arrays,
+                            "num_ranks": 1,
+                            "source": source,
+                            "num_threads": num_threads,
+                            "max_memory_nbytes": bounds.max_memory_nbytes,
+                        }
+                        tools = {**BASELINES, **tools}
+                        args = (tools, place / source, bounds, options.repetitions)
+                        output.write_samples(case, _rounds(*args, options.timeout_s))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

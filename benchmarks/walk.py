@@ -1,4 +1,4 @@
-"""How much of the package runs in one save and one load, and how often ranks meet in collectives.
+"""How much of the package runs in one save and one load, and its collectives.
 
     python benchmarks/walk.py
     python benchmarks/walk.py --show
@@ -17,38 +17,24 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 import torch
 import torch.distributed as dist
-import typer
-from rich.table import Table
+from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from benchmarks.common.command_line import (
-    NOWHERE,
-    ROOT,
-    Directory,
-    Out,
-    Smoke,
-    TimeoutS,
-    open_output,
-)
+from benchmarks.common.command_line import ROOT, Parser, open_output
 from benchmarks.common.disks import workspace
-from benchmarks.common.processes import RankContext, Ranks, join_gloo, quiet_imports
-
-with quiet_imports():
-    from megatron.core.dist_checkpointing import ShardedTensor
+from benchmarks.common.rounds import run_on_ranks
 
 STRATEGIES = (("zarr", 1), ("zarr", 2))
+NAMES = ("functions", "files", "collectives")
 AIMS = {"save": (110, 20, 6), "load": (90, 16, 3)}
-"""Functions, files and collectives at most."""
 
 _NUM_RANKS = 2
-NUM_ARRAYS = 8
-_SHAPE = (64, 128)
 _PACKAGE = f"{ROOT / 'dist_ckpt_strategies'}/"
 _COLLECTIVES = {
     getattr(function, "__wrapped__", function).__code__: function.__name__
@@ -71,35 +57,26 @@ _COLLECTIVES = {
 }
 
 
-class Worker:
-    """One of the ranks."""
+def walk(strategy: tuple[str, int], root: Path) -> dict[str, dict[str, Any]]:
+    """What the second save and the second load run, to and from two directories. Collective.
 
-    def __init__(self, context: RankContext) -> None:
-        """Make this rank's half of eight arrays."""
-        join_gloo(context)
-        self._rank = context.global_rank
-        self._num_ranks = context.num_ranks
+    Returns:
+        By call, names of functions and files, and counts of collectives.
+    """
+    save, load = dist_ckpt_strategies.save, dist_ckpt_strategies.load
+    save(_state(), root / "first", strategy)
+    saved = _recorded(lambda: save(_state(), root / "second", strategy))
+    load(_state(), root / "first")
+    loaded = _recorded(lambda: load(_state(), root / "second"))
+    return {"save": saved, "load": loaded}
 
-    def walk(self, strategy: tuple[str, int], root: Path) -> dict[str, dict[str, Any]]:
-        """Save twice, to two directories, and load twice; what the second of each runs. Collective.
 
-        Returns:
-            Of the save and the load: names of functions, of files and counts of collectives.
-        """
-        save = dist_ckpt_strategies.save
-        load = dist_ckpt_strategies.load
-        save(self._state(), root / "first", strategy)
-        saved = _recorded(lambda: save(self._state(), root / "second", strategy))
-        load(self._state(), root / "first")
-        loaded = _recorded(lambda: load(self._state(), root / "second"))
-        return {"save": saved, "load": loaded}
-
-    def _state(self) -> dict[str, Any]:
-        offset = (0, self._rank, self._num_ranks)
-        return {
-            key: ShardedTensor.from_rank_offsets(key, torch.ones(_SHAPE), offset)
-            for key in (f"layer.{number}.weight" for number in range(NUM_ARRAYS))
-        }
+def _state() -> dict[str, Any]:
+    offset = (0, dist.get_rank(), _NUM_RANKS)
+    return {
+        key: ShardedTensor.from_rank_offsets(key, torch.ones(64, 128), offset)
+        for key in (f"layer.{number}.weight" for number in range(8))
+    }
 
 
 def _recorded(call: Callable[[], object]) -> dict[str, Any]:
@@ -146,40 +123,27 @@ def _is_within_another(frame: FrameType) -> bool:
     return above is not None and above.f_code in _COLLECTIVES
 
 
-def make_worker(context: RankContext) -> Worker:
-    """One of the ranks. Collective."""
-    return Worker(context)
-
-
-def main(
-    directory: Directory = None,
-    out: Out = NOWHERE,
-    smoke: Smoke = False,  # noqa: FBT002 - there is one size only
-    timeout_s: TimeoutS = 120.0,
-    *,
-    show: Annotated[bool, typer.Option("--show", help="List the functions.")] = False,
-) -> None:
+def main() -> None:
     """Count the functions, files and collectives of a save and a load."""
-    del smoke
-    table = Table("strategy", "call", "functions", "files", "collectives", "aim")
-    with (
-        open_output(out, "walk.py") as output,
-        Ranks(_NUM_RANKS, "benchmarks.walk", timeout_s=timeout_s) as ranks,
-    ):
+    parser = Parser(__doc__)
+    parser.add_directory()
+    parser.add_argument("--show", action="store_true", help="list the functions")
+    options = parser.parse()
+    with open_output(options.out, __file__) as output:
         for strategy in STRATEGIES:
-            with workspace(directory) as scratch:
-                found = ranks.step("walk", strategy, scratch).values[0]
+            with workspace(options.directory) as scratch:
+                args = (walk, strategy, scratch)
+                found = run_on_ranks(_NUM_RANKS, *args, timeout_s=options.timeout_s)[0]
             for call, recorded in found.items():
-                output.write("walk", {"strategy": list(strategy), "call": call, **recorded})
-                counts = (len(recorded["functions"]), len(recorded["files"]))
-                collectives = sum(recorded["collectives"].values())
-                aims = " ".join(map(str, AIMS[call]))
-                table.add_row(f"{strategy}", call, *map(str, (*counts, collectives)), aims)
-                if show:
-                    output.console.print(f"{strategy} {call}", *recorded["functions"], sep="\n")
-                    output.console.print(recorded["collectives"])
-        output.console.print(table)
+                output.write("walk", strategy=strategy, call=call, **recorded)
+                counts = [len(recorded["functions"]), len(recorded["files"])]
+                counts.append(sum(recorded["collectives"].values()))
+                pairs = zip(NAMES, counts, AIMS[call], strict=True)
+                shown = ", ".join(f"{count} {name} (aim {aim})" for name, count, aim in pairs)
+                print(f"{call}, {strategy}: {shown}")  # noqa: T201 - a command's output
+                if options.show:
+                    print(*recorded["functions"], recorded["collectives"], sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

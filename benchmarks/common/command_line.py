@@ -1,9 +1,9 @@
-"""The command lines of the benchmarks: their options, and JSON lines of what they measured."""
+"""The command lines of the benchmarks: their options, and JSON lines of what they measure."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
-import inspect
 import json
 import os
 import platform
@@ -13,27 +13,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
-import typer
-from rich.console import Console
-
-from benchmarks.common.states import GB, GptSize, gpt_size
+from benchmarks.common.disks import file_system, workspace
+from benchmarks.common.rounds import Sample, run_on_ranks
+from benchmarks.common.states import GB, TOY, gpt_size
 from benchmarks.page.page import stem_tables
 from benchmarks.page.results import Found
 
-ROOT = Path(__file__).resolve().parents[2]
-SMOKE_SHARE = 20
-"""A campaign of toy size has one case for so many."""
+ROOT: Final = Path(__file__).resolve().parents[2]
+NOWHERE: Final = Path("/dev/null")
+"""Where results go without ``--out``."""
 
-_TABLE_WIDTH = 160
-_SMOKE = GptSize(num_layers=2, hidden=32, vocabulary=64)
-_VERSIONS_OF = (
+_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a file system
+_VERSIONS_OF: Final = (
     "megatron-core",
     "ml_dtypes",
     "numpy",
@@ -43,81 +41,146 @@ _VERSIONS_OF = (
     "xxhash",
     "zarr",
 )
-NEEDED: Final = {
-    "torch_dist": "psutil",
-    "torch_dist, queue": "psutil",
-    "two-stage, torch_dist": "psutil",
-    "fully parallel": "psutil",
-    "fully parallel, in place": "psutil",
+_PEERS: Final = {
     "safetensors": "safetensors",
-    "boto3 put": "boto3",
     "nvrx": "nvidia_resiliency_ext",
     "nvrx, flushed": "nvidia_resiliency_ext",
 }
 """Candidates that take part where a package is installed that is no dependency of this one."""
 
-Directory = Annotated[
-    Path | None, typer.Option(help="Where to write.", show_default="the temporary directory")
-]
-Repetitions = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
-Out = Annotated[Path, typer.Option(help="JSON lines go here.")]
-Smoke = Annotated[bool, typer.Option("--smoke/--no-smoke", help="Toy size: does it all run?")]
-TimeoutS = Annotated[float, typer.Option(help="Longest wait for one step.")]
 
-NOWHERE = Path("/dev/null")
-"""Where results go without ``--out``."""
+class Parser(argparse.ArgumentParser):
+    """The options that all benchmarks have; a script adds its own."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        self.add_argument("--out", type=Path, default=NOWHERE, help="JSON lines go here")
+        self.add_argument("--smoke", action="store_true", help="toy size: does it all run?")
+        self.add_argument(
+            "--timeout-s", type=float, default=3600.0, help="longest time for one case"
+        )
+
+    def add_directory(self) -> None:
+        """Add ``--directory``; None is the temporary directory."""
+        self.add_argument("--directory", type=Path, help="where to write; default: temporary")
+
+    def add_comparison(
+        self,
+        candidates: Sequence[str],
+        *,
+        sizes_gb: Sequence[float] = (0.5, 1.0),
+        in_memory: bool = True,
+        repetitions: int = 7,
+    ) -> None:
+        """Add the options of a comparison of candidates.
+
+        Args:
+            candidates: in the order of the first round.
+            sizes_gb: default sizes of the state in GB; without any there is no such option.
+            in_memory: whether /dev/shm is written to by default, beside the temporary directory.
+            repetitions: default number of measured rounds.
+        """
+        disk = Path(tempfile.gettempdir())
+        places = [disk, _MEMORY] if in_memory else [disk]
+        if sizes_gb:
+            self.add_repeated("size", sizes_gb, kind=float, text="GB of the whole state")
+        self.add_repeated("directory", places, kind=Path, text="where to write")
+        text = "only these, beside the baselines"
+        self.add_repeated("candidate", candidates, choices=candidates, text=text)
+        self.add_argument(
+            "--repetitions", type=int, default=repetitions, help="measured rounds (%(default)s)"
+        )
+
+    def add_repeated(
+        self,
+        name: str,
+        default: Sequence[Any],
+        *,
+        kind: type = str,
+        choices: Collection[str] | None = None,
+        text: str,
+    ) -> None:
+        """Add an option that may be given several times."""
+        self.set_defaults(**{f"default_{name}": list(default)})
+        self.add_argument(
+            f"--{name}",
+            action="append",
+            type=kind,
+            choices=choices,
+            help=f"{text}; default: {', '.join(map(str, default))}",
+        )
+
+    def parse(self) -> argparse.Namespace:
+        """The options: ``sizes`` are models; with ``--smoke`` one toy model and one round."""
+        options = vars(self.parse_args())
+        for key in [key for key in options if key.startswith("default_")]:
+            name, default = key.removeprefix("default_"), options.pop(key)
+            options[name] = options[name] or default
+        if "size" in options:
+            sizes = [gpt_size(int(gb * GB)) for gb in options["size"]]
+            options["sizes"] = [TOY] if options["smoke"] else sizes
+        if "repetitions" in options and options["smoke"]:
+            options["repetitions"] = 1
+        return argparse.Namespace(**options)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What is compared, and how often.
-
-    Attributes:
-        sizes: of the state, one after the other; none where a benchmark has sizes of its own.
-        places: where each is stored, one after the other.
-        names: candidates, baselines among them.
-        repetitions: measured rounds.
-        timeout_s: longest wait for one step.
-        is_smoke: toy size is asked for; sizes and repetitions are those of one.
-    """
-
-    sizes: tuple[GptSize, ...]
-    places: tuple[Path, ...]
-    names: tuple[str, ...]
-    repetitions: int
-    timeout_s: float
-    is_smoke: bool
-
-
-@dataclass(slots=True)
 class Output:
-    """Where the results go: to a file, each line at once, and to the screen at the end."""
+    """Where the results go: to a file, and to the screen at the end."""
 
-    file: TextIO
-    console: Console
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.lines: list[dict[str, Any]] = []
 
-    def write(self, kind: str, content: Any, **more: Any) -> None:
-        """Add a line: the fields of ``content`` (a dataclass or a mapping), and ``more``."""
-        line = {"kind": kind, **_plain(content), **{k: _plain(v) for k, v in more.items()}}
-        text = json.dumps(line)
-        self.file.write(text + "\n")
-        self.file.flush()
+    def write(self, kind: str, **content: Any) -> None:
+        """Add a line."""
+        text = json.dumps({"kind": kind, **content})
+        self._file.write(text + "\n")
+        self._file.flush()
         self.lines.append(json.loads(text))
 
-    def write_samples(self, case: object, samples: Iterable[Any]) -> None:
-        """Write each as it comes."""
+    def write_samples(self, case: Mapping[str, Any], samples: Iterable[Sample]) -> None:
+        """Add a line for each."""
         for sample in samples:
-            self.write("sample", sample, case=case)
+            self.write("sample", **asdict(sample), case=case)
 
     def skip(self, candidate: str, reason: str) -> None:
-        """Say who or what is left out, and why."""
-        self.write("skipped", {"candidate": candidate, "reason": reason})
-        self.console.print(f"{candidate}: skipped, {reason}")
+        """Report what is left out, and why."""
+        self.write("skipped", candidate=candidate, reason=reason)
+        print(f"{candidate}: skipped, {reason}")  # noqa: T201 - a command's output
+
+    def available(self, wanted: Sequence[str]) -> list[str]:
+        """The candidates without those whose package is missing, which are reported."""
+        found = []
+        for name in wanted:
+            package = _PEERS.get(name)
+            if package is None or importlib.util.find_spec(package):
+                found.append(name)
+            else:
+                self.skip(name, f"{package} is not installed")
+        return found
 
 
-def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+def run_cases(
+    options: argparse.Namespace,
+    output: Output,
+    num_ranks: int,
+    measure: Callable[..., list[Sample]],
+    *args: Any,
+    **case: Any,
+) -> None:
+    """Write what ``measure(size, place, repetitions, *args)`` returns on the first rank.
+
+    It runs for each size in a workspace of each place, on ranks of its own.
+    """
+    for size in options.sizes:
+        for parent in options.directory:
+            with workspace(parent) as place:
+                all_args = (size, place, options.repetitions, *args)
+                found = run_on_ranks(num_ranks, measure, *all_args, timeout_s=options.timeout_s)
+            about = {"nbytes": size.nbytes, "num_arrays": size.num_arrays, "num_ranks": num_ranks}
+            output.write_samples({"file_system": file_system(parent), **about, **case}, found[0])
 
 
 @contextmanager
@@ -127,21 +190,20 @@ def open_output(out: Path, script: str) -> Iterator[Output]:
     SIGTERM ends the block through every ``finally``, so that nothing stays behind.
     """
     signal.signal(signal.SIGTERM, _stop)
-    console = Console()
-    console.width = max(console.width, _TABLE_WIDTH)
+    stem = Path(script).stem
     with out.open("w") as file:
-        output = Output(file, console)
-        output.write("run", run_facts(["python", f"benchmarks/{script}", *sys.argv[1:]]))
+        output = Output(file)
+        output.write("run", **_run_facts(["python", f"benchmarks/{stem}.py", *sys.argv[1:]]))
         yield output
-        for text in stem_tables(Path(script).stem, Found(tuple(output.lines))):
-            console.print(text, markup=False, highlight=False)
+    for text in stem_tables(stem, Found(tuple(output.lines))):
+        print(text)  # noqa: T201
 
 
 def _stop(signal_number: int, _frame: object) -> NoReturn:
     raise SystemExit(128 + signal_number)
 
 
-def run_facts(command: Iterable[str]) -> dict[str, Any]:
+def _run_facts(command: Iterable[str]) -> dict[str, Any]:
     """Commit, command, versions and machine."""
     return {
         "commit": _git("rev-parse", "HEAD"),
@@ -181,120 +243,3 @@ def _processor() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-Command = Callable[..., None]
-
-
-def comparison_command(
-    known: Sequence[str],
-    baselines: Collection[str],
-    *,
-    sizes_gb: Sequence[float] = (0.5, 1.0),
-    in_memory: bool = True,
-    repetitions: int = 7,
-    timeout_s: float = 300.0,
-) -> Callable[[Command], Command]:
-    """Makes a command of a function that takes a comparison, its output, and options of its own.
-
-    The command has the function's own options and those that all comparisons have.
-
-    Args:
-        known: candidates, in the order of the first round.
-        baselines: candidates that take part without being asked for.
-        sizes_gb: sizes of the state in GB, if it is not told. Without any there is no such option.
-        in_memory: if it is not told where to write: to /dev/shm too.
-        repetitions: measured rounds, if it is not told.
-        timeout_s: longest wait for one step, if it is not told.
-    """
-    disk, memory = Path(tempfile.gettempdir()), Path("/dev/shm")  # noqa: S108 - a file system
-    places = (disk, memory) if in_memory else (disk,)
-    shown = " and ".join(["the temporary directory", *(["/dev/shm"] if in_memory else [])])  # noqa: S108
-    shared: dict[str, tuple[Any, Any]] = {
-        "size": (
-            Annotated[list[float], typer.Option(help="GB of the whole state.")],
-            list(sizes_gb),
-        ),
-        "directory": (
-            Annotated[list[Path] | None, typer.Option(help="Where to write.", show_default=shown)],
-            None,
-        ),
-        "candidate": (
-            Annotated[
-                list[str] | None,
-                typer.Option(help="Only these, beside the baselines.", callback=among(known)),
-            ],
-            None,
-        ),
-        "repetitions": (Repetitions, repetitions),
-        "out": (Out, NOWHERE),
-        "smoke": (Smoke, False),
-        "timeout_s": (TimeoutS, timeout_s),
-    }
-    if not sizes_gb:
-        del shared["size"]
-
-    def command_of(run: Command) -> Command:
-        script = Path(inspect.getfile(run)).name
-
-        def command(**options: Any) -> None:
-            given = {name: options.pop(name) for name in shared}
-            is_smoke = given["smoke"]
-            sizes = tuple(gpt_size(int(gb * GB)) for gb in given.get("size", ()))
-            with open_output(given["out"], script) as output:
-                comparison = Comparison(
-                    (_SMOKE,) if is_smoke else sizes,
-                    tuple(given["directory"] or places),
-                    _chosen_names(given["candidate"], known, baselines, output),
-                    1 if is_smoke else given["repetitions"],
-                    given["timeout_s"],
-                    is_smoke,
-                )
-                run(comparison, output, **options)
-
-        _, _, *own = inspect.signature(run, eval_str=True).parameters.values()
-        added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=kind)
-            for name, (kind, value) in shared.items()
-        ]
-        command.__doc__ = run.__doc__
-        command.__annotations__ = {option.name: option.annotation for option in [*own, *added]}
-        vars(command)["__signature__"] = inspect.Signature([*own, *added])
-        return command
-
-    return command_of
-
-
-def among(known: Collection[str]) -> Callable[[list[str] | None], list[str] | None]:
-    """For an option that takes names: refuses those that are not known."""
-
-    def checked(wanted: list[str] | None) -> list[str] | None:
-        for name in wanted or ():
-            if name not in known:
-                raise typer.BadParameter(f"{name!r}: expected one of {list(known)}")
-        return wanted
-
-    return checked
-
-
-def missing_package(package: str | None) -> str | None:
-    """What is lacking, as a sentence; None where the package can be imported."""
-    if package is None or importlib.util.find_spec(package) is not None:
-        return None
-    return f"{package} is not installed"
-
-
-def _chosen_names(
-    wanted: Sequence[str] | None, known: Sequence[str], baselines: Collection[str], output: Output
-) -> tuple[str, ...]:
-    """The wanted candidates, or all, without those whose package is missing, which it reports."""
-    found = []
-    for name in known:
-        if wanted and name not in {*wanted, *baselines}:
-            continue
-        reason = missing_package(NEEDED.get(name))
-        if reason is None:
-            found.append(name)
-        else:
-            output.skip(name, reason)
-    return tuple(found)

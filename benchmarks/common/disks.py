@@ -138,5 +138,10 @@ def file_system(path: Path) -> str:
     return found
 
 
+def is_in_memory(path: Path) -> bool:
+    """Whether a file system in memory holds ``path``: all its loads are warm."""
+    return file_system(path) in {"tmpfs", "ramfs"}
+
+
 def _directories(directory: Path) -> list[Path]:
     return sorted(Path(at) for at, _, _ in os.walk(directory))

@@ -1,60 +1,25 @@
-"""Rounds: every candidate in turn, each from the same state of disk, cache and memory."""
+"""Ranks and rounds: every candidate in turn, each from the same state of disk, cache and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common.command_line import Comparison, Output
-from benchmarks.common.disks import drop_cache, fill_cache, fresh, touch_memory, workspace
-from benchmarks.common.processes import Ranks
+from torch import distributed as dist
 
-RAW_PLAIN = "raw write"
+from benchmarks.common.candidates import LEFT_TO_THE_KERNEL, RAW_PLAIN, Candidate, Shards
+from benchmarks.common.disks import drop_cache, fill_cache, flush_share, fresh, touch_memory
+from dist_ckpt_strategies.cli.bench_rank import Target
+from tests.support.ranks import run_processes
+
+SAVE, LOAD_WARM, LOAD_COLD = "save", "load warm", "load cold"
 SECONDS, DURABLE_SECONDS = "seconds", "durable_seconds"
-LEFT_TO_THE_KERNEL = frozenset({RAW_PLAIN, "torch.save", "safetensors"})
-"""Candidates whose files need not be on the disk when their ``save`` returns."""
-
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
-
-
-class Step(StrEnum):
-    """What is timed."""
-
-    SAVE = "save"
-    LOAD_WARM = "load warm"
-    LOAD_COLD = "load cold"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One size on one file system.
-
-    Attributes:
-        file_system: its type.
-        nbytes: of the state dict, all parts together, once.
-        num_arrays: in the state dict.
-        num_ranks: how many processes there are.
-        num_replicas: how often they hold the state dict between them.
-    """
-
-    file_system: str
-    nbytes: int
-    num_arrays: int
-    num_ranks: int
-    num_replicas: int = 1
-
-    @property
-    def held_nbytes(self) -> int:
-        """What all ranks hold together."""
-        return self.nbytes * self.num_replicas
-
-    @property
-    def loads(self) -> tuple[Step, ...]:
-        """The loads that are timed here; what lies in memory has no cold one."""
-        warm_only = self.file_system in _IN_MEMORY
-        return (Step.LOAD_WARM,) if warm_only else (Step.LOAD_WARM, Step.LOAD_COLD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +28,8 @@ class Sample:
 
     Attributes:
         step: what was timed.
-        candidate: whose.
-        repetition: which of the alternating rounds.
+        candidate: its name.
+        repetition: number of the round; the first one, 0, is a warm-up and is not reported.
         values: by name. ``SECONDS`` are from the first rank's start to the last rank's end,
             ``DURABLE_SECONDS`` those until all files are on the disk.
     """
@@ -75,62 +40,134 @@ class Sample:
     values: Mapping[str, float]
 
 
-def alternate(names: Sequence[str], repetitions: int) -> Iterator[tuple[int, str]]:
-    """Every name once per repetition, forwards and backwards in turn; counting starts at 0.
+def run_on_ranks(
+    num_ranks: int, body: Callable[..., Any], *args: Any, timeout_s: float
+) -> list[Any]:
+    """What ``body(*args)`` returns on each of some new processes, which are a gloo group.
 
-    What the machine does meanwhile, and what each leaves behind for the next, then falls on all.
+    Raises:
+        RankDiedError: a rank failed; its traceback is on stderr.
+        TimeoutError: a rank was not done in time.
     """
-    for repetition in range(repetitions):
+    found = run_processes(num_ranks, _run_or_end, body, args, timeout_s=timeout_s)
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    return found
+
+
+def _run_or_end(_rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """End the process where the body fails: its peers then lose their connection, and end too."""
+    gc.unfreeze()  # collections take as long as in a process that has imported all by itself
+    try:
+        return body(*args)
+    except Exception:  # noqa: BLE001 - the edge of a process
+        traceback.print_exc()
+        os._exit(1)
+
+
+def timed(step: Callable[[], object]) -> float:
+    """Seconds from the first rank's start of a step to the last rank's end. Collective."""
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    times = gathered((began, time.perf_counter()))
+    return float(max(end for _, end in times) - min(start for start, _ in times))
+
+
+def gathered(value: Any) -> list[Any]:
+    """The value of every rank, by rank. Collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_first_rank(step: Callable[..., object], *args: Any) -> None:
+    """Run a step on the first rank, while the others wait. Collective."""
+    if dist.get_rank() == 0:
+        step(*args)
+    dist.barrier()
+
+
+def flush(directory: Path) -> None:
+    """Flush this rank's share of the files in a directory."""
+    flush_share(directory, dist.get_rank(), dist.get_world_size())
+
+
+def alternate(names: Sequence[str], repetitions: int) -> Iterator[tuple[int, str]]:
+    """Every name once per repetition, forwards and backwards in turn, after a warm-up round, 0.
+
+    What the machine does meanwhile, and what each leaves behind for the next, then affects all.
+    """
+    for repetition in range(repetitions + 1):
         for name in names if repetition % 2 == 0 else reversed(names):
             yield repetition, name
 
 
-def run_saves_and_loads(
-    ranks: Ranks, case: Case, place: Path, comparison: Comparison, output: Output
-) -> None:
-    """Time every step of a case in one place. Loads read what the last round of saves has left."""
-    with workspace(place) as directory:
-        output.write_samples(case, _saves(ranks, case, directory, comparison))
-        stored = {name: directory / name for name in comparison.names if name != RAW_PLAIN}
-        for step in case.loads:
-            output.write_samples(
-                case, load_rounds(ranks, case, step, stored, comparison.repetitions)
-            )
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A candidate, and the tensors that its loads fill."""
+
+    candidate: Candidate
+    target: Target
 
 
-def _saves(ranks: Ranks, case: Case, directory: Path, comparison: Comparison) -> Iterator[Sample]:
-    for repetition, name in alternate(comparison.names, comparison.repetitions + 1):
-        target = fresh(directory, name)
-        touch_memory(case.held_nbytes)
-        seconds = ranks.step("save", name, target).seconds
-        flushing = ranks.step("flush", target).seconds
+def entries_of(
+    shards: Shards, makers: Mapping[str, Callable[[Shards], Candidate]], names: Sequence[str]
+) -> dict[str, Entry]:
+    """Candidates that all have the same shards. Collective."""
+    target = Target({shard.key: shard.tensor for shard in shards})
+    return {name: Entry(makers[name](shards), target) for name in names}
+
+
+def save_rounds(
+    entries: Mapping[str, Entry], directory: Path, repetitions: int, nbytes: int
+) -> Iterator[Sample]:
+    """Time saves to subdirectories with the candidates' names, where the last ones stay.
+
+    Collective.
+
+    Args:
+        entries: in the order of the first round.
+        directory: an empty one.
+        repetitions: measured rounds.
+        nbytes: that all ranks hold together.
+    """
+    for repetition, name in alternate(list(entries), repetitions):
+        on_first_rank(fresh, directory, name)
+        on_first_rank(touch_memory, nbytes)
+        target, candidate = directory / name, entries[name].candidate
+        seconds = timed(lambda: candidate.save(target))  # noqa: B023 - called at once
+        flushing = timed(lambda: flush(target))  # noqa: B023
         values = {SECONDS: seconds}
         if name != RAW_PLAIN:
             values[DURABLE_SECONDS] = seconds + flushing * (name in LEFT_TO_THE_KERNEL)
         if repetition > 0:
-            yield Sample(Step.SAVE, name, repetition, values)
+            yield Sample(SAVE, name, repetition, values)
 
 
 def load_rounds(
-    ranks: Ranks, case: Case, step: Step, stored: Mapping[str, Path], repetitions: int
+    entries: Mapping[str, Entry],
+    stored: Mapping[str, Path],
+    step: str,
+    repetitions: int,
+    nbytes: int,
 ) -> Iterator[Sample]:
-    """Time one kind of load, and check each; the first round, of all, is not counted.
+    """Time one kind of load, and check what each has loaded. Collective.
 
     Args:
-        ranks: those who load.
-        case: what they load.
-        step: LOAD_WARM or LOAD_COLD.
-        stored: for each candidate, in the order of the first round, what it is to load.
+        entries: by name.
+        stored: for each candidate, in the order of the first round, what it loads.
+        step: LOAD_COLD, or any other name for a load of what the page cache holds.
         repetitions: measured rounds.
+        nbytes: that all ranks hold together.
     """
-    for repetition, name in alternate(list(stored), repetitions + 1):
-        ranks.step("clear", name)
-        touch_memory(case.held_nbytes)
-        if step is Step.LOAD_COLD:
-            drop_cache(stored[name])
-        else:
-            fill_cache(stored[name])
-        seconds = ranks.step("load", name, stored[name]).seconds
-        ranks.step("check", name)
+    for repetition, name in alternate(list(stored), repetitions):
+        entry, place = entries[name], stored[name]
+        entry.target.clear()
+        on_first_rank(touch_memory, nbytes)
+        on_first_rank(drop_cache if step == LOAD_COLD else fill_cache, place)
+        seconds = timed(lambda: entry.target.accept(entry.candidate.load(place)))  # noqa: B023
+        entry.target.check(name)
         if repetition > 0:
             yield Sample(step, name, repetition, {SECONDS: seconds})

@@ -9,21 +9,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.page.figures import Bar, Figure, Panel
-from benchmarks.page.results import Found, Spread, find_results, spread_of
-from benchmarks.page.subjects import (
-    GOALS,
-    RAW_PLAIN,
-    SUBJECTS,
-    Row,
-    Subject,
-)
+from benchmarks.page.results import Found, Spread, find_results
+from benchmarks.page.subjects import GOALS, RAW_PLAIN, SUBJECTS, Row, Subject
 
 FIGURES_NAME: Final = "measured"
 """Directory of the figures, beside the page."""
 
 STEMS: Final = (
     *dict.fromkeys(subject.stem for subject in SUBJECTS),
-    *("recovery_faults", "recovery_overhead", "planning", "startup"),
+    *("recovery_faults", "recovery_overhead", "planning"),
 )
 """Benchmarks that the page is about: names of their scripts, and beginnings of their files."""
 
@@ -77,19 +71,11 @@ def build_page(results: Path) -> Page:
     parts += [*_missing(found), *_runs(found), *_goals(rows)]
     for subject in SUBJECTS:
         parts += _subject(subject, rows[subject.title])
-    recovery = _recovery_figure(found["recovery_faults"])
-    if recovery is not None:
-        figures.append(recovery)
+    if (figure := _recovery_figure(found["recovery_faults"])) is not None:
+        figures.append(figure)
         parts += _RECOVERY
-    parts += _recovery_table(found["recovery_faults"])
-    parts += _overhead_table(found["recovery_overhead"])
-    for title, words, texts in (
-        ("Faults", _FAULTS, _fault_table(found["recovery_faults"])),
-        ("Planning", _PLANNING, _planning_table(found["planning"])),
-        ("Start-up", _STARTUP, _startup_table(found["startup"])),
-    ):
-        if body := list(texts):
-            parts += [f"## {title}", words, *body]
+    for stem, make_table in _TABLES.items():
+        parts += make_table(found[stem])
     return Page("\n\n".join(parts) + "\n", tuple(figures))
 
 
@@ -172,14 +158,15 @@ def _subject(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _subject_table(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
-    titles = ["case", "candidate", "seconds", "of the baseline", f"of {subject.peer}"]
+    peers = [subject.peer] if subject.peer else []
+    titles = ["case", "candidate", "seconds", "of the baseline", *(f"of {peer}" for peer in peers)]
     cells = [
         [
             f"{row.case}: {row.step}",
             row.stat.candidate,
             _spread(row.stat.seconds),
             _ratio(row, subject.baseline, RAW_PLAIN),
-            _ratio(row, subject.peer),
+            *(_ratio(row, peer) for peer in peers),
             *map(_number, row.more.values()),
         ]
         for row in rows
@@ -239,7 +226,7 @@ def _recovered(faults: Found) -> dict[tuple[str, int], list[float]]:
 
 def _recovery_figure(faults: Found) -> Figure | None:
     bars = [
-        Bar.of(f"{kind}, {'a spare' if spares else 'no spare'}", spread_of(seconds), is_ours=True)
+        Bar.of(f"{kind}, {'a spare' if spares else 'no spare'}", Spread.of(seconds), is_ours=True)
         for (kind, spares), seconds in _recovered(faults).items()
     ]
     title = "from the fault until all ranks train again"
@@ -258,22 +245,27 @@ _RECOVERY: Final = (
     ),
     f"![Seconds until all ranks train again]({FIGURES_NAME}/recovery.svg)",
 )
-_FAULTS: Final = (
-    "A violation is a state or a loss that is not that of the run without faults, or a hang."
-)
-_PLANNING: Final = "Cost per rank of computing a plan from the shards that all ranks describe."
-_STARTUP: Final = "Seconds for a new process; the checkpoints have 10,000 arrays."
 
 
-def _recovery_table(faults: Found) -> Iterator[str]:
+def _recovery_tables(faults: Found) -> Iterator[str]:
     rows = []
     for (kind, spares), seconds in _recovered(faults).items():
-        spread, ordered = spread_of(seconds), sorted(seconds)
+        spread, ordered = Spread.of(seconds), sorted(seconds)
         ninety = ordered[min(len(ordered) - 1, math.floor(0.9 * len(ordered)))]
         cells = map(_number, (spread.median, ninety, spread.high))
         rows.append([kind, str(spares), str(len(seconds)), *cells])
     if rows:
         yield table(("fault", "spares", "faults", "median s", "90 % s", "longest s"), rows)
+    rows = [
+        [f"{line['faults']:,} faults in training", str(line["seed"]), str(line["violations"])]
+        for line in faults.of_kind("campaign")
+    ]
+    rows += [
+        [f"stopped: {line['why']}", str(line["seed"]), "1"] for line in faults.of_kind("violation")
+    ]
+    if rows:
+        yield "A violation is a state or loss that is not that of a run without faults, or a hang."
+        yield table(("campaign", "seed", "violations"), rows)
 
 
 def _overhead_table(overhead: Found) -> Iterator[str]:
@@ -283,18 +275,6 @@ def _overhead_table(overhead: Found) -> Iterator[str]:
     ]
     if rows:
         yield table(("without faults", "ms per step", "of a step of 0.5 s"), rows)
-
-
-def _fault_table(found: Found) -> Iterator[str]:
-    rows = [
-        [f"{line['faults']:,} faults in training", str(line["seed"]), str(line["violations"])]
-        for line in found.of_kind("campaign")
-    ]
-    rows += [
-        [f"stopped: {line['why']}", str(line["seed"]), "1"] for line in found.of_kind("violation")
-    ]
-    if rows:
-        yield table(("campaign", "seed", "violations"), rows)
 
 
 def _planning_table(found: Found) -> Iterator[str]:
@@ -310,22 +290,13 @@ def _planning_table(found: Found) -> Iterator[str]:
         for line in found.of_kind("planning")
     ]
     if rows:
+        yield "## Planning"
+        yield "Cost per rank of computing a plan from the shards that all ranks describe."
         yield table(("plan", "ranks", "arrays", "shards", "CPU s", "memory, MiB"), rows)
 
 
-def _startup_table(found: Found) -> Iterator[str]:
-    names = ("median", "least", "most")
-    rows = [
-        [line["name"], *(f"{line[name]:.2f}" for name in names)]
-        for line in found.of_kind("summary")
-    ]
-    if rows:
-        yield table(("command", *names), rows)
-
-
 _TABLES: Final[Mapping[str, Callable[[Found], Iterator[str]]]] = {
-    "recovery_faults": _recovery_table,
+    "recovery_faults": _recovery_tables,
     "recovery_overhead": _overhead_table,
     "planning": _planning_table,
-    "startup": _startup_table,
 }

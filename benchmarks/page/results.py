@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 Line = Mapping[str, Any]
 Case = tuple[tuple[str, Any], ...]
@@ -28,6 +28,11 @@ class Spread:
     median: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """The spread of some values."""
+        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +66,8 @@ class Found:
         """The samples of each case and step, in order of appearance."""
         found: dict[tuple[Case, str], list[Line]] = {}
         for line in self.of_kind("sample"):
-            if "case" in line:
-                key = tuple(sorted(line["case"].items())), str(line["step"])
-                found.setdefault(key, []).append(line)
+            key = tuple(sorted(line["case"].items())), str(line["step"])
+            found.setdefault(key, []).append(line)
         return found
 
 
@@ -85,45 +89,35 @@ def _lines(path: Path) -> Iterator[Line]:
             raise ResultsError(f"{path}: line {number} is not JSON: {error}") from error
 
 
-def seconds_of(line: Line) -> float | None:
-    """The seconds of a sample, in either of the forms that the benchmarks write."""
-    return line.get("values", line)["seconds"]  # type: ignore[no-any-return]
-
-
-def durable_seconds_of(line: Line) -> float | None:
-    """The seconds until all files are on the disk; None where they are not flushed."""
-    return line.get("values", line).get("durable_seconds")  # type: ignore[no-any-return]
+def value_of(line: Line, name: str = "seconds") -> float | None:
+    """A value of a sample; older runs have them beside the other fields."""
+    return line.get("values", line).get(name)  # type: ignore[no-any-return]
 
 
 def summarise_rounds(
-    samples: Iterable[Line],
-    baselines: Sequence[str],
-    seconds: Callable[[Line], float | None] = seconds_of,
+    samples: Iterable[Line], baselines: Sequence[str], name: str = "seconds"
 ) -> list[Stat]:
     """One Stat for each candidate, the first baseline before all others.
 
     Args:
         samples: of one step of one case.
         baselines: candidates that all are compared with.
-        seconds: of a sample; None where it has none.
+        name: of the seconds; samples without them do not count.
     """
     by_name: dict[str, dict[int, float]] = {}
     for line in samples:
-        found = seconds(line)
+        found = value_of(line, name)
         if found is not None:
             by_name.setdefault(line["candidate"], {})[int(line["repetition"])] = found
-    names = sorted(by_name, key=lambda name: (name != baselines[0], name))
-    return [_stat(name, by_name, baselines) for name in names]
-
-
-def _stat(name: str, by_name: Mapping[str, Mapping[int, float]], baselines: Sequence[str]) -> Stat:
-    own = by_name[name]
-    ratios = {}
-    for baseline in baselines:
-        common = sorted(own.keys() & by_name.get(baseline, {}).keys())
-        if common:
-            ratios[baseline] = spread_of([own[n] / by_name[baseline][n] for n in common])
-    return Stat(name, len(own), spread_of(list(own.values())), ratios)
+    stats = []
+    for candidate in sorted(by_name, key=lambda one: (one != baselines[0], one)):
+        own, ratios = by_name[candidate], {}
+        for baseline in baselines:
+            other = by_name.get(baseline, {})
+            if common := sorted(own.keys() & other.keys()):
+                ratios[baseline] = Spread.of([own[n] / other[n] for n in common])
+        stats.append(Stat(candidate, len(own), Spread.of(list(own.values())), ratios))
+    return stats
 
 
 def with_longest(samples: Sequence[Line], parts: Sequence[str], name: str) -> list[Line]:
@@ -133,10 +127,5 @@ def with_longest(samples: Sequence[Line], parts: Sequence[str], name: str) -> li
         if line["candidate"] in parts:
             rounds.setdefault(int(line["repetition"]), []).append(line)
     whole = [of_round for of_round in rounds.values() if len(of_round) == len(parts)]
-    longest = [max(of_round, key=lambda line: seconds_of(line) or 0.0) for of_round in whole]
+    longest = [max(of_round, key=lambda line: value_of(line) or 0.0) for of_round in whole]
     return [*({**line, "candidate": name} for line in longest), *samples]
-
-
-def spread_of(values: Sequence[float]) -> Spread:
-    """Median, least and greatest."""
-    return Spread(statistics.median(values), min(values), max(values))

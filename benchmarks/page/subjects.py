@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.page.results import (
-    Case,
     Found,
     Line,
+    Spread,
     Stat,
-    durable_seconds_of,
-    spread_of,
     summarise_rounds,
     with_longest,
 )
@@ -44,7 +42,7 @@ class Subject:
         title: of the table.
         words: what the rows are.
         baseline: that seconds are compared with; the bars of the figure are these ratios.
-        peer: the other candidate to compare with.
+        peer: the other candidate to compare with; empty for none.
         more: further columns: title, name of the value, and what is made of all rounds.
         part: of the benchmark; empty for all.
         figure: whether there is one.
@@ -54,7 +52,7 @@ class Subject:
     title: str
     words: str
     baseline: str
-    peer: str
+    peer: str = ""
     more: tuple[tuple[str, str, float, Callable[[Sequence[float]], float]], ...] = ()
     part: str = ""
     figure: bool = False
@@ -65,24 +63,23 @@ class Subject:
             fields = dict(case)
             if self.part and fields["part"] != self.part:
                 continue
-            for shown_step, stats in self._stats(fields, step, samples):
-                for stat in stats:
-                    more = self._more([x for x in samples if x["candidate"] == stat.candidate])
-                    yield Row(case_text(case), fields, shown_step, stat, more)
+            shown_step, stats = self._stats(fields, step, samples)
+            for stat in stats:
+                more = self._more([x for x in samples if x["candidate"] == stat.candidate])
+                yield Row(_case_text(fields), fields, shown_step, stat, more)
 
     def _stats(
         self, fields: Mapping[str, Any], step: str, samples: Sequence[Line]
-    ) -> Iterator[tuple[str, list[Stat]]]:
-        if self.stem in {"save_load", "scaling"} and step == "save":
+    ) -> tuple[str, list[Stat]]:
+        baselines, name = (self.baseline, self.peer), "seconds"
+        if self.stem == "save_load" and step == "save":
             if fields["file_system"] == "tmpfs":
-                yield step, summarise_rounds(samples, (RAW_PLAIN, self.peer))
+                baselines = (RAW_PLAIN, self.peer)
             else:
-                baselines = (self.baseline, self.peer)
-                yield "durable save", summarise_rounds(samples, baselines, durable_seconds_of)
-            return
+                step, name = "durable save", "durable_seconds"
         if self.stem == "two_stage":
             samples = with_longest(samples, (READ_SHARES, SEND_SHARES), self.baseline)
-        yield step, summarise_rounds(samples, (self.baseline, self.peer))
+        return step, summarise_rounds(samples, baselines, name)
 
     def _more(self, samples: Sequence[Line]) -> dict[str, float]:
         return {
@@ -93,12 +90,11 @@ class Subject:
 
 
 def _median(values: Sequence[float]) -> float:
-    return spread_of(values).median
+    return Spread.of(values).median
 
 
-def case_text(case: Case) -> str:
+def _case_text(fields: Mapping[str, Any]) -> str:
     """Such as ``TP2 to TP4, 0.49 GB, 291 arrays, 2 ranks, ext4``."""
-    fields: dict[str, Any] = dict(case)
     parts = [fields["move"]] if "move" in fields else []
     parts += [f"from {fields['source']}"] if "source" in fields else []
     if "rank_nbytes" in fields:
@@ -114,9 +110,8 @@ SUBJECTS: Final = (
         "save_load",
         "Saves and loads",
         "Baseline: one stream of the same bytes per rank (write in memory, write and fsync on "
-        "disk, or read into the tensors). `raw write+fsync in Megatron-Core` is that stream as a "
-        "strategy and shows the cost of Megatron-Core's own steps. `load cold` reads files that "
-        "are not in the page cache. `zarr 2` digests all it writes and verifies all it reads.",
+        "disk, or read into the tensors). `load cold` reads files that are not in the page cache. "
+        "`zarr 2` digests all it writes and verifies all it reads.",
         RAW_FLUSHED,
         TORCH_DIST,
         figure=True,
@@ -155,28 +150,13 @@ SUBJECTS: Final = (
     ),
     Subject(
         "async_save",
-        "Asynchronous saves: blocking time",
+        "Asynchronous saves",
         "Seconds until training continues. Baseline: a copy of the rank's bytes in memory. It "
         "varies up to threefold between rounds on this machine, so compare seconds, not ratios.",
         "memcpy",
         "torch_dist, queue",
         (("seconds until durable", "until_there", 1, _median),),
         part="blocking",
-    ),
-    Subject(
-        "async_save",
-        "Asynchronous saves: slowdown of training steps",
-        "Seconds of one training step on one core while a save runs on the other. `slowdown` "
-        "divides its median by that of idle steps before and after; `raw writer` writes as many "
-        "bytes.",
-        "idle",
-        "torch_dist, queue",
-        (
-            ("slowdown", "slowdown", 1, _median),
-            ("worst step", "worst", 1, _median),
-            ("worst idle step", "worst_idle", 1, _median),
-        ),
-        part="training",
     ),
     Subject(
         "tools",
@@ -196,14 +176,6 @@ SUBJECTS: Final = (
         "The server shares the ranks' cores. Baseline: the same bytes as plain objects through "
         "TensorStore's key-value store.",
         "tensorstore put",
-        "boto3 put",
-    ),
-    Subject(
-        "scaling",
-        "Scaling",
-        "Arrays of equal size. One of bytes, arrays and ranks grows; the others are constant.",
-        RAW_FLUSHED,
-        TORCH_DIST,
     ),
 )
 
@@ -255,7 +227,6 @@ GOALS: Final = (
     Goal("two-stage load, of the baseline", 1.5, "two_stage", "two-stage, zarr 1", "baseline"),
     Goal("another layout: bytes read, of those needed", 1.1, "reshard", "zarr 2", "read"),
     Goal("another layout, of torch_dist", 0.33, "reshard", "zarr 2", TORCH_DIST),
-    Goal("asynchronous save: worst step", 1.05, "async_save", "zarr 2", "worst step"),
     Goal("local: blocking part, of memcpy", 1.3, "local_replicated", "local manager",
          LOCAL_BASELINE, "blocking"),
     Goal("local: save, of exchange and write", 1.5, "local_replicated", "local manager",

@@ -3,26 +3,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.common.states import (
-    Division,
-    GptSize,
-    Split,
-    build_slices,
-)
+from benchmarks.common.states import TOY, Split, build_shards
 from dist_ckpt_strategies.cli.bench_rank import Target
-
-SIZE = GptSize(num_layers=1, hidden=32, vocabulary=64)
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
 @pytest.mark.parametrize("split", list(Split))
-def test_slices_of_any_division_make_up_the_same_state(split: Split, num_parts: int) -> None:
-    whole = build_slices(SIZE, 0, Division(Split.ROWS, 1))
-    parts = [build_slices(SIZE, part, Division(split, num_parts)) for part in range(num_parts)]
+def test_shards_of_any_division_make_up_the_same_state(split: Split, num_parts: int) -> None:
+    whole = build_shards(TOY, 0, 1)
+    parts = [build_shards(TOY, part, num_parts, split) for part in range(num_parts)]
     for array, *own in zip(whole, *parts, strict=True):
         assert all(one.tensor.is_contiguous() for one in own)
         joined = torch.cat([one.tensor for one in own], own[0].axis)
         assert torch.equal(joined, array.tensor)
+    assert sum(shard.tensor.nbytes for shard in whole) == TOY.nbytes
 
 
 def test_a_load_that_does_nothing_is_found_out_and_new_tensors_are_copied() -> None:

@@ -26,7 +26,7 @@ class Results:
 
 def command(script: str, directory: Path | None, *options: str) -> list[str]:
     place = () if directory is None else ("--directory", str(directory))
-    return [sys.executable, str(_BENCHMARKS / script), "--smoke", *place, *options]
+    return [sys.executable, str(_BENCHMARKS / script), *place, *options]
 
 
 def results_of(
@@ -34,12 +34,13 @@ def results_of(
     directory: Path,
     *options: str,
     limit_s: float = 250,
-    is_told_where: bool = True,
+    takes_directory: bool = True,
 ) -> Results:
     """Of a run that works in one new directory below ``directory``, and writes to another."""
     place, out = directory / "place", directory / "results.jsonl"
     place.mkdir()
-    line = command(script, place if is_told_where else None, "--out", str(out), *options)
+    where = place if takes_directory else None
+    line = command(script, where, "--smoke", "--out", str(out), *options)
     finished(*line, limit_s=limit_s)
     texts = out.read_text(encoding="utf-8").splitlines()
     return Results([json.loads(text) for text in texts], list(place.iterdir()))

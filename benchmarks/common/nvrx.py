@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
 )
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.common.candidates import stand_in_for_cuda
 from benchmarks.common.disks import flush_share
 
 
@@ -44,18 +45,23 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class Nvrx:
-    """See LocalCandidate. Its request is carried out by itself, as its queue would in a process."""
+    """See LocalCandidate. Its request is carried out by itself, as its queue would in a process.
 
-    def __init__(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._rank = rank
+    With ``flushes`` its files are flushed, so that a save is as durable as the others'.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, flushes: bool) -> None:
         self._tensors = tensors
+        self._flushes = flushes
         self._strategy = CliqueReplicationStrategy.from_replication_params(1, 2)
         self._request: Any = None
-        setattr(torch.cuda, "synchronize", lambda _device=None: None)  # noqa: B010 - typed otherwise
+        stand_in_for_cuda()
 
     def save(self, root: Path, iteration: int) -> None:
         with _CudaMeansCpu():
             self._manager(root).save(self._state(), iteration)
+        if self._flushes:
+            flush_share(root, 0, 1)
 
     def begin(self, root: Path, iteration: int) -> None:
         with _CudaMeansCpu():
@@ -71,20 +77,9 @@ class Nvrx:
             state, _ = manager.load()
         return list(state.tensors)
 
-    def recover(self, root: Path) -> list[torch.Tensor]:
-        return self.load(root)
-
     def _manager(self, root: Path) -> Any:
         """A new one: theirs does not notice that its directory has been removed."""
         return LocalCheckpointManager(root, repl_strategy=self._strategy)
 
     def _state(self) -> _State:
         return _State({"model": list(self._tensors)})
-
-
-class FlushedNvrx(Nvrx):
-    """The same, and its files are flushed, so that a save is as durable as the others'."""
-
-    def save(self, root: Path, iteration: int) -> None:
-        super().save(root, iteration)
-        flush_share(root, 0, 1)

@@ -1,0 +1,191 @@
+"""Ways to save and load the same shards, each as its documentation tells people to call it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Divided
+
+import dist_ckpt_strategies
+from benchmarks.common.states import Shard
+from dist_ckpt_strategies.cli.bench_rank import Tensors, read_stream, write_stream
+from tests.support.ranks import allow_torch_dist
+
+RAW_FLUSHED, RAW_PLAIN = "raw write+fsync", "raw write"
+LEFT_TO_THE_KERNEL: Final = frozenset({RAW_PLAIN, "torch.save", "safetensors"})
+"""Candidates whose files need not be on the disk when their ``save`` returns."""
+
+ZARR_1: Final = ("zarr", 1)
+ZARR_2: Final = ("zarr", 2)
+TORCH_DIST: Final = ("torch_dist", 1)
+
+Shards = Sequence[Shard]
+
+
+class Candidate(Protocol):
+    """One way to save and load."""
+
+    def save(self, directory: Path) -> None:
+        """Store this rank's shards in ``directory``, which exists and is empty. Collective."""
+        ...
+
+    def load(self, directory: Path) -> Tensors:
+        """This rank's shards as stored, by key; in the target's memory where that is possible.
+
+        Collective.
+        """
+        ...
+
+
+class Megatron:
+    """``dist_checkpointing.save`` and ``load`` with a backend chosen by its tuple.
+
+    Ranks beyond the parts of an array hold replicas of them. The loader is the backend's own where
+    none is given.
+    """
+
+    def __init__(self, shards: Shards, backend: tuple[str, int], loader: Any = None) -> None:
+        if backend == TORCH_DIST:
+            stand_in_for_cuda()
+        else:
+            dist_ckpt_strategies.register()
+        self._shards = shards
+        self.backend = backend
+        self._loader = loader
+
+    def save(self, directory: Path) -> None:
+        dist_checkpointing.save(self.state(), str(directory), self.backend)
+
+    def load(self, directory: Path) -> Tensors:
+        loaded = dist_checkpointing.load(self.sharded(), str(directory), self._loader)
+        return {shard.key: loaded[shard.key] for shard in self._shards}
+
+    def state(self) -> dict[str, Any]:
+        """What is saved: the shards and a common state."""
+        return {"iteration": 1, "args": {"hidden": 1}, **self.sharded()}
+
+    def sharded(self) -> dict[str, Any]:
+        """This rank's shards, as Megatron-Core describes them."""
+        return {
+            shard.key: ShardedTensor.from_rank_offsets(
+                shard.key,
+                shard.tensor,
+                (shard.axis, shard.part, shard.num_parts),
+                replica_id=dist.get_rank() // shard.num_parts,
+            )
+            for shard in self._shards
+        }
+
+
+def zarr_1(shards: Shards) -> Candidate:
+    """This package's format 1."""
+    return Megatron(shards, ZARR_1)
+
+
+def zarr_2(shards: Shards) -> Candidate:
+    """This package's format 2: it takes digests, and compares them at a load."""
+    return Megatron(shards, ZARR_2)
+
+
+def torch_dist(shards: Shards) -> Candidate:
+    """Megatron-Core's own backend; a rank process has its queue of results, which costs less."""
+    allow_torch_dist()
+    return Megatron(shards, TORCH_DIST)
+
+
+def stand_in_for_cuda() -> None:
+    """Give CPU forms to the two CUDA calls that Megatron-Core's backend makes on any device."""
+    setattr(torch.cuda, "synchronize", lambda _device=None: None)  # noqa: B010 - typed otherwise
+    setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
+
+
+class _TorchDcp:
+    """``torch.distributed.checkpoint`` of DTensors, with its defaults."""
+
+    def __init__(self, shards: Shards) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._shards = shards
+        self._state: dict[str, Any] = {
+            shard.key: DTensor.from_local(shard.tensor, mesh, [Divided(shard.axis)])
+            for shard in shards
+        }
+
+    def save(self, directory: Path) -> None:
+        dcp_save(self._state, checkpoint_id=directory)
+
+    def load(self, directory: Path) -> Tensors:
+        dcp_load(self._state, checkpoint_id=directory)
+        return {shard.key: shard.tensor for shard in self._shards}
+
+
+class _OwnFile:
+    """A library's save of a rank's shards into a file of its own, which it maps when it loads."""
+
+    def __init__(
+        self, shards: Shards, save: Callable[..., None], load: Callable[..., Tensors]
+    ) -> None:
+        self._tensors = {shard.key: shard.tensor for shard in shards}
+        self._save, self._load = save, load
+
+    def save(self, directory: Path) -> None:
+        self._save(self._tensors, _own_file(directory))
+
+    def load(self, directory: Path) -> Tensors:
+        return self._load(_own_file(directory))
+
+
+def _torch_save(shards: Shards) -> Candidate:
+    load = lambda path: torch.load(path, weights_only=True, mmap=True)  # noqa: E731
+    return _OwnFile(shards, torch.save, load)
+
+
+def _safetensors(shards: Shards) -> Candidate:
+    library = importlib.import_module("safetensors.torch")  # a peer, not a dependency
+    return _OwnFile(shards, library.save_file, library.load_file)
+
+
+class Raw:
+    """The baseline: the same bytes through one plain stream per rank."""
+
+    def __init__(self, shards: Shards, *, flushes: bool = True) -> None:
+        self._tensors = {shard.key: shard.tensor for shard in shards}
+        self._flushes = flushes
+
+    def save(self, directory: Path) -> None:
+        write_stream(self._tensors, _own_file(directory), flushes=self._flushes)
+
+    def load(self, directory: Path) -> Tensors:
+        read_stream(self._tensors, _own_file(directory))
+        return self._tensors
+
+
+def _raw_plain(shards: Shards) -> Candidate:
+    return Raw(shards, flushes=False)
+
+
+def _own_file(directory: Path) -> Path:
+    return directory / f"rank_{dist.get_rank()}"
+
+
+MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
+    RAW_FLUSHED: Raw,
+    RAW_PLAIN: _raw_plain,
+    "zarr 1": zarr_1,
+    "zarr 2": zarr_2,
+    "torch_dist": torch_dist,
+    "torch dcp": _TorchDcp,
+    "torch.save": _torch_save,
+    "safetensors": _safetensors,
+}
+"""Every candidate, baselines first; made in a rank process, for its shards."""
