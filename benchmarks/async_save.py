@@ -35,15 +35,11 @@ NUM_RANKS = 2
 
 
 class AsyncCandidate(Protocol):
-    """One way to save asynchronously."""
+    """One way to save: ``begin`` is what training waits for; after ``finish`` it is complete."""
 
-    def begin(self, directory: Path) -> None:
-        """The part that training waits for. Collective."""
-        ...
+    def begin(self, directory: Path) -> None: ...
 
-    def finish(self) -> None:
-        """Wait until the checkpoint is complete. Collective."""
-        ...
+    def finish(self) -> None: ...
 
 
 class _SaveAsync(Megatron):
@@ -126,7 +122,7 @@ def measure(size: GptSize, place: Path, repetitions: int, names: list[str]) -> l
 def main() -> None:
     """Save one GPT-like state asynchronously with every candidate in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(list(MAKERS))
+    parser.add_comparison(MAKERS)
     options = parser.parse()
     names = [name for name in MAKERS if name in {MEMCPY, *options.candidate}]
     with open_output(options.out, __file__) as output:

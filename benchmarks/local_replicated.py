@@ -24,6 +24,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -60,23 +61,19 @@ Tensors = Sequence[torch.Tensor]
 
 
 class LocalCandidate(Protocol):
-    """One way to keep local checkpoints. Every method is collective."""
+    """One way to keep local checkpoints: this rank's tensors, and a copy of its peer's.
 
-    def save(self, root: Path, iteration: int) -> None:
-        """Store this rank's state, and a copy of its peer's."""
-        ...
+    Every method is collective. ``begin`` is the part of an asynchronous save that training waits
+    for, ``finish`` the rest. At a load one rank may have lost its directory.
+    """
 
-    def begin(self, root: Path, iteration: int) -> None:
-        """The part of an asynchronous save that training waits for."""
-        ...
+    def save(self, root: Path, iteration: int) -> None: ...
 
-    def finish(self) -> None:
-        """The rest of it."""
-        ...
+    def begin(self, root: Path, iteration: int) -> None: ...
 
-    def load(self, root: Path) -> Tensors:
-        """This rank's tensors; one rank may have lost its directory."""
-        ...
+    def finish(self) -> None: ...
+
+    def load(self, root: Path) -> Tensors: ...
 
 
 class _Baseline:
@@ -218,8 +215,11 @@ def main() -> None:
     options = parser.parse()
     nbytes = (1 if options.smoke else options.mib) * _MIB
     with open_output(options.out, __file__) as output:
-        wanted = {BASELINE, *options.candidate}
-        names = output.available([name for name in NAMES if name in wanted])
+        names = [name for name in NAMES if name in {BASELINE, *options.candidate}]
+        if find_spec("nvidia_resiliency_ext") is None:
+            for name in {NVRX, FLUSHED_NVRX} & {*names}:
+                output.skip(name, "nvidia_resiliency_ext is not installed")
+                names.remove(name)
         for parent in options.directory:
             with workspace(parent) as place:
                 args = (nbytes, names, place, options.repetitions)

@@ -164,9 +164,9 @@ def _started(server: str, directory: Path | None) -> Iterator[ObjectStore]:
 def main() -> None:
     """Save and load one GPT-like state in an object store with every candidate in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(list(MAKERS), in_memory=False)
+    parser.add_comparison(MAKERS, in_memory=False)
     default = MOTO if why_no_radosgw() else RADOSGW
-    parser.add_repeated("server", [default], choices=[RADOSGW, MOTO], text="only these")
+    parser.add_repeated("server", [default], "only these", choices=[RADOSGW, MOTO])
     options = parser.parse()
     names = [name for name in MAKERS if name in {RAW_PUT, *options.candidate}]
     with open_output(options.out, __file__) as output:

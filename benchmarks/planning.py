@@ -88,33 +88,18 @@ class Job:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What one rank spends on a plan.
-
-    Attributes:
-        cpu_seconds: of the planner.
-        memory_nbytes: most resident memory beyond the descriptions that it was given.
-        num_shards: described to it.
-    """
-
-    cpu_seconds: float
-    memory_nbytes: int
-    num_shards: int
-
-
-def _save(layout: ChunkLayout, job: Job) -> Cost:
+def _save(layout: ChunkLayout, job: Job) -> dict[str, float]:
     shards = [RankShards(rank, job.shards_of(rank)) for rank in range(job.num_ranks)]
     plan = lambda: build_save_plan(shards, chunk_layout=layout)  # noqa: E731
     return _measured(plan, sum(len(of_rank.shards) for of_rank in shards))
 
 
-def _load(job: Job) -> Cost:
+def _load(job: Job) -> dict[str, float]:
     wants, stored = job.shards_of(0), job.stored()
     return _measured(lambda: [build_read_item(w, stored[w.key]) for w in wants], len(wants))
 
 
-def _two_stage(job: Job) -> Cost:
+def _two_stage(job: Job) -> dict[str, float]:
     """Of a data-parallel group: all want the same weights, and each its own optimizer state."""
     arrays = list(job.stored().values())
     numbers = {array.key: number for number, array in enumerate(arrays)}
@@ -133,7 +118,7 @@ def _two_stage(job: Job) -> Cost:
     return _measured(plan, sum(len(request.splitlines()) for request in requests))
 
 
-PLANNERS: Final[Mapping[str, Callable[[Job], Cost]]] = {
+PLANNERS: Final[Mapping[str, Callable[[Job], dict[str, float]]]] = {
     "save, format 1": partial(_save, ChunkLayout.WHOLE),
     "save, format 2": partial(_save, ChunkLayout.INNER),
     "load": _load,
@@ -141,14 +126,17 @@ PLANNERS: Final[Mapping[str, Callable[[Job], Cost]]] = {
 }
 
 
-def _measured(plan: Callable[[], object], num_shards: int) -> Cost:
-    """What planning costs in this process, which has done nothing else before."""
+def _measured(plan: Callable[[], object], num_shards: int) -> dict[str, float]:
+    """What a plan of so many shards costs in this process, which has done nothing else before.
+
+    The memory is the most that is resident beyond the descriptions of the shards.
+    """
     gc.freeze()  # the descriptions are not looked through again and again
     before = _peak_nbytes()
     started = time.process_time()
     plan()
-    seconds = time.process_time() - started
-    return Cost(seconds, _peak_nbytes() - before, num_shards)
+    seconds, nbytes = time.process_time() - started, _peak_nbytes() - before
+    return {"cpu_seconds": seconds, "memory_nbytes": nbytes, "num_shards": num_shards}
 
 
 def _peak_nbytes() -> int:
@@ -158,7 +146,7 @@ def _peak_nbytes() -> int:
 def main() -> None:
     """Plan saves and loads for jobs of many ranks."""
     parser = Parser(__doc__)
-    parser.add_repeated("ranks", [64, 1024], kind=int, text="multiples of 8")
+    parser.add_repeated("ranks", [64, 1024], "multiples of 8", type=int)
     parser.add_argument("--arrays", type=int, default=10_000, help="of the checkpoint (10,000)")
     options = parser.parse()
     sizes = [16] if options.smoke else options.ranks
@@ -172,7 +160,7 @@ def main() -> None:
                 job = Job(size, max(80, num_arrays))
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                     cost = pool.submit(planner, job).result()
-                output.write("planning", **asdict(cost), planner=name, job=asdict(job))
+                output.write("planning", **cost, planner=name, job=asdict(job))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ _SMOKE_SHARE = 20
 
 _FIRST_STEP = 2
 _STEPS_AFTER = 3
-_TRAINING_SEED = 5
 _HEARTBEAT_TIMEOUT_S = 3.0
 _NUM_TAIL_LINES = 30
 _EXIT_TIMEOUT_S = 10.0
@@ -127,7 +126,8 @@ def run_job(task: JobTask, num_spares: int, timeout_s: float) -> Outcome:
     def follow() -> None:
         lines.extend((time.monotonic(), line.rstrip("\n")) for line in process.stdout or ())
 
-    threading.Thread(target=follow, daemon=True).start()
+    reader = threading.Thread(target=follow, daemon=True)
+    reader.start()
     code = None
     try:
         code = process.wait(timeout_s)
@@ -140,6 +140,7 @@ def run_job(task: JobTask, num_spares: int, timeout_s: float) -> Outcome:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    reader.join(_EXIT_TIMEOUT_S)
     return Outcome(
         code,
         tuple(text for _, text in lines[-_NUM_TAIL_LINES:]),
@@ -225,43 +226,20 @@ class ViolationError(Exception):
     """Something that must never happen did."""
 
 
-@dataclass(frozen=True, slots=True)
-class Campaign:
-    """What is requested: ``steps_apart`` 0 is two to four steps, at random."""
-
-    seed: int
-    num_faults: int
-    timeout_s: float
-    kinds: tuple[Kind, ...]
-    steps_apart: int
-
-    def jobs(self) -> list[tuple[InjectedFault, ...]]:
-        """The faults of each."""
-        return [
-            random_faults(
-                1000 * self.seed + number,
-                min(self.num_faults - start, _FAULTS_PER_JOB),
-                self.kinds,
-                self.steps_apart,
-            )
-            for number, start in enumerate(range(0, self.num_faults, _FAULTS_PER_JOB))
-        ]
-
-
-def run_jobs(campaign: Campaign, root: Path) -> Iterator[dict[str, Any]]:
-    """The recoveries of all jobs.
+def run_jobs(
+    jobs: Sequence[Sequence[InjectedFault]], root: Path, timeout_s: float
+) -> Iterator[dict[str, Any]]:
+    """The recoveries of all jobs, whose faults these are.
 
     Raises:
         ViolationError: a job hung, ended badly, or something differs.
     """
-    jobs = campaign.jobs()
     num_steps = max(faults[-1].step for faults in jobs) + _STEPS_AFTER
-    task = JobTask(root / "reference", num_steps, _TRAINING_SEED)
-    reference = run_job(task, 0, campaign.timeout_s)
+    reference = run_job(JobTask(root / "reference", num_steps), 0, timeout_s)
     for number, faults in enumerate(jobs):
         num_spares = number % 2
-        task = JobTask(root / str(number), num_steps, _TRAINING_SEED, faults)
-        outcome = run_job(task, num_spares, campaign.timeout_s)
+        task = JobTask(root / str(number), num_steps, tuple(faults))
+        outcome = run_job(task, num_spares, timeout_s)
         seconds = {fault.number: recovery_seconds(outcome, fault) for fault in faults}
         if wrong := list(violations(outcome, reference, seconds)):
             raise ViolationError(f"job {number}: " + "\n".join(wrong))
@@ -274,25 +252,31 @@ def main() -> None:
     """Break ranks of a training at random: does it continue as if nothing had happened?"""
     parser = Parser(__doc__)
     parser.set_defaults(timeout_s=600.0)
-    parser.add_directory()
+    parser.add_argument("--directory", type=Path, help="where to write")
     parser.add_argument("--faults", type=int, default=500, help="all jobs together (500)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (0)")
-    parser.add_repeated("kind", list(Kind), kind=Kind, text="only these")
+    parser.add_repeated("kind", list(Kind), "only these", type=Kind)
     text = "steps between faults (2 to 4, at random)"
     parser.add_argument("--steps-apart", type=int, default=0, help=text)
     options = parser.parse()
     num_faults = options.faults // (_SMOKE_SHARE if options.smoke else 1)
-    kinds = tuple(options.kind)
-    campaign = Campaign(options.seed, num_faults, options.timeout_s, kinds, options.steps_apart)
+    jobs = [
+        random_faults(
+            1000 * options.seed + number,
+            min(num_faults - start, _FAULTS_PER_JOB),
+            options.kind,
+            options.steps_apart,
+        )
+        for number, start in enumerate(range(0, num_faults, _FAULTS_PER_JOB))
+    ]
     with open_output(options.out, __file__) as output, workspace(options.directory) as root:
         try:
-            for recovery in run_jobs(campaign, root):
+            for recovery in run_jobs(jobs, root, options.timeout_s):
                 output.write("recovery", **recovery)
         except ViolationError as violation:
             output.write("violation", why=str(violation), seed=options.seed)
             sys.exit(f"VIOLATION with --seed {options.seed}: {violation}")
-        count = len(output.lines) - 1
-        output.write("campaign", **asdict(campaign), violations=0, faults=count)
+        output.write("campaign", seed=options.seed, faults=num_faults, violations=0)
 
 
 if __name__ == "__main__":

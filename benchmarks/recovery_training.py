@@ -80,13 +80,11 @@ class JobTask:
     Attributes:
         scratch: directory for what the ranks write.
         num_steps: of the training.
-        seed: of weights, batches and dropout.
         faults: none for the reference run.
     """
 
     scratch: Path
     num_steps: int
-    seed: int
     faults: tuple[InjectedFault, ...] = ()
 
 
@@ -123,16 +121,11 @@ class Rank:
         """
         here = (step, point, self.global_rank)
         for fault in self.task.faults:
-            if (fault.step, fault.point, fault.global_rank) == here and self._is_first(fault):
+            fired = self.task.scratch / f"fired.{fault.number}"
+            if (fault.step, fault.point, fault.global_rank) == here and not fired.exists():
+                fired.touch()
                 self.note("fault", number=fault.number)
                 _happen(fault)
-
-    def _is_first(self, fault: InjectedFault) -> bool:
-        try:
-            (self.task.scratch / f"fired.{fault.number}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
 
 
 def _happen(fault: InjectedFault) -> None:
@@ -168,7 +161,7 @@ def train(rank: Rank, call: HPCallWrapper | None = None) -> None:
     rank.attempt = int(environment()["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("interruptible_gloo", timeout=timedelta(seconds=_GROUP_TIMEOUT_S))
     groups = make_groups(NUM_SHARDS)
-    training = ShardedTraining(groups, seed=rank.task.seed)
+    training = ShardedTraining(groups)
     is_loaded = rank.manager.try_checkpointless_load(training) is not None
     rank.note("loaded", from_memory=is_loaded)
     rank.manager.track(training, replica_group=groups.twins)
@@ -176,12 +169,12 @@ def train(rank: Rank, call: HPCallWrapper | None = None) -> None:
         if call is not None:
             call.ping()
         rank.note("step", step=number, digest=state_digest(training))
-        loss = step(
+        step(
             training,
             rank.manager,
             lambda point: rank.reach(number, point),
+            lambda loss: rank.note("loss", step=number, digest=loss.hex()),
         )
-        rank.note("loss", step=number, digest=loss.hex())
     rank.note("step", step=training.step, digest=state_digest(training))
 
 
@@ -189,12 +182,14 @@ def step(
     training: ShardedTraining,
     manager: CheckpointManager,
     reach: Callable[[Point], None] = lambda _: None,
-) -> float:
-    """One step of a training that can be recovered; returns its loss. Collective."""
+    on_loss: Callable[[float], None] = lambda _: None,
+) -> None:
+    """One step of a training that can be recovered. Collective."""
     manager.begin_step()
     loss = training.forward_backward(
         in_forward=lambda: reach(Point.FORWARD), in_backward=lambda: reach(Point.BACKWARD)
     )
+    on_loss(loss)
     training.reduce_gradients()
     reach(Point.BEFORE_COMMIT)
     manager.vote()
@@ -205,7 +200,6 @@ def step(
     training.gather_weights()
     reach(Point.GATHERED)
     manager.end_step()
-    return loss
 
 
 if __name__ == "__main__":

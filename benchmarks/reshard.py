@@ -114,8 +114,8 @@ def measure(
 def main() -> None:
     """Load one GPT-like state in another layout with every candidate in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(list(MAKERS))
-    parser.add_repeated("move", list(MOVES), choices=list(MOVES), text="only these")
+    parser.add_comparison(MAKERS)
+    parser.add_repeated("move", list(MOVES), "only these", choices=list(MOVES))
     options = parser.parse()
     names = [name for name in MAKERS if name in {READ_SHARES, *options.candidate}]
     with open_output(options.out, __file__) as output:

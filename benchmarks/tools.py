@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
@@ -101,20 +100,15 @@ def _on_threads(
     directory: Path, num_threads: int, body: Callable[[Path, memoryview], None]
 ) -> None:
     """The largest first, so that the threads end together; each thread has one block of memory."""
-    blocks: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(num_threads):
-        blocks.put(memoryview(bytearray(_BLOCK)))
-
-    def run(path: Path) -> None:
-        block = blocks.get()
-        try:
-            body(path, block)
-        finally:
-            blocks.put(block)
-
     files = sorted(files_below(directory), key=lambda path: -path.stat().st_size)
+
+    def run(number: int) -> None:
+        block = memoryview(bytearray(_BLOCK))
+        for path in files[number::num_threads]:
+            body(path, block)
+
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(run, files))
+        list(pool.map(run, range(num_threads)))
 
 
 def _read_blocks(

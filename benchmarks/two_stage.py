@@ -197,7 +197,7 @@ def main() -> None:
     """Load one GPT-like state on every rank of a group with every candidate in turn."""
     parser = Parser(__doc__)
     parser.add_comparison(NAMES)
-    parser.add_repeated("ranks", (2, 4), kind=int, text="replicas")
+    parser.add_repeated("ranks", (2, 4), "replicas", type=int)
     options = parser.parse()
     names = [name for name in NAMES if name in {READ_SHARES, SEND_SHARES, *options.candidate}]
     with open_output(options.out, __file__) as output:

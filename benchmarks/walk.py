@@ -126,7 +126,7 @@ def _is_within_another(frame: FrameType) -> bool:
 def main() -> None:
     """Count the functions, files and collectives of a save and a load."""
     parser = Parser(__doc__)
-    parser.add_directory()
+    parser.add_argument("--directory", type=Path, help="where to write")
     parser.add_argument("--show", action="store_true", help="list the functions")
     options = parser.parse()
     with open_output(options.out, __file__) as output:

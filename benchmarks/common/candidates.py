@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -11,11 +10,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Divided
 
 import dist_ckpt_strategies
 from benchmarks.common.states import Shard
@@ -23,9 +17,6 @@ from dist_ckpt_strategies.cli.bench_rank import Tensors, read_stream, write_stre
 from tests.support.ranks import allow_torch_dist
 
 RAW_FLUSHED, RAW_PLAIN = "raw write+fsync", "raw write"
-LEFT_TO_THE_KERNEL: Final = frozenset({RAW_PLAIN, "torch.save", "safetensors"})
-"""Candidates whose files need not be on the disk when their ``save`` returns."""
-
 ZARR_1: Final = ("zarr", 1)
 ZARR_2: Final = ("zarr", 2)
 TORCH_DIST: Final = ("torch_dist", 1)
@@ -110,51 +101,6 @@ def stand_in_for_cuda() -> None:
     setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
 
 
-class _TorchDcp:
-    """``torch.distributed.checkpoint`` of DTensors, with its defaults."""
-
-    def __init__(self, shards: Shards) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self._shards = shards
-        self._state: dict[str, Any] = {
-            shard.key: DTensor.from_local(shard.tensor, mesh, [Divided(shard.axis)])
-            for shard in shards
-        }
-
-    def save(self, directory: Path) -> None:
-        dcp_save(self._state, checkpoint_id=directory)
-
-    def load(self, directory: Path) -> Tensors:
-        dcp_load(self._state, checkpoint_id=directory)
-        return {shard.key: shard.tensor for shard in self._shards}
-
-
-class _OwnFile:
-    """A library's save of a rank's shards into a file of its own, which it maps when it loads."""
-
-    def __init__(
-        self, shards: Shards, save: Callable[..., None], load: Callable[..., Tensors]
-    ) -> None:
-        self._tensors = {shard.key: shard.tensor for shard in shards}
-        self._save, self._load = save, load
-
-    def save(self, directory: Path) -> None:
-        self._save(self._tensors, _own_file(directory))
-
-    def load(self, directory: Path) -> Tensors:
-        return self._load(_own_file(directory))
-
-
-def _torch_save(shards: Shards) -> Candidate:
-    load = lambda path: torch.load(path, weights_only=True, mmap=True)  # noqa: E731
-    return _OwnFile(shards, torch.save, load)
-
-
-def _safetensors(shards: Shards) -> Candidate:
-    library = importlib.import_module("safetensors.torch")  # a peer, not a dependency
-    return _OwnFile(shards, library.save_file, library.load_file)
-
-
 class Raw:
     """The baseline: the same bytes through one plain stream per rank."""
 
@@ -184,8 +130,5 @@ MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
     "zarr 1": zarr_1,
     "zarr 2": zarr_2,
     "torch_dist": torch_dist,
-    "torch dcp": _TorchDcp,
-    "torch.save": _torch_save,
-    "safetensors": _safetensors,
 }
 """Every candidate, baselines first; made in a rank process, for its shards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -16,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
 
@@ -31,22 +30,7 @@ NOWHERE: Final = Path("/dev/null")
 """Where results go without ``--out``."""
 
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a file system
-_VERSIONS_OF: Final = (
-    "megatron-core",
-    "ml_dtypes",
-    "numpy",
-    "safetensors",
-    "tensorstore",
-    "torch",
-    "xxhash",
-    "zarr",
-)
-_PEERS: Final = {
-    "safetensors": "safetensors",
-    "nvrx": "nvidia_resiliency_ext",
-    "nvrx, flushed": "nvidia_resiliency_ext",
-}
-"""Candidates that take part where a package is installed that is no dependency of this one."""
+_VERSIONS_OF: Final = ("megatron-core", "numpy", "tensorstore", "torch", "zarr")
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,19 +40,20 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        self._repeated: dict[str, Sequence[Any]] = {}
         self.add_argument("--out", type=Path, default=NOWHERE, help="JSON lines go here")
         self.add_argument("--smoke", action="store_true", help="toy size: does it all run?")
-        self.add_argument(
-            "--timeout-s", type=float, default=3600.0, help="longest time for one case"
-        )
+        self.add_argument("--timeout-s", type=float, default=3600.0, help="for one case (3600)")
 
-    def add_directory(self) -> None:
-        """Add ``--directory``; None is the temporary directory."""
-        self.add_argument("--directory", type=Path, help="where to write; default: temporary")
+    def add_repeated(self, name: str, default: Sequence[Any], text: str, **options: Any) -> None:
+        """Add an option that may be given several times."""
+        self._repeated[name] = default
+        shown = ", ".join(map(str, default))
+        self.add_argument(f"--{name}", action="append", help=f"{text} ({shown})", **options)
 
     def add_comparison(
         self,
-        candidates: Sequence[str],
+        candidates: Collection[str],
         *,
         sizes_gb: Sequence[float] = (0.5, 1.0),
         in_memory: bool = True,
@@ -82,41 +67,18 @@ class Parser(argparse.ArgumentParser):
             in_memory: whether /dev/shm is written to by default, beside the temporary directory.
             repetitions: default number of measured rounds.
         """
-        disk = Path(tempfile.gettempdir())
-        places = [disk, _MEMORY] if in_memory else [disk]
+        places = [Path(tempfile.gettempdir()), *([_MEMORY] if in_memory else [])]
+        names = list(candidates)
         if sizes_gb:
-            self.add_repeated("size", sizes_gb, kind=float, text="GB of the whole state")
-        self.add_repeated("directory", places, kind=Path, text="where to write")
-        text = "only these, beside the baselines"
-        self.add_repeated("candidate", candidates, choices=candidates, text=text)
-        self.add_argument(
-            "--repetitions", type=int, default=repetitions, help="measured rounds (%(default)s)"
-        )
-
-    def add_repeated(
-        self,
-        name: str,
-        default: Sequence[Any],
-        *,
-        kind: type = str,
-        choices: Collection[str] | None = None,
-        text: str,
-    ) -> None:
-        """Add an option that may be given several times."""
-        self.set_defaults(**{f"default_{name}": list(default)})
-        self.add_argument(
-            f"--{name}",
-            action="append",
-            type=kind,
-            choices=choices,
-            help=f"{text}; default: {', '.join(map(str, default))}",
-        )
+            self.add_repeated("size", sizes_gb, "GB of the whole state", type=float)
+        self.add_repeated("directory", places, "where to write", type=Path)
+        self.add_repeated("candidate", names, "only these, and the baselines", choices=names)
+        self.add_argument("--repetitions", type=int, default=repetitions, help="measured rounds")
 
     def parse(self) -> argparse.Namespace:
         """The options: ``sizes`` are models; with ``--smoke`` one toy model and one round."""
         options = vars(self.parse_args())
-        for key in [key for key in options if key.startswith("default_")]:
-            name, default = key.removeprefix("default_"), options.pop(key)
+        for name, default in self._repeated.items():
             options[name] = options[name] or default
         if "size" in options:
             sizes = [gpt_size(int(gb * GB)) for gb in options["size"]]
@@ -149,17 +111,6 @@ class Output:
         """Report what is left out, and why."""
         self.write("skipped", candidate=candidate, reason=reason)
         print(f"{candidate}: skipped, {reason}")  # noqa: T201 - a command's output
-
-    def available(self, wanted: Sequence[str]) -> list[str]:
-        """The candidates without those whose package is missing, which are reported."""
-        found = []
-        for name in wanted:
-            package = _PEERS.get(name)
-            if package is None or importlib.util.find_spec(package):
-                found.append(name)
-            else:
-                self.skip(name, f"{package} is not installed")
-        return found
 
 
 def run_cases(
@@ -205,12 +156,13 @@ def _stop(signal_number: int, _frame: object) -> NoReturn:
 
 def _run_facts(command: Iterable[str]) -> dict[str, Any]:
     """Commit, command, versions and machine."""
+    installed = {package.name: package.version for package in distributions()}
     return {
         "commit": _git("rev-parse", "HEAD"),
         "has_local_changes": _git("status", "--porcelain") != "",
         "command": shlex.join(command),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _VERSIONS_OF},
+        "versions": {name: installed.get(name) for name in _VERSIONS_OF},
         "machine": {
             "processor": _processor(),
             "num_cores": os.cpu_count(),
@@ -219,13 +171,6 @@ def _run_facts(command: Iterable[str]) -> dict[str, Any]:
             "load_average": os.getloadavg()[0],
         },
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git(*args: str) -> str | None:
@@ -237,9 +182,6 @@ def _git(*args: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()

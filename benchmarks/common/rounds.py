@@ -13,26 +13,18 @@ from typing import Any
 
 from torch import distributed as dist
 
-from benchmarks.common.candidates import LEFT_TO_THE_KERNEL, RAW_PLAIN, Candidate, Shards
+from benchmarks.common.candidates import RAW_PLAIN, Candidate, Shards
 from benchmarks.common.disks import drop_cache, fill_cache, flush_share, fresh, touch_memory
 from dist_ckpt_strategies.cli.bench_rank import Target
 from tests.support.ranks import run_processes
 
-SAVE, LOAD_WARM, LOAD_COLD = "save", "load warm", "load cold"
-SECONDS, DURABLE_SECONDS = "seconds", "durable_seconds"
+LOAD_WARM, LOAD_COLD = "load warm", "load cold"
+SECONDS = "seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of one candidate.
-
-    Attributes:
-        step: what was timed.
-        candidate: its name.
-        repetition: number of the round; the first one, 0, is a warm-up and is not reported.
-        values: by name. ``SECONDS`` are from the first rank's start to the last rank's end,
-            ``DURABLE_SECONDS`` those until all files are on the disk.
-    """
+    """One run of one candidate in one round; values by name, ``SECONDS`` among them."""
 
     step: str
     candidate: str
@@ -125,25 +117,18 @@ def save_rounds(
 ) -> Iterator[Sample]:
     """Time saves to subdirectories with the candidates' names, where the last ones stay.
 
-    Collective.
-
-    Args:
-        entries: in the order of the first round.
-        directory: an empty one.
-        repetitions: measured rounds.
-        nbytes: that all ranks hold together.
+    Collective. ``nbytes`` is what all ranks hold together.
     """
     for repetition, name in alternate(list(entries), repetitions):
         on_first_rank(fresh, directory, name)
         on_first_rank(touch_memory, nbytes)
         target, candidate = directory / name, entries[name].candidate
         seconds = timed(lambda: candidate.save(target))  # noqa: B023 - called at once
-        flushing = timed(lambda: flush(target))  # noqa: B023
-        values = {SECONDS: seconds}
-        if name != RAW_PLAIN:
-            values[DURABLE_SECONDS] = seconds + flushing * (name in LEFT_TO_THE_KERNEL)
+        flush(target)
+        # All others have flushed their files when the save returns.
+        durable = {} if name == RAW_PLAIN else {"durable_seconds": seconds}
         if repetition > 0:
-            yield Sample(SAVE, name, repetition, values)
+            yield Sample("save", name, repetition, {SECONDS: seconds, **durable})
 
 
 def load_rounds(
@@ -153,14 +138,9 @@ def load_rounds(
     repetitions: int,
     nbytes: int,
 ) -> Iterator[Sample]:
-    """Time one kind of load, and check what each has loaded. Collective.
+    """Time loads of what is stored for each candidate, and check each. Collective.
 
-    Args:
-        entries: by name.
-        stored: for each candidate, in the order of the first round, what it loads.
-        step: LOAD_COLD, or any other name for a load of what the page cache holds.
-        repetitions: measured rounds.
-        nbytes: that all ranks hold together.
+    They are cold for LOAD_COLD, and warm for any other step. ``nbytes`` is as for saves.
     """
     for repetition, name in alternate(list(stored), repetitions):
         entry, place = entries[name], stored[name]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -71,9 +72,6 @@ def build_page(results: Path) -> Page:
     parts += [*_missing(found), *_runs(found), *_goals(rows)]
     for subject in SUBJECTS:
         parts += _subject(subject, rows[subject.title])
-    if (figure := _recovery_figure(found["recovery_faults"])) is not None:
-        figures.append(figure)
-        parts += _RECOVERY
     for stem, make_table in _TABLES.items():
         parts += make_table(found[stem])
     return Page("\n\n".join(parts) + "\n", tuple(figures))
@@ -162,9 +160,9 @@ def _subject_table(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
     titles = ["case", "candidate", "seconds", "of the baseline", *(f"of {peer}" for peer in peers)]
     cells = [
         [
-            f"{row.case}: {row.step}",
-            row.stat.candidate,
-            _spread(row.stat.seconds),
+            row.label,
+            row.candidate,
+            _spread(row.seconds),
             _ratio(row, subject.baseline, RAW_PLAIN),
             *(_ratio(row, peer) for peer in peers),
             *map(_number, row.more.values()),
@@ -176,7 +174,7 @@ def _subject_table(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _ratio(row: Row, *baselines: str) -> str:
-    found = next((row.stat.ratios[name] for name in baselines if name in row.stat.ratios), None)
+    found = next((row.ratios[name] for name in baselines if name in row.ratios), None)
     return "-" if found is None else _spread(found)
 
 
@@ -191,70 +189,54 @@ def _number(value: float) -> str:
 
 
 def _figure(subject: Subject, rows: Sequence[Row]) -> Figure:
-    panels: dict[str, list[Bar]] = {}
+    bars = []
     for row in rows:
-        ratio = row.stat.ratios.get(subject.baseline) or row.stat.ratios.get(RAW_PLAIN)
-        if ratio is None or ratio == Spread(1.0, 1.0, 1.0):
-            continue
-        label = row.stat.candidate
-        bar = Bar.of(label, ratio, is_ours=row.stat.candidate.startswith(_OURS))
-        panels.setdefault(f"{row.case}: {row.step}", []).append(bar)
-    shown = tuple(Panel(title, tuple(bars)) for title, bars in panels.items())
-    return Figure(subject.stem, "times the baseline (lower is better)", shown, baseline=1.0)
+        ratio = row.ratios.get(subject.baseline) or row.ratios.get(RAW_PLAIN)
+        if ratio is not None and ratio != Spread(1.0, 1.0, 1.0):
+            bars.append((row, ratio))
+    return Figure(subject.stem, "times the baseline (lower is better)", _panels(bars), baseline=1.0)
 
 
 def _summary_panels(rows: Sequence[Row]) -> tuple[Panel, ...]:
     """Save and load of the largest state on a disk, in seconds."""
-    on_disk = [row for row in rows if row.fields["file_system"] != "tmpfs"]
+    on_disk = [row for row in rows if row.step in {"durable save", "load cold"}]
     largest = max((row.fields["nbytes"] for row in on_disk), default=0)
+    return _panels([(r, r.seconds) for r in on_disk if r.fields["nbytes"] == largest])
+
+
+def _panels(values: Iterable[tuple[Row, Spread]]) -> tuple[Panel, ...]:
+    """One for each case and step."""
     panels: dict[str, list[Bar]] = {}
-    for row in on_disk:
-        if row.fields["nbytes"] == largest and row.step in {"durable save", "load cold"}:
-            name = row.stat.candidate
-            bar = Bar.of(name, row.stat.seconds, is_ours=name.startswith(_OURS))
-            panels.setdefault(f"{row.case}: {row.step}", []).append(bar)
+    for row, spread in values:
+        name = row.candidate
+        bar = Bar.of(name, spread, is_ours=name.startswith(_OURS))
+        panels.setdefault(row.label, []).append(bar)
     return tuple(Panel(title, tuple(bars)) for title, bars in panels.items())
 
 
-def _recovered(faults: Found) -> dict[tuple[str, int], list[float]]:
-    groups: dict[tuple[str, int], list[float]] = {}
-    for line in faults.of_kind("recovery"):
-        key = str(line["fault"]["kind"]), int(line["num_spares"])
-        groups.setdefault(key, []).append(float(line["seconds"]))
-    return dict(sorted(groups.items()))
-
-
-def _recovery_figure(faults: Found) -> Figure | None:
-    bars = [
-        Bar.of(f"{kind}, {'a spare' if spares else 'no spare'}", Spread.of(seconds), is_ours=True)
-        for (kind, spares), seconds in _recovered(faults).items()
-    ]
-    title = "from the fault until all ranks train again"
-    axis = "seconds (lower is better)"
-    return Figure("recovery", axis, (Panel(title, tuple(bars)),), None) if bars else None
-
-
 _RECOVERY: Final = (
-    "## Recovery",
-    (
-        "Four ranks train under `dist-ckpt run`. Seconds run from the fault, or for `SIGSTOP` and "
-        "`stuck` from its detection, until the last rank trains again. After every fault, weights, "
-        "moments, random numbers and losses are compared bit for bit with a run without faults. "
-        "Faults are 2 to 4 steps apart, so a spare is often still starting when the next rank is "
-        "killed; with `--steps-apart 300` it is ready (figures in [recovery](recovery.md))."
-    ),
-    f"![Seconds until all ranks train again]({FIGURES_NAME}/recovery.svg)",
+    "Four ranks train under `dist-ckpt run`. Seconds run from the fault, or for `SIGSTOP` and "
+    "`stuck` from its detection, until the last rank trains again. After every fault, weights, "
+    "moments, random numbers and losses are compared bit for bit with a run without faults. "
+    "Faults are 2 to 4 steps apart, so a spare is often still starting when the next rank is "
+    "killed; with `--steps-apart 300` it is ready (figures in [recovery](recovery.md))."
 )
 
 
 def _recovery_tables(faults: Found) -> Iterator[str]:
+    groups: dict[tuple[str, int], list[float]] = {}
+    for line in faults.of_kind("recovery"):
+        key = str(line["fault"]["kind"]), int(line["num_spares"])
+        groups.setdefault(key, []).append(float(line["seconds"]))
     rows = []
-    for (kind, spares), seconds in _recovered(faults).items():
-        spread, ordered = Spread.of(seconds), sorted(seconds)
+    for (kind, spares), seconds in sorted(groups.items()):
+        ordered = sorted(seconds)
         ninety = ordered[min(len(ordered) - 1, math.floor(0.9 * len(ordered)))]
-        cells = map(_number, (spread.median, ninety, spread.high))
+        cells = map(_number, (statistics.median(ordered), ninety, ordered[-1]))
         rows.append([kind, str(spares), str(len(seconds)), *cells])
     if rows:
+        yield "## Recovery"
+        yield _RECOVERY
         yield table(("fault", "spares", "faults", "median s", "90 % s", "longest s"), rows)
     rows = [
         [f"{line['faults']:,} faults in training", str(line["seed"]), str(line["violations"])]

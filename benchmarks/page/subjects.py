@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.page.results import (
-    Found,
-    Line,
-    Spread,
-    Stat,
-    summarise_rounds,
-    with_longest,
-)
+from benchmarks.page.results import Found, Line, Spread
 
 TORCH_DIST: Final = "torch_dist"
 RAW_FLUSHED, RAW_PLAIN = "raw write+fsync", "raw write"
@@ -24,13 +18,37 @@ _GB, _MIB = 10**9, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One candidate in one case: ``case`` is the text, ``fields`` what it is made of."""
+    """One candidate in one step of a case.
 
-    case: str
+    Attributes:
+        fields: of the case.
+        step: what was timed.
+        candidate: its name.
+        seconds: over the rounds.
+        ratios: to each baseline, over the rounds that both have.
+        more: further columns by title.
+    """
+
     fields: Mapping[str, Any]
     step: str
-    stat: Stat
+    candidate: str
+    seconds: Spread
+    ratios: Mapping[str, Spread]
     more: Mapping[str, float]
+
+    @property
+    def label(self) -> str:
+        """Such as ``TP2 to TP4, 0.49 GB, 291 arrays, 2 ranks, ext4: load cold``."""
+        fields = self.fields
+        parts = [fields["move"]] if "move" in fields else []
+        parts += [f"from {fields['source']}"] if "source" in fields else []
+        if "rank_nbytes" in fields:
+            parts.append(f"{fields['rank_nbytes'] / _MIB:.0f} MiB a rank")
+        else:
+            parts += [f"{fields['nbytes'] / _GB:.2g} GB", f"{fields['num_arrays']:,} arrays"]
+        ranks = fields["num_ranks"]
+        parts += [f"{ranks} rank{'s' * (ranks > 1)}", fields["file_system"]]
+        return f"{', '.join(parts)}: {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +61,7 @@ class Subject:
         words: what the rows are.
         baseline: that seconds are compared with; the bars of the figure are these ratios.
         peer: the other candidate to compare with; empty for none.
-        more: further columns: title, name of the value, and what is made of all rounds.
+        more: further columns: title, name of the value, unit, and what is made of all rounds.
         part: of the benchmark; empty for all.
         figure: whether there is one.
     """
@@ -58,51 +76,39 @@ class Subject:
     figure: bool = False
 
     def rows(self, found: Found) -> Iterator[Row]:
-        """All rows, case by case."""
-        for (case, step), samples in found.groups().items():
-            fields = dict(case)
-            if self.part and fields["part"] != self.part:
-                continue
-            shown_step, stats = self._stats(fields, step, samples)
-            for stat in stats:
-                more = self._more([x for x in samples if x["candidate"] == stat.candidate])
-                yield Row(_case_text(fields), fields, shown_step, stat, more)
+        """All rows, case by case, the baseline before the others."""
+        for fields, step, samples in found.groups():
+            if self.part in {"", fields.get("part")}:
+                yield from self._rows(fields, step, samples)
 
-    def _stats(
-        self, fields: Mapping[str, Any], step: str, samples: Sequence[Line]
-    ) -> tuple[str, list[Stat]]:
-        baselines, name = (self.baseline, self.peer), "seconds"
-        if self.stem == "save_load" and step == "save":
-            if fields["file_system"] == "tmpfs":
-                baselines = (RAW_PLAIN, self.peer)
-            else:
-                step, name = "durable save", "durable_seconds"
+    def _rows(self, fields: dict[str, Any], step: str, samples: list[Line]) -> Iterator[Row]:
+        baseline, name = self.baseline, "seconds"
+        if (self.stem, step) == ("save_load", "save"):
+            is_disk = fields["file_system"] != "tmpfs"
+            step, name = ("durable save", "durable_seconds") if is_disk else (step, name)
+            baseline = baseline if is_disk else RAW_PLAIN
+        rounds: dict[str, dict[int, Line]] = {}
+        for line in samples:
+            values = line.get("values", line)  # older runs have them beside the other fields
+            if values.get(name) is not None:
+                rounds.setdefault(line["candidate"], {})[line["repetition"]] = values
         if self.stem == "two_stage":
-            samples = with_longest(samples, (READ_SHARES, SEND_SHARES), self.baseline)
-        return step, summarise_rounds(samples, baselines, name)
-
-    def _more(self, samples: Sequence[Line]) -> dict[str, float]:
-        return {
-            title: combine([float(line["values"][name]) for line in samples]) / unit
-            for title, name, unit, combine in self.more
-            if samples
-        }
-
-
-def _median(values: Sequence[float]) -> float:
-    return Spread.of(values).median
-
-
-def _case_text(fields: Mapping[str, Any]) -> str:
-    """Such as ``TP2 to TP4, 0.49 GB, 291 arrays, 2 ranks, ext4``."""
-    parts = [fields["move"]] if "move" in fields else []
-    parts += [f"from {fields['source']}"] if "source" in fields else []
-    if "rank_nbytes" in fields:
-        parts.append(f"{fields['rank_nbytes'] / _MIB:.0f} MiB a rank")
-    else:
-        parts += [f"{fields['nbytes'] / _GB:.2g} GB", f"{fields['num_arrays']:,} arrays"]
-    ranks = fields["num_ranks"]
-    return ", ".join([*parts, f"{ranks} rank{'s' * (ranks > 1)}", fields["file_system"]])
+            read, sent = rounds[READ_SHARES], rounds[SEND_SHARES]
+            rounds[baseline] = {
+                n: max(read[n], sent[n], key=lambda values: float(values[name])) for n in read
+            }
+        for candidate in sorted(rounds, key=lambda one: (one != baseline, one)):
+            own, ratios = rounds[candidate], {}
+            for other in (baseline, self.peer):
+                both = own.keys() & rounds.get(other, {}).keys()
+                values = [own[n][name] / rounds[other][n][name] for n in both]
+                ratios |= {other: Spread.of(values)} if values else {}
+            seconds = Spread.of([values[name] for values in own.values()])
+            more = {
+                title: combine([values[value] for values in own.values()]) / unit
+                for title, value, unit, combine in self.more
+            }
+            yield Row(fields, step, candidate, seconds, ratios, more)
 
 
 SUBJECTS: Final = (
@@ -134,8 +140,8 @@ SUBJECTS: Final = (
         READ_SHARES,
         TORCH_DIST,
         (
-            ("read", "read_by_calls", 1, _median),
-            ("from the device", "read_from_device", 1, _median),
+            ("read", "read_by_calls", 1, statistics.median),
+            ("from the device", "read_from_device", 1, statistics.median),
         ),
         figure=True,
     ),
@@ -155,7 +161,7 @@ SUBJECTS: Final = (
         "varies up to threefold between rounds on this machine, so compare seconds, not ratios.",
         "memcpy",
         "torch_dist, queue",
-        (("seconds until durable", "until_there", 1, _median),),
+        (("seconds until durable", "until_there", 1, statistics.median),),
         part="blocking",
     ),
     Subject(
@@ -166,7 +172,7 @@ SUBJECTS: Final = (
         READ_SHARES,
         "raw copy",
         (
-            ("GB/s", "nbytes_per_second", _GB, _median),
+            ("GB/s", "nbytes_per_second", _GB, statistics.median),
             ("peak memory, MiB", "peak_nbytes", _MIB, max),
         ),
     ),
@@ -204,11 +210,11 @@ class Goal:
         """The medians that the goal is about."""
         found = []
         for row in rows:
-            if row.stat.candidate == self.candidate and row.step.startswith(self.step):
+            if row.candidate == self.candidate and row.step.startswith(self.step):
                 if self.of in row.more:
                     found.append(row.more[self.of])
-                elif self.of in row.stat.ratios:
-                    found.append(row.stat.ratios[self.of].median)
+                elif self.of in row.ratios:
+                    found.append(row.ratios[self.of].median)
         return found
 
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from benchmarks import report
 from benchmarks.page.page import build_page
-from benchmarks.page.results import Spread, summarise_rounds
+from benchmarks.page.results import Found, Spread
+from benchmarks.page.subjects import Subject
 
 FIGURES = report.PAGE.with_suffix("")
 MAX_NBYTES = 100_000
-
-CASE = {"file_system": "ext4", "nbytes": 10**9, "num_arrays": 3, "num_ranks": 2}
-
-
-def sample(candidate: str, seconds: float, repetition: int = 1, **more: Any) -> dict[str, Any]:
-    about = {"candidate": candidate, "repetition": repetition, "case": CASE}
-    return {"kind": "sample", "step": "save", **about, "seconds": seconds, **more}
 
 
 def test_the_page_is_what_the_committed_results_amount_to() -> None:
@@ -39,10 +32,17 @@ def test_every_figure_is_drawn_from_the_committed_results() -> None:
 
 
 def test_ratios_are_taken_within_a_round_and_only_of_rounds_that_both_have() -> None:
-    baseline = [sample("raw write", s, n) for n, s in ((1, 1.0), (2, 2.0), (3, 4.0))]
-    ours = [sample("zarr 1", s, n) for n, s in ((1, 3.0), (2, 4.0))]
+    case = {"file_system": "ext4", "nbytes": 10**9, "num_arrays": 3, "num_ranks": 2}
+    seconds = {"raw read": {1: 1.0, 2: 2.0, 3: 4.0}, "zarr 2": {1: 3.0, 2: 4.0}}
+    lines = [
+        {"kind": "sample", "step": "load warm", "candidate": name, "repetition": number}
+        | {"values": {"seconds": value}, "case": case}
+        for name, values in seconds.items()
+        for number, value in values.items()
+    ]
 
-    first, second = summarise_rounds([*ours, *baseline], ("raw write", "absent"))
+    first, second = Subject("x", "X", "words", "raw read", "absent").rows(Found(tuple(lines)))
 
-    assert (first.candidate, first.num_rounds, first.seconds) == ("raw write", 3, Spread(2, 1, 4))
-    assert second.ratios == {"raw write": Spread(2.5, 2.0, 3.0)}
+    assert (first.candidate, first.seconds) == ("raw read", Spread(2, 1, 4))
+    assert (second.candidate, second.ratios) == ("zarr 2", {"raw read": Spread(2.5, 2.0, 3.0)})
+    assert second.label == "1 GB, 3 arrays, 2 ranks, ext4: load warm"

@@ -66,7 +66,7 @@ def test_a_script_writes_its_lines_and_leaves_nothing(
 
 
 def test_a_run_that_is_stopped_leaves_nothing_behind(tmp_path: Path) -> None:
-    options = ("--candidate", "torch.save", "--repetitions", "1000", "--size", "0.01")
+    options = ("--candidate", "zarr 1", "--repetitions", "1000", "--size", "0.01")
     started = command("save_load.py", tmp_path, *options)
     process = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
