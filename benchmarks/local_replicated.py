@@ -1,12 +1,10 @@
 """Save every rank's state to its node with a copy at a peer, and load it, beside the baseline.
 
     python benchmarks/local_replicated.py --out local_replicated.jsonl
-    python benchmarks/local_replicated.py --smoke
 
-Four ranks, each a node of its own with a directory of its own; cliques of two. Alternating
-candidates, medians; on a disk and on a memory file system. Each round: save, the blocking part of
-an asynchronous save, load, and load after rank 1's directory is gone. Every load is checked. The
-first round is not counted.
+Four ranks, each a node of its own with a directory of its own; cliques of two; on a disk and on a
+memory file system. Each round: save, the blocking part of an asynchronous save, load, and load
+after rank 1's directory is gone. Every load is checked. The first round is not counted.
 
 The baselines: of the blocking part, one copy of the rank's bytes into memory that is in use; of a
 save, the exchange of the bytes between the two of a clique over gloo, then two plain files written
@@ -34,16 +32,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import rounds
 from benchmarks.common.command_line import Parser, open_output
 from benchmarks.common.disks import file_system, touch_memory, workspace
-from benchmarks.common.rounds import (
-    SECONDS,
-    Sample,
-    alternate,
-    on_first_rank,
-    run_on_ranks,
-    timed,
-)
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
@@ -168,7 +159,9 @@ def _candidate(name: str, rank: int, tensors: Tensors) -> LocalCandidate:
     return nvrx
 
 
-def measure(nbytes: int, names: Sequence[str], place: Path, repetitions: int) -> list[Sample]:
+def measure(
+    nbytes: int, names: Sequence[str], place: Path, repetitions: int
+) -> list[rounds.Sample]:
     """All steps in one place, on one of the ranks. Collective.
 
     Raises:
@@ -181,7 +174,7 @@ def measure(nbytes: int, names: Sequence[str], place: Path, repetitions: int) ->
     tensors = [torch.randn(shape, generator=generator) for _ in range(count)]
     candidates = {name: _candidate(name, rank, tensors) for name in names}
     samples, loaded = [], list[Tensors]()
-    for repetition, name in alternate(names, repetitions):
+    for repetition, name in rounds.alternate(names, repetitions):
         one, root = candidates[name], place / name / f"node{rank}"
         load = lambda one=one, root=root: loaded.append(one.load(root))  # noqa: E731
         steps: dict[str, Callable[[], object]] = {
@@ -193,8 +186,8 @@ def measure(nbytes: int, names: Sequence[str], place: Path, repetitions: int) ->
         for step, call in steps.items():
             if step == "recovery" and rank == _LOST_RANK:
                 shutil.rmtree(root)
-            on_first_rank(touch_memory, 2 * nbytes * _NUM_RANKS)
-            seconds = timed(call)
+            rounds.on_first_rank(touch_memory, 2 * nbytes * _NUM_RANKS)
+            seconds = rounds.timed(call)
             if step == "blocking part":
                 one.finish()
             while loaded:
@@ -202,20 +195,20 @@ def measure(nbytes: int, names: Sequence[str], place: Path, repetitions: int) ->
                 if not all(torch.equal(one, other) for one, other in pairs):
                     raise ValueError(f"{name}: {step} returned other values than were saved")
             if repetition > 0:
-                samples.append(Sample(step, name, repetition, {SECONDS: seconds}))
-        on_first_rank(shutil.rmtree, place / name)
+                samples.append(rounds.Sample(step, name, repetition, {rounds.SECONDS: seconds}))
+        rounds.on_first_rank(shutil.rmtree, place / name)
     return samples
 
 
 def main() -> None:
     """Save, load and recover local checkpoints with every candidate in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(NAMES, sizes_gb=())
+    parser.add_comparison(NAMES, (BASELINE,), sizes_gb=())
     parser.add_argument("--mib", type=int, default=256, help="MiB of each rank's state (256)")
     options = parser.parse()
     nbytes = (1 if options.smoke else options.mib) * _MIB
     with open_output(options.out, __file__) as output:
-        names = [name for name in NAMES if name in {BASELINE, *options.candidate}]
+        names = options.names
         if find_spec("nvidia_resiliency_ext") is None:
             for name in {NVRX, FLUSHED_NVRX} & {*names}:
                 output.skip(name, "nvidia_resiliency_ext is not installed")
@@ -223,7 +216,7 @@ def main() -> None:
         for parent in options.directory:
             with workspace(parent) as place:
                 args = (nbytes, names, place, options.repetitions)
-                found = run_on_ranks(_NUM_RANKS, measure, *args, timeout_s=options.timeout_s)
+                found = rounds.run_on_ranks(_NUM_RANKS, measure, *args, timeout_s=options.timeout_s)
             case = {"file_system": file_system(parent), "rank_nbytes": nbytes}
             output.write_samples({**case, "num_ranks": _NUM_RANKS, "num_copies": 2}, found[0])
 

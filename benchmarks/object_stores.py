@@ -1,11 +1,9 @@
 """Save and load one GPT-like state in an object store, beside plain puts and gets of its bytes.
 
     python benchmarks/object_stores.py --out object_stores.jsonl
-    python benchmarks/object_stores.py --smoke --server moto
 
 The server, Ceph's radosgw or moto, is started for the benchmark on this machine, keeps its objects
-in memory, and shares the cores with the ranks. Two ranks, alternating candidates, medians; every
-load is checked; the first round is not counted. The baseline puts and gets the same bytes, one
+in memory, and shares the cores with the two ranks. The baseline puts and gets the same bytes, one
 object for each shard or 64 MiB of it, with as many requests at the same time as format 2 has.
 """
 
@@ -26,18 +24,10 @@ import torch
 from torch import distributed as dist
 
 import dist_ckpt_strategies
+from benchmarks.common import rounds
 from benchmarks.common.candidates import ZARR_2, Candidate, Megatron, Shards
 from benchmarks.common.command_line import Parser, open_output, run_cases
 from benchmarks.common.disks import touch_memory, workspace
-from benchmarks.common.rounds import (
-    SECONDS,
-    Sample,
-    alternate,
-    entries_of,
-    load_rounds,
-    on_first_rank,
-    timed,
-)
 from benchmarks.common.states import GptSize, build_shards
 from dist_ckpt_strategies.cli.bench_rank import Tensors
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
@@ -121,23 +111,23 @@ MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
 
 def measure(
     size: GptSize, place: Path, repetitions: int, names: Sequence[str], store: ObjectStore
-) -> list[Sample]:
+) -> list[rounds.Sample]:
     """Saves and loads on one of the ranks that hold equal parts. Collective.
 
     Of a path below ``place``, the last part is the name in the bucket; nothing is written there.
     """
     os.environ.update(store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": _REQUEST_TIMEOUT_S})
-    entries = entries_of(build_shards(size, dist.get_rank(), _NUM_RANKS), MAKERS, names)
+    entries = rounds.entries_of(build_shards(size, dist.get_rank(), _NUM_RANKS), MAKERS, names)
     samples = []
-    for repetition, name in alternate(names, repetitions):
-        on_first_rank(_delete_all, store, name)
-        on_first_rank(touch_memory, size.nbytes)
+    for repetition, name in rounds.alternate(names, repetitions):
+        rounds.on_first_rank(_delete_all, store, name)
+        rounds.on_first_rank(touch_memory, size.nbytes)
         candidate = entries[name].candidate
-        seconds = timed(lambda: candidate.save(place / name))  # noqa: B023 - called at once
+        seconds = rounds.timed(lambda: candidate.save(place / name))  # noqa: B023 - called at once
         if repetition > 0:
-            samples.append(Sample("save", name, repetition, {SECONDS: seconds}))
+            samples.append(rounds.Sample("save", name, repetition, {rounds.SECONDS: seconds}))
     stored = {name: place / name for name in names}
-    return samples + list(load_rounds(entries, stored, "load", repetitions, size.nbytes))
+    return samples + list(rounds.load_rounds(entries, stored, "load", repetitions, size.nbytes))
 
 
 def _delete_all(store: ObjectStore, checkpoint: str) -> None:
@@ -164,11 +154,10 @@ def _started(server: str, directory: Path | None) -> Iterator[ObjectStore]:
 def main() -> None:
     """Save and load one GPT-like state in an object store with every candidate in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(MAKERS, in_memory=False)
+    parser.add_comparison(MAKERS, (RAW_PUT,), in_memory=False)
     default = MOTO if why_no_radosgw() else RADOSGW
     parser.add_repeated("server", [default], "only these", choices=[RADOSGW, MOTO])
     options = parser.parse()
-    names = [name for name in MAKERS if name in {RAW_PUT, *options.candidate}]
     with open_output(options.out, __file__) as output:
         for server in options.server:
             if server == RADOSGW and (reason := why_no_radosgw()):
@@ -176,8 +165,7 @@ def main() -> None:
                 continue
             with _started(server, options.directory[0]) as store:
                 store.make_bucket(_BUCKET)
-                case = {"file_system": server}
-                run_cases(options, output, _NUM_RANKS, measure, names, store, **case)
+                run_cases(options, output, _NUM_RANKS, measure, store, file_system=server)
 
 
 if __name__ == "__main__":

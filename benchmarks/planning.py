@@ -2,7 +2,6 @@
 
     python benchmarks/planning.py --out planning.jsonl
     python benchmarks/planning.py --ranks 16384 --arrays 1000
-    python benchmarks/planning.py --smoke
 
 Every rank computes the whole plan from what all ranks have described, so one process can do what
 each of thousands would do. The job has TP 8: three quarters of the arrays are weights, cut into

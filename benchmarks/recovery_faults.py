@@ -1,7 +1,6 @@
 """Break ranks of a training at random: does it continue as if nothing had happened?
 
     python benchmarks/recovery_faults.py --out recovery_faults.jsonl
-    python benchmarks/recovery_faults.py --smoke
     python benchmarks/recovery_faults.py --faults 50 --kind SIGKILL --steps-apart 300
 
 Four gloo ranks, two replicas of two shards, train a small GPT with dropout under ``dist-ckpt run``.
@@ -72,19 +71,13 @@ def random_faults(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a run.
-
-    Attributes:
-        exit_code: None if it hung, and was ended.
-        output: the last lines of all processes.
-        events: of all ranks, in the order of time.
-        found_gone: times at which the launcher reported a dead worker.
-    """
+    """The result of a run: no exit code if it hung, the last lines of output, events by time."""
 
     exit_code: int | None
     output: tuple[str, ...]
     events: tuple[Mapping[str, Any], ...]
     found_gone: tuple[float, ...]
+    """When the launcher reported a dead worker."""
 
     def digests(self) -> Mapping[tuple[int, int, str], set[str]]:
         """By rank, step and "step" or "loss": one, however often the step was run."""
@@ -96,13 +89,7 @@ class Outcome:
 
 
 def run_job(task: JobTask, num_spares: int, timeout_s: float) -> Outcome:
-    """Start the ranks under ``dist-ckpt run``, and wait for their end.
-
-    Args:
-        task: what they do.
-        num_spares: processes that wait to take over a rank.
-        timeout_s: after this the run counts as hung, and is ended.
-    """
+    """Start the ranks under ``dist-ckpt run``, wait for their end, and end them after a limit."""
     task.scratch.mkdir()
     (task.scratch / "task").write_bytes(pickle.dumps(task))
     command = [
@@ -141,10 +128,12 @@ def run_job(task: JobTask, num_spares: int, timeout_s: float) -> Outcome:
             process.kill()
             process.wait()
     reader.join(_EXIT_TIMEOUT_S)
+    texts = [path.read_text(encoding="utf-8") for path in task.scratch.glob("events.*")]
+    events = [json.loads(line) for text in texts for line in text.splitlines()]
     return Outcome(
         code,
         tuple(text for _, text in lines[-_NUM_TAIL_LINES:]),
-        tuple(_read_events(task.scratch)),
+        tuple(sorted(events, key=lambda event: float(event["at"]))),
         tuple(at for at, text in lines if text.startswith("dist-ckpt: ") and _GONE in text),
     )
 
@@ -160,24 +149,12 @@ def _environment() -> dict[str, str]:
     return found
 
 
-def _read_events(directory: Path) -> list[dict[str, Any]]:
-    lines = [
-        json.loads(line)
-        for path in sorted(directory.glob("events.*"))
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-    return sorted(lines, key=lambda line: float(line["at"]))
-
-
 def violations(
     outcome: Outcome, reference: Outcome, seconds: Mapping[int, float | None]
 ) -> Iterator[str]:
-    """What is not as in the run without a fault, and what did not recover from memory.
+    """What is not as in the reference, a run without faults, and what did not recover from memory.
 
-    Args:
-        outcome: of a run with faults.
-        reference: of one without.
-        seconds: of the recoveries, by fault.
+    ``seconds`` are those of the recoveries, by fault.
     """
     if outcome.exit_code != 0:
         ended = "hung" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
@@ -202,11 +179,7 @@ def recovery_seconds(outcome: Outcome, fault: InjectedFault) -> float | None:
 
     Of SIGSTOP and of a stuck rank, from its detection on.
     """
-    fired = [
-        event
-        for event in outcome.events
-        if event["event"] == "fault" and event["number"] == fault.number
-    ]
+    fired = [event for event in outcome.events if event.get("number") == fault.number]
     if not fired:
         return None
     began, attempt = fired[-1]["at"], fired[-1]["attempt"]

@@ -1,7 +1,6 @@
 """What recovery costs in every step without a fault: the step commit, and replicated RNG states.
 
     python benchmarks/recovery_overhead.py --out recovery_overhead.jsonl
-    python benchmarks/recovery_overhead.py --smoke
 
 Four gloo ranks, two replicas of two shards, train a small GPT; rounds of steps without recovery
 ("plain"), with it, and with checksums too, in turn. The difference per step is what recovery

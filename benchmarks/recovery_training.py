@@ -75,21 +75,11 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class JobTask:
-    """One run of all ranks.
-
-    Attributes:
-        scratch: directory for what the ranks write.
-        num_steps: of the training.
-        faults: none for the reference run.
-    """
+    """One run of all ranks; ``scratch`` is a directory for what they write."""
 
     scratch: Path
     num_steps: int
     faults: tuple[InjectedFault, ...] = ()
-
-
-class InjectedError(Exception):
-    """Raised on purpose."""
 
 
 class Rank:
@@ -114,11 +104,7 @@ class Rank:
         return state
 
     def reach(self, step: int, point: Point) -> None:
-        """This rank has come to a point of a step: its faults there happen, each once in the job.
-
-        Raises:
-            InjectedError: that is its fault.
-        """
+        """This rank is at a point of a step: its faults there happen, each once in the job."""
         here = (step, point, self.global_rank)
         for fault in self.task.faults:
             fired = self.task.scratch / f"fired.{fault.number}"
@@ -131,7 +117,7 @@ class Rank:
 def _happen(fault: InjectedFault) -> None:
     match fault.kind:
         case Kind.EXCEPTION:
-            raise InjectedError(f"fault {fault.number}: {fault.point}")
+            raise RuntimeError(f"fault {fault.number}: {fault.point}")
         case Kind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         case Kind.STOP:

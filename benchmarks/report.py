@@ -76,15 +76,15 @@ def _status(command: Sequence[str]) -> int:
 
 def write_page(results: Path, out: Path) -> None:
     """Write the page; the figures too, where matplotlib is installed."""
-    made = build_page(results)
-    out.write_text(made.text, encoding="utf-8")
+    text, figures = build_page(results)
+    out.write_text(text, encoding="utf-8")
     print(f"{out} is made")  # noqa: T201 - a command's output
     directory = out.parent / FIGURES_NAME
     directory.mkdir(exist_ok=True)
     for old in directory.glob("*.svg"):
         old.unlink()
     try:
-        for figure in made.figures:
+        for figure in figures:
             draw(figure, directory)
     except ModuleNotFoundError as error:
         print(f"no figures: {error.name} is not installed")  # noqa: T201

@@ -1,11 +1,9 @@
 """Load one GPT-like state in another layout than it was saved in, beside a plain read.
 
     python benchmarks/reshard.py --out reshard.jsonl
-    python benchmarks/reshard.py --smoke
 
-Loads are warm and cold, into tensors that are there already. Alternating candidates, medians;
-every load is checked; the first round is not counted. Baseline: each rank reads its own bytes,
-and no others, from a file of its own in one stream.
+Loads are warm and cold. Baseline: each rank reads its own bytes, and no others, from a file of its
+own in one stream.
 
 Bytes read are those of all ranks in ``/proc/self/io``, over the bytes of the tensors that are
 loaded: through calls (mapped memory does not count there), and from the device (only a cold load
@@ -24,19 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from torch import distributed as dist
 
+from benchmarks.common import rounds
 from benchmarks.common.candidates import Candidate, Raw, Shards, torch_dist, zarr_1, zarr_2
 from benchmarks.common.command_line import Parser, open_output, run_cases
-from benchmarks.common.disks import is_in_memory
-from benchmarks.common.rounds import (
-    LOAD_COLD,
-    LOAD_WARM,
-    Sample,
-    entries_of,
-    flush,
-    gathered,
-    load_rounds,
-    on_first_rank,
-)
 from benchmarks.common.states import GptSize, Split, build_shards
 from dist_ckpt_strategies.cli.bench_rank import Tensors
 
@@ -47,10 +35,10 @@ MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
     "zarr 1": zarr_1,
     "torch_dist": torch_dist,
 }
-MOVES: Final = {
-    "TP2 to TP4": ((Split.TENSOR_PARALLEL, 2), (Split.TENSOR_PARALLEL, 4)),
-    "2 rows to 2 columns": ((Split.ROWS, 2), (Split.COLUMNS, 2)),
-    "4 rows to 4 columns": ((Split.ROWS, 4), (Split.COLUMNS, 4)),
+MOVES: Final[Mapping[str, tuple[tuple[Split, int], tuple[Split, int]]]] = {
+    "TP2 to TP4": (("TP", 2), ("TP", 4)),
+    "2 rows to 2 columns": (("rows", 2), ("columns", 2)),
+    "4 rows to 4 columns": (("rows", 4), ("columns", 4)),
 }
 """How the state is divided when it is saved, and when it is loaded.
 
@@ -84,25 +72,27 @@ def _read_counts() -> tuple[int, int]:
 
 def measure(
     size: GptSize, place: Path, repetitions: int, names: list[str], move: str
-) -> list[Sample]:
+) -> list[rounds.Sample]:
     """The loads after one change of layout, on one of the ranks. Collective."""
     rank = dist.get_rank()
     (saved_split, num_saved), (loaded_split, num_loaded) = MOVES[move]
     shards = build_shards(size, rank, num_loaded, loaded_split)
-    entries = entries_of(shards, MAKERS, names)
+    entries = rounds.entries_of(shards, MAKERS, names)
     saved_shards = build_shards(size, rank % num_saved, num_saved, saved_split)
     stored = {name: place / name for name in names}
     for name, target in stored.items():
-        on_first_rank(target.mkdir)
+        rounds.on_first_rank(target.mkdir)
         MAKERS[name](shards if name == READ_SHARES else saved_shards).save(target)
-        flush(target)
+        rounds.flush(target)
     del saved_shards
     counting = {name: _Counting(entry.candidate) for name, entry in entries.items()}
     entries = {name: replace(entry, candidate=counting[name]) for name, entry in entries.items()}
     samples = []
-    for step in [LOAD_WARM] if is_in_memory(place) else [LOAD_WARM, LOAD_COLD]:
-        for sample in load_rounds(entries, stored, step, repetitions, size.nbytes):
-            calls, device = map(sum, zip(*gathered(counting[sample.candidate].counts), strict=True))
+    for step in rounds.load_steps(place):
+        for sample in rounds.load_rounds(entries, stored, step, repetitions, size.nbytes):
+            calls, device = map(
+                sum, zip(*rounds.gathered(counting[sample.candidate].counts), strict=True)
+            )
             read = {
                 "read_by_calls": calls / size.nbytes,
                 "read_from_device": device / size.nbytes,
@@ -114,14 +104,13 @@ def measure(
 def main() -> None:
     """Load one GPT-like state in another layout with every candidate in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(MAKERS)
+    parser.add_comparison(MAKERS, (READ_SHARES,))
     parser.add_repeated("move", list(MOVES), "only these", choices=list(MOVES))
     options = parser.parse()
-    names = [name for name in MAKERS if name in {READ_SHARES, *options.candidate}]
     with open_output(options.out, __file__) as output:
         for move in options.move:
             num_ranks = MOVES[move][1][1]
-            run_cases(options, output, num_ranks, measure, names, move, move=move)
+            run_cases(options, output, num_ranks, measure, move, move=move)
 
 
 if __name__ == "__main__":

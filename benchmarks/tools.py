@@ -1,7 +1,6 @@
 """Verify and convert a checkpoint, beside reading and copying its files; and how much memory.
 
     python benchmarks/tools.py --out tools.jsonl
-    python benchmarks/tools.py --smoke
 
 One GPT-like state, saved by two ranks in format 1 and in format 2. Every run has a process of its
 own, or two that share the work and the threads. The peak of resident memory, of both together, is
@@ -15,10 +14,11 @@ also writes and flushes each as it is. A conversion is durable when it returns.
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -27,18 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from torch import distributed as dist
 
+from benchmarks.common import disks
 from benchmarks.common.candidates import zarr_1, zarr_2
-from benchmarks.common.command_line import Parser, open_output
-from benchmarks.common.disks import (
-    drop_cache,
-    file_system,
-    files_below,
-    fill_cache,
-    is_in_memory,
-    retire,
-    touch_memory,
-    workspace,
-)
+from benchmarks.common.command_line import Parser, case_of, open_output
 from benchmarks.common.rounds import SECONDS, Sample, alternate, flush, run_on_ranks, timed
 from benchmarks.common.states import GptSize, build_shards
 from dist_ckpt_strategies import ConvertOptions, convert
@@ -49,17 +40,11 @@ from dist_ckpt_strategies.formats.scan import scan, verify
 _MIB = 1 << 20
 _BLOCK = 4 << 20
 _NUM_SAVERS = 2
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a tool is given.
-
-    Attributes:
-        num_threads: files handled at the same time, by all processes.
-        max_memory_nbytes: for elements, in a conversion.
-    """
+    """Threads of all processes together, and memory for elements in a conversion."""
 
     num_threads: int
     max_memory_nbytes: int
@@ -100,7 +85,7 @@ def _on_threads(
     directory: Path, num_threads: int, body: Callable[[Path, memoryview], None]
 ) -> None:
     """The largest first, so that the threads end together; each thread has one block of memory."""
-    files = sorted(files_below(directory), key=lambda path: -path.stat().st_size)
+    files = sorted(disks.files_below(directory), key=lambda path: -path.stat().st_size)
 
     def run(number: int) -> None:
         block = memoryview(bytearray(_BLOCK))
@@ -143,47 +128,36 @@ def save_sources(size: GptSize, directory: Path) -> None:
         flush(directory / source)
 
 
-def run_tool(tool: Tool, source: Path, target: Path, bounds: Bounds) -> tuple[float, int, int]:
-    """Seconds of one run, and this process's resident bytes before it and at most. Collective."""
+def run_tool(tool: Tool, source: Path, target: Path, bounds: Bounds) -> tuple[float, int]:
+    """Seconds of one run, and the most resident bytes of this process. Collective."""
     comm = open_communicator(None, timeout_s=600.0, purpose="benchmark")
-    before = _status("VmRSS")
     seconds = timed(lambda: tool(source, target, bounds, comm))
-    return seconds, before, _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    """Bytes that the kernel counts under this name; see proc(5)."""
-    for line in _STATUS.read_text(encoding="ascii").splitlines():
-        label, _, value = line.partition(":")
-        if label == name:
-            return int(value.removesuffix("kB")) * 1024
-    raise LookupError(f"{_STATUS}: no {name}")
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _rounds(
     tools: Mapping[str, Tool], root: Path, bounds: Bounds, repetitions: int, timeout_s: float
 ) -> Iterator[Sample]:
-    file_nbytes = sum(path.stat().st_size for path in files_below(root))
-    for step in ["warm"] if is_in_memory(root) else ["warm", "cold"]:
+    file_nbytes = sum(path.stat().st_size for path in disks.files_below(root))
+    for step in ["warm"] if disks.is_in_memory(root) else ["warm", "cold"]:
         # No warm-up: every run has new processes, and finds what it should in the page cache.
         for repetition, name in alternate(list(tools), repetitions - 1):
             target = root.with_name(f"from {root.name}")
             target.mkdir()
-            touch_memory(2 * bounds.max_memory_nbytes)
+            disks.touch_memory(2 * bounds.max_memory_nbytes)
             if step == "cold":
-                drop_cache(root)
+                disks.drop_cache(root)
             else:
-                fill_cache(root)
+                disks.fill_cache(root)
             num_ranks = 2 if name.endswith("2 processes") else 1
             args = (tools[name], root, target, bounds)
             found = run_on_ranks(num_ranks, run_tool, *args, timeout_s=timeout_s)
-            retire(target, root.with_name("attic"))
+            disks.retire(target, root.with_name("attic"))
             seconds = found[0][0]
             values = {
                 SECONDS: seconds,
                 "nbytes_per_second": file_nbytes / seconds,
-                "before_nbytes": sum(before for _, before, _ in found),
-                "peak_nbytes": sum(peak for _, _, peak in found),
+                "peak_nbytes": sum(peak for _, peak in found),
             }
             yield Sample(step, name, repetition, values)
 
@@ -191,15 +165,14 @@ def _rounds(
 def main() -> None:
     """Verify and convert one GPT-like checkpoint with every tool in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(NAMES, sizes_gb=(4.0,), repetitions=5)
+    parser.add_comparison(NAMES, BASELINES, sizes_gb=(4.0,), repetitions=5)
     parser.add_argument("--memory", type=int, default=256, help="MiB for a conversion (256)")
     options = parser.parse()
-    num_threads = max(2, len(os.sched_getaffinity(0)))
-    bounds = Bounds(num_threads, options.memory * _MIB)
+    bounds = Bounds(max(2, len(os.sched_getaffinity(0))), options.memory * _MIB)
     with open_output(options.out, __file__) as output:
         for size in options.sizes:
             for parent in options.directory:
-                with workspace(parent) as place:
+                with disks.workspace(parent) as place:
                     for source in TOOLS:
                         (place / source).mkdir()
                     run_on_ranks(
@@ -209,15 +182,7 @@ def main() -> None:
                         tools = {n: t for n, t in all_tools.items() if n in options.candidate}
                         if not tools:
                             continue
-                        case = {
-                            "file_system": file_system(parent),
-                            "nbytes": size.nbytes,
-                            "num_arrays": size.num_arrays,
-                            "num_ranks": 1,
-                            "source": source,
-                            "num_threads": num_threads,
-                            "max_memory_nbytes": bounds.max_memory_nbytes,
-                        }
+                        case = {**case_of(size, parent, 1), "source": source, **asdict(bounds)}
                         tools = {**BASELINES, **tools}
                         args = (tools, place / source, bounds, options.repetitions)
                         output.write_samples(case, _rounds(*args, options.timeout_s))

@@ -1,12 +1,9 @@
 """Load one GPT-like state on every rank of a group, read once or by each, beside a baseline.
 
     python benchmarks/two_stage.py --out two_stage.jsonl
-    python benchmarks/two_stage.py --smoke
 
-All ranks request the whole state, as data-parallel replicas do. Alternating candidates, medians;
-from a memory file system, and from a disk whose files are not in the page cache. A load fills
-tensors that are already there and have been used: a candidate that returns new ones pays for the
-copy. Every load is checked. The first round is not counted.
+All ranks request the whole state, as data-parallel replicas do; from a memory file system, and from
+a disk whose files are not in the page cache.
 
 The baseline of a round is the longer of two things: each rank reads its share of the bytes from a
 file of its own, in one stream; each rank sends its share to all others, over two gloo groups.
@@ -29,33 +26,15 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch import distributed as dist
 
-from benchmarks.common.candidates import (
-    TORCH_DIST,
-    ZARR_1,
-    Candidate,
-    Megatron,
-    Raw,
-    Shards,
-    zarr_1,
-)
+from benchmarks.common import rounds
+from benchmarks.common.candidates import TORCH_DIST, ZARR_1, Candidate, Megatron, Raw, Shards
 from benchmarks.common.command_line import Parser, open_output, run_cases
-from benchmarks.common.disks import is_in_memory
-from benchmarks.common.rounds import (
-    LOAD_COLD,
-    LOAD_WARM,
-    Entry,
-    Sample,
-    entries_of,
-    flush,
-    load_rounds,
-    on_first_rank,
-)
 from benchmarks.common.states import GptSize, Shard, build_shards
 from dist_ckpt_strategies.cli.bench_rank import Target, Tensors
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support.ranks import allow_torch_dist
 
-READ_SHARES, SEND_SHARES = "raw read", "gloo exchange"
+READ_SHARES, SEND_SHARES = _BASELINES = ("raw read", "gloo exchange")
 _MESSAGE_NBYTES = 32 << 20
 _NUM_GROUPS = 2
 """Gloo moves twice as much over two groups side by side, and no more over four."""
@@ -153,12 +132,12 @@ MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
     "two-stage, torch_dist": _two_stage_torch_dist,
     "fully parallel": _FullyParallel,
     "fully parallel, in place": _fully_parallel_in_place,
-    "plain, zarr 1": zarr_1,
+    "plain, zarr 1": lambda shards: Megatron(shards, ZARR_1),
 }
 NAMES: Final = (READ_SHARES, SEND_SHARES, *MAKERS)
 
 
-def _baselines(shards: Shards) -> dict[str, Entry]:
+def _baselines(shards: Shards) -> dict[str, rounds.Entry]:
     """Read and exchange of the state as one run of bytes, of which each rank has a share."""
     num_ranks = dist.get_world_size()
     state = torch.cat([shard.tensor.view(-1).view(torch.uint8) for shard in shards])
@@ -169,40 +148,38 @@ def _baselines(shards: Shards) -> dict[str, Entry]:
     own = shares[dist.get_rank()]
     others = {share.key: share.tensor for share in shares if share is not own}
     return {
-        READ_SHARES: Entry(Raw((own,)), Target({own.key: own.tensor})),
-        SEND_SHARES: Entry(_Exchange(shares), Target(others)),
+        READ_SHARES: rounds.Entry(Raw((own,)), Target({own.key: own.tensor})),
+        SEND_SHARES: rounds.Entry(_Exchange(shares), Target(others)),
     }
 
 
-def measure(size: GptSize, place: Path, repetitions: int, names: list[str]) -> list[Sample]:
+def measure(size: GptSize, place: Path, repetitions: int, names: list[str]) -> list[rounds.Sample]:
     """The loads in one place, on one of the ranks that each hold the whole state. Collective."""
     shards = build_shards(size, 0, 1)
     entries = _baselines(shards)
-    entries |= entries_of(shards, MAKERS, [name for name in names if name in MAKERS])
+    entries |= rounds.entries_of(shards, MAKERS, [name for name in names if name in MAKERS])
     stored = {}
     for name in names:
-        stored[name] = place / ("zarr" if "zarr" in name else "raw" if "raw" in name else "torch")
-        if name == SEND_SHARES:
-            stored[name] = place
-        elif stored[name] not in list(stored.values())[:-1]:
-            on_first_rank(stored[name].mkdir)
-            entries[name].candidate.save(stored[name])
-            flush(stored[name])
-    step = LOAD_WARM if is_in_memory(place) else LOAD_COLD
+        target = place / ("zarr" if "zarr" in name else name if name in _BASELINES else "torch")
+        if target not in stored.values():
+            rounds.on_first_rank(target.mkdir)
+            entries[name].candidate.save(target)
+            rounds.flush(target)
+        stored[name] = target
     nbytes = size.nbytes * dist.get_world_size()
-    return list(load_rounds(entries, stored, step, repetitions, nbytes))
+    step = rounds.load_steps(place)[-1]
+    return list(rounds.load_rounds(entries, stored, step, repetitions, nbytes))
 
 
 def main() -> None:
     """Load one GPT-like state on every rank of a group with every candidate in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(NAMES)
+    parser.add_comparison(NAMES, (READ_SHARES, SEND_SHARES))
     parser.add_repeated("ranks", (2, 4), "replicas", type=int)
     options = parser.parse()
-    names = [name for name in NAMES if name in {READ_SHARES, SEND_SHARES, *options.candidate}]
     with open_output(options.out, __file__) as output:
         for num_ranks in options.ranks:
-            run_cases(options, output, num_ranks, measure, names)
+            run_cases(options, output, num_ranks, measure)
 
 
 if __name__ == "__main__":

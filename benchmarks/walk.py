@@ -1,7 +1,7 @@
 """How much of the package runs in one save and one load, and its collectives.
 
     python benchmarks/walk.py
-    python benchmarks/walk.py --show
+    python benchmarks/walk.py --out walk.jsonl     # with the names of functions and files
 
 Two ranks, eight regular shards each, the second save and the second load of a strategy. Counted
 with ``sys.setprofile`` on all threads: distinct functions of the package that run (comprehensions
@@ -88,7 +88,8 @@ def _recorded(call: Callable[[], object]) -> dict[str, Any]:
         if event != "call":
             return
         code = frame.f_code
-        if code.co_filename.startswith(_PACKAGE) and not _is_inline(code.co_name):
+        is_inline = code.co_name.startswith("<")  # a comprehension or a lambda
+        if code.co_filename.startswith(_PACKAGE) and not is_inline:
             name = code.co_filename.removeprefix(_PACKAGE)
             functions.add((name, code.co_qualname, code.co_firstlineno))
         elif code in _COLLECTIVES and not _is_within_another(frame):
@@ -108,11 +109,6 @@ def _recorded(call: Callable[[], object]) -> dict[str, Any]:
     }
 
 
-def _is_inline(name: str) -> bool:
-    """Whether it is a comprehension or a lambda: a part of the function that it stands in."""
-    return name.startswith("<")
-
-
 def _is_within_another(frame: FrameType) -> bool:
     """Whether a collective is a step of another one, such as of ``all_gather_object``."""
     above = frame.f_back
@@ -127,7 +123,6 @@ def main() -> None:
     """Count the functions, files and collectives of a save and a load."""
     parser = Parser(__doc__)
     parser.add_argument("--directory", type=Path, help="where to write")
-    parser.add_argument("--show", action="store_true", help="list the functions")
     options = parser.parse()
     with open_output(options.out, __file__) as output:
         for strategy in STRATEGIES:
@@ -141,8 +136,6 @@ def main() -> None:
                 pairs = zip(NAMES, counts, AIMS[call], strict=True)
                 shown = ", ".join(f"{count} {name} (aim {aim})" for name, count, aim in pairs)
                 print(f"{call}, {strategy}: {shown}")  # noqa: T201 - a command's output
-                if options.show:
-                    print(*recorded["functions"], recorded["collectives"], sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":

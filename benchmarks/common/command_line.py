@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn, TextIO
 
 from benchmarks.common.disks import file_system, workspace
 from benchmarks.common.rounds import Sample, run_on_ranks
-from benchmarks.common.states import GB, TOY, gpt_size
+from benchmarks.common.states import GB, TOY, GptSize, gpt_size
 from benchmarks.page.page import stem_tables
 from benchmarks.page.results import Found
 
@@ -43,7 +43,9 @@ class Parser(argparse.ArgumentParser):
         self._repeated: dict[str, Sequence[Any]] = {}
         self.add_argument("--out", type=Path, default=NOWHERE, help="JSON lines go here")
         self.add_argument("--smoke", action="store_true", help="toy size: does it all run?")
-        self.add_argument("--timeout-s", type=float, default=3600.0, help="for one case (3600)")
+        self.add_argument(
+            "--timeout-s", type=float, default=3600.0, help="longest time for one case"
+        )
 
     def add_repeated(self, name: str, default: Sequence[Any], text: str, **options: Any) -> None:
         """Add an option that may be given several times."""
@@ -54,6 +56,7 @@ class Parser(argparse.ArgumentParser):
     def add_comparison(
         self,
         candidates: Collection[str],
+        baselines: Collection[str],
         *,
         sizes_gb: Sequence[float] = (0.5, 1.0),
         in_memory: bool = True,
@@ -63,6 +66,7 @@ class Parser(argparse.ArgumentParser):
 
         Args:
             candidates: in the order of the first round.
+            baselines: those that take part without being asked for.
             sizes_gb: default sizes of the state in GB; without any there is no such option.
             in_memory: whether /dev/shm is written to by default, beside the temporary directory.
             repetitions: default number of measured rounds.
@@ -73,18 +77,24 @@ class Parser(argparse.ArgumentParser):
             self.add_repeated("size", sizes_gb, "GB of the whole state", type=float)
         self.add_repeated("directory", places, "where to write", type=Path)
         self.add_repeated("candidate", names, "only these, and the baselines", choices=names)
+        self.set_defaults(baselines=baselines)
         self.add_argument("--repetitions", type=int, default=repetitions, help="measured rounds")
 
     def parse(self) -> argparse.Namespace:
-        """The options: ``sizes`` are models; with ``--smoke`` one toy model and one round."""
+        """The options, and what they amount to: ``sizes``, which are models, and ``names``.
+
+        With ``--smoke`` there are one toy model and one round.
+        """
         options = vars(self.parse_args())
         for name, default in self._repeated.items():
             options[name] = options[name] or default
         if "size" in options:
             sizes = [gpt_size(int(gb * GB)) for gb in options["size"]]
             options["sizes"] = [TOY] if options["smoke"] else sizes
-        if "repetitions" in options and options["smoke"]:
-            options["repetitions"] = 1
+        if "candidate" in options:
+            wanted = {*options["candidate"], *options["baselines"]}
+            options["names"] = [name for name in self._repeated["candidate"] if name in wanted]
+            options["repetitions"] = 1 if options["smoke"] else options["repetitions"]
         return argparse.Namespace(**options)
 
 
@@ -113,6 +123,12 @@ class Output:
         print(f"{candidate}: skipped, {reason}")  # noqa: T201 - a command's output
 
 
+def case_of(size: GptSize, parent: Path, num_ranks: int) -> dict[str, Any]:
+    """A state on a file system, as the results describe it."""
+    about = {"nbytes": size.nbytes, "num_arrays": size.num_arrays, "num_ranks": num_ranks}
+    return {"file_system": file_system(parent), **about}
+
+
 def run_cases(
     options: argparse.Namespace,
     output: Output,
@@ -121,17 +137,16 @@ def run_cases(
     *args: Any,
     **case: Any,
 ) -> None:
-    """Write what ``measure(size, place, repetitions, *args)`` returns on the first rank.
+    """Write what ``measure(size, place, repetitions, names, *args)`` returns on the first rank.
 
     It runs for each size in a workspace of each place, on ranks of its own.
     """
     for size in options.sizes:
         for parent in options.directory:
             with workspace(parent) as place:
-                all_args = (size, place, options.repetitions, *args)
+                all_args = (size, place, options.repetitions, options.names, *args)
                 found = run_on_ranks(num_ranks, measure, *all_args, timeout_s=options.timeout_s)
-            about = {"nbytes": size.nbytes, "num_arrays": size.num_arrays, "num_ranks": num_ranks}
-            output.write_samples({"file_system": file_system(parent), **about, **case}, found[0])
+            output.write_samples({**case_of(size, parent, num_ranks), **case}, found[0])
 
 
 @contextmanager

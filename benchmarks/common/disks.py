@@ -111,8 +111,8 @@ def fill_cache(directory: Path) -> None:
 
 def flush_share(directory: Path, number: int, num_shares: int) -> None:
     """Flush every ``num_shares``-th file and directory, so that all shares together flush all."""
-    paths = [*files_below(directory), *_directories(directory)]
-    for path in paths[number::num_shares]:
+    paths = sorted(path for path in directory.rglob("*") if not path.is_symlink())
+    for path in [directory, *paths][number::num_shares]:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -122,7 +122,7 @@ def flush_share(directory: Path, number: int, num_shares: int) -> None:
 
 def files_below(directory: Path) -> list[Path]:
     """All regular files, sorted."""
-    found = (Path(at) / name for at, _, names in os.walk(directory) for name in names)
+    found = directory.rglob("*")
     return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
 
@@ -141,7 +141,3 @@ def file_system(path: Path) -> str:
 def is_in_memory(path: Path) -> bool:
     """Whether a file system in memory holds ``path``: all its loads are warm."""
     return file_system(path) in {"tmpfs", "ramfs"}
-
-
-def _directories(directory: Path) -> list[Path]:
-    return sorted(Path(at) for at, _, _ in os.walk(directory))

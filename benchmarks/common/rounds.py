@@ -1,4 +1,8 @@
-"""Ranks and rounds: every candidate in turn, each from the same state of disk, cache and memory."""
+"""Ranks and rounds: every candidate in turn, each from the same state of disk, cache and memory.
+
+The first round of each step is not counted. A load fills tensors that are already there and have
+been used: a candidate that returns new ones pays for the copy. Every load is checked.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,14 @@ from typing import Any
 from torch import distributed as dist
 
 from benchmarks.common.candidates import RAW_PLAIN, Candidate, Shards
-from benchmarks.common.disks import drop_cache, fill_cache, flush_share, fresh, touch_memory
+from benchmarks.common.disks import (
+    drop_cache,
+    fill_cache,
+    flush_share,
+    fresh,
+    is_in_memory,
+    touch_memory,
+)
 from dist_ckpt_strategies.cli.bench_rank import Target
 from tests.support.ranks import run_processes
 
@@ -129,6 +140,11 @@ def save_rounds(
         durable = {} if name == RAW_PLAIN else {"durable_seconds": seconds}
         if repetition > 0:
             yield Sample("save", name, repetition, {SECONDS: seconds, **durable})
+
+
+def load_steps(place: Path) -> list[str]:
+    """The loads that can be timed there: what is in memory has no cold one."""
+    return [LOAD_WARM] if is_in_memory(place) else [LOAD_WARM, LOAD_COLD]
 
 
 def load_rounds(

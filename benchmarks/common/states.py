@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 import torch
 
@@ -82,16 +82,12 @@ class Shard:
     tensor: torch.Tensor
 
 
-class Split(StrEnum):
-    """The axis along which arrays are divided."""
-
-    TENSOR_PARALLEL = "TP"
-    ROWS = "rows"
-    COLUMNS = "columns"
+Split = Literal["TP", "rows", "columns"]
+"""How arrays are divided: as tensor parallelism does, or all along the first or the last axis."""
 
 
 def build_shards(
-    size: GptSize, part: int, num_parts: int, split: Split = Split.TENSOR_PARALLEL
+    size: GptSize, part: int, num_parts: int, split: Split = "TP"
 ) -> tuple[Shard, ...]:
     """One part of every array; the values of the whole are the same for every division.
 
@@ -100,7 +96,7 @@ def build_shards(
     generator = torch.Generator().manual_seed(0)
     shards = []
     for key, shape, tensor_parallel_axis, dtype in size.arrays():
-        axis = {Split.ROWS: 0, Split.COLUMNS: len(shape) - 1}.get(split, tensor_parallel_axis)
+        axis = {"rows": 0, "columns": len(shape) - 1}.get(split, tensor_parallel_axis)
         whole = torch.empty(shape, dtype=dtype).normal_(generator=generator)
         own = whole.chunk(num_parts, axis)[part].clone(memory_format=torch.contiguous_format)
         shards.append(Shard(key, axis, part, num_parts, own))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,16 +43,8 @@ _OURS: Final = ("zarr", "two-stage", "plain, zarr", "verify", "to ", "local mana
 """How the names of this package's candidates begin."""
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """The page, and the figures that it shows."""
-
-    text: str
-    figures: tuple[Figure, ...]
-
-
-def build_page(results: Path) -> Page:
-    """The page of the files in a directory.
+def build_page(results: Path) -> tuple[str, list[Figure]]:
+    """The page of the files in a directory, and the figures that it shows.
 
     Raises:
         ResultsError: a file is not what a benchmark writes.
@@ -69,12 +60,14 @@ def build_page(results: Path) -> Page:
     if panels := _summary_panels(rows[SUBJECTS[0].title]):
         figures.append(Figure("summary", "seconds (lower is better)", panels, None))
         parts.append(_SUMMARY)
-    parts += [*_missing(found), *_runs(found), *_goals(rows)]
+    if missing := [f"`{stem}.py`" for stem in STEMS if not found[stem].lines]:
+        parts.append(f"**Not measured yet:** {', '.join(missing)}.")
+    parts += [*_runs(found), *_goals(rows)]
     for subject in SUBJECTS:
         parts += _subject(subject, rows[subject.title])
     for stem, make_table in _TABLES.items():
         parts += make_table(found[stem])
-    return Page("\n\n".join(parts) + "\n", tuple(figures))
+    return "\n\n".join(parts) + "\n", figures
 
 
 def stem_tables(stem: str, found: Found) -> Iterator[str]:
@@ -91,12 +84,6 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 
     aligned = ["---"] * num_left + ["---:"] * (len(titles) - num_left)
     lines = [titles, aligned, *rows]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
-
-
-def _missing(found: Mapping[str, Found]) -> Iterator[str]:
-    stems = [stem for stem in STEMS if not found[stem].lines]
-    if stems:
-        yield f"**Not measured yet:** {', '.join(f'`{stem}.py`' for stem in stems)}."
 
 
 def _runs(found: Mapping[str, Found]) -> Iterator[str]:

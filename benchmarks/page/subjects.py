@@ -98,7 +98,8 @@ class Subject:
                 n: max(read[n], sent[n], key=lambda values: float(values[name])) for n in read
             }
         for candidate in sorted(rounds, key=lambda one: (one != baseline, one)):
-            own, ratios = rounds[candidate], {}
+            own = rounds[candidate]
+            ratios: dict[str, Spread] = {}
             for other in (baseline, self.peer):
                 both = own.keys() & rounds.get(other, {}).keys()
                 values = [own[n][name] / rounds[other][n][name] for n in both]
@@ -188,15 +189,10 @@ SUBJECTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on one figure of the rows of a subject.
+    """The largest value that is good enough, for the rows of a candidate in a subject.
 
-    Attributes:
-        text: what is bound.
-        limit: the largest value that is good enough.
-        stem: of the subject.
-        candidate: whose rows.
-        of: a baseline, for ratios; or the title of a further column.
-        step: beginning of the steps that count; empty for all.
+    Values are ratios to the baseline ``of``, or those of the column with that title. The steps
+    that count begin with ``step``.
     """
 
     text: str

@@ -14,18 +14,18 @@ MAX_NBYTES = 100_000
 
 
 def test_the_page_is_what_the_committed_results_amount_to() -> None:
-    made = build_page(report.RESULTS)
+    text, figures = build_page(report.RESULTS)
 
-    assert report.PAGE.read_text(encoding="utf-8") == made.text
-    names = re.findall(r"\]\(measured/(\w+)\.svg\)", made.text)
-    assert sorted(names) == sorted(figure.name for figure in made.figures)
+    assert report.PAGE.read_text(encoding="utf-8") == text
+    names = re.findall(r"\]\(measured/(\w+)\.svg\)", text)
+    assert sorted(names) == sorted(figure.name for figure in figures)
 
 
 def test_every_figure_is_drawn_from_the_committed_results() -> None:
-    made = build_page(report.RESULTS)
+    _, figures = build_page(report.RESULTS)
 
-    assert {path.stem for path in FIGURES.iterdir()} == {figure.name for figure in made.figures}
-    for figure in made.figures:
+    assert {path.stem for path in FIGURES.iterdir()} == {figure.name for figure in figures}
+    for figure in figures:
         path = FIGURES / f"{figure.name}.svg"
         assert f">{figure.digest}<" in path.read_text(encoding="utf-8"), path
         assert path.stat().st_size <= MAX_NBYTES, path

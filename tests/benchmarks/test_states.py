@@ -8,7 +8,7 @@ from dist_ckpt_strategies.cli.bench_rank import Target
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
-@pytest.mark.parametrize("split", list(Split))
+@pytest.mark.parametrize("split", ["TP", "rows", "columns"])
 def test_shards_of_any_division_make_up_the_same_state(split: Split, num_parts: int) -> None:
     whole = build_shards(TOY, 0, 1)
     parts = [build_shards(TOY, part, num_parts, split) for part in range(num_parts)]
