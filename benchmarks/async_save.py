@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import distributed as dist
 
@@ -61,6 +63,7 @@ class _Queue(Megatron):
     def __init__(self, shards: Shards) -> None:
         super().__init__(shards, TORCH_DIST)
         allow_processes()
+        vars(filesystem_async)["_results_queue"] = None  # it makes one that processes share
         self._queue: Any = AsyncCallsQueue()
 
     def begin(self, directory: Path) -> None:
@@ -90,8 +93,8 @@ class _Memcpy:
 
 MAKERS: Final[Mapping[str, Callable[[Shards], AsyncCandidate]]] = {
     MEMCPY: _Memcpy,
-    "zarr 2": lambda shards: _SaveAsync(shards, ZARR_2),
-    "zarr 1": lambda shards: _SaveAsync(shards, ZARR_1),
+    "zarr 2": partial(_SaveAsync, backend=ZARR_2),
+    "zarr 1": partial(_SaveAsync, backend=ZARR_1),
     "torch_dist, queue": _Queue,
 }
 

@@ -13,7 +13,7 @@ has any; what the kernel reads ahead counts).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -22,18 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from torch import distributed as dist
 
-from benchmarks.common import rounds
-from benchmarks.common.candidates import Candidate, Raw, Shards, torch_dist, zarr_1, zarr_2
+from benchmarks.common import candidates, rounds
 from benchmarks.common.command_line import Parser, open_output, run_cases
 from benchmarks.common.states import GptSize, Split, build_shards
 from dist_ckpt_strategies.cli.bench_rank import Tensors
 
 READ_SHARES: Final = "raw read"
-MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
-    READ_SHARES: Raw,
-    "zarr 2": zarr_2,
-    "zarr 1": zarr_1,
-    "torch_dist": torch_dist,
+MAKERS: Final = {READ_SHARES: candidates.Raw} | {
+    name: candidates.MAKERS[name] for name in ("zarr 2", "zarr 1", "torch_dist")
 }
 MOVES: Final[Mapping[str, tuple[tuple[Split, int], tuple[Split, int]]]] = {
     "TP2 to TP4": (("TP", 2), ("TP", 4)),
@@ -50,7 +46,7 @@ _IO = Path("/proc/self/io")
 class _Counting:
     """A candidate, and the bytes that its last load has read on this rank."""
 
-    def __init__(self, candidate: Candidate) -> None:
+    def __init__(self, candidate: candidates.Candidate) -> None:
         self.save = candidate.save
         self._load = candidate.load
         self.counts = (0, 0)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 from torch import distributed as dist
 
 from benchmarks.common import disks
-from benchmarks.common.candidates import zarr_1, zarr_2
+from benchmarks.common.candidates import MAKERS
 from benchmarks.common.command_line import Parser, case_of, open_output
 from benchmarks.common.rounds import SECONDS, Sample, alternate, flush, run_on_ranks, timed
 from benchmarks.common.states import GptSize, build_shards
@@ -123,8 +123,8 @@ NAMES: Final = (*BASELINES, *(name for tools in TOOLS.values() for name in tools
 def save_sources(size: GptSize, directory: Path) -> None:
     """Store the state in each format, on one of the ranks. Collective."""
     shards = build_shards(size, dist.get_rank(), _NUM_SAVERS)
-    for source, candidate in (("zarr 1", zarr_1(shards)), ("zarr 2", zarr_2(shards))):
-        candidate.save(directory / source)
+    for source in TOOLS:
+        MAKERS[source](shards).save(directory / source)
         flush(directory / source)
 
 

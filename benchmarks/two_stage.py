@@ -32,7 +32,6 @@ from benchmarks.common.command_line import Parser, open_output, run_cases
 from benchmarks.common.states import GptSize, Shard, build_shards
 from dist_ckpt_strategies.cli.bench_rank import Target, Tensors
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from tests.support.ranks import allow_torch_dist
 
 READ_SHARES, SEND_SHARES = _BASELINES = ("raw read", "gloo exchange")
 _MESSAGE_NBYTES = 32 << 20
@@ -47,7 +46,6 @@ def _two_stage_zarr(shards: Shards) -> Candidate:
 
 
 def _two_stage_torch_dist(shards: Shards) -> Candidate:
-    allow_torch_dist()
     return Megatron(shards, TORCH_DIST, _two_stage(base_strategy=TorchDistLoadShardedStrategy()))
 
 
@@ -70,7 +68,6 @@ class _FullyParallel(Megatron):
     def __init__(
         self, shards: Shards, receive_into: Callable[[torch.Tensor], torch.Tensor] = _empty_like
     ) -> None:
-        allow_torch_dist()
         base = TorchDistLoadShardedStrategy()
         loader = FullyParallelLoadStrategyWrapper(base, dist.group.WORLD)
         super().__init__(shards, TORCH_DIST, loader)
@@ -158,7 +155,7 @@ def measure(size: GptSize, place: Path, repetitions: int, names: list[str]) -> l
     shards = build_shards(size, 0, 1)
     entries = _baselines(shards)
     entries |= rounds.entries_of(shards, MAKERS, [name for name in names if name in MAKERS])
-    stored = {}
+    stored: dict[str, Path] = {}
     for name in names:
         target = place / ("zarr" if "zarr" in name else name if name in _BASELINES else "torch")
         if target not in stored.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -43,11 +44,12 @@ class Megatron:
     """``dist_checkpointing.save`` and ``load`` with a backend chosen by its tuple.
 
     Ranks beyond the parts of an array hold replicas of them. The loader is the backend's own where
-    none is given.
+    none is given. ``torch_dist`` has its queue of results in the process, which costs it less.
     """
 
     def __init__(self, shards: Shards, backend: tuple[str, int], loader: Any = None) -> None:
         if backend == TORCH_DIST:
+            allow_torch_dist()
             stand_in_for_cuda()
         else:
             dist_ckpt_strategies.register()
@@ -79,22 +81,6 @@ class Megatron:
         }
 
 
-def zarr_1(shards: Shards) -> Candidate:
-    """This package's format 1."""
-    return Megatron(shards, ZARR_1)
-
-
-def zarr_2(shards: Shards) -> Candidate:
-    """This package's format 2: it takes digests, and compares them at a load."""
-    return Megatron(shards, ZARR_2)
-
-
-def torch_dist(shards: Shards) -> Candidate:
-    """Megatron-Core's own backend; a rank process has its queue of results, which costs less."""
-    allow_torch_dist()
-    return Megatron(shards, TORCH_DIST)
-
-
 def stand_in_for_cuda() -> None:
     """Give CPU forms to the two CUDA calls that Megatron-Core's backend makes on any device."""
     setattr(torch.cuda, "synchronize", lambda _device=None: None)  # noqa: B010 - typed otherwise
@@ -116,19 +102,15 @@ class Raw:
         return self._tensors
 
 
-def _raw_plain(shards: Shards) -> Candidate:
-    return Raw(shards, flushes=False)
-
-
 def _own_file(directory: Path) -> Path:
     return directory / f"rank_{dist.get_rank()}"
 
 
 MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
     RAW_FLUSHED: Raw,
-    RAW_PLAIN: _raw_plain,
-    "zarr 1": zarr_1,
-    "zarr 2": zarr_2,
-    "torch_dist": torch_dist,
+    RAW_PLAIN: partial(Raw, flushes=False),
+    "zarr 1": partial(Megatron, backend=ZARR_1),
+    "zarr 2": partial(Megatron, backend=ZARR_2),
+    "torch_dist": partial(Megatron, backend=TORCH_DIST),
 }
 """Every candidate, baselines first; made in a rank process, for its shards."""

@@ -15,13 +15,7 @@ _GRANULE = 32
 
 @dataclass(frozen=True, slots=True)
 class GptSize:
-    """Dimensions of the model.
-
-    Attributes:
-        num_layers: transformer layers, of twelve arrays each.
-        hidden: width; the matrices of a layer have 12 * hidden**2 elements.
-        vocabulary: rows of the embedding.
-    """
+    """Dimensions of the model; a layer has twelve arrays of about 12 * hidden**2 elements."""
 
     num_layers: int
     hidden: int

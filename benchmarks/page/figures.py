@@ -68,8 +68,8 @@ class Figure:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def draw(figure: Figure, directory: Path) -> Path:
-    """Draw a figure into a directory; its path.
+def draw(figure: Figure, directory: Path) -> None:
+    """Draw a figure into a directory.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -97,7 +97,6 @@ def draw(figure: Figure, directory: Path) -> Path:
         facts = {"Date": None, "Creator": None, "Description": figure.digest}
         canvas.savefig(path, format="svg", metadata=facts)
         plt.close(canvas)
-    return path
 
 
 def _draw_panel(panel: Panel, axis: Any, baseline: float | None) -> None:
@@ -106,7 +105,7 @@ def _draw_panel(panel: Panel, axis: Any, baseline: float | None) -> None:
         [bar.median - bar.low for bar in panel.bars],
         [bar.high - bar.median for bar in panel.bars],
     ]
-    axis.barh(
+    drawn = axis.barh(
         places,
         [bar.median for bar in panel.bars],
         height=0.7,
@@ -116,14 +115,7 @@ def _draw_panel(panel: Panel, axis: Any, baseline: float | None) -> None:
     )
     axis.set_yticks(places, [bar.label for bar in panel.bars])
     axis.invert_yaxis()
-    for place, bar in zip(places, panel.bars, strict=True):
-        axis.annotate(
-            f"{bar.median:.2f}",
-            (bar.high, place),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-        )
+    axis.bar_label(drawn, fmt="%.2f", padding=3)
     if baseline is not None:
         axis.axvline(baseline, color=_BASELINE, linewidth=0.8)
     axis.margins(x=0.1)

@@ -18,16 +18,7 @@ _GB, _MIB = 10**9, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One candidate in one step of a case.
-
-    Attributes:
-        fields: of the case.
-        step: what was timed.
-        candidate: its name.
-        seconds: over the rounds.
-        ratios: to each baseline, over the rounds that both have.
-        more: further columns by title.
-    """
+    """One candidate in one step of a case; ratios to each baseline are within a round."""
 
     fields: Mapping[str, Any]
     step: str
@@ -62,7 +53,7 @@ class Subject:
         baseline: that seconds are compared with; the bars of the figure are these ratios.
         peer: the other candidate to compare with; empty for none.
         more: further columns: title, name of the value, unit, and what is made of all rounds.
-        part: of the benchmark; empty for all.
+        part: of the samples that count; empty for all.
         figure: whether there is one.
     """
 
