@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from dist_ckpt_strategies.cli import bench
 
@@ -45,8 +46,9 @@ _SPREAD = 0x20000
 @contextmanager
 def workspace(parent: Path | None) -> Iterator[Path]:
     """A new directory under ``parent``, or the temporary directory; removed on leaving."""
-    directory = Path(tempfile.mkdtemp(prefix="dist-ckpt-bench-", dir=parent))
+    directory = Path(parent or tempfile.gettempdir()) / f"dist-ckpt-bench-{uuid4().hex}"
     try:
+        directory.mkdir()  # a signal that comes now finds it to be removed
         _spread(directory)
         yield directory
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from benchmarks import async_save, local_replicated, object_stores, reshard, tools, two_stage
 from benchmarks.common import candidates
+from tests.support.processes import until
 from tests.support.scripts import command, results_of
 
 pytestmark = pytest.mark.multiprocess
@@ -70,10 +70,7 @@ def test_a_run_that_is_stopped_leaves_nothing_behind(tmp_path: Path) -> None:
     started = command("save_load.py", tmp_path, *options)
     process = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert list(tmp_path.iterdir()) != []
+        until(lambda: list(tmp_path.glob("*/*")))  # ranks are at work
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
     finally:
