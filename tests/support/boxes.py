@@ -18,16 +18,12 @@ NUM_RANKS = 4
 
 @dataclass(frozen=True)
 class Split:
-    """An array, and which rank holds which box of it.
+    """An array, and which rank holds which box of it."""
 
-    Attributes:
-        shape: of the array, in elements.
-        main: rank and box of each main replica; together they are the array.
-        copies: rank and box of further replicas and of empty shards.
-    """
-
-    shape: Shape
+    shape: Shape  # of the array, in elements
+    # rank and box of each main replica; together they are the array.
     main: tuple[tuple[int, Region], ...]
+    # rank and box of further replicas and of empty shards.
     copies: tuple[tuple[int, Region], ...] = ()
 
     def requests(

@@ -19,15 +19,11 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.core.array import DType
 from tests.support.samples import Values, random_values
 
-WEIGHT = "decoder.weight"
-"""float32, 4 x 6 in six chunks of 2 x 2: 16 bytes each."""
-
+WEIGHT = "decoder.weight"  # float32, 4 x 6 in six chunks of 2 x 2: 16 bytes each
 NESTED = "model/layers/0/bias"
 SCALAR = "scale"
 EMPTY = "unused"
-RNG = "rng_state"
-"""A grid of 2 x 2 objects."""
-
+RNG = "rng_state"  # a grid of 2 x 2 objects
 ARRAYS = sorted((WEIGHT, NESTED, SCALAR, EMPTY))
 LARGE, PLAIN = "decoder.weight", "rerun"
 """Of format 2: 512 x 512 float32 in one file of eight inner chunks; an object in the manifest."""

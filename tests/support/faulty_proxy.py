@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -20,36 +19,22 @@ _DROPPED = {"connection", "transfer-encoding", "keep-alive"}
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody asked for.
+    """What somebody asked for."""
 
-    Attributes:
-        method: ``PUT`` and so on.
-        path: bucket and name, with what follows.
-        number: how many have asked before.
-        nbytes: size of what was sent, or of the answer to a GET; 0 until that is known.
-    """
-
-    method: str
-    path: str
-    number: int
-    nbytes: int = 0
+    method: str  # ``PUT`` and so on
+    path: str  # bucket and name, with what follows
+    number: int  # how many have asked before
+    nbytes: int = 0  # size of what was sent, or of the answer to a GET; 0 until that is known
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to a request.
+    """What happens to a request."""
 
-    Attributes:
-        delay_s: wait so long before anything else.
-        status: answer with this, in place of the server.
-        is_cut: pass half of the server's answer on, and close.
-        content: goes with ``status``.
-    """
-
-    delay_s: float = 0.0
-    status: int | None = None
-    is_cut: bool = False
-    content: bytes = b""
+    delay_s: float = 0.0  # wait so long before anything else
+    status: int | None = None  # answer with this, in place of the server
+    is_cut: bool = False  # pass half of the server's answer on, and close
+    content: bytes = b""  # goes with ``status``
 
 
 NONE = Fault()
@@ -61,11 +46,8 @@ Decide = Callable[[Request], Fault]
 class FaultyProxy:
     """Passes requests on to a server, each with the fault that is decided for it.
 
-    Attributes:
-        store: what clients use in place of the server.
-        decide: gives the fault of a request; none at first.
-        requests: all that have come.
-        is_down: connections are closed without an answer, those whose request was passed on too.
+    Clients use ``store`` in place of the server. While it ``is_down``, connections are closed
+    without an answer, those whose request was passed on too.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -81,16 +63,10 @@ class FaultyProxy:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> Self:
-        """Serve until the block is left."""
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Let no request wait any longer."""
         self._ended.set()
         self._server.shutdown()

@@ -33,11 +33,7 @@ class Python:
     def run(
         self, script: Path, *args: str, timeout_s: float = 250.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script in the directory where it is; what it printed, and its exit status.
-
-        Raises:
-            TimeoutError: it did not end. This Python has been killed with it.
-        """
+        """Run a script in the directory where it is; what it printed, and its exit status."""
         request = {"script": str(script), "args": args}
         self._requests.write(json.dumps(request) + "\n")
         self._requests.flush()

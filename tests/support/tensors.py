@@ -11,7 +11,6 @@ Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """As it is."""
     return tensor.clone()
 
 
@@ -46,7 +45,6 @@ def at_an_odd_byte(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def needs_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter."""
     return torch.nn.Parameter(tensor.clone(), requires_grad=tensor.is_floating_point())
 
 

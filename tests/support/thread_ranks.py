@@ -33,7 +33,6 @@ class ThreadWorld:
     pipes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set up the shared parts."""
         ranks = range(self.size)
         self.board = ["null"] * self.size
         self.barrier = threading.Barrier(self.size, timeout=self.timeout_s)
@@ -51,7 +50,6 @@ class ThreadCommunicator(Communicator):
         self.device = world.device
 
     def all_gather(self, item: Message) -> list[Message]:
-        """See Communicator."""
         self._world.board[self.rank] = json.dumps(item)
         self._meet()
         items = [json.loads(text) for text in self._world.board]
@@ -61,7 +59,6 @@ class ThreadCommunicator(Communicator):
     def begin_exchange(
         self, sends: Sequence[Send], receives: Sequence[Receive]
     ) -> Callable[[], None]:
-        """See Communicator."""
         for send in sends:
             self._world.pipes[self.rank, send.to_rank].put(torch.as_tensor(send.data).clone())
         return partial(self._finish, tuple(receives))
@@ -88,14 +85,7 @@ def run_ranks(
     timeout_s: float = 10.0,
     device: torch.device = _HOST,
 ) -> list[T]:
-    """Call ``body`` on every rank at once and return the results by rank.
-
-    Args:
-        size: number of ranks.
-        body: what each of them does.
-        timeout_s: longest wait for another rank.
-        device: where tensors are that they send each other as they are.
-    """
+    """Call ``body`` on every rank at once; the results by rank."""
     world = ThreadWorld(size, timeout_s, device)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: body(ThreadCommunicator(world, rank)), range(size)))
