@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch._C._distributed_c10d import HashStore
 
 import dist_ckpt_strategies
@@ -28,14 +28,11 @@ from tests.faults.oracle import NUM_RANKS, CopyKey, Ledger, Place
 from tests.local.clique_worlds import described, run_threads
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
-    Cut,
-    Part,
     in_runs,
     on_grid,
-    part_of,
     same_bits,
-    sharded,
     state_of,
+    whole,
 )
 
 _TIMEOUT_S = 60.0
@@ -102,10 +99,10 @@ def save_format2(rank: int, root: Path) -> None:
 
 def load_format2(root: Path) -> str:
     """Load everything, by one rank, into memory that holds something else; the error's text."""
-    wholes = {cut.key: _whole(cut) for cut in _CUTS}
-    state: dict[str, Any] = {
-        key: sharded(cut, part, _poisoned(cut)) for key, (cut, part) in wholes.items()
-    }
+    state: dict[str, Any] = {}
+    for cut in _CUTS:
+        other = (whole(cut).view(torch.uint8) ^ 1).view(cut.dtype)
+        state[cut.key] = ShardedTensor.from_rank_offsets(cut.key, other)
     owned = [(name, owner) for owner in range(NUM_RANKS) for name in _objects(owner)]
     for name, owner in owned:
         state[f"{name} {owner}"] = ShardedObject(name, None, (NUM_RANKS,), (owner,))
@@ -115,19 +112,8 @@ def load_format2(root: Path) -> str:
         return str(error)
     expected = _COMMON | {f"{name} {owner}": _objects(owner)[name] for name, owner in owned}
     assert all(described(found[key]) == described(value) for key, value in expected.items())
-    assert all(same_bits(found[key], part_of(cut, part)) for key, (cut, part) in wholes.items())
+    assert all(same_bits(found[cut.key], whole(cut)) for cut in _CUTS)
     return ""
-
-
-def _whole(cut: Cut) -> tuple[Cut, Part]:
-    ones = tuple(1 for _ in cut.shape) if cut.grid else None
-    return replace(cut, grid=ones), Part(0, (0,) * len(cut.shape), cut.shape)
-
-
-def _poisoned(cut: Cut) -> torch.Tensor:
-    tensor = torch.empty(cut.shape, dtype=cut.dtype)
-    tensor.view(torch.uint8).fill_(0 if cut.dtype is torch.bool else 0xA5)
-    return tensor
 
 
 def check_format2(root: Path, change: Change) -> Iterator[str]:

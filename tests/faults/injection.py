@@ -6,7 +6,6 @@ import builtins
 import errno
 import mmap
 import os
-import resource
 import signal
 import sys
 import threading
@@ -43,7 +42,6 @@ class Act(StrEnum):
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
     FAIL = "an error"
-    LIMIT = "a limit on the size of files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,7 @@ class Trap:
 
     act: Act  # what. KILL and STOP happen at the end, if they have not until then
     call: int = 0  # calls before it: of ``target``, or of storage below the root
-    delay_s: float | None = None  # in place of ``call``: seconds from the begin of the order
-    limit_nbytes: int = 0  # of LIMIT; it holds from the begin
+    delay_s: float = 0.0  # if not 0, in place of ``call``: seconds from the begin of the order
     # a name in TARGETS, of which the package's own calls fail; empty: storage calls.
     target: str = ""
     for_ever: bool = False  # whether all later calls of ``target`` fail too
@@ -91,13 +88,7 @@ def armed(trap: Trap | None, root: Path) -> Iterator[Calls]:
         return
     calls = Calls(trap.call + 1)
     strike = partial(_strike, trap.act, calls)
-    if trap.act is Act.LIMIT:
-        context = _limited_file_size(trap.limit_nbytes)
-    elif trap.delay_s is None:
-        context = _at_a_storage_call(root, calls, strike)
-    else:
-        context = _after(trap.delay_s, strike)
-    with context:
+    with _after(trap.delay_s, strike) if trap.delay_s else _at_a_storage_call(root, calls, strike):
         yield calls
     if trap.act in {Act.KILL, Act.STOP} and not calls.failed:
         strike()
@@ -129,17 +120,6 @@ def _after(delay_s: float, strike: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-@contextmanager
-def _limited_file_size(nbytes: int) -> Iterator[None]:
-    """In this process no file grows beyond that: the nearest to a full disk without one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @dataclass(frozen=True)

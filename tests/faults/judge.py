@@ -29,7 +29,6 @@ _LOST = {"PeerLostError", "PeerTimeoutError", "StoreUnreachableError"}
 _NOTHING_THERE = {"CheckpointNotFoundError", "NoUsableCheckpointError"}
 _CAUSES = {
     Strike.FAIL: INJECTED,
-    Strike.LIMIT: "file too large",
     Strike.LOSE_NODE: "/node",
     Strike.OUTAGE: "s3://",
 }
@@ -89,7 +88,7 @@ def _check_failures(
         else:
             cause = _CAUSES.get(event.strike)
             is_named = cause is not None and cause in failure.text.lower()
-        if event.strike in {Strike.FAIL, Strike.LIMIT}:
+        if event.strike is Strike.FAIL:
             is_named &= failure.global_rank == event.victim
         if not is_named:
             yield f"rank {rank}: an error that does not name the cause: {failure}"

@@ -47,7 +47,6 @@ _NUM_GLOBAL_KEPT = 4
 _ANSWER_SLACK_S = 60.0
 _MAX_NAP_S = 0.6
 _MAX_DELAY_S = 0.25
-_MAX_LIMIT_NBYTES = 24_000
 _GOOD_EVERY = 8  # after so many attempts one without a fault has to come to a good end
 _CULPRIT = 2
 _ACTS = {
@@ -55,7 +54,6 @@ _ACTS = {
     Strike.WAKE: Act.STOP,
     Strike.PAUSE: Act.STOP,
     Strike.FAIL: Act.FAIL,
-    Strike.LIMIT: Act.LIMIT,
 }
 
 
@@ -288,19 +286,15 @@ def _trap(event: Event | None, rank: int) -> Trap | None:
         return None
     act = _ACTS[event.strike]
     is_timed = event.is_timed and act in {Act.KILL, Act.STOP}
-    delay_s = event.share * _MAX_DELAY_S if is_timed else None
-    return Trap(act, event.call, delay_s, limit_nbytes=int(event.share * _MAX_LIMIT_NBYTES))
+    return Trap(act, event.call, event.share * _MAX_DELAY_S if is_timed else 0.0)
 
 
 def _has_struck(event: Event, answers: Mapping[int, Any]) -> bool:
     """Whether the event was there for anybody to see."""
+    if event.strike in {Strike.OUTAGE, Strike.LOSE_NODE} | LOSSES:
+        return True
     results = [one for one in answers.values() if isinstance(one, (Trained, Recovered))]
-    if event.strike is Strike.LIMIT:
-        return any(
-            save.failure for one in results if isinstance(one, Trained) for save in one.saves
-        )
-    is_outside = event.strike in {Strike.OUTAGE, Strike.LOSE_NODE}
-    return is_outside or event.strike in LOSSES or any(one.has_struck for one in results)
+    return any(one.has_struck for one in results)
 
 
 def _require(wrong: Iterable[str]) -> None:

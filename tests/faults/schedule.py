@@ -20,7 +20,6 @@ class Strike(StrEnum):
     WAKE = "a rank stops, and goes on when the others have given it up"
     PAUSE = "a rank stops, and goes on in time"
     FAIL = "a storage call fails"
-    LIMIT = "a rank may not write so much to a file"
     LOSE_NODE = "a node's directory vanishes"
     DAMAGE_GLOBAL = "files of the newest global checkpoint change"
     DAMAGE_LOCAL = "files of the newest local checkpoint change"
@@ -47,8 +46,7 @@ _WEIGHTS: dict[Store, dict[Strike, int]] = {
         Strike.KILL: 6,
         Strike.WAKE: 2,
         Strike.PAUSE: 2,
-        Strike.FAIL: 6,
-        Strike.LIMIT: 4,
+        Strike.FAIL: 9,
         Strike.LOSE_NODE: 3,
         Strike.DAMAGE_GLOBAL: 6,
         Strike.DAMAGE_LOCAL: 5,
@@ -141,8 +139,7 @@ def _during(strike: Strike, chance: random.Random) -> During:
     is_between = strike is Strike.LOSE_NODE and chance.random() < _BETWEEN_SHARE
     if strike in {Strike.DAMAGE_GLOBAL, Strike.DAMAGE_LOCAL} or is_between:
         return During.NOTHING
-    is_load = strike is not Strike.LIMIT and chance.random() < _LOAD_SHARE
-    return During.LOAD if is_load else During.SAVE
+    return During.LOAD if chance.random() < _LOAD_SHARE else During.SAVE
 
 
 def _saves(strike: Strike, during: During, steps: int, chance: random.Random) -> tuple[Save, ...]:
