@@ -13,12 +13,12 @@ from pathlib import Path
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 from tests.faults.changes import Change
-from tests.faults.run import Campaign, ViolationError, run_campaign
+from tests.faults.run import Campaign, run_campaign
 from tests.faults.schedule import Attempt, Event
+from tests.faults.world import ViolationError
 
 
 def main() -> int:
-    """0 if nothing happened that must not."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     parser.add_argument("--events", type=int, default=200, help="in a training")

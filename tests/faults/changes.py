@@ -88,7 +88,6 @@ def _objects(rank: int) -> dict[str, Any]:
 
 
 def save_format2(rank: int, root: Path) -> None:
-    """Body of a rank."""
     objects = {
         name: ShardedObject(name, value, (NUM_RANKS,), (rank,))
         for name, value in _objects(rank).items()
@@ -138,7 +137,6 @@ Judged = Iterator[tuple[Change, list[str]]]  # each change, and what was wrong
 
 
 def run_format2(root: Path, chance: random.Random, count: int) -> Judged:
-    """Changes of a checkpoint of format 2."""
     run_processes(NUM_RANKS, save_format2, root)
     files = Files.below(root)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -170,7 +168,6 @@ def check_local(root: Path, copies: Mapping[CopyKey, Path], damage: Damage) -> I
 
 
 def run_local(root: Path, chance: random.Random, count: int) -> Judged:
-    """Changes of local checkpoints."""
     for iteration in _ITERATIONS:
         run_threads(
             NUM_RANKS,
@@ -184,7 +181,6 @@ def run_local(root: Path, chance: random.Random, count: int) -> Judged:
 
 
 def run_changes(seed: int, count: int, root: Path) -> Judged:
-    """Changes of checkpoints of both kinds."""
     for run in (run_format2, run_local):
         place = root / run.__name__
         place.mkdir()

@@ -35,8 +35,6 @@ class Kind(StrEnum):
 
 
 class Fault(StrEnum):
-    """What is done to files."""
-
     FLIP = "flip"
     TRUNCATE = "truncate"
     DELETE = "delete"
@@ -102,7 +100,6 @@ class Files:
         return self._damage(fault, kind, contents)
 
     def _damage(self, fault: Fault, kind: Kind, contents: Mapping[str, bytes | None]) -> Damage:
-        """``kind`` is that of the first file."""
         kinds = {kind} if len(contents) == 1 else set(map(kind_of_file, contents))
         reasons = {_HARMLESS.get((fault, one), "") for one in kinds}
         harmless = "; ".join(sorted(reasons)) if all(reasons) else ""

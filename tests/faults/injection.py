@@ -37,8 +37,6 @@ _OF_COLLECTIVES = ("comm/base.py", "comm/process_group.py", "comm/torch_communic
 
 
 class Act(StrEnum):
-    """What happens to the rank."""
-
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
     FAIL = "an error"
@@ -67,7 +65,6 @@ class Calls:
     lock: Any = field(default_factory=threading.Lock)
 
     def is_to_fail(self) -> bool:
-        """Whether this call is to fail."""
         with self.lock:
             self.seen += 1
             is_it = self.seen == self.number or (self.fails_for_ever and self.seen > self.number)
@@ -122,15 +119,7 @@ def _after(delay_s: float, strike: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-@dataclass(frozen=True)
-class Target:
-    """A function of Python, numpy, torch or the system, and how it fails."""
-
-    owner: Any
-    name: str
-    error: Exception
-
-
+Target = tuple[Any, str, Exception]  # a function of a module or class, and how it fails
 _NO_MEMORY = MemoryError(INJECTED)
 _NO_FILE = OSError(errno.EIO, INJECTED)
 _NO_THREAD = RuntimeError(f"can't start new thread: {INJECTED}")
@@ -138,16 +127,13 @@ _OF_OS = (
     *("open", "preadv", "pread", "pwrite", "write", "fsync"),
     *("stat", "makedirs", "replace", "unlink"),
 )
-TARGETS = {
-    "np.empty": Target(np, "empty", _NO_MEMORY),
-    "np.zeros": Target(np, "zeros", _NO_MEMORY),
-    "np.frombuffer": Target(np, "frombuffer", _NO_MEMORY),
-    "torch.empty": Target(torch, "empty", _NO_MEMORY),
-    "torch.from_numpy": Target(torch, "from_numpy", _NO_MEMORY),
-    "mmap": Target(mmap, "mmap", _NO_MEMORY),
-    "open": Target(builtins, "open", _NO_FILE),
-    **{f"os.{name}": Target(os, name, _NO_FILE) for name in _OF_OS},
-    "Thread.start": Target(threading.Thread, "start", _NO_THREAD),
+TARGETS: dict[str, Target] = {
+    **{f"np.{name}": (np, name, _NO_MEMORY) for name in ("empty", "zeros", "frombuffer")},
+    **{f"torch.{name}": (torch, name, _NO_MEMORY) for name in ("empty", "from_numpy")},
+    "mmap": (mmap, "mmap", _NO_MEMORY),
+    "open": (builtins, "open", _NO_FILE),
+    **{f"os.{name}": (os, name, _NO_FILE) for name in _OF_OS},
+    "Thread.start": (threading.Thread, "start", _NO_THREAD),
 }
 
 
@@ -159,15 +145,16 @@ def failing_call(target: Target, number: int, *, for_ever: bool = False) -> Iter
     which collectives run.
     """
     calls = Calls(number, for_ever)
-    real = getattr(target.owner, target.name)
+    owner, name, error = target
+    real = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_of_package(sys._getframe(1)) and calls.is_to_fail():
-            raise type(target.error)(*target.error.args)
+            raise type(error)(*error.args)
         return real(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target.owner, target.name, call)
+        patch.setattr(owner, name, call)
         yield calls
 
 

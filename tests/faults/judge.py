@@ -204,13 +204,9 @@ Saves = Mapping[Save, Mapping[int, SaveResult]]
 def observed_global(
     before: Ledger, saves: Saves, finished: Mapping[str, int], *, may_differ: bool
 ) -> tuple[Ledger, list[str]]:
-    """The ledger after the global saves of a training.
+    """The ledger after the global saves of a training, by what has a marker then.
 
-    Args:
-        before: what was known before them.
-        saves: how they ended, by rank.
-        finished: the checkpoints that have a marker, and their iterations.
-        may_differ: whether a rank was lost, so that the others may have been told otherwise.
+    ``may_differ``: a rank was lost, and the others may have been told otherwise.
     """
     succeeded = {
         next(iter(results.values())).directory: all(r.failure is None for r in results.values())
@@ -246,15 +242,9 @@ def observed_copies(
     may_differ: bool,
     lost_node: int | None = None,
 ) -> tuple[Ledger, list[str]]:
-    """The ledger after the local saves of a training.
+    """The ledger after the local saves of a training, by the copies that are there then.
 
-    Args:
-        before: what was known before them.
-        saves: how they ended, by rank.
-        seen: the copies that are there.
-        jump: as the cliques were made.
-        may_differ: whether a rank was lost, so that the others may have been told otherwise.
-        lost_node: whose directory vanished meanwhile; what is there again was written since.
+    ``lost_node``: whose directory vanished meanwhile; what is there again was written since.
     """
     after = before.with_copies(seen)
     new = {key.save for key in after.copies} - {key.save for key in before.copies}

@@ -13,8 +13,6 @@ NUM_RANKS = 4
 
 
 class Tier(StrEnum):
-    """Where a checkpoint is."""
-
     GLOBAL = "global"
     LOCAL = "local"
 
@@ -71,11 +69,9 @@ class Ledger:
     copies: Mapping[CopyKey, Place | None] = field(default_factory=dict)
 
     def with_global(self, name: str, iteration: int, status: Status) -> Ledger:
-        """A global checkpoint is there."""
         return replace(self, global_={**self.global_, name: (iteration, status)})
 
     def without_global(self, names: Iterable[str]) -> Ledger:
-        """These global checkpoints are gone."""
         gone = set(names)
         return replace(self, global_={n: s for n, s in self.global_.items() if n not in gone})
 

@@ -32,11 +32,9 @@ class Outside:
     server: FaultyProxy
 
     def places(self) -> list[AnyPlace]:
-        """All places of global checkpoints."""
         return [DirectoryPlace(self.root / "global"), BucketPlace(self.server.store, "campaign")]
 
     def place_of(self, event: Event) -> AnyPlace:
-        """Where the global checkpoints of an event go."""
         return self.places()[event.store is Store.OBJECTS]
 
     def finished(self) -> dict[str, int]:

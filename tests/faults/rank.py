@@ -84,7 +84,6 @@ class Recovered:
 
 
 def checkpoint_at(address: str, iteration: int) -> str:
-    """Where the global checkpoint of an iteration is, below an address."""
     return f"{address}/iter_{iteration:07d}"
 
 
@@ -115,7 +114,6 @@ class Rank:
         self._clique = made.local_group
 
     def begin(self) -> str:
-        """Begin the training anew; the state at step 0."""
         self._training = ShardedTraining(self._present.groups, seed=_SEED)
         return state_digest(self._training)
 
@@ -211,7 +209,6 @@ class Rank:
         return load_latest(self._manager(timeout_s), places, load_global)
 
     def _take(self, found: Any) -> None:
-        """Take over what was loaded. Collective: the replica."""
         training, state = self._present, found.state
         if Tier(found.tier) is Tier.LOCAL:
             from_local(training, state)

@@ -25,7 +25,7 @@ from tests.faults.changes import Change, run_changes
 from tests.faults.files import local_copies
 from tests.faults.injection import TARGETS, Act, Trap
 from tests.faults.judge import LOSSES, Reference
-from tests.faults.operations import LIMIT_S, OPERATIONS
+from tests.faults.operations import OPERATIONS
 from tests.faults.oracle import NUM_RANKS, Found, Ledger
 from tests.faults.outside import Outside, object_server
 from tests.faults.rank import NUM_KEPT, Recovered, Trained, undisturbed
@@ -38,7 +38,7 @@ from tests.faults.schedule import (
     build_attempt,
     build_event,
 )
-from tests.faults.world import Order, StuckError, World
+from tests.faults.world import ViolationError, World
 from tests.support.ranks import RankDiedError, run_processes
 
 TIMEOUT_S = 60.0  # more than the machine may stand still for, and than a store is given to answer
@@ -57,14 +57,8 @@ _ACTS = {
 }
 
 
-class ViolationError(Exception):
-    """Something that must never happen did."""
-
-
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """What is asked for."""
-
     seed: int  # of the schedule
     num_events: int  # of the training, that have to happen
     num_attempts: int  # of operations
@@ -94,21 +88,15 @@ class Run:
         self._outside = outside
         self._reference = reference
         self._ledger = Ledger(NUM_KEPT)
-        self._step = 0
         self._jump = 1
         self._operation = ""
 
     def start(self) -> None:
-        """Start the ranks at step 0."""
         self._world.join(self._jump)
         self._begin()
 
     def happen(self, event: Event) -> str:
-        """Train, let the event happen, and recover; what happened, empty if nothing did.
-
-        Raises:
-            ViolationError: something went as it must not.
-        """
+        """Train, let the event happen, and recover; what happened, empty if nothing did."""
         if event.during is During.NOTHING:
             self._train(event, None)
             damaged = self._outside.damaged(event, self._ledger)
@@ -128,15 +116,11 @@ class Run:
         return f"{event.strike}: {found}" if has_happened else ""
 
     def attempt(self, attempt: Attempt) -> None:
-        """Have all ranks try an operation in which a call fails on one of them.
-
-        Raises:
-            ViolationError: some rank does not learn of it, or the ranks cannot go on.
-        """
+        """Have all ranks try an operation in which a call fails on one of them."""
         scratch = self._outside.root / "operation"
         if attempt.operation != self._operation:
             shutil.rmtree(scratch, ignore_errors=True)
-            self._ask(("prepare", (attempt.operation, scratch / "shared")), LIMIT_S)
+            self._world.ask_all("prepare", attempt.operation, scratch / "shared")
             self._operation = attempt.operation
         trap = Trap(Act.FAIL, attempt.call, target=attempt.target, for_ever=attempt.for_ever)
         is_good_too = attempt.number % _GOOD_EVERY == _GOOD_EVERY - 1
@@ -146,50 +130,37 @@ class Run:
                 rank: ("attempt", (directory, trap if rank == culprit else None))
                 for rank in range(NUM_RANKS)
             }
-            _require(judge.check_attempt(self._ask_each(orders, LIMIT_S), culprit))
+            _require(judge.check_attempt(self._world.ask(orders), culprit))
             shutil.rmtree(directory, ignore_errors=True)
 
     def finish(self) -> None:
         """Train a little longer, undisturbed."""
-        answers = self._ask(("train", (MAX_STEPS, (), "", TIMEOUT_S, None)), TIMEOUT_S)
+        answers = self._act(None, "train", MAX_STEPS, (), "")
         _require(judge.check_training(None, answers, self._reference, TIMEOUT_S))
 
     def _train(self, event: Event, striking: Event | None) -> dict[int, Any]:
-        timeout_s = _timeout_s(striking)
         address = self._outside.place_of(event).address
-        orders = {
-            rank: ("train", (event.steps, event.saves, address, timeout_s, _trap(striking, rank)))
-            for rank in range(NUM_RANKS)
-        }
-        with self._outside.during(striking) if striking else nullcontext():
-            answers = self._ask_each(orders, timeout_s, striking)
+        answers = self._act(striking, "train", event.steps, event.saves, address)
         self._observe(answers, striking)
-        _require(judge.check_training(striking, answers, self._reference, timeout_s))
+        limit_s = _timeout_s(striking)
+        _require(judge.check_training(striking, answers, self._reference, limit_s))
         return answers
 
     def _recover_disturbed(self, event: Event) -> dict[int, Any]:
-        timeout_s = _timeout_s(event)
-        orders = {
-            rank: ("recover", (self._addresses(), timeout_s, _trap(event, rank)))
-            for rank in range(NUM_RANKS)
-        }
-        with self._outside.during(event):
-            answers = self._ask_each(orders, timeout_s, event)
-        _require(
-            judge.check_disturbed_recovery(event, answers, self._ledger, self._reference, timeout_s)
-        )
+        answers = self._act(event, "recover", self._addresses())
+        known, limit_s = (self._ledger, self._reference), _timeout_s(event)
+        _require(judge.check_disturbed_recovery(event, answers, *known, limit_s))
         if event.strike is Strike.LOSE_NODE:
             self._ledger = self._ledger.with_copies(local_copies(self._outside.root))
         return answers
 
     def _recover(self) -> str:
         """Where the newest whole checkpoint is, or that it is the beginning for lack of one."""
-        answers = self._ask(("recover", (self._addresses(), TIMEOUT_S, None)), TIMEOUT_S)
+        answers = self._act(None, "recover", self._addresses())
         _require(judge.check_recovery(answers, self._ledger, self._reference))
         first = answers[0]
         assert isinstance(first, Recovered)
         if isinstance(first.found, Found):
-            self._step = first.found.iteration
             return str(first.found.tier)
         self._begin()
         return "the beginning"
@@ -225,35 +196,26 @@ class Run:
         return {name: at for name, at in found.items() if name.startswith(f"{address}/")}
 
     def _begin(self) -> None:
-        digests = self._ask(("begin", ()), TIMEOUT_S)
+        digests = self._world.ask_all("begin")
         if any(digest != self._reference[rank][0] for rank, digest in digests.items()):
             raise ViolationError(f"the beginning is another one: {digests}")
-        self._step = 0
 
-    def _ask(self, order: Order, timeout_s: float) -> dict[int, Any]:
-        return self._ask_each(dict.fromkeys(range(NUM_RANKS), order), timeout_s)
-
-    def _ask_each(
-        self, orders: Mapping[int, Order], timeout_s: float, event: Event | None = None
-    ) -> dict[int, Any]:
+    def _act(self, event: Event | None, name: str, *args: Any) -> dict[int, Any]:
+        """What the ranks come to, while the event happens."""
+        timeout_s = _timeout_s(event)
+        orders = {rank: (name, (*args, timeout_s, _trap(event, rank))) for rank in range(NUM_RANKS)}
         is_pause = event is not None and event.strike is Strike.PAUSE
         nap_s = event.share * _MAX_NAP_S if event and is_pause else math.inf
-        try:
+        with self._outside.during(event) if event else nullcontext():
             return self._world.ask(orders, 2 * timeout_s + _ANSWER_SLACK_S, nap_s=nap_s)
-        except StuckError as error:
-            raise ViolationError(f"a hang: {error}") from error
 
     def _mend(self, event: Event, answers: Mapping[int, Any]) -> None:
         """See that all ranks are there, and in touch with each other."""
         lost = [rank for rank, answer in answers.items() if isinstance(answer, RankDiedError)]
-        if not lost and event.strike is not Strike.WAKE:
-            return
-        self._world.kill(*(lost if event.do_others_stay else answers))
-        self._jump = event.jump
-        try:
+        if lost or event.strike is Strike.WAKE:
+            self._world.kill(*(lost if event.do_others_stay else answers))
+            self._jump = event.jump
             self._world.join(self._jump)
-        except StuckError as error:
-            raise ViolationError(str(error)) from error
 
     def _observe(self, answers: Mapping[int, Any], event: Event | None) -> None:
         """Note what the saves have left, and that nothing else has changed."""
@@ -281,7 +243,6 @@ def _timeout_s(event: Event | None) -> float:
 
 
 def _trap(event: Event | None, rank: int) -> Trap | None:
-    """What a rank does to itself."""
     if event is None or rank != event.victim or event.strike not in _ACTS:
         return None
     act = _ACTS[event.strike]
@@ -309,11 +270,7 @@ Watch = Callable[[Event | Attempt | Change], None]
 def run_campaign(
     campaign: Campaign, directory: Path | None = None, watch: Watch = lambda _: None
 ) -> Tally:
-    """Run as many events, attempts and changes as are asked for.
-
-    Raises:
-        ViolationError: something happened that must not; says how to repeat it.
-    """
+    """Run what is asked for; a ViolationError says how to repeat it."""
     tally = Tally()
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         if campaign.num_events or campaign.num_attempts:
@@ -328,7 +285,6 @@ def run_campaign(
 
 
 def _run_job(campaign: Campaign, scratch: Path, watch: Watch, tally: Tally) -> None:
-    """The events and attempts, of one job."""
     num_steps = 2 * MAX_STEPS * (campaign.num_events + 10)
     reference = run_processes(NUM_RANKS, undisturbed, num_steps)
     with ExitStack() as stack:

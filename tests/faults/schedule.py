@@ -14,8 +14,6 @@ _STORE_RUN = 12  # so many events in a row have the global checkpoints in the sa
 
 
 class Strike(StrEnum):
-    """What strikes."""
-
     KILL = "a rank is killed"
     WAKE = "a rank stops, and goes on when the others have given it up"
     PAUSE = "a rank stops, and goes on in time"
@@ -27,16 +25,12 @@ class Strike(StrEnum):
 
 
 class During(StrEnum):
-    """What the ranks do meanwhile."""
-
     SAVE = "a save"
     LOAD = "a load"
     NOTHING = "nothing"
 
 
 class Store(StrEnum):
-    """Where global checkpoints go."""
-
     DISK = "disk"
     OBJECTS = "objects"
 

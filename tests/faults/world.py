@@ -23,8 +23,8 @@ _MAX_JOINS = 3
 Order = tuple[str, tuple[Any, ...]]  # a method of Rank, and its arguments
 
 
-class StuckError(Exception):
-    """A rank did not answer in time, and nothing was done to it."""
+class ViolationError(Exception):
+    """Something that must never happen did."""
 
 
 class World:
@@ -41,24 +41,24 @@ class World:
         """Start the ranks that are missing, and have all make process groups.
 
         Where survivors cannot, all are started anew.
-
-        Raises:
-            StuckError: they do not come together.
         """
         for _ in range(_MAX_JOINS):
             for rank in set(range(NUM_RANKS)) - self._processes.ranks():
                 task = (self._root, self._store.port, self._variables)
                 self._processes.start(rank, run_rank, *task)
             self._num_joins += 1
-            order = ("join", (f"groups{self._num_joins}", jump, self._timeout_s))
-            answers = self.ask(dict.fromkeys(range(NUM_RANKS), order), 2 * self._timeout_s)
+            answers = self.ask_all("join", f"groups{self._num_joins}", jump, self._timeout_s)
             if all(answer is None for answer in answers.values()):
                 return
             self.kill(*range(NUM_RANKS))
-        raise StuckError(f"the ranks do not come together: {answers}")
+        raise ViolationError(f"the ranks do not come together: {answers}")
+
+    def ask_all(self, name: str, *args: Any) -> dict[int, Any]:
+        """Give all ranks the same order; see ``ask``."""
+        return self.ask(dict.fromkeys(range(NUM_RANKS), (name, args)))
 
     def ask(
-        self, orders: Mapping[int, Order], timeout_s: float, *, nap_s: float = math.inf
+        self, orders: Mapping[int, Order], timeout_s: float = 120.0, *, nap_s: float = math.inf
     ) -> dict[int, Any]:
         """Give orders, and wait for what the ranks come to; see ``Processes.receive``.
 
@@ -66,9 +66,6 @@ class World:
             orders: by rank.
             timeout_s: by which all have answered, or, from when it is told to go on, a stopped one.
             nap_s: after so many seconds, or once all others have answered, that happens.
-
-        Raises:
-            StuckError: one has not. The ranks have written where they are.
         """
         deadline = time.monotonic() + timeout_s
         for rank, order in orders.items():
@@ -89,7 +86,6 @@ class World:
         return answers
 
     def kill(self, *ranks: int) -> None:
-        """End processes at once."""
         self._processes.end(*ranks)
 
     def _is_stopped(self, rank: int) -> bool:
@@ -99,8 +95,8 @@ class World:
             return False
         return text.rpartition(")")[2].split()[0] == "T"
 
-    def _stuck(self, ranks: list[int], timeout_s: float) -> StuckError:
+    def _stuck(self, ranks: list[int], timeout_s: float) -> ViolationError:
         for rank in self._processes.ranks():
             os.kill(self._processes.pid(rank), signal.SIGUSR1)
         time.sleep(_TRACE_S)
-        return StuckError(f"ranks {ranks} have not answered within {timeout_s:g} s")
+        return ViolationError(f"a hang: ranks {ranks} have not answered within {timeout_s:g} s")

@@ -21,7 +21,6 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Golden
 
 @pytest.fixture(params=NAMES)
 def golden(request: pytest.FixtureRequest, unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
-    """Each set in turn."""
     return unpacked(request.param)
 
 
@@ -32,7 +31,6 @@ def flat(unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
 
 @pytest.fixture(params=list(Engine))
 def engine(request: pytest.FixtureRequest, registries: None) -> Engine:
-    """Each engine in turn, registered."""
     found: Engine = request.param
     register_engine(found)
     return found

@@ -54,13 +54,11 @@ class GoldenSet:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every global tensor, by key."""
         found: dict[str, torch.Tensor] = torch.load(self.folder / "expected.pt", weights_only=True)
         return found
 
     @cached_property
     def objects(self) -> dict[str, Any]:
-        """Every sharded object, by unique key."""
         with allowing(default_allowed()):
             found: dict[str, Any] = torch.load(
                 self.folder / "expected_objects.pt", weights_only=True

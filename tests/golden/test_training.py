@@ -38,7 +38,6 @@ PREFIX = "optimizer.state."
 
 
 def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The expected tensors under the keys of today."""
     return {key.replace(f"{PREFIX}fp32_param.", f"{PREFIX}param."): t for key, t in tensors.items()}
 
 

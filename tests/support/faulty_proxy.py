@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -17,13 +17,12 @@ _TIMEOUT_S = 100.0
 _DROPPED = {"connection", "transfer-encoding", "keep-alive"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Request:
     """What somebody asked for."""
 
     method: str  # ``PUT`` and so on
     path: str  # bucket and name, with what follows
-    number: int  # how many have asked before
     nbytes: int = 0  # size of what was sent, or of the answer to a GET; 0 until that is known
 
 
@@ -82,38 +81,26 @@ class FaultyProxy:
         finally:
             self.decide = lambda _: NONE
 
-    def fault_of(self, method: str, path: str, nbytes: int) -> tuple[int, Fault]:
-        """Note a request; its number, and what is to happen to it, once it has waited."""
+    def fault_of(self, request: Request) -> Fault:
+        """Note a request; what is to happen to it, once it has waited."""
         with self._noting:
-            request = Request(method, path, len(self.requests), nbytes)
             self.requests.append(request)
             fault = self.decide(request)  # of one request after the other
         self._ended.wait(fault.delay_s)
-        return request.number, fault
-
-    def note_answer(self, number: int, nbytes: int) -> None:
-        """Note how much a GET was answered with."""
-        with self._noting:
-            if number < len(self.requests):
-                self.requests[number] = replace(self.requests[number], nbytes=nbytes)
+        return fault
 
     def forward(
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
         """What the server answers."""
         host, port = str(self._target.hostname), self._target.port
-        connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
-        try:
+        with closing(http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)) as connection:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             return answer.status, answer.getheaders(), answer.read()
-        finally:
-            connection.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Passes one request on."""
-
     protocol_version = "HTTP/1.1"
     server: _Server
 
@@ -123,7 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         proxy = self.server.proxy
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        number, fault = proxy.fault_of(self.command, self.path, len(body))
+        request = Request(self.command, self.path, len(body))
+        fault = proxy.fault_of(request)
         if fault.status is not None:
             self._answer(fault.status, [], fault.content, is_cut=False)
             return
@@ -138,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # as the server does
             return
         if self.command == "GET":
-            proxy.note_answer(number, len(content))
+            request.nbytes = len(content)
         self._answer(status, found, content, is_cut=fault.is_cut)
 
     def _answer(

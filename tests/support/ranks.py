@@ -27,9 +27,7 @@ _HOST = "127.0.0.1"
 _FAREWELL_S = 5.0
 _END_S = 60.0  # from the end of a pipe to that of its process
 _PRELOADED = (
-    "torch.distributed",
     "tensorstore",
-    "megatron.core.dist_checkpointing",
     "dist_ckpt_strategies.comm.torch_communicator",
     "dist_ckpt_strategies.strategies.entry",
     "dist_ckpt_strategies.strategies.local_replicated",
@@ -39,7 +37,6 @@ _PRELOADED = (
     "dist_ckpt_strategies.inprocess.store_coordinator",
     "dist_ckpt_strategies.local",
     "dist_ckpt_strategies.recovery.latest",
-    "torch.distributed.checkpoint",
     "hypothesis",
     "psutil",
     "pytest",
