@@ -68,15 +68,19 @@ def _check_save(
     if failures and event is None:
         yield f"nothing struck, and a save: {failures}"
     elif event is not None:
-        yield from _check_failures(event, failures, len(results), timeout_s)
+        yield from _check_alone(event, failures, len(results))
+        yield from _check_failures(event, failures, timeout_s)
+
+
+def _check_alone(event: Event, failures: Mapping[int, Failure], num_ranks: int) -> Iterator[str]:
+    if event.strike not in LOSSES and 0 < len(failures) < num_ranks:
+        yield f"some ranks fail alone: {failures}"
 
 
 def _check_failures(
-    event: Event, failures: Mapping[int, Failure], num_ranks: int, timeout_s: float
+    event: Event, failures: Mapping[int, Failure], timeout_s: float
 ) -> Iterator[str]:
-    """All ranks fail, and each error is one of ours, in time, and names the cause."""
-    if event.strike not in LOSSES and 0 < len(failures) < num_ranks:
-        yield f"some ranks fail alone: {failures}"
+    """Each error is one of ours, in time, and names the cause."""
     for rank, failure in failures.items():
         if not failure.is_ours:
             yield f"rank {rank}: no error of the package: {failure}"
@@ -104,7 +108,6 @@ def check_disturbed_recovery(
     """A recovery in which something struck: the right state of some checkpoint, or an error."""
     yield from _check_losses(event, answers)
     results = {r: one for r, one in answers.items() if isinstance(one, Recovered)}
-    is_something = ledger.newest_whole() is not None
     failures: dict[int, Failure] = {}
     for rank, one in results.items():
         if not isinstance(one.found, Failure):
@@ -113,9 +116,10 @@ def check_disturbed_recovery(
             continue  # the ranks met once more, without the package
         else:
             failures[rank] = one.found
-    if not is_something:
+    yield from _check_alone(event, failures, len(results))
+    if ledger.newest_whole() is None:
         failures = {r: f for r, f in failures.items() if not _NOTHING_THERE & set(f.kinds)}
-    yield from _check_failures(event, failures, len(results), timeout_s)
+    yield from _check_failures(event, failures, timeout_s)
 
 
 def _check_losses(event: Event | None, answers: Mapping[int, Any]) -> Iterator[str]:
