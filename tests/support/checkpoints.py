@@ -68,10 +68,10 @@ def write_foreign_checkpoint(root: Path) -> Path:
     return root
 
 
-def write_marker(root: Path, backend: str, version: int = 1) -> None:
+def write_marker(root: Path, backend: str) -> None:
     """Make a directory count as a checkpoint of a backend."""
     common = {"common_backend": "torch", "common_backend_version": 1}
-    sharded = {"sharded_backend": backend, "sharded_backend_version": version}
+    sharded = {"sharded_backend": backend, "sharded_backend_version": 1}
     (root / "metadata.json").write_text(json.dumps(sharded | common))
 
 
