@@ -90,11 +90,12 @@ def checkpoint_at(address: str, iteration: int) -> str:
 class Rank:
     """What a rank has, and does, below the directory of all nodes and global checkpoints."""
 
+    _training: ShardedTraining  # in the groups that ``join`` made
+    _clique: Any
+    _action: Action  # that ``prepare`` made ready
+
     def __init__(self, rank: int, root: Path, store_port: int) -> None:
         self._rank, self._root, self._port = rank, root, store_port
-        self._training: ShardedTraining | None = None
-        self._clique: Any = None
-        self._action: Action | None = None
 
     def join(self, name: str, jump: int, timeout_s: float) -> None:
         """Make process groups with the others; those of before are given up. Collective."""
@@ -114,7 +115,7 @@ class Rank:
         self._clique = made.local_group
 
     def begin(self) -> str:
-        self._training = ShardedTraining(self._present.groups, seed=_SEED)
+        self._training = ShardedTraining(self._training.groups, seed=_SEED)
         return state_digest(self._training)
 
     def train(
@@ -125,7 +126,7 @@ class Rank:
         digests: dict[int, str] = {}
         results: list[SaveResult] = []
         running: list[tuple[Save, int, str, Callable[[], Any]]] = []
-        training, manager = self._present, self._manager(timeout_s)
+        training, manager = self._training, self._manager(timeout_s)
 
         def work() -> None:
             for number in range(steps + 1):
@@ -153,7 +154,7 @@ class Rank:
     def recover(self, places: tuple[str, ...], timeout_s: float, trap: Trap | None) -> Recovered:
         """Forget everything, and load the newest checkpoint."""
         self._limit(timeout_s)
-        spoil(self._present)
+        spoil(self._training)
         with armed(trap, self._root) as calls:
             found = outcome(lambda: self._load(places, timeout_s))
             is_loaded = not isinstance(found, Failure)
@@ -162,7 +163,7 @@ class Rank:
             self._leave_lost_peers([taken])
             return Recovered(taken, "", bool(calls.failed), is_loaded)
         which = Found(found.iteration, Tier(found.tier))
-        return Recovered(which, state_digest(self._present), bool(calls.failed), is_loaded)
+        return Recovered(which, state_digest(self._training), bool(calls.failed), is_loaded)
 
     def prepare(self, operation: str, directory: Path) -> None:
         """Make ready for attempts of an operation, in an empty directory. Collective."""
@@ -171,10 +172,8 @@ class Rank:
 
     def attempt(self, directory: Path, trap: Trap | None) -> Failure | None:
         """One attempt, in a directory of its own."""
-        action = self._action
-        assert action is not None
         directory.mkdir(parents=True, exist_ok=True)
-        act = action(directory)
+        act = self._action(directory)
         with armed(trap, self._root):
             found = outcome(act)
         return found if isinstance(found, Failure) else None
@@ -182,7 +181,7 @@ class Rank:
     def _limit(self, timeout_s: float) -> None:
         """From now on no rank waits longer for a peer."""
         os.environ["DIST_CKPT_TIMEOUT_S"] = str(timeout_s)
-        for group in (None, self._present.groups.replica, self._clique):
+        for group in (None, self._training.groups.replica, self._clique):
             _set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def _leave_lost_peers(self, failures: list[Failure | None]) -> None:
@@ -195,7 +194,7 @@ class Rank:
         self, save: Save, directory: str, timeout_s: float, manager: LocalCheckpointManager
     ) -> Any:
         """The request of a save that goes on, else None."""
-        training = self._present
+        training = self._training
         if save.tier is Tier.LOCAL:
             return manager.save(to_local(training), training.step, is_async=save.is_async)
         call: Any = dist_ckpt_strategies.save_async if save.is_async else dist_ckpt_strategies.save
@@ -204,12 +203,12 @@ class Rank:
 
     def _load(self, places: tuple[str, ...], timeout_s: float) -> Any:
         def load_global(path: Any) -> Any:
-            return dist_ckpt_strategies.load(to_global(self._present), path, timeout_s=timeout_s)
+            return dist_ckpt_strategies.load(to_global(self._training), path, timeout_s=timeout_s)
 
         return load_latest(self._manager(timeout_s), places, load_global)
 
     def _take(self, found: Any) -> None:
-        training, state = self._present, found.state
+        training, state = self._training, found.state
         if Tier(found.tier) is Tier.LOCAL:
             from_local(training, state)
         else:
@@ -223,11 +222,6 @@ class Rank:
             keep=NUM_KEPT,
             timeout_s=timeout_s,
         )
-
-    @property
-    def _present(self) -> ShardedTraining:
-        assert self._training is not None
-        return self._training
 
 
 def spoil(training: ShardedTraining) -> None:

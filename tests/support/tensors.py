@@ -60,5 +60,6 @@ LAYOUTS: dict[str, Layout] = {
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of the elements in C order."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return plain.flatten().clone().view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    packed = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
+    return packed.view(torch.uint8).numpy().tobytes()
