@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.pythons import Python, started_python
+from tests.support.pythons import Python
 
 # torch looks up the name of every peer that a store's client connects to. Where no name server
 # answers, that takes 5 s; /etc/hosts is still read.
@@ -31,8 +30,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
-@pytest.fixture(scope="session")
-def plain_python() -> Iterator[Python]:
+@pytest.fixture
+def plain_python() -> Python:
     """Runs scripts that start without anything of this package imported."""
-    with started_python() as python:
-        yield python
+    return Python()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -12,30 +13,25 @@ from pathlib import Path
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 from tests.faults.changes import Change
-from tests.faults.run import Campaign, ViolationError, report, run_campaign
-from tests.faults.schedule import Attempt, Event, Store
+from tests.faults.run import Campaign, run_campaign
+from tests.faults.schedule import Attempt, Event
+from tests.faults.world import ViolationError
 
 
 def main() -> int:
-    """0 if nothing happened that must not."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     parser.add_argument("--events", type=int, default=200, help="in a training")
     parser.add_argument("--attempts", type=int, default=2000, help="of operations of all ranks")
     parser.add_argument("--changes", type=int, default=2000, help="of files, of each kind")
-    parser.add_argument("--store", action="append", choices=list(Store), help="default: both")
     parser.add_argument("--directory", type=Path, help="where to write")
-    parser.add_argument("--quiet", action="store_true", help="do not show each event")
     options = parser.parse_args()
-    stores = tuple(Store(name) for name in options.store or Store)
-    counts = (options.events, options.attempts, options.changes)
-    campaign = Campaign(options.seed, *counts, stores)
+    campaign = Campaign(options.seed, options.events, options.attempts, options.changes)
     began = time.monotonic()
 
     def show(what: Event | Attempt | Change) -> None:
-        if not options.quiet:
-            sys.stdout.write(f"{time.monotonic() - began:7.1f} s  {what}\n")
-            sys.stdout.flush()
+        sys.stdout.write(f"{time.monotonic() - began:7.1f} s  {what}\n")
+        sys.stdout.flush()
 
     sys.stdout.write(f"{campaign}\n")
     try:
@@ -43,7 +39,9 @@ def main() -> int:
     except ViolationError as violation:
         sys.stderr.write(f"VIOLATION: {violation}\n")
         return 1
-    sys.stdout.write(f"{report(campaign, tally)}\n")
+    counters = {"events": tally.events, "attempts": tally.attempts, "changes": tally.changes}
+    found = {name: dict(sorted(counter.items())) for name, counter in counters.items()}
+    sys.stdout.write(f"{json.dumps({'again': str(campaign), **found})}\n")
     return 0
 
 

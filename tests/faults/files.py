@@ -1,4 +1,4 @@
-"""What the bytes of checkpoint files are, by the pages of the formats; nothing of the package."""
+"""What the bytes of checkpoint files are, by the pages of the formats, and how they are damaged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.faults.oracle import CopyKey, Place, SaveKey
 
 _INDEX_ENTRY_NBYTES = 16
 _CRC_NBYTES = 4
+_FLIP_SHARE = 5 / 6
 
 
 class Kind(StrEnum):
@@ -34,8 +35,6 @@ class Kind(StrEnum):
 
 
 class Fault(StrEnum):
-    """What is done to files."""
-
     FLIP = "flip"
     TRUNCATE = "truncate"
     DELETE = "delete"
@@ -43,58 +42,91 @@ class Fault(StrEnum):
     SWAP = "swap"
 
 
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What happens to files together."""
+
+    fault: Fault  # what is done
+    what: Kind | Place  # the kind of file or bytes
+    # what the files hold then, by name; None: the file is gone.
+    contents: Mapping[str, bytes | None]
+    harmless: str = ""  # why a load need not notice; empty: it has to
+
+
+SAME = "nothing that counts has changed"
 _FOR_OTHERS = "for readers without this package; a load takes shapes from the manifest"
 _OF_THE_BEGIN = "says when the save began; nothing reads it in a finished checkpoint"
-_ANY = tuple(Fault)
-
-HARMLESS: Mapping[tuple[Fault, Kind], str] = {
-    (fault, kind): why
-    for kind, faults, why in (
-        (Kind.ZARR, _ANY, _FOR_OTHERS),
-        (Kind.SAVE, _ANY, _OF_THE_BEGIN),
-        (Kind.CHUNK_INDEX, (Fault.FLIP,), _FOR_OTHERS),
-        (Kind.PACK, (Fault.EXTEND,), "objects are read by where they begin and end"),
-    )
-    for fault in faults
+_HARMLESS: Mapping[tuple[Fault, Kind], str] = {
+    **{(fault, Kind.ZARR): _FOR_OTHERS for fault in Fault},
+    **{(fault, Kind.SAVE): _OF_THE_BEGIN for fault in Fault},
+    (Fault.FLIP, Kind.CHUNK_INDEX): _FOR_OTHERS,
+    (Fault.EXTEND, Kind.PACK): "objects are read by where they begin and end",
 }
-"""What a load need not notice, and why. Of the marker also what JSON says is nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of a checkpoint of format 2: their content by name below ``root``."""
+    """The files of a checkpoint of format 2: their content by name."""
 
-    root: Path
     contents: Mapping[str, bytes]
 
     @classmethod
     def below(cls, root: Path) -> Files:
         """Those of a finished checkpoint."""
         paths = sorted(path for path in root.rglob("*") if path.is_file())
-        return cls(root, {str(path.relative_to(root)): path.read_bytes() for path in paths})
+        return cls({str(path.relative_to(root)): path.read_bytes() for path in paths})
 
-    def of_kind(self, kind: Kind) -> list[str]:
-        """The names of the files of a kind."""
+    def damaged(self, chance: random.Random) -> Damage:
+        """A byte changes mostly; else another fault happens."""
+        if chance.random() < _FLIP_SHARE:
+            name, at = self._any_byte(chance)
+            flipped = _flipped(self.contents[name], at, chance)
+            return self._damage(Fault.FLIP, self._kind_at(name, at), {name: flipped})
+        fault = chance.choice([one for one in Fault if one is not Fault.FLIP])
+        kind = chance.choice([one for one in Kind if one is not Kind.CHUNK_INDEX])
+        name = chance.choice(self._of_kind(kind))
+        content = self.contents[name]
+        contents: dict[str, bytes | None] = {name: None}
+        if fault is Fault.TRUNCATE:
+            contents = {name: content[: chance.randrange(len(content))]}
+        elif fault is Fault.EXTEND:
+            more = chance.choice([b"\0", b" ", b"}", chance.randbytes(chance.randrange(1, 5000))])
+            contents = {name: content + more}
+        elif fault is Fault.SWAP:
+            alike = [one for one in self._of_kind(kind) if one != name]
+            others = chance.choice([alike, []]) or [one for one in self.contents if one != name]
+            other = chance.choice(others)
+            contents = {name: self.contents[other], other: content}
+        return self._damage(fault, kind, contents)
+
+    def _damage(self, fault: Fault, kind: Kind, contents: Mapping[str, bytes | None]) -> Damage:
+        kinds = {kind} if len(contents) == 1 else set(map(kind_of_file, contents))
+        reasons = {_HARMLESS.get((fault, one), "") for one in kinds}
+        harmless = "; ".join(sorted(reasons)) if all(reasons) else ""
+        if all(_is_same(self.contents[name], content, name) for name, content in contents.items()):
+            harmless = SAME
+        return Damage(fault, kind, contents, harmless)
+
+    def _of_kind(self, kind: Kind) -> list[str]:
         return [name for name in self.contents if kind_of_file(name) is kind]
 
-    def any_byte(self, chance: random.Random) -> tuple[str, int]:
+    def _any_byte(self, chance: random.Random) -> tuple[str, int]:
         """A file, by size, of all or of a kind so that all are hit; and a byte of it."""
-        kinds = [kind for kind in Kind if any(self.contents[one] for one in self.of_kind(kind))]
+        kinds = [kind for kind in Kind if any(self.contents[one] for one in self._of_kind(kind))]
         kind = chance.choice([None, Kind.CHUNK_INDEX, *kinds])
         if kind is Kind.CHUNK_INDEX and Kind.CHUNK in kinds:
-            name = chance.choice(self.of_kind(Kind.CHUNK))
-            return name, chance.randrange(self.index_start(name), len(self.contents[name]))
-        names = self.of_kind(kind) if kind in kinds else list(self.contents)
+            name = chance.choice(self._of_kind(Kind.CHUNK))
+            return name, chance.randrange(self._index_start(name), len(self.contents[name]))
+        names = self._of_kind(kind) if kind in kinds else list(self.contents)
         (name,) = chance.choices(names, [len(self.contents[one]) for one in names])
         return name, chance.randrange(len(self.contents[name]))
 
-    def kind_at(self, name: str, byte_offset: int) -> Kind:
-        """What a byte is."""
+    def _kind_at(self, name: str, byte_offset: int) -> Kind:
         kind = kind_of_file(name)
-        is_index = kind is Kind.CHUNK and byte_offset >= self.index_start(name)
+        is_index = kind is Kind.CHUNK and byte_offset >= self._index_start(name)
         return Kind.CHUNK_INDEX if is_index else kind
 
-    def index_start(self, name: str) -> int:
+    def _index_start(self, name: str) -> int:
         """Where the index of a chunk's file begins."""
         metadata = json.loads(self.contents[f"{name.rpartition('/')[0]}/zarr.json"])
         chunk = metadata["chunk_grid"]["configuration"]["chunk_shape"]
@@ -117,43 +149,83 @@ def kind_of_file(name: str) -> Kind:
     return Kind(name)
 
 
+def _flipped(content: bytes, byte_offset: int, chance: random.Random) -> bytes:
+    change = bytes([content[byte_offset] ^ chance.randrange(1, 256)])
+    return content[:byte_offset] + change + content[byte_offset + 1 :]
+
+
+def _is_same(before: bytes, after: bytes | None, name: str) -> bool:
+    """Whether nothing that counts has changed: equal bytes, or spaces of the marker."""
+    if before == after or after is None or kind_of_file(name) is not Kind.MARKER:
+        return before == after
+    try:
+        return bool(json.loads(before) == json.loads(after))
+    except ValueError:
+        return False
+
+
 _ALIGNMENT = 64
 _END = 32
 _COPY = re.compile(r"iter_(\d+)_(\d+)_local_([0-9a-f]+)\.part")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes of a local shard file that are one thing."""
-
-    start: int
-    end: int
-    place: Place
-
-
-def file_map(content: bytes) -> tuple[Span, ...]:
-    """What each byte of a local shard file is."""
-    last = len(content) - _END
-    first = last - int.from_bytes(content[-16:-8], "little")
-    end = 0
-    spans = []
-    for _, dtype, shape in json.loads(content[first:last])["buffers"]:
-        nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        spans += [Span(end, start, Place.PADDING), Span(start, start + nbytes, Place.TENSOR)]
-        end = start + nbytes
-    if end != first:
-        raise ValueError(f"a shard whose buffers have {first} bytes is described as one of {end}")
-    spans.append(Span(first, len(content), Place.HEADER))
-    return tuple(span for span in spans if span.start < span.end)
-
-
 def local_copies(root: Path) -> dict[CopyKey, Path]:
     """The files of local checkpoints below the directories of all nodes."""
     found = {}
-    for path in root.glob("node*/*/*.part"):
+    for path in sorted(root.glob("node*/*/*.part")):
         match = _COPY.fullmatch(path.name)
         if match:
             key = CopyKey(SaveKey(int(match[1]), match[3]), int(match[2]), int(path.parent.name))
             found[key] = path
     return found
+
+
+def damaged_copies(copies: Mapping[CopyKey, Path], chance: random.Random) -> Damage:
+    """Of a part of the newest save: one copy, both, or both and those of the save before.
+
+    A byte changes mostly, of all of a file or of a kind; else the file is cut.
+    """
+    saves = sorted({key.save for key in copies}, reverse=True)
+    owner = chance.choice(sorted({key.owner for key in copies if key.save == saves[0]}))
+    num_saves, is_one = chance.choice([(1, True), (1, False), (2, False)])
+    fault = Fault.FLIP if chance.random() < _FLIP_SHARE else Fault.TRUNCATE
+    place: Place | None = chance.choice([None, *Place])
+    contents: dict[str, bytes | None] = {}
+    for save in saves[:num_saves]:
+        keys = [key for key in copies if (key.save, key.owner) == (save, owner)]
+        if not keys:
+            continue
+        keys.sort(key=lambda key: key.holder != owner)
+        content = copies[keys[0]].read_bytes()
+        if fault is Fault.TRUNCATE:
+            new = content[: chance.randrange(len(content))]
+        else:
+            place, at = _any_byte_of(content, place, chance)
+            new = _flipped(content, at, chance)
+        contents |= {str(copies[key]): new for key in (keys[:1] if is_one else keys)}
+    what = place if fault is Fault.FLIP and place else Place.HEADER  # the end is of the header
+    return Damage(fault, what, contents, SAME if what is Place.PADDING else "")
+
+
+def _any_byte_of(content: bytes, place: Place | None, chance: random.Random) -> tuple[Place, int]:
+    """What a byte of a local shard file is, and where it is."""
+    spans = [(found, start, end) for found, start, end in _spans(content) if start < end]
+    spans = [one for one in spans if one[0] is place] or spans
+    ((found, start, end),) = chance.choices(spans, [end - start for _, start, end in spans])
+    return found, chance.randrange(start, end)
+
+
+def _spans(content: bytes) -> Iterable[tuple[Place, int, int]]:
+    """What each byte of a local shard file is, where that begins and ends."""
+    last = len(content) - _END
+    first = last - int.from_bytes(content[-16:-8], "little")
+    end = 0
+    for _, dtype, shape in json.loads(content[first:last])["buffers"]:
+        nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        yield Place.PADDING, end, start
+        yield Place.TENSOR, start, start + nbytes
+        end = start + nbytes
+    if end != first:
+        raise ValueError(f"a shard whose buffers have {first} bytes is described as one of {end}")
+    yield Place.HEADER, first, len(content)

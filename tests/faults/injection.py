@@ -6,7 +6,6 @@ import builtins
 import errno
 import mmap
 import os
-import resource
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,51 +27,31 @@ from tests.support.system_calls import CHANGES, before_calls
 
 PACKAGE = str(Path(dist_ckpt_strategies.__file__).parent)
 
-INJECTED = "injected"
-"""What the error of a failing call says."""
-
+INJECTED = "injected"  # what the error of a failing call says
 _STORAGE_CALLS = (
     *("open", "write", "pwrite", "preadv", "fsync", "mkdir", "listdir", "scandir"),
     *CHANGES,
 )
-_OF_COLLECTIVES = (
-    "comm/base.py",
-    "comm/process_group.py",
-    "comm/torch_communicator.py",
-)
+_OF_COLLECTIVES = ("comm/base.py", "comm/process_group.py", "comm/torch_communicator.py")
 """A rank that fails in there cannot tell the others any more."""
 
 
 class Act(StrEnum):
-    """What happens to the rank."""
-
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
     FAIL = "an error"
-    LIMIT = "a limit on the size of files"
 
 
 @dataclass(frozen=True, slots=True)
 class Trap:
-    """What is to happen to a rank, and when.
+    """What is to happen to a rank, and when."""
 
-    Attributes:
-        act: what.
-        call: calls before it: of ``target``, or of storage below the root.
-        delay_s: in place of ``call``: seconds from the begin of the order.
-        is_certain: whether it happens at the end, if it has not until then.
-        limit_nbytes: of LIMIT; it holds from the begin.
-        target: a name in TARGETS, of which the package's own calls fail; empty: storage calls.
-        for_ever: whether all later calls of ``target`` fail too.
-    """
-
-    act: Act
-    call: int
-    delay_s: float | None = None
-    is_certain: bool = False
-    limit_nbytes: int = 0
+    act: Act  # what. KILL and STOP happen at the end, if they have not until then
+    call: int = 0  # calls before it: of ``target``, or of storage below the root
+    delay_s: float = 0.0  # if not 0, in place of ``call``: seconds from the begin of the order
+    # a name in TARGETS, of which the package's own calls fail; empty: storage calls.
     target: str = ""
-    for_ever: bool = False
+    for_ever: bool = False  # whether all later calls of ``target`` fail too
 
 
 @dataclass
@@ -86,7 +65,6 @@ class Calls:
     lock: Any = field(default_factory=threading.Lock)
 
     def is_to_fail(self) -> bool:
-        """Whether this call is to fail."""
         with self.lock:
             self.seen += 1
             is_it = self.seen == self.number or (self.fails_for_ever and self.seen > self.number)
@@ -107,15 +85,9 @@ def armed(trap: Trap | None, root: Path) -> Iterator[Calls]:
         return
     calls = Calls(trap.call + 1)
     strike = partial(_strike, trap.act, calls)
-    if trap.act is Act.LIMIT:
-        context = limited_file_size(trap.limit_nbytes)
-    elif trap.delay_s is None:
-        context = _at_a_storage_call(root, calls, strike)
-    else:
-        context = _after(trap.delay_s, strike)
-    with context:
+    with _after(trap.delay_s, strike) if trap.delay_s else _at_a_storage_call(root, calls, strike):
         yield calls
-    if trap.is_certain and not calls.failed:
+    if trap.act in {Act.KILL, Act.STOP} and not calls.failed:
         strike()
 
 
@@ -147,57 +119,21 @@ def _after(delay_s: float, strike: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-@contextmanager
-def limited_file_size(nbytes: int) -> Iterator[None]:
-    """In this process no file grows beyond that: the nearest to a full disk without one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def no_memory() -> Exception:
-    """What Python raises where there is none."""
-    return MemoryError(INJECTED)
-
-
-def no_file() -> Exception:
-    """What the system says of a disk that is broken."""
-    return OSError(errno.EIO, INJECTED)
-
-
-def no_thread() -> Exception:
-    """What Python raises where the system starts no more of them."""
-    return RuntimeError(f"can't start new thread: {INJECTED}")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A function of Python, numpy, torch or the system, and how it fails."""
-
-    owner: Any
-    name: str
-    error: Callable[[], Exception]
-
-
-TARGETS = {
-    "np.empty": Target(np, "empty", no_memory),
-    "np.zeros": Target(np, "zeros", no_memory),
-    "np.frombuffer": Target(np, "frombuffer", no_memory),
-    "torch.empty": Target(torch, "empty", no_memory),
-    "torch.from_numpy": Target(torch, "from_numpy", no_memory),
-    "mmap": Target(mmap, "mmap", no_memory),
-    "open": Target(builtins, "open", no_file),
-    **{
-        f"os.{name}": Target(os, name, no_file)
-        for name in (
-            *("open", "preadv", "pread", "pwrite", "write", "fsync"),
-            *("stat", "makedirs", "replace", "unlink"),
-        )
-    },
-    "Thread.start": Target(threading.Thread, "start", no_thread),
+Target = tuple[Any, str, Exception]  # a function of a module or class, and how it fails
+_NO_MEMORY = MemoryError(INJECTED)
+_NO_FILE = OSError(errno.EIO, INJECTED)
+_NO_THREAD = RuntimeError(f"can't start new thread: {INJECTED}")
+_OF_OS = (
+    *("open", "preadv", "pread", "pwrite", "write", "fsync"),
+    *("stat", "makedirs", "replace", "unlink"),
+)
+TARGETS: dict[str, Target] = {
+    **{f"np.{name}": (np, name, _NO_MEMORY) for name in ("empty", "zeros", "frombuffer")},
+    **{f"torch.{name}": (torch, name, _NO_MEMORY) for name in ("empty", "from_numpy")},
+    "mmap": (mmap, "mmap", _NO_MEMORY),
+    "open": (builtins, "open", _NO_FILE),
+    **{f"os.{name}": (os, name, _NO_FILE) for name in _OF_OS},
+    "Thread.start": (threading.Thread, "start", _NO_THREAD),
 }
 
 
@@ -209,15 +145,16 @@ def failing_call(target: Target, number: int, *, for_ever: bool = False) -> Iter
     which collectives run.
     """
     calls = Calls(number, for_ever)
-    real = getattr(target.owner, target.name)
+    owner, name, error = target
+    real = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_of_package(sys._getframe(1)) and calls.is_to_fail():
-            raise target.error()
+            raise type(error)(*error.args)
         return real(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target.owner, target.name, call)
+        patch.setattr(owner, name, call)
         yield calls
 
 
@@ -227,13 +164,10 @@ def _is_of_package(frame: FrameType | None) -> bool:
     while frame is not None and depth < 12:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE):
-            return _may_fail(frame.f_code) or not name.endswith(_OF_COLLECTIVES)
+            # A rank-local step between collectives: its failure is raised on all ranks.
+            is_step = frame.f_code.co_qualname.startswith("run_and_gather_bytes.")
+            return is_step or not name.endswith(_OF_COLLECTIVES)
         if "/torch/" in name or "/tests/" in name:
             return False
         frame, depth = frame.f_back, depth + 1
     return False
-
-
-def _may_fail(code: CodeType) -> bool:
-    """Rank-local steps between collectives: their failure is raised on all ranks."""
-    return code.co_qualname.startswith("run_and_gather_bytes.")

@@ -1,6 +1,7 @@
 """Whether what the ranks came to is what had to come: nothing else may ever happen.
 
-Every function returns what is wrong, in words; nothing, if nothing is.
+Every function returns what is wrong, in words; nothing, if nothing is. Answers of ranks are what
+the methods of ``Rank`` return, or RankDiedError, or a Failure.
 """
 
 from __future__ import annotations
@@ -9,63 +10,54 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.faults.injection import INJECTED
-from tests.faults.oracle import CopyKey, Found, Ledger, SaveKey, Status, Tier
-from tests.faults.rank import Recovered, SaveOrder, SaveResult, Trained
-from tests.faults.schedule import HANGS, NUM_RANKS, Event, Strike
-from tests.faults.world import Answer, Gone, Stopped
+from tests.faults.oracle import NUM_RANKS, CopyKey, Found, Ledger, SaveKey, Status, Tier
+from tests.faults.rank import Recovered, SaveResult, Trained
+from tests.faults.schedule import Event, Save, Strike
 from tests.support.entries import Failure
+from tests.support.ranks import RankDiedError
 
 Reference = Sequence[Sequence[str]]
 """By rank and step, the digest of the state of a run that nothing disturbs."""
 
-LOSSES = HANGS | {Strike.KILL}
+LOSSES = {Strike.KILL, Strike.WAKE}
 """A rank falls silent: what the others were told by it before may differ."""
 
 _SLACK_S = 20.0
-_LOST = {"PeerLostError", "PeerTimeoutError"}
-_LATE_STORE = {"StoreUnreachableError"}
+_LOST = {"PeerLostError", "PeerTimeoutError", "StoreUnreachableError"}
 """A request may not take longer than peers wait, which is short where one falls silent."""
 
 _NOTHING_THERE = {"CheckpointNotFoundError", "NoUsableCheckpointError"}
-_CAUSES: Mapping[Strike, tuple[str, ...]] = {
-    Strike.FAIL: (INJECTED,),
-    Strike.LIMIT: ("file too large",),
-    Strike.FULL: ("no space left", "bytes on the file system", "file too large"),
-    Strike.LOSE_NODE: ("/node",),
-    Strike.RESTART: ("s3://",),
-    Strike.EMPTIED: ("s3://",),
+_CAUSES = {
+    Strike.FAIL: INJECTED,
+    Strike.LOSE_NODE: "/node",
+    Strike.OUTAGE: "s3://",
 }
 
 
-def check_steps(answers: Mapping[int, Answer], reference: Reference) -> Iterator[str]:
-    """The training itself: each state is that of the undisturbed run."""
-    for rank, answer in answers.items():
-        if isinstance(answer.value, Trained):
-            for step, digest in answer.value.digests.items():
-                if digest != reference[rank][step]:
-                    yield f"rank {rank}: another state at step {step} than undisturbed"
-
-
 def check_training(
-    event: Event | None, answers: Mapping[int, Answer], timeout_s: float
+    event: Event | None, answers: Mapping[int, Any], reference: Reference, timeout_s: float
 ) -> Iterator[str]:
     """How training and its saves ended. ``event``: what struck meanwhile, if anything did."""
     yield from _check_losses(event, answers)
     for rank, answer in answers.items():
-        may_end = event is not None and event.strike in LOSSES
-        if isinstance(answer.value, Trained) and answer.value.failure and not may_end:
-            yield f"rank {rank}: training ended with {answer.value.failure}"
-    for results in saves_by_order(answers).values():
+        if not isinstance(answer, Trained):
+            continue
+        for step, digest in answer.digests.items():
+            if digest != reference[rank][step]:
+                yield f"rank {rank}: another state at step {step} than undisturbed"
+        if answer.failure and (event is None or event.strike not in LOSSES):
+            yield f"rank {rank}: training ended with {answer.failure}"
+    for results in saves_of(answers).values():
         yield from _check_save(event, results, timeout_s)
 
 
-def saves_by_order(answers: Mapping[int, Answer]) -> dict[Any, dict[int, SaveResult]]:
+def saves_of(answers: Mapping[int, Any]) -> dict[Save, dict[int, SaveResult]]:
     """How each save ended, by rank, for those that answered."""
-    found: dict[Any, dict[int, SaveResult]] = {}
+    found: dict[Save, dict[int, SaveResult]] = {}
     for rank, answer in answers.items():
-        if isinstance(answer.value, Trained):
-            for result in answer.value.saves:
-                found.setdefault(result.order, {})[rank] = result
+        if isinstance(answer, Trained):
+            for result in answer.saves:
+                found.setdefault(result.save, {})[rank] = result
     return found
 
 
@@ -73,104 +65,99 @@ def _check_save(
     event: Event | None, results: Mapping[int, SaveResult], timeout_s: float
 ) -> Iterator[str]:
     failures = {rank: one.failure for rank, one in results.items() if one.failure is not None}
-    if not failures:
-        return
-    what = next(iter(results.values()))
-    if event is None or event.strike is Strike.PAUSE:
-        yield f"nothing struck, and the {what.order.tier} save of {what.iteration}: {failures}"
-        return
-    if event.strike not in LOSSES and len(failures) < len(results):
-        yield f"the {what.order.tier} save of {what.iteration} failed on some ranks: {results}"
+    if failures and event is None:
+        yield f"nothing struck, and a save: {failures}"
+    elif event is not None:
+        yield from _check_alone(event, failures, len(results))
+        yield from _check_failures(event, failures, timeout_s)
+
+
+def _check_alone(event: Event, failures: Mapping[int, Failure], num_ranks: int) -> Iterator[str]:
+    if event.strike not in LOSSES and 0 < len(failures) < num_ranks:
+        yield f"some ranks fail alone: {failures}"
+
+
+def _check_failures(
+    event: Event, failures: Mapping[int, Failure], timeout_s: float
+) -> Iterator[str]:
+    """Each error is one of ours, in time, and names the cause."""
     for rank, failure in failures.items():
-        yield from (f"rank {rank}: {why}" for why in _unexplained(event, rank, failure, timeout_s))
-
-
-def _unexplained(event: Event, rank: int, failure: Failure, timeout_s: float) -> Iterator[str]:
-    """What an error lacks: it has to be one of ours, in time, and to name the cause."""
-    if not failure.is_ours:
-        yield f"no error of the package: {failure}"
-    is_asleep = event.strike is Strike.WAKE and rank == event.victim  # and its clock goes on
-    if failure.seconds > 2 * timeout_s + _SLACK_S and not is_asleep:
-        yield f"an error after {failure.seconds:.1f} s, the limit is {timeout_s:g} s: {failure}"
-    if event.strike in LOSSES:
-        if not (_LOST | _LATE_STORE) & set(failure.kinds):
-            yield f"rank {event.victim} was lost, and the error is {failure}"
-        return
-    causes = _CAUSES.get(event.strike, ())
-    if not any(cause in failure.text.lower() for cause in map(str.lower, causes)):
-        yield f"expected an error that names {' or '.join(causes)}, found {failure}"
-    if event.strike in {Strike.FAIL, Strike.LIMIT} and failure.global_rank != event.victim:
-        yield f"expected an error of rank {event.victim}, found {failure}"
+        if not failure.is_ours:
+            yield f"rank {rank}: no error of the package: {failure}"
+        is_asleep = event.strike is Strike.WAKE and rank == event.victim  # and its clock goes on
+        if failure.seconds > 2 * timeout_s + _SLACK_S and not is_asleep:
+            yield f"rank {rank}: an error after {failure.seconds:.1f} s, not {timeout_s:g} s"
+        if event.strike in LOSSES:
+            is_named = bool(_LOST & set(failure.kinds))
+        else:
+            cause = _CAUSES.get(event.strike)
+            is_named = cause is not None and cause in failure.text.lower()
+        if event.strike is Strike.FAIL:
+            is_named &= failure.global_rank == event.victim
+        if not is_named:
+            yield f"rank {rank}: an error that does not name the cause: {failure}"
 
 
 def check_disturbed_recovery(
     event: Event,
-    answers: Mapping[int, Answer],
+    answers: Mapping[int, Any],
     ledger: Ledger,
     reference: Reference,
     timeout_s: float,
 ) -> Iterator[str]:
     """A recovery in which something struck: the right state of some checkpoint, or an error."""
     yield from _check_losses(event, answers)
-    results = {r: a.value for r, a in answers.items() if isinstance(a.value, Recovered)}
-    failures = {r: one.failure for r, one in results.items() if one.failure is not None}
+    results = {r: one for r, one in answers.items() if isinstance(one, Recovered)}
+    failures: dict[int, Failure] = {}
     for rank, one in results.items():
-        if one.failure is None:
+        if not isinstance(one.found, Failure):
             yield from _check_found(rank, one, ledger.usable(), reference)
-    if event.strike not in LOSSES and 0 < len(failures) < len(results):
-        yield f"a load failed on some ranks alone: {failures}"
-    is_something = ledger.newest_whole() is not None
-    if event.strike is Strike.PAUSE and failures and is_something:
-        yield f"a pause that is short, and a load: {failures}"
-    for rank, failure in failures.items():
-        if results[rank].is_loaded and event.strike in LOSSES:
+        elif one.is_loaded and event.strike in LOSSES:
             continue  # the ranks met once more, without the package
-        if is_something or not _NOTHING_THERE & set(failure.kinds):
-            yield from (
-                f"rank {rank}: {why}" for why in _unexplained(event, rank, failure, timeout_s)
-            )
+        else:
+            failures[rank] = one.found
+    yield from _check_alone(event, failures, len(results))
+    if ledger.newest_whole() is None:
+        failures = {r: f for r, f in failures.items() if not _NOTHING_THERE & set(f.kinds)}
+    yield from _check_failures(event, failures, timeout_s)
 
 
-def _check_losses(event: Event | None, answers: Mapping[int, Answer]) -> Iterator[str]:
+def _check_losses(event: Event | None, answers: Mapping[int, Any]) -> Iterator[str]:
     """Nobody is lost but the rank that was hit; and what has come is an answer."""
     for rank, answer in answers.items():
-        is_lost = isinstance(answer.value, (Gone, Stopped))
         is_meant = event is not None and event.strike in LOSSES and rank == event.victim
-        is_right = is_meant if is_lost else isinstance(answer.value, (Trained, Recovered))
-        if not is_right:
-            yield f"rank {rank}: {answer.value}"
+        if not isinstance(answer, (Trained, Recovered)) and not (
+            is_meant and isinstance(answer, RankDiedError)
+        ):
+            yield f"rank {rank}: {answer}"
 
 
 def check_recovery(
-    answers: Mapping[int, Answer], ledger: Ledger, reference: Reference
+    answers: Mapping[int, Any], ledger: Ledger, reference: Reference
 ) -> Iterator[str]:
     """A recovery that nothing disturbs: the newest state that is whole, on every rank."""
-    results = {rank: answer.value for rank, answer in answers.items()}
-    for rank, one in results.items():
+    ends: set[Found | None] = set()
+    for rank, one in answers.items():
         if not isinstance(one, Recovered):
             yield f"rank {rank}: {one}"
-        elif one.failure is None:
-            yield from _check_found(rank, one, ledger.acceptable(), reference)
+        elif isinstance(one.found, Failure):
+            ends.add(None)
+            yield from _check_nothing_there(rank, one.found, ledger)
         else:
-            yield from _check_nothing_there(rank, one.failure, ledger)
-    places = {
-        (one.tier, one.iteration, one.failure is None)
-        for one in results.values()
-        if isinstance(one, Recovered)
-    }
-    if len(places) > 1:
-        yield f"the ranks do not agree: {results}"
+            ends.add(one.found)
+            yield from _check_found(rank, one, ledger.acceptable(), reference)
+    if len(ends) > 1:
+        yield f"the ranks do not agree: {answers}"
 
 
 def _check_found(
     rank: int, one: Recovered, expected: set[Found], reference: Reference
 ) -> Iterator[str]:
-    assert one.tier is not None
-    found = Found(one.iteration, one.tier)
-    if found not in expected:
+    assert isinstance(one.found, Found)
+    if one.found not in expected:
         yield f"rank {rank}: expected one of {sorted(expected)}, found {one}"
-    elif one.digest != reference[rank][one.iteration]:
-        yield f"rank {rank}: another state than that of step {one.iteration}: {one}"
+    elif one.digest != reference[rank][one.found.iteration]:
+        yield f"rank {rank}: another state than that of step {one.found.iteration}: {one}"
 
 
 def _check_nothing_there(rank: int, failure: Failure, ledger: Ledger) -> Iterator[str]:
@@ -184,28 +171,19 @@ def _check_nothing_there(rank: int, failure: Failure, ledger: Ledger) -> Iterato
         yield f"rank {rank}: there are finished checkpoints, and they are not mentioned: {failure}"
 
 
-def check_attempt(answers: Mapping[int, Answer], culprit: int | None) -> Iterator[str]:
+def check_attempt(answers: Mapping[int, Any], culprit: int | None) -> Iterator[str]:
     """An operation in which a call failed on the culprit: all ranks raise that, or none.
 
-    No rank learns of it by waiting until its limit.
-
-    Without a culprit nothing failed, and nothing may be raised.
+    No rank learns of it by waiting until its limit. Without a culprit none may raise.
     """
-    found = {rank: answer.value for rank, answer in answers.items()}
-    for rank, value in found.items():
-        if isinstance(value, (Failure, Gone, Stopped)):
-            yield f"rank {rank}: {value}"
-            return
-    failures = {rank: failure for rank, (failure,) in found.items() if failure is not None}
-    if failures and culprit is None:
-        yield f"nothing failed, and {failures}"
-        return
-    if 0 < len(failures) < len(found):
+    failures = {rank: one for rank, one in answers.items() if one is not None}
+    if 0 < len(failures) < len(answers):
         yield f"some ranks raise alone: {failures}"
     for rank, failure in failures.items():
-        if not failure.is_ours or failure.global_rank != culprit:
+        is_right = isinstance(failure, Failure) and failure.is_ours
+        if culprit is None or not is_right or failure.global_rank != culprit:
             yield f"rank {rank}: expected an error of ours of rank {culprit}, found {failure}"
-        if "PeerTimeoutError" in failure.kinds:
+        elif "PeerTimeoutError" in failure.kinds:
             yield f"rank {rank} learns of it late: {failure}"
 
 
@@ -224,47 +202,39 @@ def check_pruned(before: Mapping[str, int], after: Iterable[str], num_kept: int)
     yield from (f"{name} was pruned" for name in set(newest) - set(after))
 
 
-Saves = Mapping[SaveOrder, Mapping[int, SaveResult]]
+Saves = Mapping[Save, Mapping[int, SaveResult]]
 
 
 def observed_global(
     before: Ledger, saves: Saves, finished: Mapping[str, int], *, may_differ: bool
 ) -> tuple[Ledger, list[str]]:
-    """The ledger after the global saves of a training.
+    """The ledger after the global saves of a training, by what has a marker then.
 
-    Args:
-        before: what was known before them.
-        saves: how they ended, by rank.
-        finished: the checkpoints that have a marker, and their iterations.
-        may_differ: whether a rank was lost, so that the others may have been told otherwise.
+    ``may_differ``: a rank was lost, and the others may have been told otherwise.
     """
-    begun = {order.directory: results for order, results in saves.items() if order.directory}
-    known = {*before.global_, *begun}
-    wrong = [
-        *(
-            f"{name}: it was finished, and is gone"
-            for name in set(before.global_) - {*finished, *begun}
-        ),
-        *(f"{name}: nobody has saved that" for name in set(finished) - known if not may_differ),
-    ]
-    after = before.without_global(begun)
-    # A rank that was lost may have taken the answer about a save with it.
-    for name in begun if not may_differ else [*begun, *(set(finished) - known)]:
-        has_succeeded = all(one.failure is None for one in begun.get(name, {}).values())
+    succeeded = {
+        next(iter(results.values())).directory: all(r.failure is None for r in results.values())
+        for save, results in saves.items()
+        if save.tier is Tier.GLOBAL
+    }
+    lost = set(before.global_) - {*finished, *succeeded}
+    unknown = set(finished) - {*before.global_, *succeeded}
+    wrong = [f"{name}: it was finished, and is gone" for name in lost]
+    if may_differ:  # a rank that was lost may have taken the answer about a save with it
+        succeeded |= dict.fromkeys(unknown, True)
+    else:
+        wrong += [f"{name}: nobody has saved that" for name in unknown]
+    after = before.without_global(succeeded)
+    for name, has_succeeded in succeeded.items():
         if name in finished:
-            status = _status_of(before, name, has_succeeded=has_succeeded)
+            old = Status.WHOLE if has_succeeded else before.global_.get(name, (0, Status.WHOLE))[1]
+            # A failed save leaves what it would replace, or replaces it.
+            status = Status.UNSURE if old is Status.BROKEN else old
             after = after.with_global(name, finished[name], status)
-        is_odd = has_succeeded and name not in finished
-        is_odd |= not has_succeeded and name in finished and name not in before.global_
-        if is_odd and not may_differ:
+        is_there = name in finished and name not in before.global_
+        if not may_differ and (name not in finished if has_succeeded else is_there):
             wrong.append(f"{name}: success is {has_succeeded}, a marker is {name in finished}")
     return after, wrong
-
-
-def _status_of(before: Ledger, name: str, *, has_succeeded: bool) -> Status:
-    """Of a checkpoint that is there; a failed save leaves what it would replace, or replaces it."""
-    old = Status.WHOLE if has_succeeded else before.global_.get(name, (0, Status.WHOLE))[1]
-    return Status.UNSURE if old is Status.BROKEN else old
 
 
 def observed_copies(
@@ -276,30 +246,21 @@ def observed_copies(
     may_differ: bool,
     lost_node: int | None = None,
 ) -> tuple[Ledger, list[str]]:
-    """The ledger after the local saves of a training.
+    """The ledger after the local saves of a training, by the copies that are there then.
 
-    Args:
-        before: what was known before them.
-        saves: how they ended, by rank.
-        seen: the copies that are there.
-        jump: as the cliques were made.
-        may_differ: whether a rank was lost, so that the others may have been told otherwise.
-        lost_node: whose directory vanished meanwhile; what is there again was written since.
+    ``lost_node``: whose directory vanished meanwhile; what is there again was written since.
     """
-    copies = set(seen)
-    after = before.with_copies(copies)
-    new = {key.save for key in copies} - {key.save for key in before.copies}
-    local = [results for order, results in saves.items() if order.tier is Tier.LOCAL]
+    after = before.with_copies(seen)
+    new = {key.save for key in after.copies} - {key.save for key in before.copies}
     wrong = [] if len(new) <= 1 else [f"one local save was begun, and there are {sorted(new)}"]
-    for results in local:
-        if all(one.failure is None for one in results.values()) and not may_differ:
+    for save, results in saves.items():
+        has_succeeded = all(one.failure is None for one in results.values())
+        if save.tier is Tier.LOCAL and has_succeeded and not may_differ:
             iteration = next(iter(results.values())).iteration
-            expected = {copy for save in new for copy in _copies(save, jump)}
+            expected = {copy for key in new for copy in _copies(key, jump)}
             expected = {copy for copy in expected if copy.holder != lost_node}
-            if {save.iteration for save in new} != {iteration} or not expected <= copies:
-                wrong.append(
-                    f"the local save of {iteration} succeeded, and there is {sorted(copies)}"
-                )
+            if {key.iteration for key in new} != {iteration} or not expected <= set(after.copies):
+                wrong.append(f"the local save of {iteration} succeeded: {sorted(after.copies)}")
     missing = _missing(before, after, new)
     if lost_node is not None:  # what it held may have been what kept the rest from being removed
         missing &= _missing(before.without_node(lost_node), after, new)
@@ -319,12 +280,6 @@ def _missing(before: Ledger, after: Ledger, new: set[SaveKey]) -> set[CopyKey]:
 
 
 def _copies(save: SaveKey, jump: int) -> set[CopyKey]:
-    """Each shard with its owner, and with the rank ``jump`` away that keeps the other one."""
-    found = set()
-    for owner in range(NUM_RANKS):
-        is_first = owner // jump % 2 == 0
-        found |= {
-            CopyKey(save, owner, owner),
-            CopyKey(save, owner, owner + jump if is_first else owner - jump),
-        }
-    return found
+    """Each part with its owner, and with the rank ``jump`` away that keeps the other one."""
+    holders = [(owner, owner ^ jump) for owner in range(NUM_RANKS)]
+    return {CopyKey(save, owner, holder) for owner, both in enumerate(holders) for holder in both}

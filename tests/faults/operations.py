@@ -30,9 +30,7 @@ from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadSh
 from tests.support.memory_provider import MemoryProvider
 from tests.support.sharding import Cut, Part, no_data, on_grid, replicated, state_of, zeros
 
-LIMIT_S = 6.0
-"""How long the ranks wait for each other."""
-
+LIMIT_S = 6.0  # how long the ranks wait for each other
 _SMALL: dict[str, Any] = {"timeout_s": LIMIT_S, "max_bucket_bytes": 4096}
 
 Action = Callable[[Path], Callable[[], Any]]
@@ -84,16 +82,12 @@ def _load(rank: int, root: Path, strategy: Any) -> None:
     _require_loaded(rank, found)
 
 
-def save_with(backend: Any, rank: int, directory: Path) -> Action:
-    """Save."""
-    del directory
+def save_with(backend: Any, rank: int, _directory: Path) -> Action:
     save = dist_ckpt_strategies.save
     return lambda root: partial(save, _saved(rank), root, backend, timeout_s=LIMIT_S)
 
 
-def save_async_with(backend: tuple[str, int], rank: int, directory: Path) -> Action:
-    """Save in the background, and wait for it."""
-    del directory
+def save_async_with(backend: tuple[str, int], rank: int, _directory: Path) -> Action:
     save = dist_ckpt_strategies.save_async
     return lambda root: lambda: save(_saved(rank), root, backend, timeout_s=LIMIT_S).wait()
 
@@ -123,7 +117,6 @@ def _on_nodes(root: Path) -> LocalOptions:
 
 def save_local_replicated(rank: int, directory: Path) -> Action:
     """Save to the nodes' own disks, through the backend."""
-
     cliques = LazyCliqueReplicationStrategy(2, 2, **_SMALL)
     assert cliques.replication_strategy is not None
 
@@ -157,15 +150,11 @@ def _values(rank: int) -> dict[str, Any]:
     }
 
 
-def _require_values(rank: int, state: Any) -> None:
-    assert torch.equal(state.state_dict["large"], _values(rank)["large"])
+def _cliques() -> CliqueReplicationStrategy:
+    return CliqueReplicationStrategy.from_replication_params(2, 2, **_SMALL)
 
 
-def _cliques(jump: int = 2, factor: int = 2) -> CliqueReplicationStrategy:
-    return CliqueReplicationStrategy.from_replication_params(jump, factor, **_SMALL)
-
-
-def save_shards(rank: int, directory: Path, *, is_async: bool = False) -> Action:
+def save_shards(rank: int, _directory: Path, *, is_async: bool = False) -> Action:
     """Save each rank's state to its node, and copies to another."""
     cliques = _cliques()
 
@@ -176,7 +165,6 @@ def save_shards(rank: int, directory: Path, *, is_async: bool = False) -> Action
         if request is not None:
             request.wait()
 
-    del directory
     return lambda root: partial(attempt, root)
 
 
@@ -186,38 +174,24 @@ def load_shards(rank: int, directory: Path) -> Action:
     _lose_a_node(rank, directory)
     node = directory / f"node{rank // 2}"
     manager = LocalCheckpointManager(node, repl_strategy=_cliques(), **_SMALL)
-    return lambda _: lambda: _require_values(rank, manager.load()[0])
-
-
-def exchange_states(rank: int, directory: Path) -> Action:
-    """Copies of states between the ranks of a clique, and back."""
-    cliques = _cliques(1, 4)
-    names = {member: f"state{member}" for member in cliques.global_ranks}
-    available = {m: [name for other, name in names.items() if other != m] for m in names}
 
     def attempt() -> None:
-        mine = f"state{rank}"
-        states, ids = cliques.replicate(BasicTensorAwareStateDict(_values(rank)), mine)
-        plan = cliques.retrieve_plan(available, [mine])
-        found = cliques.retrieve_execute(plan, dict(zip(ids, states, strict=True)))
-        _require_values(rank, found[mine])
+        assert torch.equal(manager.load()[0].state_dict["large"], _values(rank)["large"])
 
-    del directory
     return lambda _: attempt
 
 
-def reshard_state(rank: int, directory: Path) -> Action:
+def reshard_state(rank: int, _directory: Path) -> Action:
     """A state with shards, to another layout."""
 
     def attempt() -> None:
         state, _ = MCoreTensorAwareStateDict.from_state_dict(_saved(rank))
         _require_loaded(rank, state.to_state_dict(_wanted(rank, has_data=True)))
 
-    del directory
     return lambda _: attempt
 
 
-def recover_where(lost: int, rank: int, directory: Path) -> Action:
+def recover_where(lost: int, rank: int, _directory: Path) -> Action:
     """Bring a rank that has lost its state back from those that hold the same; finish the step."""
 
     def ready(_: Path) -> Callable[[], Any]:
@@ -237,7 +211,6 @@ def recover_where(lost: int, rank: int, directory: Path) -> Action:
         parts = new.parts()[f"p{rank % 2}"]
         assert all((found == 2.0 + rank % 2).all() for found in parts.values())
 
-    del directory
     return ready
 
 
@@ -263,7 +236,6 @@ OPERATIONS: dict[str, Operation] = {
     "local save": save_shards,
     "local save_async": partial(save_shards, is_async=True),
     "local load": load_shards,
-    "exchange states": exchange_states,
     "reshard": reshard_state,
     "recover from the first": partial(recover_where, 0),
     "recover from another": partial(recover_where, 2),

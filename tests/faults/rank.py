@@ -5,10 +5,8 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import shutil
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,8 +29,8 @@ from dist_ckpt_strategies.local import (
 from dist_ckpt_strategies.recovery import load_latest
 from tests.faults.injection import Trap, armed
 from tests.faults.operations import LIMIT_S, OPERATIONS, Action
-from tests.faults.oracle import Tier
-from tests.faults.schedule import NUM_RANKS
+from tests.faults.oracle import NUM_RANKS, Found, Tier
+from tests.faults.schedule import Save
 from tests.support.entries import Failure, outcome
 from tests.support.ranks import allow_processes
 from tests.support.sharded_training import (
@@ -46,9 +44,9 @@ from tests.support.sharded_training import (
     to_local,
 )
 
-FORMAT = ("zarr", 2)
 NUM_KEPT = 2
 HOST = "127.0.0.1"
+_FORMAT = ("zarr", 2)
 _COPIES = 2
 _NUM_SHARDS = 2
 _SEED = 11
@@ -56,92 +54,51 @@ _OTHER_SEED = 99
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOrder:
-    """A save in the training.
-
-    Attributes:
-        tier: which kind.
-        after_steps: how many steps come before it.
-        is_async: whether training goes on meanwhile.
-        directory: where to, of a global one.
-    """
-
-    tier: Tier
-    after_steps: int
-    is_async: bool
-    directory: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class SaveResult:
     """How a save of an iteration ended: ``failure`` is what was raised."""
 
-    order: SaveOrder
+    save: Save
     iteration: int
+    directory: str
     failure: Failure | None
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What ``train`` came to.
+    """What ``train`` came to."""
 
-    Attributes:
-        digests: of the state, by step.
-        saves: how the saves ended, of those that were begun.
-        failure: what ended the training early; not what a save raised.
-        has_struck: whether the trap did.
-    """
-
-    digests: dict[int, str]
-    saves: tuple[SaveResult, ...]
-    failure: Failure | None
-    has_struck: bool
+    digests: dict[int, str]  # of the state, by step
+    saves: tuple[SaveResult, ...]  # how the saves ended, of those that were begun
+    failure: Failure | None  # what ended the training early; not what a save raised
+    has_struck: bool  # whether the trap did
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What ``recover`` came to.
+    """What ``recover`` came to."""
 
-    Attributes:
-        tier: where the checkpoint was; None with a failure.
-        iteration: of the training, as the package says.
-        digest: of the state.
-        failure: what was raised in place of all that.
-        has_struck: whether the trap did.
-        is_loaded: whether the load had ended well before the failure.
-    """
+    found: Found | Failure  # which checkpoint, as the package says; or what was raised
+    digest: str  # of the state
+    has_struck: bool  # whether the trap did
+    is_loaded: bool = False  # whether the load ended well, also where taking the state over failed
 
-    tier: Tier | None
-    iteration: int
-    digest: str
-    failure: Failure | None
-    has_struck: bool
-    is_loaded: bool = False
+
+def checkpoint_at(address: str, iteration: int) -> str:
+    return f"{address}/iter_{iteration:07d}"
 
 
 class Rank:
-    """What a rank has, and does.
+    """What a rank has, and does, below the directory of all nodes and global checkpoints."""
 
-    Args:
-        rank: its number.
-        root: holds the directories of all nodes, and of the global checkpoints.
-        store_port: where the ranks find each other.
-    """
+    _training: ShardedTraining  # in the groups that ``join`` made
+    _clique: Any
+    _action: Action  # that ``prepare`` made ready
 
     def __init__(self, rank: int, root: Path, store_port: int) -> None:
         self._rank, self._root, self._port = rank, root, store_port
-        self._training: ShardedTraining | None = None
-        self._clique: Any = None
-        self._action: Action | None = None
 
     def join(self, name: str, jump: int, timeout_s: float) -> None:
-        """Make process groups with the others; those of before are given up. Collective.
-
-        Args:
-            name: tells these groups from others.
-            jump: the ranks between a shard and its copy.
-            timeout_s: for collectives of the training.
-        """
+        """Make process groups with the others; those of before are given up. Collective."""
         if dist.is_initialized():
             dist.destroy_process_group()
         limit = timedelta(seconds=timeout_s)
@@ -158,59 +115,73 @@ class Rank:
         self._clique = made.local_group
 
     def begin(self) -> str:
-        """Begin the training anew; the state at step 0."""
-        self._training = ShardedTraining(self._present.groups, seed=_SEED)
+        self._training = ShardedTraining(self._training.groups, seed=_SEED)
         return state_digest(self._training)
 
     def train(
-        self, steps: int, saves: tuple[SaveOrder, ...], timeout_s: float, trap: Trap | None
+        self, steps: int, saves: tuple[Save, ...], address: str, timeout_s: float, trap: Trap | None
     ) -> Trained:
         """Train and save; every save that was begun is waited for."""
         self._limit(timeout_s)
         digests: dict[int, str] = {}
         results: list[SaveResult] = []
+        running: list[tuple[Save, int, str, Callable[[], Any]]] = []
+        training, manager = self._training, self._manager(timeout_s)
+
+        def work() -> None:
+            for number in range(steps + 1):
+                digests[training.step] = state_digest(training)
+                directory = checkpoint_at(address, training.step)
+                for save in (one for one in saves if one.after_steps == number):
+                    where = "" if save.tier is Tier.LOCAL else directory
+                    begun = outcome(lambda: self._save(save, where, timeout_s, manager))  # noqa: B023
+                    if begun is None or isinstance(begun, Failure):
+                        results.append(SaveResult(save, training.step, where, begun))
+                    else:
+                        running.append((save, training.step, where, begun.wait))
+                if number < steps:
+                    step_once(training)
+
         with armed(trap, self._root) as calls:
-            failure = outcome(lambda: self._train(steps, saves, timeout_s, digests, results))
-        self._leave_lost_peers([failure, *(save.failure for save in results)])
+            failure = outcome(work)
+            for save, iteration, where, wait in running:
+                ended = outcome(wait)
+                failed = ended if isinstance(ended, Failure) else None
+                results.append(SaveResult(save, iteration, where, failed))
+        self._leave_lost_peers([failure, *(result.failure for result in results)])
         return Trained(digests, tuple(results), failure, bool(calls.failed))
 
     def recover(self, places: tuple[str, ...], timeout_s: float, trap: Trap | None) -> Recovered:
         """Forget everything, and load the newest checkpoint."""
         self._limit(timeout_s)
-        spoil(self._present)
+        spoil(self._training)
         with armed(trap, self._root) as calls:
             found = outcome(lambda: self._load(places, timeout_s))
             is_loaded = not isinstance(found, Failure)
             taken = outcome(lambda: self._take(found)) if is_loaded else found
         if isinstance(taken, Failure):
             self._leave_lost_peers([taken])
-            return Recovered(None, -1, "", taken, bool(calls.failed), is_loaded)
-        digest = state_digest(self._present)
-        return Recovered(Tier(found.tier), found.iteration, digest, None, bool(calls.failed))
+            return Recovered(taken, "", bool(calls.failed), is_loaded)
+        which = Found(found.iteration, Tier(found.tier))
+        return Recovered(which, state_digest(self._training), bool(calls.failed), is_loaded)
 
     def prepare(self, operation: str, directory: Path) -> None:
         """Make ready for attempts of an operation, in an empty directory. Collective."""
         self._limit(LIMIT_S)
         self._action = OPERATIONS[operation](self._rank, directory)
 
-    def attempt(self, directory: Path, trap: Trap | None) -> tuple[Failure | None]:
-        """One attempt, in a directory of its own: the Failure, if any."""
-        action = self._action
-        assert action is not None
+    def attempt(self, directory: Path, trap: Trap | None) -> Failure | None:
+        """One attempt, in a directory of its own."""
         directory.mkdir(parents=True, exist_ok=True)
-        act = action(directory)
+        act = self._action(directory)
         with armed(trap, self._root):
             found = outcome(act)
-        return (found if isinstance(found, Failure) else None,)
-
-    def clean(self, directory: Path) -> None:
-        """Remove what attempts have left."""
-        shutil.rmtree(directory, ignore_errors=True)
+        return found if isinstance(found, Failure) else None
 
     def _limit(self, timeout_s: float) -> None:
         """From now on no rank waits longer for a peer."""
         os.environ["DIST_CKPT_TIMEOUT_S"] = str(timeout_s)
-        for group in (None, self._present.groups.replica, self._clique):
+        for group in (None, self._training.groups.replica, self._clique):
             _set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def _leave_lost_peers(self, failures: list[Failure | None]) -> None:
@@ -219,58 +190,25 @@ class Rank:
         if any(one and (lost & set(one.kinds) or not one.is_ours) for one in failures):
             dist.destroy_process_group()
 
-    def _train(
-        self,
-        steps: int,
-        orders: tuple[SaveOrder, ...],
-        timeout_s: float,
-        digests: dict[int, str],
-        results: list[SaveResult],
-    ) -> None:
-        training = self._present
-        manager = self._manager(timeout_s)
-        running: list[tuple[SaveOrder, int, Callable[[], Any]]] = []
-        try:
-            for number in range(steps + 1):
-                digests[training.step] = state_digest(training)
-                for order in orders:
-                    if order.after_steps != number:
-                        continue
-                    begun: list[Any] = []
-                    save = self._save_of(order, timeout_s, manager)
-                    failure = outcome(lambda: begun.append(save()))  # noqa: B023 - called here
-                    if failure is None and order.is_async:
-                        running.append((order, training.step, begun[0].wait))
-                    else:
-                        results.append(SaveResult(order, training.step, failure))
-                if number < steps:
-                    step_once(training)
-        finally:
-            for order, iteration, wait in running:
-                failure = outcome(wait)
-                is_failure = isinstance(failure, Failure)
-                results.append(SaveResult(order, iteration, failure if is_failure else None))
-
-    def _save_of(
-        self, order: SaveOrder, timeout_s: float, manager: LocalCheckpointManager
-    ) -> Callable[[], Any]:
-        training = self._present
-        if order.tier is Tier.LOCAL:
-            return lambda: manager.save(to_local(training), training.step, is_async=order.is_async)
-        save = dist_ckpt_strategies.save_async if order.is_async else dist_ckpt_strategies.save
-        return lambda: save(
-            to_global(training), order.directory, FORMAT, overwrite=True, timeout_s=timeout_s
-        )
+    def _save(
+        self, save: Save, directory: str, timeout_s: float, manager: LocalCheckpointManager
+    ) -> Any:
+        """The request of a save that goes on, else None."""
+        training = self._training
+        if save.tier is Tier.LOCAL:
+            return manager.save(to_local(training), training.step, is_async=save.is_async)
+        call: Any = dist_ckpt_strategies.save_async if save.is_async else dist_ckpt_strategies.save
+        state = to_global(training)
+        return call(state, directory, _FORMAT, overwrite=True, timeout_s=timeout_s)
 
     def _load(self, places: tuple[str, ...], timeout_s: float) -> Any:
         def load_global(path: Any) -> Any:
-            return dist_ckpt_strategies.load(to_global(self._present), path, timeout_s=timeout_s)
+            return dist_ckpt_strategies.load(to_global(self._training), path, timeout_s=timeout_s)
 
         return load_latest(self._manager(timeout_s), places, load_global)
 
     def _take(self, found: Any) -> None:
-        """Take over what was loaded. Collective: the replica."""
-        training, state = self._present, found.state
+        training, state = self._training, found.state
         if Tier(found.tier) is Tier.LOCAL:
             from_local(training, state)
         else:
@@ -284,11 +222,6 @@ class Rank:
             keep=NUM_KEPT,
             timeout_s=timeout_s,
         )
-
-    @property
-    def _present(self) -> ShardedTraining:
-        assert self._training is not None
-        return self._training
 
 
 def spoil(training: ShardedTraining) -> None:
@@ -332,7 +265,7 @@ def run_rank(
         except (EOFError, OSError):
             os._exit(0)  # groups of ranks that were lost may never come down
         answer = outcome(lambda: getattr(own, name)(*args))  # noqa: B023 - called here
-        pipe.send((time.monotonic(), answer))
+        pipe.send(answer)
 
 
 def undisturbed(rank: int, num_steps: int) -> list[str]:

@@ -3,93 +3,58 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-NUM_RANKS = 4
-MAX_STEPS = 3
-"""Between two events."""
+from tests.faults.oracle import NUM_RANKS, Tier
 
-_STORE_RUN = 12
-"""So many events in a row have the global checkpoints in the same store."""
+MAX_STEPS = 3  # between two events
+_STORE_RUN = 12  # so many events in a row have the global checkpoints in the same store
 
 
 class Strike(StrEnum):
-    """What strikes."""
-
     KILL = "a rank is killed"
-    HANG = "a rank stops, and is killed later"
     WAKE = "a rank stops, and goes on when the others have given it up"
     PAUSE = "a rank stops, and goes on in time"
     FAIL = "a storage call fails"
-    LIMIT = "a rank may not write so much to a file"
-    FULL = "the disk is full"
     LOSE_NODE = "a node's directory vanishes"
-    LOSE_GLOBAL = "the newest global checkpoint vanishes"
-    FLIP_GLOBAL = "a byte of a global checkpoint changes"
-    FLIP_LOCAL = "a byte of a local checkpoint changes"
-    RESTART = "the object store is gone for a moment"
-    EMPTIED = "the object store comes back empty"
+    DAMAGE_GLOBAL = "files of the newest global checkpoint change"
+    DAMAGE_LOCAL = "files of the newest local checkpoint change"
+    OUTAGE = "the object store is gone for a moment"
 
 
 class During(StrEnum):
-    """What the ranks do meanwhile."""
-
     SAVE = "a save"
     LOAD = "a load"
     NOTHING = "nothing"
 
 
 class Store(StrEnum):
-    """Where global checkpoints go."""
-
     DISK = "disk"
     OBJECTS = "objects"
-
-
-class Survivors(StrEnum):
-    """What becomes of the processes that outlive one that is killed."""
-
-    STAY = "they make new process groups"
-    GO = "they are started anew"
 
 
 _WEIGHTS: dict[Store, dict[Strike, int]] = {
     Store.DISK: {
         Strike.KILL: 6,
-        Strike.HANG: 1,
-        Strike.WAKE: 1,
+        Strike.WAKE: 2,
         Strike.PAUSE: 2,
-        Strike.FAIL: 6,
-        Strike.LIMIT: 3,
-        Strike.FULL: 2,
+        Strike.FAIL: 9,
         Strike.LOSE_NODE: 3,
-        Strike.LOSE_GLOBAL: 2,
-        Strike.FLIP_GLOBAL: 4,
-        Strike.FLIP_LOCAL: 5,
+        Strike.DAMAGE_GLOBAL: 6,
+        Strike.DAMAGE_LOCAL: 5,
     },
     Store.OBJECTS: {
         Strike.KILL: 3,
         Strike.PAUSE: 1,
         Strike.FAIL: 1,
         Strike.LOSE_NODE: 2,
-        Strike.LOSE_GLOBAL: 2,
-        Strike.FLIP_GLOBAL: 3,
-        Strike.FLIP_LOCAL: 1,
-        Strike.RESTART: 4,
-        Strike.EMPTIED: 1,
+        Strike.DAMAGE_GLOBAL: 5,
+        Strike.DAMAGE_LOCAL: 1,
+        Strike.OUTAGE: 5,
     },
 }
-_BETWEEN = {Strike.LOSE_GLOBAL, Strike.FLIP_GLOBAL, Strike.FLIP_LOCAL}
-"""What is done while no rank saves or loads."""
-
-_DAMAGE_OF_GLOBAL = {Strike.LOSE_GLOBAL, Strike.FLIP_GLOBAL}
-_OF_GLOBAL = _DAMAGE_OF_GLOBAL | {Strike.EMPTIED}
-_ONLY_SAVES = {Strike.LIMIT, Strike.FULL}
-HANGS = {Strike.HANG, Strike.WAKE}
-"""After these nobody answers until a limit of time is over."""
-
 _LOAD_SHARE = 0.3
 _BETWEEN_SHARE = 0.4
 _GLOBAL_SHARE = 0.65
@@ -97,143 +62,102 @@ _LOCAL_SHARE = 0.7
 _ASYNC_SHARE = 0.75
 _STAY_SHARE = 0.5
 _TIMED_SHARE = 0.4
-_MAX_CALL = 30
-"""Storage calls that a rank makes before a fault at most; a save is of some forty."""
+_MAX_CALL = 30  # storage calls that a rank makes before a fault at most; a save is of some forty
 
 
 @dataclass(frozen=True, slots=True)
-class SaveAt:
-    """A save of the training before an event.
+class Save:
+    """A save of the training before an event; with ``is_async`` training goes on meanwhile."""
 
-    Attributes:
-        after_steps: how many steps come before it.
-        is_async: whether training goes on meanwhile.
-    """
-
+    tier: Tier
     after_steps: int
     is_async: bool
+
+    def __str__(self) -> str:
+        return f"{self.tier} save {'behind' if self.is_async else 'after'} step {self.after_steps}"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The training that comes before an event, the event, and who is there after it.
+    """The training that comes before an event, the event, and who is there after it."""
 
-    Attributes:
-        number: of the event.
-        strike: what happens.
-        during: what the ranks do when it happens.
-        store: where the global save before it goes.
-        steps: of training before it.
-        global_save: the global save in these steps, if any.
-        local_save: the local one.
-        victim: the rank, or the node, that is hit.
-        call: storage calls of the victim before it is hit; those of a load count too.
-        share: of everything of a kind, where it strikes: 0 is the first, 1 beyond the last.
-        is_timed: strike at a time, a share of a second, not at a call.
-        change: what a byte is XORed with.
-        survivors: what becomes of the processes that are left, where one is killed.
-        jump: the ranks between a part and its copy, in the process groups made after it.
-    """
-
-    number: int
-    strike: Strike
-    during: During
-    store: Store
-    steps: int
-    global_save: SaveAt | None
-    local_save: SaveAt | None
-    victim: int
-    call: int
-    share: float
-    is_timed: bool
-    change: int
-    survivors: Survivors
-    jump: int
+    number: int  # of the event
+    strike: Strike  # what happens
+    during: During  # what the ranks do when it happens
+    store: Store  # where the global save before it goes
+    steps: int  # of training before it
+    saves: tuple[Save, ...]  # in these steps
+    victim: int  # the rank, or the node, that is hit
+    call: int  # storage calls of the victim before it is hit; those of a load count too
+    share: float  # of everything of a kind, where it strikes: 0 is the first, 1 beyond the last
+    is_timed: bool  # strike at a time, a share of a second, not at a call
+    do_others_stay: bool  # where a rank is killed, the others make new groups, or start anew
+    jump: int  # the ranks between a part and its copy, in the process groups made after it
 
     def chance(self) -> random.Random:
         """Random numbers for what only the moment shows, such as how many files there are."""
-        return random.Random(f"{self.number} {self.share} {self.change}")
+        return random.Random(f"{self.number} {self.share}")
 
     def __str__(self) -> str:
-        """One line."""
-        saves = ", ".join(
-            f"{what} save {'behind' if save.is_async else 'after'} step {save.after_steps}"
-            for what, save in (("global", self.global_save), ("local", self.local_save))
-            if save is not None
-        )
         return (
             f"event {self.number}: {self.strike} (during {self.during}, rank {self.victim}, call "
-            f"{self.call}, share {self.share:.3f}); before it {self.steps} steps, {saves}; "
-            f"global checkpoints in {self.store}"
+            f"{self.call}, share {self.share:.3f}); before it {self.steps} steps, "
+            f"{', '.join(map(str, self.saves))}; global checkpoints in {self.store}"
         )
 
 
-def build_schedule(seed: int, stores: tuple[Store, ...] = tuple(Store)) -> Iterator[Event]:
-    """Events without end. Each follows from the seed, the stores and its number alone."""
-    number = 0
-    while True:
-        yield build_event(seed, number, stores)
-        number += 1
-
-
-def build_event(seed: int, number: int, stores: tuple[Store, ...] = tuple(Store)) -> Event:
+def build_event(seed: int, number: int) -> Event:
     """One event of a schedule."""
     chance = random.Random(f"{seed} {number}")
-    store = stores[(number // _STORE_RUN) % len(stores)]
-    kinds = _WEIGHTS[store]
-    strike = chance.choices(list(kinds), list(kinds.values()))[0]
+    store = list(Store)[(number // _STORE_RUN) % len(Store)]
+    (strike,) = chance.choices(list(_WEIGHTS[store]), list(_WEIGHTS[store].values()))
     during = _during(strike, chance)
     steps = chance.randint(1, MAX_STEPS)
-    global_save, local_save = _saves(strike, during, store, steps, chance)
     return Event(
         number,
         strike,
         during,
         store,
         steps,
-        global_save,
-        local_save,
-        chance.randrange(NUM_RANKS),
-        chance.randrange(_MAX_CALL),
-        chance.random(),
-        chance.random() < _TIMED_SHARE,
-        chance.randrange(1, 256),
-        Survivors.STAY if chance.random() < _STAY_SHARE else Survivors.GO,
-        chance.choice([1, 2]),
+        _saves(strike, during, steps, chance),
+        victim=chance.randrange(NUM_RANKS),
+        call=chance.randrange(_MAX_CALL),
+        share=chance.random(),
+        is_timed=chance.random() < _TIMED_SHARE,
+        do_others_stay=chance.random() < _STAY_SHARE,
+        jump=chance.choice([1, 2]),
     )
 
 
 def _during(strike: Strike, chance: random.Random) -> During:
-    if strike in _BETWEEN or (strike is Strike.LOSE_NODE and chance.random() < _BETWEEN_SHARE):
+    is_between = strike is Strike.LOSE_NODE and chance.random() < _BETWEEN_SHARE
+    if strike in {Strike.DAMAGE_GLOBAL, Strike.DAMAGE_LOCAL} or is_between:
         return During.NOTHING
-    if strike not in _ONLY_SAVES and chance.random() < _LOAD_SHARE:
-        return During.LOAD
-    return During.SAVE
+    return During.LOAD if chance.random() < _LOAD_SHARE else During.SAVE
 
 
-def _saves(
-    strike: Strike, during: During, store: Store, steps: int, chance: random.Random
-) -> tuple[SaveAt | None, SaveAt | None]:
-    """The global and the local save, at least one.
+def _saves(strike: Strike, during: During, steps: int, chance: random.Random) -> tuple[Save, ...]:
+    """At least one, and what the event can strike at.
 
     What is damaged afterwards is the newest, lest nobody should look at it. Nobody trains while a
     rank is silent.
     """
-    is_local = chance.random() < _LOCAL_SHARE or strike in {Strike.FLIP_LOCAL, Strike.LOSE_NODE}
-    is_global = not is_local or chance.random() < _GLOBAL_SHARE or strike in _OF_GLOBAL
-    # What this kind of event can strike at has to be there.
-    is_global |= store is Store.OBJECTS and strike is Strike.RESTART and during is During.SAVE
+    is_local = chance.random() < _LOCAL_SHARE or strike in {Strike.DAMAGE_LOCAL, Strike.LOSE_NODE}
+    is_global = not is_local or chance.random() < _GLOBAL_SHARE or strike is Strike.DAMAGE_GLOBAL
+    is_global |= strike is Strike.OUTAGE and during is During.SAVE
     after_global, after_local = chance.randint(0, steps), chance.randint(0, steps)
-    if during is During.SAVE and strike in HANGS:
+    if during is During.SAVE and strike is Strike.WAKE:
         after_global = after_local = steps
-    elif strike in _DAMAGE_OF_GLOBAL:
+    elif strike is Strike.DAMAGE_GLOBAL:
         after_global, after_local = steps, chance.randrange(steps)
-    elif strike is Strike.FLIP_LOCAL:
+    elif strike is Strike.DAMAGE_LOCAL:
         after_local = steps
-    return (
-        SaveAt(after_global, chance.random() < _ASYNC_SHARE) if is_global else None,
-        SaveAt(after_local, chance.random() < _ASYNC_SHARE) if is_local else None,
-    )
+    found = []
+    if is_global:
+        found.append(Save(Tier.GLOBAL, after_global, chance.random() < _ASYNC_SHARE))
+    if is_local:
+        found.append(Save(Tier.LOCAL, after_local, chance.random() < _ASYNC_SHARE))
+    return tuple(found)
 
 
 _ATTEMPTS_IN_A_ROW = 8
@@ -246,40 +170,28 @@ _FOR_EVER_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An operation of all ranks in which one of them cannot call a function.
+    """An operation of all ranks in which one of them cannot call a function."""
 
-    Attributes:
-        number: of the attempt.
-        operation: its name.
-        target: the function's name.
-        call: calls before it fails.
-        for_ever: whether all later calls fail too.
-    """
-
-    number: int
-    operation: str
-    target: str
-    call: int
-    for_ever: bool
+    number: int  # of the attempt
+    operation: str  # its name
+    target: str  # the function's name
+    call: int  # calls before it fails
+    for_ever: bool  # whether all later calls fail too
 
     def __str__(self) -> str:
-        """One line."""
         later = " and all later ones" if self.for_ever else ""
         return f"attempt {self.number}: {self.operation}: {self.target} call {self.call}{later}"
 
 
-def build_attempts(
-    seed: int, operations: Sequence[str], targets: Sequence[str]
-) -> Iterator[Attempt]:
-    """Attempts without end: some in a row of one operation, then of the next."""
-    number = 0
-    while True:
-        chance = random.Random(f"{seed} attempt {number}")
-        yield Attempt(
-            number,
-            operations[(number // _ATTEMPTS_IN_A_ROW) % len(operations)],
-            chance.choice(targets),
-            chance.randrange(_EARLY if chance.random() < _EARLY_SHARE else _LATE),
-            chance.random() < _FOR_EVER_SHARE,
-        )
-        number += 1
+def build_attempt(
+    seed: int, number: int, operations: Sequence[str], targets: Sequence[str]
+) -> Attempt:
+    """One attempt: some in a row are of one operation, then of the next."""
+    chance = random.Random(f"{seed} attempt {number}")
+    return Attempt(
+        number,
+        operations[(number // _ATTEMPTS_IN_A_ROW) % len(operations)],
+        chance.choice(targets),
+        chance.randrange(_EARLY if chance.random() < _EARLY_SHARE else _LATE),
+        chance.random() < _FOR_EVER_SHARE,
+    )

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from dist_ckpt_strategies.config import Engine
-from tests.golden.sets import FLAT, NAMES, RESHARDABLE, GoldenSet, register_engine
+from tests.golden.sets import FLAT, NAMES, GoldenSet, register_engine
 from tests.support.registries import fresh_registries
 
 
@@ -21,26 +21,16 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Golden
 
 @pytest.fixture(params=NAMES)
 def golden(request: pytest.FixtureRequest, unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
-    """Each set in turn."""
     return unpacked(request.param)
 
 
 @pytest.fixture
-def reshardable(unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
-    """The set of Megatron-Core 0.15.3 with optimizer state in the shape of the weights."""
-    return unpacked(RESHARDABLE)
-
-
-@pytest.fixture
 def flat(unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
-    """The set of Megatron-Core 0.15.3 whose optimizer state went through flattened ranges."""
     return unpacked(FLAT)
 
 
 @pytest.fixture(params=list(Engine))
-def engine(request: pytest.FixtureRequest) -> Engine:
-    """Each engine in turn, registered."""
-    request.getfixturevalue("registries")
+def engine(request: pytest.FixtureRequest, registries: None) -> Engine:
     found: Engine = request.param
     register_engine(found)
     return found

@@ -1,17 +1,24 @@
-"""The golden checkpoints, and how what is loaded from them is compared with what was saved."""
+"""The golden checkpoints, the ways to load them, and how that is compared with what was saved."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.formats.objects import allowing
 from dist_ckpt_strategies.megatron.types import default_allowed
@@ -47,13 +54,11 @@ class GoldenSet:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every global tensor, by key."""
         found: dict[str, torch.Tensor] = torch.load(self.folder / "expected.pt", weights_only=True)
         return found
 
     @cached_property
     def objects(self) -> dict[str, Any]:
-        """Every sharded object, by unique key."""
         with allowing(default_allowed()):
             found: dict[str, Any] = torch.load(
                 self.folder / "expected_objects.pt", weights_only=True
@@ -81,3 +86,34 @@ def differing(found: Tensors, expected: Tensors) -> list[str]:
         for key in keys
         if key not in found or key not in expected or not same_bits(found[key], expected[key])
     ]
+
+
+class Route(StrEnum):
+    """Who is asked to load."""
+
+    MEGATRON = "dist_checkpointing.load"
+    OURS = "dist_ckpt_strategies.load"
+    WRAPPED = "FullyParallelLoadStrategyWrapper"
+    OURS_WRAPPED = "dist_ckpt_strategies.load, wrapped"
+
+
+def load_along(route: Route, state_dict: Any, checkpoint: str, **options: Any) -> Any:
+    """What the route gives. Collective over the world, ``("zarr", 1)`` registered."""
+    load: Any = dist_checkpointing.load
+    if route in (Route.OURS, Route.OURS_WRAPPED):
+        load = dist_ckpt_strategies.load
+    if route in (Route.MEGATRON, Route.OURS):
+        return load(state_dict, checkpoint, **options)
+    base = serialization.get_default_load_sharded_strategy(checkpoint)
+    wrapper = FullyParallelLoadStrategyWrapper(base)
+    with cpu_stand_ins():
+        return load(state_dict, checkpoint, wrapper, **options)
+
+
+def require_done(results: Iterable[Any]) -> list[Any]:
+    """The results of ``run_processes``, once none of them is an exception."""
+    found = list(results)
+    errors = [result for result in found if isinstance(result, BaseException)]
+    if errors:
+        raise errors[0]
+    return found

@@ -7,8 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from dist_ckpt_strategies.config import Engine
-from tests.golden.routes import Route, begin_rank, load_along, require_done
-from tests.golden.sets import NAMES, TP4, GoldenSet
+from tests.golden.sets import (
+    NAMES,
+    TP4,
+    GoldenSet,
+    Route,
+    load_along,
+    register_engine,
+    require_done,
+)
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
     Cut,
@@ -37,9 +44,9 @@ def cuts(golden: GoldenSet, seed: int, size: int) -> list[Cut]:
     return found
 
 
-def load_every_cut(rank: int, golden: GoldenSet, engine: Engine) -> list[str]:
+def load_every_cut(rank: int, golden: GoldenSet, engine: Engine, size: int) -> list[str]:
     """Body of a rank: the routes and keys that came out wrong."""
-    _, size = begin_rank(engine)
+    register_engine(engine)
     wrong = []
     for route in Route:
         for seed, data in enumerate((zeros, no_data)):
@@ -62,6 +69,6 @@ def load_every_cut(rank: int, golden: GoldenSet, engine: Engine) -> list[str]:
 def test_every_set_loads_bit_exactly_at_other_layouts(
     unpacked: Callable[[str], GoldenSet], name: str, size: int, engine: Engine
 ) -> None:
-    results = run_processes(size, load_every_cut, unpacked(name), engine)
+    results = run_processes(size, load_every_cut, unpacked(name), engine, size)
 
     assert require_done(results) == [[]] * size

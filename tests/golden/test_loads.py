@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -19,27 +17,11 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
 from tests.golden.sets import GoldenSet, differing
-from tests.support.sharding import no_data, on_grid, same_bits, state_of, zeros
+from tests.local.clique_worlds import described
+from tests.support.sharding import no_data, on_grid, state_of, zeros
 
 both_loads = pytest.mark.parametrize("load", [dist_checkpointing.load, dist_ckpt_strategies.load])
 UNCHECKED = {"validate_access_integrity": False}
-
-
-def is_same(found: Any, expected: Any) -> bool:
-    """Whether two nested objects are equal, arrays and tensors by their bits."""
-    if type(found) is not type(expected):
-        return False
-    if isinstance(expected, torch.Tensor):
-        return same_bits(found, expected)
-    if isinstance(expected, np.ndarray):
-        return bool(found.dtype == expected.dtype) and found.tobytes() == expected.tobytes()
-    if isinstance(expected, Mapping):
-        same_keys = list(found) == list(expected)
-        return same_keys and all(is_same(found[key], expected[key]) for key in expected)
-    if isinstance(expected, (list, tuple)):
-        pairs = zip(found, expected, strict=False)
-        return len(found) == len(expected) and all(is_same(*pair) for pair in pairs)
-    return bool(found == expected)
 
 
 def arrays_of(golden: GoldenSet, *, has_data: bool) -> dict[str, Any]:
@@ -72,10 +54,10 @@ def test_arrays_objects_and_common_state_are_what_was_saved(
     common = TorchCommonLoadStrategy().load_common(golden.checkpoint)
 
     assert differing(found["arrays"], golden.tensors) == []
-    assert found["objects"].keys() == golden.objects.keys()
-    assert [k for k, v in golden.objects.items() if not is_same(found["objects"][k], v)] == []
+    saved = {key: described(value) for key, value in golden.objects.items()}
+    assert {key: described(value) for key, value in found["objects"].items()} == saved
     assert found.keys() == common.keys() | asked.keys()
-    assert is_same({name: found[name] for name in common}, dict(common))
+    assert described({name: found[name] for name in common}) == described(dict(common))
     assert (common["iteration"], common["args"]["note"]) == (golden.info["steps"], "été")
     assert Namespace in allowed  # others allowed it; a load leaves their list alone
     assert set(torch.serialization.get_safe_globals()) == allowed
@@ -99,11 +81,11 @@ def test_common_state_reads_the_same_with_megatron_cores_strategy_and_ours(
     golden: GoldenSet,
 ) -> None:
     dist_ckpt_strategies.register(replace=True)
-    theirs = dist_checkpointing.load_common_state_dict(golden.checkpoint)
+    theirs = described(dist_checkpointing.load_common_state_dict(golden.checkpoint))
     dist_ckpt_strategies.register(replace_common=True, replace=True)
 
-    assert is_same(dist_checkpointing.load_common_state_dict(golden.checkpoint), theirs)
-    assert is_same(TorchCommonLoadStrategy().load_common(golden.checkpoint), theirs)
+    assert described(dist_checkpointing.load_common_state_dict(golden.checkpoint)) == theirs
+    assert described(TorchCommonLoadStrategy().load_common(golden.checkpoint)) == theirs
 
 
 @pytest.mark.usefixtures("engine")

@@ -18,8 +18,17 @@ from dist_ckpt_strategies.errors import CheckpointError, StrategyError
 from dist_ckpt_strategies.formats.objects import dump_object, load_content
 from dist_ckpt_strategies.tools.upgrade import upgraded_common
 from tests.golden.gpt import Trainee, gather_whole, parallel
-from tests.golden.routes import Route, begin_rank, load_along, require_done
-from tests.golden.sets import FLAT, RESHARDABLE, TP4, GoldenSet, differing
+from tests.golden.sets import (
+    FLAT,
+    RESHARDABLE,
+    TP4,
+    GoldenSet,
+    Route,
+    differing,
+    load_along,
+    register_engine,
+    require_done,
+)
 from tests.support.ranks import run_processes
 
 NUM_ROWS = 128
@@ -29,7 +38,6 @@ PREFIX = "optimizer.state."
 
 
 def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The expected tensors under the keys of today."""
     return {key.replace(f"{PREFIX}fp32_param.", f"{PREFIX}param."): t for key, t in tensors.items()}
 
 
@@ -54,7 +62,7 @@ def train_on(
     rank: int, checkpoint: str, layout: ParallelLayout, route: Route
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
     """Body of a rank: the whole state as loaded, and after one step."""
-    begin_rank(Engine.TENSORSTORE)
+    register_engine(Engine.TENSORSTORE)
     with parallel(layout):
         trainee = Trainee.build(layout, NUM_ROWS)
         loaded = load_along(route, trainee.state(is_loading=True), checkpoint)
@@ -150,10 +158,10 @@ def test_the_common_state_says_which_form_it_is(flat: GoldenSet, tmp_path: Path)
 
 
 def test_a_checkpoint_of_the_present_form_is_not_upgraded(
-    reshardable: GoldenSet, tmp_path: Path
+    unpacked: Callable[[str], GoldenSet], tmp_path: Path
 ) -> None:
     with pytest.raises(StrategyError, match=r"nothing to upgrade.*fully_reshardable"):
-        upgrade(reshardable.checkpoint, tmp_path / "upgraded")
+        upgrade(unpacked(RESHARDABLE).checkpoint, tmp_path / "upgraded")
     assert not (tmp_path / "upgraded" / "metadata.json").exists()
 
 
@@ -183,7 +191,7 @@ def test_steps_that_only_the_parameters_have_go_to_the_groups() -> None:
 def load_weights(
     rank: int, golden: GoldenSet, layout: ParallelLayout, num_rows: int
 ) -> dict[str, torch.Tensor]:
-    begin_rank(Engine.TENSORSTORE)
+    register_engine(Engine.TENSORSTORE)
     with parallel(layout):
         model = Trainee.build(layout, num_rows).model
         asked: dict[str, Any] = {"model": model.sharded_state_dict()}

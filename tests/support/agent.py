@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import socketserver
 import threading
 from collections.abc import Mapping
+from socketserver import ThreadingMixIn
 from typing import Any
+from xmlrpc.client import ServerProxy
+from xmlrpc.server import SimpleXMLRPCServer
 
 _TICK_S = 0.01
 
@@ -15,7 +15,7 @@ _TICK_S = 0.01
 class Agent:
     """The agent of one job; a thread for each question, as each has a connection of its own."""
 
-    def __init__(self, size: int, master: tuple[str, int] | None = None) -> None:
+    def __init__(self, size: int, master: tuple[str, int] | tuple[()] = ()) -> None:
         self.size = size
         self.master = master
         self.calls: list[str] = []
@@ -25,8 +25,9 @@ class Agent:
         self._passed: dict[int, int] = {}
         self._opened: set[int] = set()
         self._changed = threading.Condition()
-        self._server = _Server(("127.0.0.1", 0), _Handler)
-        self._server.agent = self
+        self._server = _Server(("127.0.0.1", 0), allow_none=True, logRequests=False)
+        answer: Any = self.answer
+        self._server.register_function(answer, "answer")
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, args=(_TICK_S,), daemon=True).start()
 
@@ -52,13 +53,7 @@ class Agent:
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
             "JOB": "7",
-            **self._where_groups_meet(),
-        }
-
-    def _where_groups_meet(self) -> dict[str, str]:
-        if self.master is None:
-            return {}
-        return {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
+        } | dict(zip(("MASTER_ADDR", "MASTER_PORT"), map(str, self.master), strict=False))
 
     def _barrier(self, rank: int, timeout_s: float) -> int | None:
         """Waits in whatever epoch is the forming one; a fault takes all who wait to the next."""
@@ -130,26 +125,11 @@ class AgentSocketClient:
         return found
 
     def _ask(self, call: str, **args: Any) -> Any:
-        with socket.create_connection(("127.0.0.1", self._port), timeout=60) as connection:
-            question = {"rank": self._rank, "call": call, "args": args}
-            connection.sendall(json.dumps(question).encode() + b"\n")
-            with connection.makefile("rb") as answers:
-                answer = answers.readline()
-        if not answer:
-            raise ConnectionResetError("the agent has closed the connection")
-        return json.loads(answer)
+        # A connection for each question: several threads of a rank ask at once.
+        with ServerProxy(f"http://127.0.0.1:{self._port}", allow_none=True) as server:
+            return server.answer(self._rank, call, args)
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _Server(ThreadingMixIn, SimpleXMLRPCServer):
     daemon_threads = True
     request_queue_size = 128
-    agent: Agent
-
-
-class _Handler(socketserver.StreamRequestHandler):
-    def handle(self) -> None:
-        assert isinstance(self.server, _Server)
-        for line in self.rfile:
-            question = json.loads(line)
-            found = self.server.agent.answer(question["rank"], question["call"], question["args"])
-            self.wfile.write(json.dumps(found).encode() + b"\n")

@@ -19,15 +19,11 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.core.array import DType
 from tests.support.samples import Values, random_values
 
-WEIGHT = "decoder.weight"
-"""float32, 4 x 6 in six chunks of 2 x 2: 16 bytes each."""
-
+WEIGHT = "decoder.weight"  # float32, 4 x 6 in six chunks of 2 x 2: 16 bytes each
 NESTED = "model/layers/0/bias"
 SCALAR = "scale"
 EMPTY = "unused"
-RNG = "rng_state"
-"""A grid of 2 x 2 objects."""
-
+RNG = "rng_state"  # a grid of 2 x 2 objects
 ARRAYS = sorted((WEIGHT, NESTED, SCALAR, EMPTY))
 LARGE, PLAIN = "decoder.weight", "rerun"
 """Of format 2: 512 x 512 float32 in one file of eight inner chunks; an object in the manifest."""
@@ -72,10 +68,10 @@ def write_foreign_checkpoint(root: Path) -> Path:
     return root
 
 
-def write_marker(root: Path, backend: str, version: int = 1) -> None:
+def write_marker(root: Path, backend: str) -> None:
     """Make a directory count as a checkpoint of a backend."""
     common = {"common_backend": "torch", "common_backend_version": 1}
-    sharded = {"sharded_backend": backend, "sharded_backend_version": version}
+    sharded = {"sharded_backend": backend, "sharded_backend_version": 1}
     (root / "metadata.json").write_text(json.dumps(sharded | common))
 
 

@@ -14,11 +14,7 @@ from tests.support.ranks import run_processes
 
 
 def run_task_forked(task: RankTask) -> Outcome:
-    """What ``cli.demo.main.run_task`` does.
-
-    Raises:
-        RankError: ranks failed; the first of them is named.
-    """
+    """What ``cli.demo.main.run_task`` does."""
     results = run_processes(task.layout.num_ranks, _begin_and_carry_out, task, timeout_s=240.0)
     for rank, result in enumerate(results):
         if isinstance(result, Exception):

@@ -15,39 +15,28 @@ import pytest
 @contextmanager
 def tiny_tmpfs(mount_point: Path) -> Iterator[Path]:
     """256 KiB in memory, empty. Skips the test where it cannot be mounted."""
-    with tmpfs(mount_point, 256 << 10) as is_mounted:
-        _require(is_mounted, "mounting a tmpfs is not permitted here")
+    with _mounted(mount_point, "-t", "tmpfs", "-o", f"size={256 << 10}", "tmpfs"):
         yield mount_point
-
-
-@contextmanager
-def tmpfs(mount_point: Path, nbytes: int) -> Iterator[bool]:
-    """A disk in memory; False: it cannot be mounted, and the directory is an ordinary one."""
-    mount_point.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(mount_point)]
-    is_mounted = _run("mount", *options)
-    try:
-        yield is_mounted
-    finally:
-        if is_mounted:
-            _run("umount", "--lazy", str(mount_point))
 
 
 @contextmanager
 def tiny_ext4(mount_point: Path) -> Iterator[Path]:
     """4 MiB of a disk, empty. Skips the test where it cannot be mounted."""
-    mount_point.mkdir()
     image = mount_point.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(4 << 20)
-    _require(
-        _run("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image))
-        and _run("mount", "-o", "loop", str(image), str(mount_point)),
-        "mounting an image of a disk is not permitted here",
-    )
-    (mount_point / "lost+found").rmdir()
-    try:
+    _run("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image))
+    with _mounted(mount_point, "-o", "loop", str(image)):
+        (mount_point / "lost+found").rmdir()
         yield mount_point
+
+
+@contextmanager
+def _mounted(mount_point: Path, *what: str) -> Iterator[None]:
+    mount_point.mkdir()
+    _require(_run("mount", *what, str(mount_point)), f"mounting {what} is not permitted here")
+    try:
+        yield
     finally:
         _run("umount", "--lazy", str(mount_point))
 

@@ -60,27 +60,16 @@ def prepare(timeout_s: float, engine: str = "tensorstore", **registration: Any) 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank's caller could see of an error.
+    """What a rank's caller could see of an error."""
 
-    Attributes:
-        kinds: names of the error's class and of all above it.
-        is_ours: whether ``except CheckpointError`` takes it.
-        is_megatrons: whether ``except CheckpointingException`` takes it.
-        text: the message.
-        global_rank: the rank at fault, as the error says.
-        key: the key at fault.
-        path: the file at fault.
-        seconds: from the call to the error.
-    """
-
-    kinds: tuple[str, ...]
-    is_ours: bool
-    is_megatrons: bool
-    text: str
-    global_rank: int | None
-    key: str | None
-    path: str | None
-    seconds: float
+    kinds: tuple[str, ...]  # names of the error's class and of all above it
+    is_ours: bool  # whether ``except CheckpointError`` takes it
+    is_megatrons: bool  # whether ``except CheckpointingException`` takes it
+    text: str  # the message
+    global_rank: int | None  # the rank at fault, as the error says
+    key: str | None  # the key at fault
+    path: str | None  # the file at fault
+    seconds: float  # from the call to the error
 
 
 def outcome(action: Callable[[], Any]) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import http.client
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -18,38 +17,23 @@ _TIMEOUT_S = 100.0
 _DROPPED = {"connection", "transfer-encoding", "keep-alive"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Request:
-    """What somebody asked for.
+    """What somebody asked for."""
 
-    Attributes:
-        method: ``PUT`` and so on.
-        path: bucket and name, with what follows.
-        number: how many have asked before.
-        nbytes: size of what was sent, or of the answer to a GET; 0 until that is known.
-    """
-
-    method: str
-    path: str
-    number: int
-    nbytes: int = 0
+    method: str  # ``PUT`` and so on
+    path: str  # bucket and name, with what follows
+    nbytes: int = 0  # size of what was sent, or of the answer to a GET; 0 until that is known
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to a request.
+    """What happens to a request."""
 
-    Attributes:
-        delay_s: wait so long before anything else.
-        status: answer with this, in place of the server.
-        is_cut: pass half of the server's answer on, and close.
-        content: goes with ``status``.
-    """
-
-    delay_s: float = 0.0
-    status: int | None = None
-    is_cut: bool = False
-    content: bytes = b""
+    delay_s: float = 0.0  # wait so long before anything else
+    status: int | None = None  # answer with this, in place of the server
+    is_cut: bool = False  # pass half of the server's answer on, and close
+    content: bytes = b""  # goes with ``status``
 
 
 NONE = Fault()
@@ -61,11 +45,8 @@ Decide = Callable[[Request], Fault]
 class FaultyProxy:
     """Passes requests on to a server, each with the fault that is decided for it.
 
-    Attributes:
-        store: what clients use in place of the server.
-        decide: gives the fault of a request; none at first.
-        requests: all that have come.
-        is_down: connections are closed without an answer, those whose request was passed on too.
+    Clients use ``store`` in place of the server. While it ``is_down``, connections are closed
+    without an answer, those whose request was passed on too.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -81,16 +62,10 @@ class FaultyProxy:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> Self:
-        """Serve until the block is left."""
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Let no request wait any longer."""
         self._ended.set()
         self._server.shutdown()
@@ -106,38 +81,26 @@ class FaultyProxy:
         finally:
             self.decide = lambda _: NONE
 
-    def fault_of(self, method: str, path: str, nbytes: int) -> tuple[int, Fault]:
-        """Note a request; its number, and what is to happen to it, once it has waited."""
+    def fault_of(self, request: Request) -> Fault:
+        """Note a request; what is to happen to it, once it has waited."""
         with self._noting:
-            request = Request(method, path, len(self.requests), nbytes)
             self.requests.append(request)
             fault = self.decide(request)  # of one request after the other
         self._ended.wait(fault.delay_s)
-        return request.number, fault
-
-    def note_answer(self, number: int, nbytes: int) -> None:
-        """Note how much a GET was answered with."""
-        with self._noting:
-            if number < len(self.requests):
-                self.requests[number] = replace(self.requests[number], nbytes=nbytes)
+        return fault
 
     def forward(
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
         """What the server answers."""
         host, port = str(self._target.hostname), self._target.port
-        connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
-        try:
+        with closing(http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)) as connection:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             return answer.status, answer.getheaders(), answer.read()
-        finally:
-            connection.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Passes one request on."""
-
     protocol_version = "HTTP/1.1"
     server: _Server
 
@@ -147,7 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         proxy = self.server.proxy
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        number, fault = proxy.fault_of(self.command, self.path, len(body))
+        request = Request(self.command, self.path, len(body))
+        fault = proxy.fault_of(request)
         if fault.status is not None:
             self._answer(fault.status, [], fault.content, is_cut=False)
             return
@@ -162,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # as the server does
             return
         if self.command == "GET":
-            proxy.note_answer(number, len(content))
+            request.nbytes = len(content)
         self._answer(status, found, content, is_cut=fault.is_cut)
 
     def _answer(

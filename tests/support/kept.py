@@ -7,12 +7,7 @@ from typing import Any
 
 
 def require_understood(function: Any, parameters: str) -> None:
-    """Raise unless a call takes the parameters that a reference states, and asks for no more.
-
-    Args:
-        function: what is called.
-        parameters: as the reference writes them, without self.
-    """
+    """A call takes the parameters that a reference states, without self, and asks for no more."""
     own = own_parameters(function)
     theirs = [part.partition("=") for part in parameters.split(", ") if part]
     assert [_starred(one) for one in own[: len(theirs)]] == [name for name, _, _ in theirs]

@@ -34,17 +34,7 @@ def scattered() -> list[Cut]:
 
 def scattered_otherwise() -> list[Cut]:
     """The same arrays in other layouts."""
-    return [
-        on_grid("scalar", (), (), num_replicas=4),
-        on_grid("scalar.bfloat16", (), (), dtype=torch.bfloat16, num_replicas=4),
-        on_grid("one.element", (1, 1, 1), (1, 1, 1), num_replicas=4),
-        on_grid("several.on.one.rank", (8, 6), (2, 2)),
-        on_grid("stacked.layers", (4, 3, 5), (1, 1, 5)),
-        on_grid("stacked.twice", (4, 2, 6), (4, 1, 2), num_prepended=1),
-        on_grid("stacked.scalars", (4,), (1,), num_replicas=4),
-        on_grid("five.dims", (2, 2, 3, 2, 4), (1, 2, 3, 1, 1)),
-        replicated(on_grid("held.by.all", (8, 4), (4, 1))),
-    ]
+    return recut(scattered())
 
 
 def irregular() -> list[Cut]:
@@ -73,24 +63,8 @@ def irregular() -> list[Cut]:
 
 
 def irregular_otherwise() -> list[Cut]:
-    """The same arrays cut elsewhere, some for two ranks only."""
-    return [
-        in_runs("buffer", [300, 700, 1024], size=2),
-        in_runs("buffer.of.primes", [18, 37], size=2),
-        in_runs("buffer.on.three.ranks", [1, 2, 3, 20]),
-        Cut("all.on.rank.2", (50,), torch.float32, (Part(0, (0,), (50,)),)),
-        Cut(
-            "interleaved",
-            (40,),
-            torch.bfloat16,
-            tuple(Part(n, (10 * n,), (10,)) for n in range(4)),
-        ),
-        on_grid("boxes", (23, 17), (1, 1), num_replicas=4),
-        at_random("boxes.of.bytes", (40, 30), 5, dtype=torch.uint8, seed=11),
-        at_random("boxes.in.3d", (9, 8, 7), 3, dtype=torch.float64, seed=12),
-        at_random("boxes.in.4d", (3, 4, 5, 6), 20, dtype=torch.complex64, seed=13),
-        at_random("boxes.held.by.all", (16, 16), 6, seed=14),
-    ]
+    """The same arrays in other layouts."""
+    return recut(irregular())
 
 
 def empties() -> list[Cut]:
@@ -110,13 +84,16 @@ def empties() -> list[Cut]:
 def random_layouts(seed: int) -> tuple[list[Cut], list[Cut]]:
     """Arrays of random shape, in one parallel layout and in another."""
     chance = random.Random(seed)
-    saved, wanted = [], []
+    saved = []
     for number in range(6):
         shape = tuple(chance.choice((1, 2, 4, 8, 12)) for _ in range(chance.randint(1, 3)))
-        dtype = chance.choice(ALL_DTYPES)
-        saved.append(random_cut(f"a{number}", shape, dtype, chance))
-        wanted.append(random_cut(f"a{number}", shape, dtype, chance))
-    return saved, wanted
+        saved.append(random_cut(f"a{number}", shape, chance.choice(ALL_DTYPES), chance))
+    return saved, recut(saved, seed)
+
+
+def recut(cuts: list[Cut], seed: int = 0) -> list[Cut]:
+    """The same arrays, each cut otherwise."""
+    return [random_cut(c.key, c.shape, c.dtype, random.Random(f"{seed} {c.key}")) for c in cuts]
 
 
 def random_cut(key: str, shape: tuple[int, ...], dtype: torch.dtype, chance: random.Random) -> Cut:
@@ -124,5 +101,12 @@ def random_cut(key: str, shape: tuple[int, ...], dtype: torch.dtype, chance: ran
     if chance.random() < 0.3:
         return at_random(key, shape, chance.randint(1, 10), dtype=dtype, seed=chance.randrange(99))
     grid = tuple(chance.choice([g for g in (1, 2, 3, 4) if n % g == 0]) for n in shape)
-    replicas = chance.choice((1, 2, 4))
-    return on_grid(key, shape, grid, size=4, dtype=dtype, num_replicas=replicas)
+    can_lack = grid[:1] == shape[:1] and chance.random() < 0.5
+    return on_grid(
+        key,
+        shape,
+        grid,
+        dtype=dtype,
+        num_replicas=chance.choice((1, 2, 4)),
+        num_prepended=int(bool(shape) and can_lack),
+    )

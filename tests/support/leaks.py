@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 
-def threads_left(
-    before: Collection[threading.Thread], *, prefix: str = "", within_s: float = 60.0
-) -> list[str]:
-    """Names, beginning with ``prefix``, of threads that are new and have not ended in time."""
-    deadline = time.monotonic() + within_s
+def threads_left(before: Collection[threading.Thread], *, prefix: str = "") -> list[str]:
+    """Names, beginning with ``prefix``, of threads that are new and have not ended in a minute."""
+    deadline = time.monotonic() + 60.0
     while _new(before, prefix) and time.monotonic() < deadline:
         time.sleep(0.01)
     return _new(before, prefix)
@@ -20,21 +19,13 @@ def threads_left(
 
 def open_files_below(directory: Path) -> list[str]:
     """What this process holds open there."""
-    return [path for path in map(_target, _handles()) if path.startswith(str(directory.resolve()))]
+    found = []
+    for handle in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # it is closed by now, as that of the listing
+            found.append(str(handle.readlink()))
+    return [path for path in found if path.startswith(str(directory.resolve()))]
 
 
 def _new(before: Collection[threading.Thread], prefix: str) -> list[str]:
     found = [thread.name for thread in threading.enumerate() if thread not in before]
     return [name for name in found if name.startswith(prefix)]
-
-
-def _handles() -> list[Path]:
-    return list(Path("/proc/self/fd").iterdir())
-
-
-def _target(handle: Path) -> str:
-    """Where an open file is; nowhere once it is closed, as that of the listing is by now."""
-    try:
-        return str(handle.readlink())
-    except FileNotFoundError:
-        return ""

@@ -62,8 +62,7 @@ class NcclWork(dist.Work):
         self.outputs: list[torch.Tensor] = []
         self.puts: list[tuple[str, str, list[torch.Tensor]]] = []
         """Keys, what others have to expect there, and what they get."""
-        self.gets: list[tuple[str, str, int]] = []
-        """Keys, what is expected there, and from whom."""
+        self.gets: list[tuple[str, str, int]] = []  # keys, what is expected there, and from whom
         self.take: Callable[[list[bytes]], None] = lambda _: None
         self.error: Exception | None = None
         self.done = threading.Event()
@@ -109,7 +108,6 @@ class NcclWork(dist.Work):
             raise self.error
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """See above."""
         current_stream().works.append(self)
         if timeout > timedelta(0) and not self.done.wait(timeout.total_seconds()):
             self.group.abort()
@@ -161,9 +159,7 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
     broken: ClassVar[RuleBrokenError | None] = None
     """Where a queue has been found to be stuck, it stays so."""
 
-    _together: ClassVar[list[NcclRules] | None] = None
-    """Aborted since ``_group_start``."""
-
+    _together: ClassVar[list[NcclRules] | None] = None  # aborted since ``_group_start``
     _queues: ClassVar[dict[Any, SimpleQueue[NcclWork]]] = {}
 
     def __init__(self, options: Any, gloo: Any) -> None:
@@ -241,7 +237,6 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
 
     @_over_gloo_too
     def broadcast(self, tensors: Any, options: Any) -> Any:
-        """In place."""
         root, memory = options.rootRank, list(map(memory_of, tensors))
 
         def take(found: list[bytes]) -> None:

@@ -26,16 +26,10 @@ _CEPH = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """A server, and who may use it.
+    """A server, and who may use it."""
 
-    Attributes:
-        endpoint: its URL.
-        key: the access key.
-        secret: the secret key.
-    """
-
-    endpoint: str
-    key: str = "testkey"
+    endpoint: str  # its URL
+    key: str = "testkey"  # the access key
     secret: str = "testsecret"  # noqa: S105 - of a server on the loopback
 
     @property
@@ -68,12 +62,10 @@ class ObjectStore:
         return f"s3://{name}"
 
     def names(self, bucket: str) -> list[str]:
-        """The names of all objects."""
         pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket)
         return [found["Key"] for page in pages for found in page.get("Contents", ())]
 
     def read(self, bucket: str, name: str) -> bytes:
-        """The content of an object."""
         content: bytes = self.client().get_object(Bucket=bucket, Key=name)["Body"].read()
         return content
 
@@ -85,20 +77,14 @@ class ObjectStore:
         return f"{name}/{found}"
 
     def put(self, bucket: str, name: str, content: bytes) -> None:
-        """Put an object."""
         self.client().put_object(Bucket=bucket, Key=name, Body=content)
 
     def delete(self, bucket: str, name: str) -> None:
-        """Delete an object."""
         self.client().delete_object(Bucket=bucket, Key=name)
 
 
 class Moto:
-    """A moto server in a process of its own, which keeps objects in memory; no rights are checked.
-
-    Args:
-        port: where it listens.
-    """
+    """A moto server in a process of its own, which keeps objects in memory and checks no rights."""
 
     def __init__(self, port: int) -> None:
         self.store = ObjectStore(f"http://{HOST}:{port}")
@@ -138,22 +124,13 @@ def why_no_radosgw() -> str | None:
 
 
 class Radosgw:
-    """Ceph's radosgw, a monitor and a disk in memory, with real credentials.
-
-    Args:
-        directory: for its files.
-    """
+    """Ceph's radosgw, a monitor and a disk in memory, with real credentials."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        port = _ceph_port()
-        self.store = ObjectStore(f"http://{HOST}:{port}")
-        self._port = port
-        command = ["bash", str(_SCRIPTS / "start_radosgw.sh"), str(directory), str(port)]
+        self._directory, self._port = directory, _ceph_port()
+        self.store = ObjectStore(f"http://{HOST}:{self._port}")
         try:
-            subprocess.run(
-                [*command, "memstore"], check=True, capture_output=True, timeout=_START_S
-            )
+            _start("bash", _SCRIPTS / "start_radosgw.sh", directory, self._port, "memstore")
         except BaseException:
             self.stop()
             raise
@@ -165,13 +142,7 @@ class Radosgw:
     def start_gateway(self) -> None:
         """Start it again; returns once it listens."""
         (self._directory / "run" / "client.rgw.asok").unlink(missing_ok=True)
-        config = str(self._directory / "ceph.conf")
-        subprocess.run(
-            [shutil.which("radosgw") or "radosgw", "-n", "client.rgw", "-c", config],
-            check=True,
-            capture_output=True,
-            timeout=_START_S,
-        )
+        _start("radosgw", "-n", "client.rgw", "-c", self._directory / "ceph.conf")
         _await_port(self._port, None)
 
     def stop(self) -> None:
@@ -184,6 +155,10 @@ class Radosgw:
 
     def _pid(self, name: str) -> int:
         return int((self._directory / "run" / f"{name}.pid").read_text())
+
+
+def _start(*command: object) -> None:
+    subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=_START_S)
 
 
 def _ceph_port() -> int:

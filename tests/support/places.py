@@ -17,11 +17,9 @@ class DirectoryPlace:
 
     @property
     def address(self) -> str:
-        """For the package."""
         return str(self.root)
 
     def names(self) -> list[str]:
-        """Of all files."""
         paths = (Path(at) / name for at, _, names in os.walk(self.root) for name in names)
         return sorted(str(path.relative_to(self.root)) for path in paths)
 
@@ -46,11 +44,9 @@ class BucketPlace:
 
     @property
     def address(self) -> str:
-        """For the package."""
         return f"s3://{self.bucket}/{self.path}"
 
     def names(self) -> list[str]:
-        """Of all objects."""
         found = (n.partition(f"{self.path}/") for n in self.store.names(self.bucket))
         return [rest for before, slash, rest in found if slash and not before]
 

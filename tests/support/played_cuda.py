@@ -15,9 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
 
-GARBAGE = 0xAB
-"""What memory holds that nothing has arrived in."""
-
+GARBAGE = 0xAB  # what memory holds that nothing has arrived in
 _CUDA = torch.device("cuda", 0)
 _UNTOUCHED = {"empty_like", "new_empty", "detach", "new_zeros", "zeros_like"}
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "as_tensor")

@@ -25,12 +25,9 @@ from torch._C._distributed_c10d import TCPStore
 
 _HOST = "127.0.0.1"
 _FAREWELL_S = 5.0
-_END_S = 60.0
-"""From the end of a pipe to that of its process."""
+_END_S = 60.0  # from the end of a pipe to that of its process
 _PRELOADED = (
-    "torch.distributed",
     "tensorstore",
-    "megatron.core.dist_checkpointing",
     "dist_ckpt_strategies.comm.torch_communicator",
     "dist_ckpt_strategies.strategies.entry",
     "dist_ckpt_strategies.strategies.local_replicated",
@@ -40,7 +37,6 @@ _PRELOADED = (
     "dist_ckpt_strategies.inprocess.store_coordinator",
     "dist_ckpt_strategies.local",
     "dist_ckpt_strategies.recovery.latest",
-    "torch.distributed.checkpoint",
     "hypothesis",
     "psutil",
     "pytest",
@@ -90,107 +86,113 @@ def run_processes(
     makes_group: bool = True,
     on_death: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """Call ``body(rank, *args)`` in ``size`` new processes, the world of a gloo process group.
+    """What ``body(rank, *args)`` comes to in ``size`` processes, the world of a gloo group.
 
-    The default process group is initialised before ``body`` and destroyed after it; the processes
-    stay until the last of them has a result, and none is left when this returns or raises.
+    The exception, as an object, where it raised; a RankDiedError where its process has ended. The
+    processes stay until the last of them has a result, and none is left when this returns.
 
     Args:
         size: number of ranks.
         body: a function at the top level of its module.
         args: passed to it; they and the result are pickled.
-        timeout_s: by which every rank has to be done, in seconds.
+        timeout_s: by which every rank has to be done; else a TimeoutError is raised.
         makes_group: False: the ranks make process groups themselves, and take them down.
-        on_death: called with a rank whose process is gone, which is then begun anew; None: its
-            result is a RankDiedError.
-
-    Returns:
-        By rank: what ``body`` returned; the exception, as an object, where it raised; a
-        RankDiedError where the process ended by itself or was killed.
-
-    Raises:
-        TimeoutError: a rank was not done in time. All have been killed.
+        on_death: called with a rank whose process is gone, which is then begun anew.
     """
-    for _ in range(_NUM_TRIES - 1):
-        with suppress(_NotConnectedError):
-            return _run_once(size, body, args, timeout_s, on_death, makes_group=makes_group)
-    return _run_once(size, body, args, timeout_s, on_death, makes_group=makes_group)
+    tries_left = _NUM_TRIES
+    while True:
+        tries_left -= 1
+        # As under torchrun, the store lives outside the ranks and outlasts each of them.
+        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        processes, farewell_s = Processes(), 0.0
+        rendezvous = _Rendezvous(size, store.port, timeout_s, makes_group)
+        try:
+            results = _results(processes, (rendezvous, body, args), on_death)
+            farewell_s = _FAREWELL_S
+        except _NotConnectedError:
+            if not tries_left:
+                raise
+        else:
+            return results
+        finally:
+            processes.end(*range(size), farewell_s=farewell_s)
 
 
-def _run_once(
-    size: int,
-    body: Callable[..., Any],
-    args: tuple[Any, ...],
-    timeout_s: float,
-    on_death: Callable[[int], None] | None,
-    *,
-    makes_group: bool,
+def _results(
+    processes: Processes, task: tuple[Any, ...], on_death: Callable[[int], None] | None
 ) -> list[Any]:
-    # As under torchrun, the store lives outside the ranks and outlasts each of them.
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    rendezvous = _Rendezvous(size, store.port, timeout_s, makes_group)
-    processes = _Processes(rendezvous, body, args)
-    farewell_s = 0.0
-    try:
-        for rank in range(size):
-            processes.start(rank)
-        results = processes.results(on_death)
-        farewell_s = _FAREWELL_S
-    finally:
-        processes.end(farewell_s)
-        del store
-    return results
+    size, limit_s = task[0].size, task[0].timeout_s
+    for rank in range(size):
+        processes.start(rank, _run_rank, *task)
+    deadline = time.monotonic() + limit_s
+    found: dict[int, Any] = {}
+    while waiting := [rank for rank in range(size) if rank not in found]:
+        came = processes.receive(waiting, max(0.0, deadline - time.monotonic()))
+        if not came:
+            raise TimeoutError(f"ranks {waiting} not done in {limit_s:g} s; the others: {found}")
+        for rank, result in came.items():
+            has_died = isinstance(result, RankDiedError)
+            if has_died and result.exit_code == _NOT_CONNECTED:
+                raise _NotConnectedError
+            if has_died and on_death is not None:
+                on_death(rank)
+                processes.end(rank)
+                processes.start(rank, _run_rank, *task)
+            else:
+                found[rank] = result
+    return [found[rank] for rank in range(size)]
 
 
-class _Processes:
-    """The ranks of one world."""
+class Processes:
+    """Processes of ranks, each at the end of a pipe."""
 
-    def __init__(
-        self, rendezvous: _Rendezvous, body: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
-        self._rendezvous, self._body, self._args = rendezvous, body, args
-        self._started: list[tuple[Connection, int, ForkServerProcess]] = []
+    def __init__(self) -> None:
+        self._running: dict[int, tuple[Connection, ForkServerProcess]] = {}
 
-    def start(self, rank: int) -> None:
-        """Begin a rank."""
+    def start(self, rank: int, target: Callable[..., None], *args: Any) -> None:
+        """Have a new process run ``target(rank, *args, pipe)``."""
         ours, theirs = forkserver().Pipe()
-        task = (rank, self._rendezvous, theirs, self._body, self._args)
-        process = forkserver().Process(target=_run_rank, args=task, daemon=True)
+        process = forkserver().Process(target=target, args=(rank, *args, theirs), daemon=True)
         process.start()
         theirs.close()
-        self._started.append((ours, rank, process))
+        self._running[rank] = (ours, process)
 
-    def results(self, on_death: Callable[[int], None] | None) -> list[Any]:
-        """What each rank came to; see ``run_processes``."""
-        limit_s, deadline = (
-            self._rendezvous.timeout_s,
-            time.monotonic() + self._rendezvous.timeout_s,
-        )
+    def ranks(self) -> set[int]:
+        """Those that were started and not ended."""
+        return set(self._running)
+
+    def pid(self, rank: int) -> int:
+        found = self._running[rank][1].pid
+        assert found is not None
+        return found
+
+    def send(self, rank: int, item: Any) -> None:
+        """Send something through the pipe; that nobody is there any more is seen later."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._running[rank][0].send(item)
+
+    def receive(self, ranks: list[int], timeout_s: float) -> dict[int, Any]:
+        """What has come from some of them; a RankDiedError where a process has ended."""
+        pipes = {self._running[rank][0]: rank for rank in ranks}
         found: dict[int, Any] = {}
-        while len(found) < self._rendezvous.size:
-            newest = {rank: (pipe, process) for pipe, rank, process in self._started}
-            pipes = {pipe: rank for rank, (pipe, _) in newest.items() if rank not in found}
-            ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                late = sorted(pipes.values())
-                raise TimeoutError(f"ranks {late} not done in {limit_s:g} s; the others: {found}")
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = pipes[pipe]
-                result = _result(pipe, newest[rank][1])
-                if isinstance(result, RankDiedError) and on_death is not None:
-                    on_death(rank)
-                    self.start(rank)
-                else:
-                    found[rank] = result
-        return [found[rank] for rank in range(self._rendezvous.size)]
+        for pipe in wait(list(pipes), timeout=timeout_s):
+            assert isinstance(pipe, Connection)
+            rank = pipes[pipe]
+            try:
+                found[rank] = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                process = self._running[rank][1]
+                process.join(_END_S)
+                found[rank] = RankDiedError(process.exitcode)
+        return found
 
-    def end(self, farewell_s: float) -> None:
-        """Release the ranks that wait for the others; kill what is still there later."""
-        for pipe, _, _ in self._started:
-            pipe.close()
+    def end(self, *ranks: int, farewell_s: float = 0.0) -> None:
+        """Release those that wait for the others; kill what is still there later."""
+        ended = [self._running.pop(rank) for rank in ranks if rank in self._running]
         deadline = time.monotonic() + farewell_s
-        for _, _, process in self._started:
+        for pipe, _ in ended:
+            pipe.close()
+        for _, process in ended:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
@@ -200,22 +202,14 @@ class _Processes:
 
 @cache
 def forkserver() -> ForkServerContext:
-    """Starts processes within a tenth of a second, with everything imported.
-
-    The first time it returns once that is so: half a minute on a busy machine, which is not to
-    count as time of the ranks.
-    """
+    """Starts processes within a tenth of a second, as everything is imported when it is there."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
-    first = context.Process(target=_nothing, daemon=True)
+    first = context.Process(daemon=True)
     first.start()
     first.join()
     first.close()
     return context
-
-
-def _nothing() -> None:
-    """What the first process does."""
 
 
 def allow_torch_dist() -> None:
@@ -233,22 +227,12 @@ def allow_processes() -> None:
     vars(multiprocessing.current_process())["_config"]["daemon"] = False
 
 
-def _result(pipe: Connection, process: ForkServerProcess) -> Any:
-    try:
-        return pickle.loads(pipe.recv_bytes())
-    except (EOFError, ConnectionResetError):
-        process.join(_END_S)
-        if process.exitcode == _NOT_CONNECTED:
-            raise _NotConnectedError from None
-        return RankDiedError(process.exitcode)
-
-
 def _run_rank(
     rank: int,
     rendezvous: _Rendezvous,
-    pipe: Connection,
     body: Callable[..., Any],
     args: tuple[Any, ...],
+    pipe: Connection,
 ) -> None:
     faulthandler.dump_traceback_later(max(0.1, rendezvous.timeout_s - 0.5))
     os.environ |= {
@@ -258,25 +242,16 @@ def _run_rank(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
-    if not rendezvous.makes_group:
-        pipe.send_bytes(_pickled(_outcome(rank, body, args)))
-        _await_the_others(pipe)
-        return
-    limit = timedelta(seconds=rendezvous.timeout_s)
-    store = TCPStore(_HOST, rendezvous.port, is_master=False, timeout=limit)
-    try:
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=rendezvous.size, timeout=limit
-        )
-    except RuntimeError as error:
-        if "connectFullMesh" not in str(error):
-            raise
-        os._exit(_NOT_CONNECTED)
+    if rendezvous.makes_group:
+        _join(rank, rendezvous)
     try:
         pipe.send_bytes(_pickled(_outcome(rank, body, args)))
-        _await_the_others(pipe)
+        # A rank that leaves early breaks its peers' connections, and what is still on the way.
+        with suppress(EOFError, OSError):
+            pipe.recv_bytes()
     finally:
-        dist.destroy_process_group()
+        if rendezvous.makes_group:
+            dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -288,6 +263,19 @@ def _outcome(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return error
 
 
+def _join(rank: int, rendezvous: _Rendezvous) -> None:
+    limit = timedelta(seconds=rendezvous.timeout_s)
+    store = TCPStore(_HOST, rendezvous.port, is_master=False, timeout=limit)
+    try:
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=rendezvous.size, timeout=limit
+        )
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        os._exit(_NOT_CONNECTED)
+
+
 def _pickled(result: Any) -> bytes:
     try:
         content = pickle.dumps(result)
@@ -295,11 +283,3 @@ def _pickled(result: Any) -> bytes:
     except Exception as error:  # noqa: BLE001 - whatever a foreign __reduce__ raises
         return pickle.dumps(TypeError(f"result {result!r} does not pickle: {error!r}"))
     return content
-
-
-def _await_the_others(pipe: Connection) -> None:
-    """A rank that leaves early breaks its peers' connections, and what is still on the way."""
-    try:
-        pipe.recv_bytes()
-    except (EOFError, OSError):
-        return

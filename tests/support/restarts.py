@@ -16,9 +16,7 @@ from dist_ckpt_strategies.inprocess.wrap import HPWrapper
 from tests.support.ranks import run_processes
 
 HOST = "127.0.0.1"
-GROUP_TIMEOUT_S = 100.0
-"""Of process groups: no test may come near it."""
-
+GROUP_TIMEOUT_S = 100.0  # of process groups: no test may come near it
 _MAX_DEATHS = 8
 
 
@@ -27,24 +25,14 @@ def run_restartable(
 ) -> list[Any]:
     """Call ``body(rank, wrapper, *args)`` in processes; ``wrapper(...)`` is one of Wrappers."""
     host = host_store()
-    try:
-        task = (size, host.port, body, args)
-        return run_processes(size, _on_rank, task, timeout_s=timeout_s, makes_group=False)
-    finally:
-        del host
+    task = (size, host.port, body, args)
+    return run_processes(size, _on_rank, task, timeout_s=timeout_s, makes_group=False)
 
 
 def run_respawned(
     size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> tuple[list[Any], list[int]]:
-    """Call ``body(rank, wrappers, *args)`` in processes; one that dies is begun anew.
-
-    Returns:
-        What each rank returned, an exception where it raised; and the ranks that have died.
-
-    Raises:
-        TimeoutError: some rank had no result in time. None is left running, however this ends.
-    """
+    """The same where a process that dies is begun anew; also the ranks that have died."""
     host = host_store()
     state = RestartState(JobStore(HOST, host.port))
     died: list[int] = []
@@ -61,7 +49,6 @@ def run_respawned(
     results = run_processes(
         size, _on_rank, task, timeout_s=timeout_s, makes_group=False, on_death=on_death
     )
-    del host
     return results, died
 
 

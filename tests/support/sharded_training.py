@@ -29,37 +29,17 @@ def _nothing() -> None:
     """What happens half-way through a pass, usually."""
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer, with dropout behind both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of shape ``(batch, length, width)``, as is what comes back."""
-        query, key, value = self.mix(self.norms[0](x)).chunk(3, dim=-1)
-        seen = functional.scaled_dot_product_attention(
-            query[:, None], key[:, None], value[:, None], is_causal=True
-        )[:, 0]
-        x = x + functional.dropout(self.out(seen), 0.1)
-        return x + functional.dropout(
-            self.narrow(functional.gelu(self.wide(self.norms[1](x)))), 0.1
-        )
-
-
 class TinyGpt(nn.Module):
-    """Embeddings, two blocks, logits."""
+    """Embeddings, two causal blocks with dropout, logits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCAB, WIDTH)
         self.places = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 1, 4 * WIDTH, batch_first=True, norm_first=True)
+            for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(
@@ -69,31 +49,24 @@ class TinyGpt(nn.Module):
         in_backward: Callable[[], None] = _nothing,
     ) -> torch.Tensor:
         """Logits for every place; the callables are called half-way through each pass."""
-        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
-        x = self.blocks[0](x)
+        first, second = self.blocks
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        x = first(self.words(tokens) + self.places.weight[: tokens.shape[1]], mask, is_causal=True)
         in_forward()
         if x.requires_grad:
             x.register_hook(lambda _grad: in_backward())
-        x = self.blocks[1](x)
-        logits: torch.Tensor = self.head(x)
+        logits: torch.Tensor = self.head(second(x, mask, is_causal=True))
         return logits
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where a rank stands, and with whom; made anew in every attempt.
+    """Where a rank stands, and with whom; made anew in every attempt."""
 
-    Attributes:
-        shard: number of its shard.
-        num_shards: that a replica is cut into.
-        replica: ranks that share the weights of one replica, one for each shard.
-        twins: ranks that hold the same shard.
-    """
-
-    shard: int
-    num_shards: int
-    replica: Any
-    twins: Any
+    shard: int  # number of its shard
+    num_shards: int  # that a replica is cut into
+    replica: Any  # ranks that share the weights of one replica, one for each shard
+    twins: Any  # ranks that hold the same shard
 
 
 def make_groups(num_shards: int) -> Groups:
@@ -136,7 +109,7 @@ class ShardedTraining:
         self.master = self.flat[self.start : self.start + self.shard_size].clone()
         self.moments = {name: torch.zeros(self.shard_size) for name in ("first", "second")}
         self.scale = 1.0
-        self._step = 0
+        self.step = 0
         self.num_updates = 0
         torch.manual_seed(1000 * seed + dist.get_rank())
 
@@ -145,10 +118,7 @@ class ShardedTraining:
         in_forward: Callable[[], None] = _nothing,
         in_backward: Callable[[], None] = _nothing,
     ) -> float:
-        """The loss on a batch of this rank's own; its gradients are ready.
-
-        The callables are called half-way through each pass.
-        """
+        """The loss on a batch of this rank's own; its gradients are ready."""
         self.grads.zero_()
         tokens = torch.randint(VOCAB, (2, LENGTH + 1))
         logits = self.model(tokens[:, :-1], in_forward, in_backward)
@@ -162,32 +132,22 @@ class ShardedTraining:
         self.grads /= dist.get_world_size()
         self.scale = min(1.0, 1.0 / (float(self.grads.norm()) + _EPS))
 
-    @property
-    def step(self) -> int:
-        """See StateProvider."""
-        return self._step
-
     def set_step(self, step: int) -> None:
-        """See StateProvider."""
-        self._step = step
+        self.step = step
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See StateProvider."""
         return {
             "weights": dict(self.model.named_parameters()),
             f"shard/{self.groups.shard}": {"master": self.master, **self.moments},
         }
 
     def gathered_parts(self) -> frozenset[str]:
-        """See StateProvider."""
         return frozenset({"weights"})
 
     def objects(self) -> Mapping[str, Any]:
-        """See StateProvider."""
         return {"num_updates": self.num_updates}
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """See StateProvider."""
         self.num_updates = int(objects["num_updates"])
 
     def apply_update(self) -> None:
@@ -201,7 +161,6 @@ class ShardedTraining:
         self.master.addcdiv_(first, second.sqrt() + _EPS, value=-rate)
 
     def gather_weights(self) -> None:
-        """See StateProvider."""
         dist.all_gather_into_tensor(self.flat, self.master, group=self.groups.replica)
 
 

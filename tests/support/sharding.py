@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from tests.support.tensors import bits
+
 Shape = tuple[int, ...]
 
 ALL_DTYPES = tuple(
@@ -36,29 +38,19 @@ class Part:
     replica: int = 0
 
     def slices(self) -> tuple[slice, ...]:
-        """Indexing form."""
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """An array, and who holds what of it.
+    """An array, and who holds what of it."""
 
-    Attributes:
-        key: of the array.
-        shape: of the whole array, in elements.
-        dtype: of its elements.
-        parts: in the order in which ranks list them.
-        grid: parts in each dim; None where they lie on no regular grid.
-        num_prepended: leading dims that the local tensors lack.
-    """
-
-    key: str
-    shape: Shape
-    dtype: torch.dtype
-    parts: tuple[Part, ...]
-    grid: Shape | None = None
-    num_prepended: int = 0
+    key: str  # of the array
+    shape: Shape  # of the whole array, in elements
+    dtype: torch.dtype  # of its elements
+    parts: tuple[Part, ...]  # in the order in which ranks list them
+    grid: Shape | None = None  # parts in each dim; None where they lie on no regular grid
+    num_prepended: int = 0  # leading dims that the local tensors lack
 
 
 @lru_cache(maxsize=64)
@@ -78,7 +70,6 @@ def part_of(cut: Cut, part: Part) -> torch.Tensor:
 
 
 def sharded(cut: Cut, part: Part, data: torch.Tensor | None, **changes: Any) -> Any:
-    """The ShardedTensor of a part."""
     return ShardedTensor(
         key=cut.key,
         data=data,
@@ -130,14 +121,7 @@ def differences(rank: int, cuts: Iterable[Cut], loaded: dict[str, Any]) -> list[
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether dtype, shape and every bit are equal; NaNs too."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    return torch.empty(plain.shape, dtype=plain.dtype).copy_(plain).view(torch.uint8)
+    return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
 
 
 def on_grid(  # noqa: PLR0913

@@ -15,16 +15,12 @@ _PACKAGE = "/dist_ckpt_strategies/"
 
 
 class SilentDisk:
-    """Counts the system calls below a directory; from one of them on, they block.
-
-    Attributes:
-        has_blocked: whether one of them has blocked.
-        on_main_thread: where the package has made one on the main thread, which has no limit.
-    """
+    """Counts the system calls below a directory; from one of them on, they block."""
 
     def __init__(self, directory: Path, first: int, slow_s: float = 0.0) -> None:
         self.has_blocked = False
         self.on_main_thread: set[str] = set()
+        """Where the package has made one on the main thread, which has no limit."""
         self.is_back = threading.Event()
         self._directory, self._first, self._slow_s = str(directory), first, slow_s
         self._num_calls = 0

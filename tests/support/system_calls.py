@@ -16,8 +16,7 @@ CALLS = (
     *("open", "preadv", "pread", "pwrite", "write", "fsync", "stat", "lstat", "mkdir"),
     *("scandir", "listdir", "replace", "rename", "unlink", "rmdir"),
 )
-CHANGES = ("rename", "replace", "unlink", "rmdir")
-"""Calls that change directories."""
+CHANGES = ("rename", "replace", "unlink", "rmdir")  # calls that change directories
 
 
 @contextmanager

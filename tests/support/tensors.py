@@ -11,7 +11,6 @@ Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """As it is."""
     return tensor.clone()
 
 
@@ -46,7 +45,6 @@ def at_an_odd_byte(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def needs_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter."""
     return torch.nn.Parameter(tensor.clone(), requires_grad=tensor.is_floating_point())
 
 
@@ -62,5 +60,6 @@ LAYOUTS: dict[str, Layout] = {
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of the elements in C order."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return plain.flatten().clone().view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    packed = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
+    return packed.view(torch.uint8).numpy().tobytes()

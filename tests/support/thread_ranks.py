@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -18,26 +17,17 @@ from dist_ckpt_strategies.errors import PeerTimeoutError
 
 T = TypeVar("T")
 
-_HOST = torch.device("cpu")
 
-
-@dataclass
 class ThreadWorld:
     """What the ranks share: a board for messages and a queue for each pair of ranks."""
 
-    size: int
-    timeout_s: float
-    device: torch.device = _HOST
-    board: list[str] = field(init=False)
-    barrier: threading.Barrier = field(init=False)
-    pipes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Set up the shared parts."""
-        ranks = range(self.size)
-        self.board = ["null"] * self.size
-        self.barrier = threading.Barrier(self.size, timeout=self.timeout_s)
-        self.pipes = {(a, b): queue.Queue() for a in ranks for b in ranks}
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self.board = ["null"] * size
+        self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self.pipes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+            (a, b): queue.Queue() for a in range(size) for b in range(size)
+        }
 
 
 class ThreadCommunicator(Communicator):
@@ -48,10 +38,9 @@ class ThreadCommunicator(Communicator):
     ) -> None:
         super().__init__(range(world.size) if global_ranks is None else global_ranks, rank)
         self._world = world
-        self.device = world.device
+        self.device = torch.device("cpu")
 
     def all_gather(self, item: Message) -> list[Message]:
-        """See Communicator."""
         self._world.board[self.rank] = json.dumps(item)
         self._meet()
         items = [json.loads(text) for text in self._world.board]
@@ -61,7 +50,6 @@ class ThreadCommunicator(Communicator):
     def begin_exchange(
         self, sends: Sequence[Send], receives: Sequence[Receive]
     ) -> Callable[[], None]:
-        """See Communicator."""
         for send in sends:
             self._world.pipes[self.rank, send.to_rank].put(torch.as_tensor(send.data).clone())
         return partial(self._finish, tuple(receives))
@@ -83,19 +71,9 @@ class ThreadCommunicator(Communicator):
 
 
 def run_ranks(
-    size: int,
-    body: Callable[[ThreadCommunicator], T],
-    timeout_s: float = 10.0,
-    device: torch.device = _HOST,
+    size: int, body: Callable[[ThreadCommunicator], T], timeout_s: float = 10.0
 ) -> list[T]:
-    """Call ``body`` on every rank at once and return the results by rank.
-
-    Args:
-        size: number of ranks.
-        body: what each of them does.
-        timeout_s: longest wait for another rank.
-        device: where tensors are that they send each other as they are.
-    """
-    world = ThreadWorld(size, timeout_s, device)
+    """Call ``body`` on every rank at once; the results by rank."""
+    world = ThreadWorld(size, timeout_s)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: body(ThreadCommunicator(world, rank)), range(size)))
