@@ -37,10 +37,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.recovery import load_latest
-from dist_ckpt_strategies.strategies.common import (
-    TorchCommonLoadStrategy,
-    TorchCommonSaveStrategy,
-)
+from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 
 PLAIN: dict[str, Any] = {
     "none": None,

@@ -12,12 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import (
-    ArraySpec,
-    DType,
-    RankShards,
-    Region,
-)
+from dist_ckpt_strategies.core.array import ArraySpec, DType, RankShards, Region
 from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, MAX_OBJECT_NBYTES, ChunkLayout
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
 from dist_ckpt_strategies.sharded.plan import (
@@ -26,14 +21,7 @@ from dist_ckpt_strategies.sharded.plan import (
     build_manifest_plan,
     build_save_plan,
 )
-from tests.support.boxes import (
-    NUM_RANKS,
-    Split,
-    merged,
-    regions_in,
-    splits,
-    times_covered,
-)
+from tests.support.boxes import NUM_RANKS, Split, merged, regions_in, splits, times_covered
 
 some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))
 

@@ -23,21 +23,10 @@ from dist_ckpt_strategies.errors import (
     StrategyExistsError,
     StrategyNotFoundError,
 )
-from dist_ckpt_strategies.strategies.common import (
-    TorchCommonLoadStrategy,
-    TorchCommonSaveStrategy,
-)
-from dist_ckpt_strategies.strategies.registry import (
-    get_default_strategy,
-    register_default_strategy,
-)
-from dist_ckpt_strategies.strategies.tensorstore import (
-    TensorStoreLoadShardedStrategy,
-)
-from dist_ckpt_strategies.strategies.zarr import (
-    ZarrLoadShardedStrategy,
-    ZarrSaveShardedStrategy,
-)
+from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from dist_ckpt_strategies.strategies.registry import get_default_strategy, register_default_strategy
+from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.support.registries import fresh_registries
 
 KEY = (StrategyAction.SAVE_SHARDED, "mine", 1)
@@ -47,26 +36,11 @@ class Plain:
     """Stands for a strategy."""
 
 
-class Foreign(base.LoadShardedStrategy):  # type: ignore[misc]
+class Foreign:
     """A strategy that another package put into Megatron's registry."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        return sharded_state_dict
-
-    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
-        return {}
-
-    def check_backend_compatibility(self, loaded_backend: Any) -> None:
-        return
-
-    def check_version_compatibility(self, loaded_version: Any) -> None:
-        return
-
-
-@pytest.fixture(autouse=True)
-def _registries() -> Iterator[None]:
-    with fresh_registries():
-        yield
+        """See LoadShardedStrategy."""
 
 
 class Own(base.SaveShardedStrategy):  # type: ignore[misc]
@@ -77,6 +51,12 @@ class Own(base.SaveShardedStrategy):  # type: ignore[misc]
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         del sharded_state_dict
         Path(checkpoint_dir, "own").touch()
+
+
+@pytest.fixture(autouse=True)
+def _registries() -> Iterator[None]:
+    with fresh_registries():
+        yield
 
 
 # Look-ups

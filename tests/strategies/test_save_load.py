@@ -23,14 +23,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
-from tests.support.entries import (
-    Entry,
-    load,
-    prepare,
-    require_on_ranks,
-    require_refused,
-    save,
-)
+from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused, save
 from tests.support.layouts import (
     empties,
     irregular,

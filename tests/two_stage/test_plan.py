@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import cut_chunk
 from dist_ckpt_strategies.core.inner_grid import stored_nbytes
-from dist_ckpt_strategies.two_stage.plan import (
-    Batch,
-    GroupPlan,
-    build_group_plan,
-    encode_regions,
-)
+from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, build_group_plan, encode_regions
 
 BUDGET = 512 << 20
 
