@@ -251,36 +251,27 @@ by_engine = pytest.mark.parametrize("engine", Engine)
 
 
 @by_engine
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_arrays_of_other_writers_are_read_and_a_missing_chunk_is_named(
-    way: dict[str, Any], engine: Engine, tmp_path: Path
+@pytest.mark.parametrize("name", WAYS)
+def test_arrays_of_other_writers_are_read_and_bad_chunks_are_named(
+    name: str, engine: Engine, tmp_path: Path
 ) -> None:
     values = random_values((7, 5), DType.FLOAT32)
     values[np.isnan(values)] = 1.5  # numcodecs and numpy may touch payloads of swapped NaNs
-    directory = write_foreign(tmp_path, values, **way)
+    directory = write_foreign(tmp_path, values, **WAYS[name])
+    bad = directory / ("0/1" if name == "nested" else "0.1")
 
     assert same_bytes(read(tmp_path, values, engine), values)
-    lost = directory / ("0/1" if way is WAYS["nested"] else "0.1")
-    lost.unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"^(rank 0: )?layer\.w: ") as caught:
-        read(tmp_path, values, engine)
-    assert (caught.value.key, caught.value.path) == ("layer.w", str(lost))
-
-
-@by_engine
-@pytest.mark.parametrize("codec", ["zlib", "gzip", "blosc", "zstd"])
-def test_a_damaged_compressed_chunk_is_an_error_that_names_key_and_file(
-    codec: str, engine: Engine, tmp_path: Path
-) -> None:
-    values = random_values((8, 8), DType.INT32)
-    bad = write_foreign(tmp_path, values, **WAYS[codec]) / "0.0"
     content = bad.read_bytes()
-    for damaged in (content[:-9], b"", b"\x01" * len(content)):
-        bad.write_bytes(damaged)
-        with pytest.raises(CorruptCheckpointError, match=r"layer\.w: ") as caught:
-            read(tmp_path, values, engine)
-        assert caught.value.key == "layer.w"
-        assert str(bad.parent) in str(caught.value)
+    if "compressors" in WAYS[name]:
+        for damaged in (content[: len(content) // 2], b"", b"\x01" * len(content)):
+            bad.write_bytes(damaged)
+            with pytest.raises(CorruptCheckpointError, match=rf"layer\.w: .*{directory}") as caught:
+                read(tmp_path, values, engine)
+            assert caught.value.key == "layer.w"
+    bad.unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"^(rank 0: )?layer\.w: ") as lost:
+        read(tmp_path, values, engine)
+    assert (lost.value.key, lost.value.path) == ("layer.w", str(bad))
 
 
 VALUES = np.zeros(4, np.float32)

@@ -60,16 +60,17 @@ def main(rank: int, directory: str, port: int) -> None:
 
 
 def use_queue(rank: int, queue: Any, directory: Path) -> None:
-    strategies = {"1": ZarrSaveShardedStrategy(), "2": Format2SaveShardedStrategy()}
-    wrapper = FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy(), dist.group.WORLD)
-    for name, strategy in {**strategies, "wrapped": wrapper}.items():
-        require_saved(rank, queue, strategy, directory / name)
+    strategies = {"1": ZarrSaveShardedStrategy, "2": Format2SaveShardedStrategy}
+    for name, strategy in strategies.items():
+        require_saved(rank, queue, strategy(), directory / name)
+    wrapped = FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy(), dist.group.WORLD)
+    require_saved(rank, queue, wrapped, directory / "wrapped")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
     for name, strategy in strategies.items():
         root = directory / f"refused {name}"
-        schedule(queue, strategy, root, state(rank, 1.0))
+        schedule(queue, strategy(), root, state(rank, 1.0))
         with pytest.raises(StorageError, match=r"^rank 1: "):
             queue.maybe_finalize_async_calls(blocking=True)
         assert not (root / "metadata.json").exists()

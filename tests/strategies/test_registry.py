@@ -43,12 +43,13 @@ class Foreign:
         """See LoadShardedStrategy."""
 
 
-class Own(base.SaveShardedStrategy):  # type: ignore[misc]
+class Own:
     """A user's strategy, which leaves one file."""
 
-    can_handle_sharded_objects = True
+    backend, version = "mine", 1
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """See SaveShardedStrategy."""
         del sharded_state_dict
         Path(checkpoint_dir, "own").touch()
 
@@ -86,21 +87,22 @@ def test_an_instance_is_returned_and_a_callable_is_called_once() -> None:
         assert get_default_strategy(*key) == {}
 
 
-WRONG = "expected an action, a str, an int and a strategy"
+@pytest.mark.parametrize(
+    ("key", "strategy"),
+    [
+        ((StrategyAction.SAVE_SHARDED, "mine", "1"), Plain),
+        ((StrategyAction.SAVE_SHARDED, None, 1), Plain),
+        ((StrategyAction.SAVE_SHARDED, "a number", 1), 5),
+        ((5, "mine", 1), Plain),
+    ],
+)
+def test_what_is_no_key_or_no_strategy_is_refused(key: Any, strategy: Any) -> None:
+    with pytest.raises(StrategyError, match="expected an action, a str, an int and a strategy"):
+        register_default_strategy(*key, strategy)
 
 
-def test_what_is_no_key_or_no_strategy_is_refused(tmp_path: Path) -> None:
-    save_sharded: Any = StrategyAction.SAVE_SHARDED
-    wrong: Any
-    for wrong in (
-        (save_sharded, "mine", "1", Plain),
-        (save_sharded, None, 1, Plain),
-        (save_sharded, "a number", 1, 5),
-        (5, "mine", 1, Plain),
-    ):
-        with pytest.raises(StrategyError, match=WRONG):
-            register_default_strategy(*wrong)
-    register_default_strategy(save_sharded, "a loader", 1, ZarrLoadShardedStrategy())
+def test_a_load_strategy_does_not_save(tmp_path: Path) -> None:
+    register_default_strategy(StrategyAction.SAVE_SHARDED, "a loader", 1, ZarrLoadShardedStrategy())
     with pytest.raises(StrategyError, match=r"'a loader', 1\): expected a SaveShardedStrategy"):
         dist_ckpt_strategies.save({}, tmp_path / "c", ("a loader", 1))
 
@@ -135,7 +137,7 @@ def test_an_own_registration_works_before_and_after_a_save(
     comes_first: str, tmp_path: Path
 ) -> None:
     """A tuple leads to the own strategy from the registration on."""
-    own, key = Own(*KEY[1:]), (StrategyAction.SAVE_SHARDED, "zarr", 1)
+    own, key = Own(), (StrategyAction.SAVE_SHARDED, "zarr", 1)
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
     if comes_first == "save":
         dist_ckpt_strategies.save(dict(state), tmp_path / "before", key[1:])
@@ -143,7 +145,7 @@ def test_an_own_registration_works_before_and_after_a_save(
     dist_ckpt_strategies.save(dict(state), tmp_path / "after", key[1:])
     assert [path.parent.name for path in tmp_path.glob("*/own")] == ["after"]
     with pytest.raises(StrategyExistsError, match="replace=True"):
-        register_default_strategy(*key, Own(*KEY[1:]))
+        register_default_strategy(*key, Own())
     with pytest.raises(StrategyExistsError, match="Own"):
         register()
     register_default_strategy(*key, own)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import StorageTimeoutError
@@ -25,8 +25,10 @@ from dist_ckpt_strategies.local import (
 )
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from tests.support import sharding
 from tests.support.entries import Failure, outcome
 from tests.support.ranks import run_processes
+from tests.support.sharding import on_grid
 from tests.support.silence import silent_disk
 
 pytestmark = pytest.mark.multiprocess
@@ -40,17 +42,12 @@ SLOW_S = 0.2 * TIMEOUT_S
 """What the first call takes before a later one goes silent."""
 
 
-def state_of(rank: int, value: float) -> dict[str, Any]:
+def state_of(rank: int) -> dict[str, Any]:
     """Three arrays that all ranks share, an object for each rank, and common state."""
-    state: dict[str, Any] = {
-        name: ShardedTensor.from_rank_offsets(
-            name, torch.full((1 << 16,), value), (0, rank, dist.get_world_size())
-        )
-        for name in ("a", "b", "c")
-    }
-    state["object"] = ShardedObject("object", [rank], (dist.get_world_size(),), (rank,))
-    state["iteration"] = value
-    return state
+    size = dist.get_world_size()
+    cuts = [on_grid(name, (size << 16,), (size,), size=size) for name in "abc"]
+    own = {"object": ShardedObject("object", [rank], (size,), (rank,)), "iteration": 1}
+    return sharding.state_of(rank, cuts) | own
 
 
 def with_silence(
@@ -89,14 +86,14 @@ def uses_global(rank: int, root: str, version: int) -> list[Any]:
     backend, loaded = ("zarr", version), []
 
     def save(directory: Path) -> None:
-        dist_ckpt_strategies.save(state_of(rank, 1.0), directory, backend)
+        dist_ckpt_strategies.save(state_of(rank), directory, backend)
 
     def save_in_background(directory: Path) -> None:
-        dist_ckpt_strategies.save_async(state_of(rank, 1.0), directory, backend).wait()
+        dist_ckpt_strategies.save_async(state_of(rank), directory, backend).wait()
 
     def load(directory: Path) -> None:
         loaded.append(directory)
-        dist_ckpt_strategies.load(state_of(rank, 0.0), directory)
+        dist_ckpt_strategies.load(state_of(rank), directory)
 
     def load_newest(directory: Path) -> None:
         load_latest(None, [directory.parent], load)
@@ -143,7 +140,7 @@ def test_local_saves_and_loads_raise_on_every_rank_in_time(tmp_path: Path) -> No
 
 def uses_all(rank: int, root: str) -> set[str]:
     """Every way to save and load; where the main thread asks the disk."""
-    state, where = partial(state_of, rank, 1.0), Path(root)
+    state, where = partial(state_of, rank), Path(root)
     node = where / f"node{rank}"
     cliques = CliqueReplicationStrategy.from_replication_params(1, 2)
     manager = LocalCheckpointManager(node, repl_strategy=cliques)
@@ -180,6 +177,8 @@ import sys, torch
 from pathlib import Path
 from dist_ckpt_strategies.errors import StorageTimeoutError
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from tests.support import sharding
+from tests.support.sharding import on_grid
 from tests.support.silence import silent_disk
 
 root = Path(sys.argv[1])

@@ -39,6 +39,7 @@ from tests.support.entries import (
     Failure,
     load,
     outcome,
+    prepare,
     require_on_ranks,
     require_refused,
     save,
