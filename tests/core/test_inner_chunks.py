@@ -61,7 +61,7 @@ def test_runs_are_contiguous_and_make_up_the_region(
     region = data.draw(regions_in(shape).filter(lambda region: region.numel))
     offsets = list(product(*map(range, grid.counts)))
 
-    seen = []
+    seen: list[int] = []
     for run in grid.runs(region, max_chunks * grid.stored_nbytes):
         assert run.num_chunks <= max_chunks
         numbers = range(run.first, run.first + run.num_chunks)

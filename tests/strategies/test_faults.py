@@ -188,12 +188,14 @@ def loaders(entry: Entry) -> dict[str, dict[str, Any]]:
     }
 
 
-def load_with_faults(rank: int, entry: Entry, engine: str, scratch: Path) -> dict[str, Any]:
+def load_with_faults(
+    rank: int, entry: Entry, engine: str, scratch: Path
+) -> dict[tuple[str, str], Any]:
     """What this rank saw by fault and way: of a copy for each damage, and of odd requests."""
     prepare(TIMEOUT_S, engine)
     whole, ways = scratch / "whole", loaders(entry)
     save(entry, full_state(rank), whole)
-    seen: dict[str, Any] = {}
+    seen: dict[tuple[str, str], Any] = {}
 
     def load_in_every_way(name: str, root: Path, odd: Any = None) -> None:
         for way, options in ways.items():

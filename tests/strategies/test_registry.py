@@ -97,8 +97,9 @@ def test_an_instance_is_returned_and_a_callable_is_called_once() -> None:
     ],
 )
 def test_what_is_no_key_or_no_strategy_is_refused(key: Any, strategy: Any) -> None:
+    action, backend, version = key
     with pytest.raises(StrategyError, match="expected an action, a str, an int and a strategy"):
-        register_default_strategy(*key, strategy)
+        register_default_strategy(action, backend, version, strategy)
 
 
 def test_a_load_strategy_does_not_save(tmp_path: Path) -> None:

@@ -100,9 +100,9 @@ def test_regions_that_several_ranks_request_are_read_once_for_them(case: Case) -
     arrays, wants = case
     plan = planned(case)
     requesters = defaultdict(list)
-    for rank, regions in enumerate(wants):
-        for region in set(regions):
-            requesters[region].append(rank)
+    for rank, wanted in enumerate(wants):
+        for want in set(wanted):
+            requesters[want].append(rank)
 
     assert plan.shared == {want for want, ranks in requesters.items() if len(ranks) > 1}
     for array, region in plan.shared:
