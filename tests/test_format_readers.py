@@ -83,14 +83,12 @@ def save_all(rank: int, root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints by four ranks, one for each layout."""
     root = tmp_path_factory.mktemp("formats")
     require_on_ranks(4, save_all, root)
     return root
 
 
 def arrays_in(root: Path) -> dict[str, Any]:
-    """Every array of a checkpoint, as the reader of its format finds it."""
     if root.name.endswith(".1"):
         reader = reader_of("format.md", "read_array")
         return {key: reader["read_array"](at) for key, at in reader["find_arrays"](root).items()}
@@ -153,7 +151,6 @@ def test_the_reader_of_format_2_notices_a_changed_byte_in_each_file(saved: Path)
 
 
 def plain_state(rank: int) -> dict[str, Any]:
-    """Tensors of every dtype, small and large, empty and without dims."""
     tensors = {str(d): torch.zeros(3, 2, dtype=torch.float32).add_(rank).to(d) for d in ALL_DTYPES}
     return {
         "tensors": tensors,

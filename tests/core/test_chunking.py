@@ -24,7 +24,6 @@ def num_files(shape: Shape, chunk: Shape) -> int:
 
 
 def flat(bounds: list[int], owners: list[int]) -> list[ShardPlacement]:
-    """A flat buffer cut at the bounds."""
     parts = [Region((a,), (b - a,)) for a, b in pairwise(bounds)]
     return [ShardPlacement(part, rank) for part, rank in zip(parts, owners, strict=True)]
 

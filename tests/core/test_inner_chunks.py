@@ -20,7 +20,6 @@ extents = st.one_of(st.integers(1, 40), st.sampled_from([97, 128, 1009, 4096, 12
 
 @st.composite
 def chunked(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A shape and a chunk shape that is not larger."""
     shape = tuple(draw(st.lists(extents, min_size=0, max_size=3)))
     num = [draw(st.sampled_from([1, 1, 2, 3, 8])) for _ in shape]
     return shape, tuple(-(-n // k) for n, k in zip(shape, num, strict=True))

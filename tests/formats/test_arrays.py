@@ -141,7 +141,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def forget_cached(root: Path) -> None:
-    """Have the next read of a file come from the disk."""
     for path in (path for path in root.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -88,8 +88,6 @@ class Recipe:
 
 
 class RunsACommand:
-    """Pickled as a call of os.system."""
-
     def __init__(self, command: str) -> None:
         self.command = command
 
@@ -114,7 +112,6 @@ def load(root: Path, allow: Any = ()) -> Any:
 
 
 def write(root: Path, state: Any, **options: Any) -> Path:
-    """Write common state as torch does; the file."""
     root.mkdir(exist_ok=True)
     torch.save(state, root / "common.pt", **options)
     return root / "common.pt"

@@ -170,7 +170,6 @@ def test_the_grid_does_not_depend_on_the_numbers_of_the_ranks(
 
 
 def rows_of(sizes: list[int], *others: int) -> Split:
-    """An array cut along its first dim; the n-th part is on rank n."""
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
     zeros = (0,) * len(others)
     parts = [Region((a, *zeros), (n, *others)) for a, n in zip(starts, sizes, strict=True)]

@@ -175,7 +175,6 @@ def load(
 
 
 def make_later() -> None:
-    """Make the later release of 0.16.1."""
     base = strategies.base
     for name in (
         *("default_strategies", "register_default_strategy", "get_default_strategy"),

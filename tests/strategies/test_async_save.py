@@ -45,7 +45,6 @@ def weight(rank: int, rows: int = 30_000) -> dict[str, Any]:
 
 
 def is_saved(rank: int, root: Path, rows: int = 30_000) -> bool:
-    """Whether a load gives that weight."""
     wanted = weight(rank, rows)
     expected = wanted["w"].data.clone()
     wanted["w"].data.zero_()
@@ -53,7 +52,6 @@ def is_saved(rank: int, root: Path, rows: int = 30_000) -> bool:
 
 
 def writer() -> Any:
-    """The one process that writes for this rank."""
     (found,) = psutil.Process().children()
     return found
 

@@ -78,7 +78,6 @@ def loaders(backend: tuple[str, int], options: Options | None = None) -> dict[st
 
 
 def cuts() -> list[Cut]:
-    """Arrays of every sharding and cast."""
     return [
         cut
         for name, (dtype, _) in CASTS.items()
@@ -99,7 +98,6 @@ def content(cut: Cut, part: Part) -> torch.Tensor:
 
 
 def converted(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a load has to give."""
     return torch.empty(stored.shape, dtype=dtype).copy_(stored)
 
 

@@ -60,7 +60,6 @@ class Homemade:
 
 
 def halves(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> dict[str, Any]:
-    """Builds the two halves of a fused weight."""
     top, bottom = data.chunk(2)
     return {
         "top": ShardedTensor.from_rank_offsets(f"{key}.top", top, replica_id=replica_id),
@@ -73,7 +72,6 @@ def joined(loaded: dict[str, Any]) -> torch.Tensor:
 
 
 def everything(rank: int, *, empty: bool = False) -> dict[str, Any]:
-    """One of each kind of value that a state dict holds, at several depths."""
     weight = torch.zeros(4, 2) if empty else torch.arange(8.0).reshape(4, 2) + rank
     return {
         "model": {
@@ -90,7 +88,6 @@ def everything(rank: int, *, empty: bool = False) -> dict[str, Any]:
 
 
 def require_everything(rank: int, entry: Entry, root: Path) -> None:
-    """A load gives all that was saved."""
     loaded = load(entry, everything(rank, empty=True), root)
     stored = everything(rank)
     layers = zip(loaded["model"]["layers"], stored["model"]["layers"], strict=True)
@@ -124,7 +121,6 @@ def arguments_are_left_alone(rank: int, scratch: Path) -> None:
 def classes_are_allowed_by_argument_by_strategy_or_by_registration(
     rank: int, scratch: Path
 ) -> None:
-    """A class in the common state and in an object."""
     state = {"mine": Homemade(), "o": ShardedObject("o", Homemade(), (4,), (rank,))}
     root = scratch / "c"
     wanted = {"o": ShardedObject("o", None, (4,), (rank,))}

@@ -75,13 +75,11 @@ class NotAllowed:
 
 
 def own_cuts() -> list[Cut]:
-    """An array that all share, and one for each rank alone."""
     alone = [Cut(f"own.{n}", (64, 8), torch.float32, (Part(n, (0, 0), (64, 8)),)) for n in range(4)]
     return [on_grid("shared", (8, 8), (4, 2)), *alone]
 
 
 def full_state(rank: int, data: Callable[[Cut, Part], Any] = part_of) -> dict[str, Any]:
-    """The arrays, and an object for each rank."""
     own = ShardedObject(f"object.{rank}", {"of rank": rank}, (1,), (0,))
     return state_of(rank, own_cuts(), data) | {"object": own}
 
@@ -249,7 +247,6 @@ def merge_whole(loaded: dict[str, Any]) -> Any:
 
 
 def code_of_the_caller_raises(rank: int, root: Path) -> None:
-    """On one rank: factories, preprocessing, odd values."""
     bad = rank == CULPRIT
 
     def factory(build: Any = build_whole, merge: Any = merge_whole) -> Any:

@@ -193,7 +193,6 @@ def test_a_function_may_choose_the_directory_of_a_node(tmp_path: Path) -> None:
 
 
 def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: str) -> int:
-    """Registered once, as a script does before the block that is run again."""
     dist_ckpt_strategies.register(
         local=LocalOptions(replication_jump=1), options=dist_ckpt_strategies.Options(timeout_s=30)
     )

@@ -80,7 +80,6 @@ def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -
 
 
 def lose_rank_in_save(rank: int, entry: Entry, culprit: int, number: int, scratch: Path) -> Any:
-    """A save without the culprit, and another over the group that this has broken."""
     prepare(TIMEOUT_S)
     state = state_with(rank)
 
@@ -93,7 +92,6 @@ def lose_rank_in_save(rank: int, entry: Entry, culprit: int, number: int, scratc
 
 
 def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
-    """The culprit is dead, and every other rank named it, in time."""
     assert isinstance(results[culprit], RankDiedError), results
     survivors = [result for rank, result in enumerate(results) if rank != culprit]
     for failure in survivors:

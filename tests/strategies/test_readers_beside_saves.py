@@ -52,7 +52,6 @@ def values_in(root: Path) -> Any:
 
 
 def slow_call(name: str, directory: str, seconds: float) -> AbstractContextManager[None]:
-    """Calls of ``os`` on paths below a directory take longer."""
     return before_calls(lambda _, path: time.sleep(seconds if directory in path else 0.0), [name])
 
 

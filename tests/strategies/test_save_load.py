@@ -76,7 +76,6 @@ def of_every_dtype(grid: tuple[int, ...]) -> list[Cut]:
 
 
 def layouts(backend: tuple[str, int]) -> Iterator[tuple[str, list[Cut], list[Cut]]]:
-    """Name, what is saved, and what is loaded."""
     keys = GOOD_KEYS if backend == ("zarr", 1) else (*GOOD_KEYS, *KEYS_OF_FORMAT_2)
     yield "dtypes", of_every_dtype((2, 4)), of_every_dtype((4, 1))
     saved, wanted = ([on_grid(key, (8, 4), grid) for key in keys] for grid in ((4, 1), (2, 2)))
@@ -89,7 +88,6 @@ def layouts(backend: tuple[str, int]) -> Iterator[tuple[str, list[Cut], list[Cut
 
 
 def save_and_load_all(rank: int, backend: tuple[str, int], scratch: Path) -> None:
-    """Save and load every layout by either entry, and by a group."""
     several_rounds = TwoStageDataParallelLoadShardedStrategy(
         dist.group.WORLD, max_inflight_bytes=20_000
     )
@@ -312,7 +310,6 @@ def shards_that_do_not_make_up_their_array_are_refused(rank: int, entry: Entry, 
 
 
 def tensors_without_plain_memory_are_refused(rank: int, entry: Entry, root: Path) -> None:
-    """On rank 1 alone: no data, a sparse tensor, one on the meta device."""
     cut, fine = on_grid("w", (8, 4), (4, 1)), torch.ones(2, 4)
     bad = {"none": None, "sparse": fine.to_sparse(), "meta": torch.ones(2, 4, device="meta")}
     for name, data in bad.items():

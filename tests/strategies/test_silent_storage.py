@@ -67,7 +67,6 @@ def with_silence(
 
 
 def require_all_raised(found: list[list[Any]]) -> None:
-    """Every rank has raised that storage was silent, in time."""
     failures = [one for of_rank in found for one in of_rank if one is not None]
     assert failures
     for failure in failures:
@@ -117,7 +116,6 @@ def test_saves_and_loads_raise_on_every_rank_in_time(tmp_path: Path, version: in
 
 
 def uses_local(rank: int, root: str) -> list[Any]:
-    """Local saves and loads on a disk of its own that goes silent."""
     node = Path(root) / f"node{rank}"
     state = BasicTensorAwareStateDict({"w": torch.full((1 << 20,), float(rank))})
 

@@ -230,7 +230,6 @@ def with_a_gap(rank: int) -> dict[str, Any]:
 
 
 def on_rank_0(rank: int, act: Callable[[], Any]) -> None:
-    """Between two barriers."""
     dist.barrier()
     if rank == 0:
         act()
@@ -238,7 +237,6 @@ def on_rank_0(rank: int, act: Callable[[], Any]) -> None:
 
 
 def saves_of_ours_and_megatrons(rank: int, scratch: Path) -> None:
-    """In one directory, which is made, one after the other."""
     root = scratch / "a" / "b"
     ours, theirs = partial(save, Entry.OURS), partial(save, Entry.MEGATRON)
     ours(state_of(rank, SIZE, 1.0), root)

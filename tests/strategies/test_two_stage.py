@@ -58,7 +58,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.bool
 
 
 def cuts() -> list[Cut]:
-    """Arrays on grids, irregular ones, replicated ones, and one large enough to be cut."""
     some = [at_random(f"r{n}", (17, 9), n, dtype=dtype) for n, dtype in enumerate(DTYPES)]
     return [
         *some,
@@ -70,7 +69,6 @@ def cuts() -> list[Cut]:
 
 
 def objects(rank: int, *, empty: bool = False) -> dict[str, Any]:
-    """One object that all ranks want, and one of each rank's own."""
     return {
         "shared": ShardedObject(
             "shared", None if empty else {"of": "all"}, (1,), (0,), replica_id=rank
@@ -80,7 +78,6 @@ def objects(rank: int, *, empty: bool = False) -> dict[str, Any]:
 
 
 def every_rank_gets_what_it_requests(rank: int, root: Path) -> None:
-    """In groups of any size."""
     save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
     objects_stored = {"shared/shard_0_1", *(f"own.state/shard_{n}_4" for n in range(4))}
     for size in (1, 2, 4):
@@ -112,7 +109,6 @@ def are_loaded(found: dict[str, Any]) -> bool:
 
 
 def count_reads(rank: int, root: Path, backend: tuple[str, int]) -> Any:
-    """What a group reads from storage that its ranks do not share by a page cache."""
     prepare(60)
     vars(two_stage_load)["page_cache_of"] = lambda _: None
     save(Entry.OURS, replicas(rank, empty=False), root, sharded_strategy=backend)
@@ -127,7 +123,6 @@ def count_reads(rank: int, root: Path, backend: tuple[str, int]) -> Any:
 
 
 def read_nbytes() -> int:
-    """Bytes that this process has asked the system for."""
     return int(Path("/proc/self/io").read_text(encoding="ascii").split()[1])
 
 
@@ -316,7 +311,6 @@ def regular_cuts() -> list[Cut]:
 
 
 def torch_dist_is_asked_once_per_group_for_each_shard_and_object(rank: int, root: Path) -> None:
-    """And every rank of a group asks for some."""
     allow_torch_dist()
     # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.
     with cpu_stand_ins():
