@@ -15,11 +15,12 @@ import torch
 from megatron.core.dist_checkpointing import ShardedObject
 
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from tests.support.entries import Entry, prepare, save
+from tests.support.entries import Entry, require_on_ranks, save
 from tests.support.layouts import empties, irregular, scattered
 from tests.support.pages import ROOT, python_blocks
 from tests.support.ranks import run_processes
 from tests.support.sharding import ALL_DTYPES, Cut, in_runs, on_grid, part_of, state_of
+from tests.support.tensors import bits
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,13 +37,12 @@ HELD = "import json\nimport ml_dtypes\nimport numpy as np\n"
 def reader_of(page: str, function: str) -> dict[str, Any]:
     """What the page's reader defines; it imports nothing of ours, nor of those that write."""
     (code,) = [c for c in python_blocks(ROOT / "docs" / page) if f"def {function}(" in c]
-    code = HELD + code
-    nodes = list(ast.walk(ast.parse(code)))
+    nodes = list(ast.walk(ast.parse(HELD + code)))
     imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     assert imported <= ALLOWED
     found: dict[str, Any] = {}
-    exec(compile(code, page, "exec"), found)  # noqa: S102 - it is what is tested
+    exec(compile(HELD + code, page, "exec"), found)  # noqa: S102 - it is what is tested
     return found
 
 
@@ -74,8 +74,6 @@ def objects_of(rank: int) -> dict[str, Any]:
 
 
 def save_all(rank: int, root: Path) -> None:
-    """Body of a rank."""
-    prepare(60)
     for name, cuts in layouts().items():
         state = state_of(rank, cuts) | objects_of(rank)
         save(Entry.OURS, state, root / name, sharded_strategy=("zarr", 2))
@@ -85,20 +83,12 @@ def save_all(rank: int, root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of format 2 by four ranks, one for each layout."""
-    root = tmp_path_factory.mktemp("format2")
-    run_processes(4, save_all, root, timeout_s=90)
+    root = tmp_path_factory.mktemp("formats")
+    require_on_ranks(4, save_all, root)
     return root
 
 
-def bits_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().reshape(-1)
-    whole = torch.view_as_real(flat) if flat.is_complex() else flat
-    return whole.view(torch.uint8).numpy().tobytes()
-
-
 def arrays_in(root: Path) -> dict[str, Any]:
-    """Every array of a checkpoint, as the reader of its format finds it."""
     if root.name.endswith(".1"):
         reader = reader_of("format.md", "read_array")
         return {key: reader["read_array"](at) for key, at in reader["find_arrays"](root).items()}
@@ -116,7 +106,7 @@ def test_the_readers_of_both_formats_find_every_element(saved: Path, name: str) 
         assert arrays[cut.key].shape == cut.shape
         for part in cut.parts:
             found = arrays[cut.key][part.slices()]
-            assert found.tobytes() == bits_of(part_of(cut, part)), cut.key
+            assert found.tobytes() == bits(part_of(cut, part)), cut.key
 
 
 def test_the_reader_of_format_2_finds_every_object(saved: Path) -> None:
@@ -161,7 +151,6 @@ def test_the_reader_of_format_2_notices_a_changed_byte_in_each_file(saved: Path)
 
 
 def plain_state(rank: int) -> dict[str, Any]:
-    """Tensors of every dtype, small and large, empty and without dims."""
     tensors = {str(d): torch.zeros(3, 2, dtype=torch.float32).add_(rank).to(d) for d in ALL_DTYPES}
     return {
         "tensors": tensors,
@@ -175,7 +164,6 @@ def plain_state(rank: int) -> dict[str, Any]:
 
 
 def save_locally(rank: int, root: Path) -> None:
-    """Body of a rank."""
     manager = LocalCheckpointManager(root, "run", timeout_s=30)
     manager.save(BasicTensorAwareStateDict(plain_state(rank)), 100)
 
@@ -194,10 +182,10 @@ def test_the_reader_of_local_shards_finds_every_value_and_notices_a_changed_byte
         names = ("id", "world_size", "session", "kind")
         assert [description[name] for name in names] == [path.stem, 2, "run", "basic"]
         for key, tensor in state["tensors"].items():
-            assert found[f"tensors.{key}"].tobytes() == bits_of(tensor)
+            assert found[f"tensors.{key}"].tobytes() == bits(tensor)
         for key in ("large", "empty", "scalar"):
             assert found[key].shape == state[key].shape
-            assert found[key].tobytes() == bits_of(state[key])
+            assert found[key].tobytes() == bits(state[key])
     content = path.read_bytes()
 
     for at in (0, *(len(content) - back for back in (1, 9, 20, 100, 5000))):

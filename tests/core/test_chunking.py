@@ -23,9 +23,9 @@ def num_files(shape: Shape, chunk: Shape) -> int:
     return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
 
-def flat(*bounds: int) -> list[Region]:
-    """Boxes of a flat buffer between consecutive bounds."""
-    return [Region((a,), (b - a,)) for a, b in pairwise(bounds)]
+def flat(bounds: list[int], owners: list[int]) -> list[ShardPlacement]:
+    parts = [Region((a,), (b - a,)) for a, b in pairwise(bounds)]
+    return [ShardPlacement(part, rank) for part, rank in zip(parts, owners, strict=True)]
 
 
 @given(splits().filter(lambda split: split.main), st.sampled_from([1, 2, 4, 8]))
@@ -40,19 +40,13 @@ def test_an_irregular_grid_has_chunks_of_at_least_one_element_and_few_files(
 
 
 def test_a_flat_buffer_is_cut_where_its_owners_change() -> None:
-    pieces = flat(0, 300, 700, 1000, 1500, 2000, 2950)
-    owners = [0, 0, 0, 1, 1, 2]
-    placements = [ShardPlacement(box, rank) for rank, box in zip(owners, pieces, strict=True)]
-
+    placements = flat([0, 300, 700, 1000, 1500, 2000, 2950], [0, 0, 0, 1, 1, 2])
     assert irregular_chunk_shape((2950,), 4, placements) == (1000,)
 
 
 def test_a_large_chunk_is_cut_until_it_can_be_assembled() -> None:
     size = 3 * (MAX_ASSEMBLED_NBYTES // 4)
-    pieces = flat(0, 5, size)
-    placements = [ShardPlacement(box, rank) for rank, box in enumerate(pieces)]
-
-    (chunk,) = irregular_chunk_shape((size,), 4, placements)
+    (chunk,) = irregular_chunk_shape((size,), 4, flat([0, 5, size], [0, 1]))
     assert chunk * 4 <= MAX_ASSEMBLED_NBYTES
     assert num_files((size,), (chunk,)) <= 4
 

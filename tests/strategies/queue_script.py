@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -52,40 +53,29 @@ def main(rank: int, directory: str, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
     dist_ckpt_strategies.register()
     use_tensorstore(Path(directory))
-    for mode in ("temporal", "persistent"):
-        use_queue(rank, mode, Path(directory) / mode)
+    for is_persistent in (False, True):
+        use_queue(rank, AsyncCallsQueue(is_persistent), Path(directory) / f"{is_persistent}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def use_queue(rank: int, mode: str, directory: Path) -> None:
-    if rank == 0:
-        directory.mkdir()
-    dist.barrier()
-    queue = AsyncCallsQueue(persistent=mode == "persistent")
-    for version, strategy in [(1, ZarrSaveShardedStrategy()), (2, Format2SaveShardedStrategy())]:
-        is_saved = saved(rank, queue, strategy, directory / f"zarr{version}")
-        say(rank, mode, f"zarr {version}: saved {is_saved}")
+def use_queue(rank: int, queue: Any, directory: Path) -> None:
+    strategies = {"1": ZarrSaveShardedStrategy, "2": Format2SaveShardedStrategy}
+    for name, strategy in strategies.items():
+        require_saved(rank, queue, strategy(), directory / name)
     wrapped = FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy(), dist.group.WORLD)
-    say(rank, mode, f"wrapped: saved {saved(rank, queue, wrapped, directory / 'wrapped')}")
+    require_saved(rank, queue, wrapped, directory / "wrapped")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-    for version, strategy in [(1, ZarrSaveShardedStrategy()), (2, Format2SaveShardedStrategy())]:
-        root = directory / f"refused{version}"
-        schedule(queue, strategy, root, state(rank, 1.0))
-        try:
+    for name, strategy in strategies.items():
+        root = directory / f"refused {name}"
+        schedule(queue, strategy(), root, state(rank, 1.0))
+        with pytest.raises(StorageError, match=r"^rank 1: "):
             queue.maybe_finalize_async_calls(blocking=True)
-        except StorageError as error:
-            is_hidden = not (root / "metadata.json").exists()
-            say(rank, mode, f"zarr {version}: refused {is_hidden}: {error}")
+        assert not (root / "metadata.json").exists()
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     queue.close(abort=True)
-
-
-def say(rank: int, mode: str, text: str) -> None:
-    """One line, in one piece."""
-    os.write(1, f"{mode}, rank {rank}: {text}\n".encode())
 
 
 def state(rank: int, value: float) -> dict[str, Any]:
@@ -102,17 +92,16 @@ def use_tensorstore(root: Path) -> None:
     dist_checkpointing.load(state(dist.get_rank(), 0.0), str(root / "warm"))
 
 
-def schedule(queue: Any, strategy: Any, root: Path, wanted: dict[str, Any]) -> int:
+def schedule(queue: Any, strategy: Any, root: Path, wanted: dict[str, Any]) -> Any:
     if dist.get_rank() == 0:
-        root.mkdir()
+        root.mkdir(parents=True)
     dist.barrier()
     request = dist_checkpointing.save(wanted, str(root), strategy, async_sharded_save=True)
-    number: int = queue.schedule_async_request(request)
-    return number
+    return queue.schedule_async_request(request)
 
 
-def saved(rank: int, queue: Any, strategy: Any, root: Path) -> bool:
-    """Whether what was saved is loaded, although it was overwritten at once."""
+def require_saved(rank: int, queue: Any, strategy: Any, root: Path) -> None:
+    """What was saved is loaded, although it was overwritten at once."""
     wanted = state(rank, 5.0)
     tensors = [value.data for value in wanted.values()]
     index = schedule(queue, strategy, root, wanted)
@@ -122,11 +111,10 @@ def saved(rank: int, queue: Any, strategy: Any, root: Path) -> bool:
     while not finalised:
         finalised = queue.maybe_finalize_async_calls()
         time.sleep(0.05)
+    assert finalised == [index]
     loaded = dist_checkpointing.load(state(rank, 0.0), str(root))
-    expected = state(rank, 5.0)
-    return finalised == [index] and all(
-        torch.equal(loaded[name], expected[name].data) for name in expected
-    )
+    for name, expected in state(rank, 5.0).items():
+        assert torch.equal(loaded[name], expected.data), root
 
 
 if __name__ == "__main__":

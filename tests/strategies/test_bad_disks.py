@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import StorageError
 from tests.support.disks import fill_disk, read_only, tiny_ext4, tiny_tmpfs
-from tests.support.entries import Entry, Failure, load, outcome, prepare
-from tests.support.ranks import run_processes
+from tests.support.entries import Entry, load, require_on_ranks, require_refused
 from tests.support.sharding import at_random, differences, no_data, on_grid, state_of
 
 pytestmark = pytest.mark.multiprocess
@@ -34,33 +35,33 @@ def whole_state(rank: int) -> dict[str, Any]:
     return state_of(rank, CUTS) | objects | {"iteration": 7}
 
 
-def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> tuple[list[Any], list[str]]:
-    """How saves to a full and a read-only disk end, and what is wrong with the one before."""
-    prepare(60)
+def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> None:
     save, save_async = dist_ckpt_strategies.save, dist_ckpt_strategies.save_async
-    save(whole_state(rank), root / "good", backend)
-    ends: list[Any] = []
+    state = whole_state(rank)
+    save(state, root / "good", backend)
 
-    def fail(name: str) -> None:
-        state = whole_state(rank)
-        ends.append(outcome(lambda: save(state, root / f"{name} now", backend)))
-        ends.append(outcome(lambda: save_async(state, root / f"{name} async", backend).wait()))
+    def require_failures(name: str, reason: str) -> None:
+        for call in (
+            lambda: save(state, root / f"{name} now", backend),
+            lambda: save_async(state, root / f"{name} async", backend).wait(),
+        ):
+            assert require_refused(call, StorageError, reason).seconds < 50
 
-    def together(step: Callable[[], Any]) -> None:
+    def on_rank_0(step: Callable[[], Any]) -> None:
         if rank == 0:
             step()
         dist.barrier()
 
     for left_nbytes in LEFT_NBYTES:
-        together(lambda: fill_disk(root, leaving_nbytes=left_nbytes))  # noqa: B023
-        fail(f"full {left_nbytes}")
-        together((root / ".ballast").unlink)
+        on_rank_0(partial(fill_disk, root, leaving_nbytes=left_nbytes))
+        require_failures(f"full {left_nbytes}", "no space left")
+        on_rank_0((root / ".ballast").unlink)
     with read_only(root) if rank == 0 else nullcontext():
         dist.barrier()
-        fail("locked")
+        require_failures("locked", "read-only")
         dist.barrier()
     wanted = state_of(rank, CUTS, no_data)
-    return ends, differences(rank, CUTS, load(Entry.OURS, wanted, root / "good"))
+    assert differences(rank, CUTS, load(Entry.OURS, wanted, root / "good")) == []
 
 
 @pytest.mark.parametrize(
@@ -71,18 +72,6 @@ def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> tuple[list[
 def test_a_full_or_read_only_disk_fails_every_rank_and_leaves_the_checkpoint_before(
     disk: Any, backend: tuple[str, int], tmp_path: Path
 ) -> None:
-    mounted: AbstractContextManager[Path] = disk(tmp_path / "disk")
-    with mounted as root:
-        results = run_processes(4, on_bad_disks, root, backend, timeout_s=100)
-        published = sorted(path.parent.name for path in root.glob("*/metadata.json"))
-
-    assert [wrong for _, wrong in results] == [[]] * 4
-    reasons = ["no space left"] * 2 * len(LEFT_NBYTES) + ["read-only"] * 2
-    for rank, (ends, _) in enumerate(results):
-        assert len(ends) == len(reasons)
-        for end, reason in zip(ends, reasons, strict=True):
-            assert isinstance(end, Failure), (rank, reason, end)
-            assert "StorageError" in end.kinds, (rank, end)
-            assert reason in end.text, (rank, end)
-            assert end.seconds < 50, (rank, end)
-    assert published == ["good"]
+    with disk(tmp_path / "disk") as root:
+        require_on_ranks(4, on_bad_disks, root, backend)
+        assert [path.parent.name for path in root.glob("*/metadata.json")] == ["good"]

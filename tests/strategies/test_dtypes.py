@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
@@ -24,16 +23,9 @@ from dist_ckpt_strategies.errors import DTypeMismatchError, PlanError
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy, ZarrLoadShardedStrategy
-from tests.support.entries import (
-    Entry,
-    load,
-    prepare,
-    require_on_ranks,
-    require_refused,
-    save,
-)
+from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused, save
 from tests.support.groups import group_of_size
-from tests.support.ranks import allow_torch_dist, run_processes
+from tests.support.ranks import allow_torch_dist
 from tests.support.sharding import (
     ALL_DTYPES,
     Cut,
@@ -45,7 +37,7 @@ from tests.support.sharding import (
     same_bits,
     sharded,
 )
-from tests.support.tensors import LAYOUTS, dense
+from tests.support.tensors import LAYOUTS
 
 pytestmark = pytest.mark.multiprocess
 
@@ -75,23 +67,17 @@ STRATEGIES: dict[tuple[str, int], Callable[..., Any]] = {
 }
 
 
-def loaders(
-    backend: tuple[str, int], options: Options | None = None
-) -> Iterator[tuple[str, Any, bool]]:
-    """Ways to load: a name, the strategy, and whether it fills what this rank does not read."""
-    plain = STRATEGIES[backend]
-    yield "plain", plain(options=options), True
-    yield "wrapped", FullyParallelLoadStrategyWrapper(plain(options=options)), False
+def loaders(backend: tuple[str, int], options: Options | None = None) -> dict[str, Any]:
+    """Ways to load; a wrapped strategy does not fill what this rank does not read."""
+    plain = partial(STRATEGIES[backend], options=options)
+    found = {"plain": plain(), "wrapped": FullyParallelLoadStrategyWrapper(plain())}
     if backend[0] == "zarr":
-        base = plain(options=options)
-        yield "two-stage", TwoStageDataParallelLoadShardedStrategy(None, base_strategy=base), True
-        pair = group_of_size(min(2, dist.get_world_size()))
-        strategy = TwoStageDataParallelLoadShardedStrategy(pair, base_strategy=base)
-        yield "two-stage in pairs", strategy, True
+        for name, group in {"two-stage": None, "two-stage in pairs": group_of_size(2)}.items():
+            found[name] = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=plain())
+    return found
 
 
 def cuts() -> list[Cut]:
-    """Arrays of every sharding and cast."""
     return [
         cut
         for name, (dtype, _) in CASTS.items()
@@ -111,42 +97,20 @@ def content(cut: Cut, part: Part) -> torch.Tensor:
     return numbers[part.slices()].reshape(part.shape[cut.num_prepended :]).to(cut.dtype)
 
 
-def wanted_dtype(cut: Cut) -> torch.dtype:
-    """In which dtype an array is asked for."""
-    return CASTS[cut.key.rpartition(".")[0]][1]
-
-
-def converted(cut: Cut, part: Part) -> torch.Tensor:
-    """What a load has to give, as ``copy_`` makes it."""
-    stored = content(cut, part)
-    return torch.empty(stored.shape, dtype=wanted_dtype(cut)).copy_(stored)
+def converted(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(stored.shape, dtype=dtype).copy_(stored)
 
 
 def request(rank: int, arrays: list[Cut], layout: str | None) -> dict[str, Any]:
     """ShardedTensors of the wanted dtypes, with data of sevens in some memory layout, or none."""
     found = {}
     for name, cut, part in held_by(rank, arrays):
-        data = None
+        data, (_, dtype) = None, CASTS[cut.key.rpartition(".")[0]]
         if layout is not None:
-            sevens = torch.full(part.shape[cut.num_prepended :], 7.0).to(wanted_dtype(cut))
-            lay_out = LAYOUTS[layout] if sevens.dim() else dense
-            data = lay_out(sevens)
-        found[name] = sharded(cut, part, data, dtype=wanted_dtype(cut))
+            sevens = torch.full(part.shape[cut.num_prepended :], 7.0).to(dtype)
+            data = LAYOUTS[layout](sevens) if sevens.dim() else sevens
+        found[name] = sharded(cut, part, data, dtype=dtype)
     return found
-
-
-@contextmanager
-def warnings_logged() -> Iterator[list[str]]:
-    """What this rank warns of."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dist_ckpt_strategies")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
 
 
 def save_all(rank: int, backend: tuple[str, int], root: Path, arrays: list[Cut]) -> None:
@@ -158,48 +122,48 @@ def save_all(rank: int, backend: tuple[str, int], root: Path, arrays: list[Cut])
 def load_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> None:
     arrays = cuts()
     save_all(rank, backend, root, arrays)
-    for entry in Entry:
-        for name, strategy, fills_all in loaders(backend):
-            layouts = ("dense", "transposed", "parameter", None)
-            for layout in layouts if entry is Entry.OURS else layouts[1::2]:
-                way = f"{entry} {name} {layout}"
-                wanted = request(rank, arrays, layout)
-                given = {key: value.data for key, value in wanted.items()}
-                with warnings_logged() as warned, cpu_stand_ins():  # the wrapper goes over CUDA
-                    loaded = load(entry, wanted, root, sharded_strategy=strategy, **UNCHECKED)
-                for key, cut, part in held_by(rank, arrays):
-                    assert same_bits(loaded[key], converted(cut, part)), (way, key)
-                    if fills_all and layout is not None:
-                        assert loaded[key] is given[key], (way, key)
-                assert is_right_warning(rank, warned), (way, warned)
-
-
-def is_right_warning(rank: int, warned: list[str]) -> bool:
-    """Whether rank 0, and no other, has warned once of all that was converted."""
-    if rank != 0:
-        return not warned
-    facts = (f"requested: {NUM_CONVERTED}, ", "from float8.all (float8_e5m2 to bfloat16)")
-    return len(warned) == 1 and all(fact in warned[0] for fact in facts)
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dist_ckpt_strategies").addHandler(handler)
+    layouts = ("dense", "transposed", "parameter", None)
+    for entry, (name, strategy) in product(Entry, loaders(backend).items()):
+        for layout in layouts if entry is Entry.OURS else layouts[1::2]:
+            way = f"{entry} {name} {layout}"
+            wanted = request(rank, arrays, layout)
+            given = {key: value.data for key, value in wanted.items()}
+            warned.clear()
+            with cpu_stand_ins():  # the wrapper goes over CUDA
+                loaded = load(entry, wanted, root, sharded_strategy=strategy, **UNCHECKED)
+            for key, cut, part in held_by(rank, arrays):
+                right = converted(content(cut, part), wanted[key].dtype)
+                assert same_bits(loaded[key], right), (way, key)
+                if name != "wrapped" and layout is not None:
+                    assert loaded[key] is given[key], (way, key)
+            assert len(warned) == (rank == 0), "rank 0, and no other, warns once of all"
+            for fact in (
+                f"requested: {NUM_CONVERTED}, ",
+                "from float8.all (float8_e5m2 to bfloat16)",
+            ):
+                assert all(fact in text for text in warned), (way, warned)
 
 
 def refuse_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> None:
     """Only the last rank asks for another dtype than the stored one, for two of the arrays."""
     arrays = [on_grid(f"w{n}", (8, 6), (4, 1)) for n in range(4)]
     save_all(rank, backend, root, arrays)
-    by_argument: dict[str, Any] = {"strict_dtype": True}
-    ways: list[tuple[Any, Entry, dict[str, Any]]] = [(backend, Entry.OURS, by_argument)]
-    ways += [(one, Entry.OURS, by_argument) for _, one, _ in loaders(backend)]
-    for _, strategy, _ in loaders(backend, Options(timeout_s=60, strict_dtype=True)):
-        ways += [(strategy, entry, {}) for entry in Entry]
-    for strategy, entry, more in ways:
+    strict = loaders(backend, Options(timeout_s=60, strict_dtype=True)).values()
+    ways = product([backend, *loaders(backend).values()], [Entry.OURS], [{"strict_dtype": True}])
+    for strategy, entry, options in [*ways, *product(strict, Entry, [{}])]:
         wanted = {}
         for number, cut in enumerate(arrays):
             dtype = torch.float64 if rank == 3 and number > 1 else torch.float32
             data = torch.full((2, 6), 7.0, dtype=dtype)
             wanted[cut.key] = sharded(cut, cut.parts[rank], data, dtype=dtype)
-        call = partial(load, entry, wanted, root, sharded_strategy=strategy, **UNCHECKED, **more)
+        how = UNCHECKED | {"sharded_strategy": strategy} | options
         named = ("rank 3: w2", "float32 in the checkpoint", "float64 requested")
         with cpu_stand_ins():
+            call = partial(load, entry, wanted, root, **how)
             require_refused(call, DTypeMismatchError, *named, key="w2")
         assert all((value.data == 7).all() for value in wanted.values()), (strategy, entry)
 
@@ -229,27 +193,25 @@ def test_given_tensors_are_filled_in_their_own_dtype_or_refused_on_every_rank(
 def load_over_torch_dist(rank: int, root: Path) -> None:
     """A base strategy that is not ours converts by itself, and says which dtypes are stored."""
     allow_torch_dist()
-    size = dist.get_world_size()
-    cut = replicated(on_grid("w", (8, 6), (1, 1), size=1, dtype=torch.bfloat16), size=size)
+    cut = replicated(on_grid("w", (8, 6), (1, 1), size=1, dtype=torch.bfloat16), size=2)
     part, theirs = cut.parts[rank], ("torch_dist", 1)
-    strategy = TwoStageDataParallelLoadShardedStrategy(
-        None, base_strategy=TorchDistLoadShardedStrategy()
-    )
+    base = TorchDistLoadShardedStrategy()
+    strategy = TwoStageDataParallelLoadShardedStrategy(None, base_strategy=base)
+
+    def load_into(data: torch.Tensor, how: Any, **options: Any) -> Any:
+        wanted = {"w": sharded(cut, part, data, dtype=torch.float32)}
+        return load(Entry.OURS, wanted, root, sharded_strategy=how, **options, **UNCHECKED)["w"]
+
     with cpu_stand_ins():
         state = {"w": sharded(cut, part, content(cut, part))}
         save(Entry.MEGATRON, state, root, sharded_strategy=theirs)
         for layout in ("dense", "transposed"):
             data = LAYOUTS[layout](torch.full((8, 6), 7.0))
-            wanted = {"w": sharded(cut, part, data, dtype=torch.float32)}
-            loaded = load(Entry.OURS, wanted, root, sharded_strategy=strategy, **UNCHECKED)
-            assert loaded["w"] is data
+            assert load_into(data, strategy) is data
             assert same_bits(data, content(cut, part).float())
-        for each in (strategy, theirs):
+        for how in (strategy, theirs):
             data = torch.full((8, 6), 7.0)
-            wanted = {"w": sharded(cut, part, data, dtype=torch.float32)}
-            options: dict[str, Any] = {"sharded_strategy": each, "strict_dtype": True}
-            call = partial(load, Entry.OURS, wanted, root, **options, **UNCHECKED)
-            require_refused(call, DTypeMismatchError)
+            require_refused(partial(load_into, data, how, strict_dtype=True), DTypeMismatchError)
             assert (data == 7).all()
 
 
@@ -263,17 +225,15 @@ def load_every_pair(rank: int, backend: tuple[str, int], root: Path) -> None:
     """Every array in every dtype, many at once, padded, into memory with gaps, in small reads."""
     arrays = [on_grid(str(d), (6, 5), (1, 1), size=1, dtype=d) for d in ALL_DTYPES]
     save_all(rank, backend, root, arrays)
-    rows = 9  # three more than are stored
+    part = Part(0, (0, 0), (9, 5))  # three rows more than are stored
     wanted, right = {}, {}
-    for cut in arrays:
-        for dtype in ALL_DTYPES:
-            name = f"{cut.key} to {dtype}"
-            part = Part(0, (0, 0), (rows, 5))
-            more = Cut(cut.key, (rows, 5), cut.dtype, (part,), (1, 1))
-            data = LAYOUTS["every other element"](torch.ones(rows, 5, dtype=torch.uint8).to(dtype))
-            wanted[name] = sharded(more, part, data, dtype=dtype, allow_shape_mismatch=True)
-            right[name] = torch.zeros(rows, 5, dtype=torch.uint8).to(dtype)
-            right[name][:6].copy_(content(cut, cut.parts[0]))
+    for cut, dtype in product(arrays, ALL_DTYPES):
+        name = f"{cut.key} to {dtype}"
+        more = Cut(cut.key, part.shape, cut.dtype, (part,), (1, 1))
+        data = LAYOUTS["every other element"](torch.ones(part.shape, dtype=torch.uint8).to(dtype))
+        wanted[name] = sharded(more, part, data, dtype=dtype, allow_shape_mismatch=True)
+        right[name] = torch.zeros(part.shape, dtype=torch.uint8).to(dtype)
+        right[name][:6].copy_(content(cut, cut.parts[0]))
     given = {name: value.data for name, value in wanted.items()}
     plain = STRATEGIES[backend](options=Options(timeout_s=60, max_inflight_bytes=4096))
     for strategy in (plain, TwoStageDataParallelLoadShardedStrategy(None, base_strategy=plain)):
@@ -284,39 +244,28 @@ def load_every_pair(rank: int, backend: tuple[str, int], root: Path) -> None:
             given[name].detach().zero_()
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:2], ids=str)
-def test_every_dtype_is_converted_to_every_other_as_copy_does(
-    backend: tuple[str, int], tmp_path: Path
-) -> None:
-    require_on_ranks(1, load_every_pair, backend, tmp_path / "c")
-
-
-def load_large(rank: int, backend: tuple[str, int], root: Path) -> int:
-    """By how many bytes a load that converts lets the process grow."""
+def load_large(rank: int, backend: tuple[str, int], root: Path) -> None:
     shape = (4, 1 << 20)
     arrays = [on_grid(f"w{n}", shape, (1, 1), size=1, dtype=torch.float32) for n in range(16)]
     save_all(rank, backend, root, arrays)
-    targets = {cut.key: torch.zeros(shape, dtype=torch.float64) for cut in arrays}
     wanted = {
-        cut.key: sharded(cut, cut.parts[0], targets[cut.key], dtype=torch.float64) for cut in arrays
+        cut.key: sharded(cut, cut.parts[0], torch.zeros(shape).double(), dtype=torch.float64)
+        for cut in arrays
     }
     strategy = STRATEGIES[backend](options=Options(timeout_s=60, max_inflight_bytes=32 << 20))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _peak_nbytes()
+    before = peak_nbytes()
     load(Entry.OURS, wanted, root, sharded_strategy=strategy)
-    return _peak_nbytes() - before
+    assert peak_nbytes() - before < 128 << 20  # the stored form of all together is 256 MiB
 
 
-def _peak_nbytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+def peak_nbytes() -> int:
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
+@pytest.mark.parametrize("act", [load_every_pair, load_large])
 @pytest.mark.parametrize("backend", BACKENDS[:2], ids=str)
-def test_a_conversion_takes_no_second_copy_of_the_state(
-    backend: tuple[str, int], tmp_path: Path
+def test_a_conversion_is_that_of_copy_and_takes_no_second_copy_of_the_state(
+    backend: tuple[str, int], act: Callable[..., None], tmp_path: Path
 ) -> None:
-    (grown,) = run_processes(1, load_large, backend, tmp_path / "c")
-
-    assert isinstance(grown, int), grown
-    assert grown < 128 << 20  # the stored form of all arrays together is 256 MiB
+    require_on_ranks(1, act, backend, tmp_path / "c")

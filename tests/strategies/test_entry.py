@@ -31,6 +31,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused, save
+from tests.support.groups import group_of_size
 from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import (
     Cut,
@@ -59,7 +60,6 @@ class Homemade:
 
 
 def halves(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> dict[str, Any]:
-    """Builds the two halves of a fused weight."""
     top, bottom = data.chunk(2)
     return {
         "top": ShardedTensor.from_rank_offsets(f"{key}.top", top, replica_id=replica_id),
@@ -72,7 +72,6 @@ def joined(loaded: dict[str, Any]) -> torch.Tensor:
 
 
 def everything(rank: int, *, empty: bool = False) -> dict[str, Any]:
-    """One of each kind of value that a state dict holds, at several depths."""
     weight = torch.zeros(4, 2) if empty else torch.arange(8.0).reshape(4, 2) + rank
     return {
         "model": {
@@ -89,7 +88,6 @@ def everything(rank: int, *, empty: bool = False) -> dict[str, Any]:
 
 
 def require_everything(rank: int, entry: Entry, root: Path) -> None:
-    """A load gives all that was saved."""
     loaded = load(entry, everything(rank, empty=True), root)
     stored = everything(rank)
     layers = zip(loaded["model"]["layers"], stored["model"]["layers"], strict=True)
@@ -103,8 +101,7 @@ def require_everything(rank: int, entry: Entry, root: Path) -> None:
 
 def each_entry_loads_what_either_saved(rank: int, scratch: Path) -> None:
     for saver in Entry:
-        root = scratch / saver.value
-        content = {"format": 3, "dp_cp_group": None}
+        root, content = scratch / saver, {"format": 3, "dp_cp_group": None}
         save(saver, everything(rank), root, content_metadata=content)
         for loader in Entry:
             require_everything(rank, loader, root)
@@ -124,28 +121,26 @@ def arguments_are_left_alone(rank: int, scratch: Path) -> None:
 def classes_are_allowed_by_argument_by_strategy_or_by_registration(
     rank: int, scratch: Path
 ) -> None:
-    """A class in the common state and in an object."""
     state = {"mine": Homemade(), "o": ShardedObject("o", Homemade(), (4,), (rank,))}
     root = scratch / "c"
     wanted = {"o": ShardedObject("o", None, (4,), (rank,))}
     ours: Any = partial(load, Entry.OURS, wanted, root)
-    strategy = ZarrLoadShardedStrategy(allow=[Homemade])
-    common = TorchCommonLoadStrategy(allow=[Homemade])
+    by_strategy = partial(ours, sharded_strategy=ZarrLoadShardedStrategy(allow=[Homemade]))
 
-    def require_named(act: Callable[[], Any]) -> None:
-        require_refused(act, UnsafeObjectError, "test_entry.Homemade", "allow=")
+    def require_named(*calls: Callable[[], Any]) -> None:
+        for call in calls:
+            require_refused(call, UnsafeObjectError, "test_entry.Homemade", "allow=")
 
     def require_loaded(found: Any) -> None:
         assert (found["mine"].value, found["o"].value) == (5, 5)
 
-    require_named(partial(save, Entry.OURS, state, root))
-    require_named(partial(save, Entry.OURS, {"o": state["o"]}, root))
+    for unsafe in (state, {"o": state["o"]}):
+        require_named(partial(save, Entry.OURS, unsafe, root))
     save(Entry.OURS, state, root, allow=[Homemade])
     require_named(ours)
     require_loaded(ours(allow=[Homemade]))
-    require_named(ours)  # as before
-    require_named(partial(ours, sharded_strategy=strategy))
-    require_loaded(ours(sharded_strategy=strategy, common_strategy=common))
+    require_named(ours, by_strategy)  # as before; the common state has a strategy of its own
+    require_loaded(by_strategy(common_strategy=TorchCommonLoadStrategy(allow=[Homemade])))
     dist_ckpt_strategies.register(allow=[Homemade], replace=True)
     require_loaded(ours())
     dist_ckpt_strategies.register(allow=[Homemade], replace_common=True)
@@ -174,10 +169,9 @@ def one_rank_alone_reads_metadata_and_removes_arrays(rank: int, scratch: Path) -
 
 def groups_save_on_their_own_and_errors_name_global_ranks(rank: int, scratch: Path) -> None:
     """Two halves of the world save a checkpoint each, at the same time."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half, within = divmod(rank, 2)
-    saver = ZarrSaveShardedStrategy(group=groups[half])
-    loader = ZarrLoadShardedStrategy(group=groups[half])
+    group = group_of_size(2)
+    saver, loader = ZarrSaveShardedStrategy(group=group), ZarrLoadShardedStrategy(group=group)
     cut = at_random(f"half.{half}", (12, 10), 7, size=2)
     root, elsewhere = scratch / f"half.{half}", scratch / f"objects.{half}"
     for path in (root, elsewhere):
@@ -194,7 +188,7 @@ def groups_save_on_their_own_and_errors_name_global_ranks(rank: int, scratch: Pa
     if half == 0:
         objects()
     else:
-        assert require_refused(objects, StorageError).text.startswith("rank 3: ")
+        require_refused(objects, StorageError, global_rank=3)
 
 
 def torch_dist_through_our_entries_is_torch_dist(rank: int, scratch: Path) -> None:
@@ -210,8 +204,7 @@ def torch_dist_through_our_entries_is_torch_dist(rank: int, scratch: Path) -> No
                 require_everything(rank, loader, scratch / saver)
         ours, theirs = ({path.name for path in (scratch / one).iterdir()} for one in Entry)
         assert ours == theirs
-        markers = {(scratch / one / "metadata.json").read_text() for one in Entry}
-        assert len(markers) == 1
+        assert len({(scratch / one / "metadata.json").read_text() for one in Entry}) == 1
         root = scratch / Entry.OURS
         again = partial(save, Entry.OURS, everything(rank), root)
         require_refused(partial(again, **choice), CheckpointExistsError)
@@ -226,11 +219,9 @@ def ranks_that_do_not_share_a_directory_are_told_so(rank: int, scratch: Path) ->
     prepare(10)
     root = scratch / f"node{rank // 2}" / "c"
     root.mkdir(parents=True, exist_ok=True)
-    other = str(scratch / "node1" / "c")
     words = "the files of rank 0 are not visible here"
-    failure = require_refused(
-        partial(save, Entry.OURS, state_of(rank, CUTS), root), StorageError, words, path=other
-    )
+    call = partial(save, Entry.OURS, state_of(rank, CUTS), root)
+    failure = require_refused(call, StorageError, words, path=str(scratch / "node1" / "c"))
     assert failure.global_rank in {2, 3}
     assert not (root / "metadata.json").exists()
     assert not list(root.glob("[!.]*/.zarray"))
@@ -265,8 +256,8 @@ def save_and_load_unregistered(rank: int, scratch: Path) -> None:
     assert json.loads((scratch / "c" / "metadata.json").read_text())["sharded_backend_version"] == 2
     loaded: Any = dist_ckpt_strategies.load(state_of(rank, CUTS, no_data), scratch / "c")
     assert differences(rank, CUTS, loaded) == []
-    unknown = partial(dist_ckpt_strategies.save, state_of(rank, CUTS), scratch / "x")
-    require_refused(partial(unknown, ("no.such", 3)), StrategyNotFoundError, "'no.such', 3", "zarr")
+    no_such = partial(dist_ckpt_strategies.save, {}, scratch / "x", ("no.such", 3))
+    require_refused(no_such, StrategyNotFoundError, "'no.such', 3", "zarr")
 
 
 def test_nothing_has_to_be_registered(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,19 +75,13 @@ class NotAllowed:
 
 
 def own_cuts() -> list[Cut]:
-    """An array that all share, and one for each rank alone."""
     alone = [Cut(f"own.{n}", (64, 8), torch.float32, (Part(n, (0, 0), (64, 8)),)) for n in range(4)]
     return [on_grid("shared", (8, 8), (4, 2)), *alone]
 
 
-def full_state(
-    rank: int, data: Callable[[Cut, Part], torch.Tensor | None] = part_of
-) -> dict[str, Any]:
-    """The arrays, an object for each rank, and common state."""
-    state: dict[str, Any] = state_of(rank, own_cuts(), data)
-    state["object"] = ShardedObject(f"object.{rank}", {"of rank": rank}, (1,), (0,))
-    state["iteration"] = 7
-    return state
+def full_state(rank: int, data: Callable[[Cut, Part], Any] = part_of) -> dict[str, Any]:
+    own = ShardedObject(f"object.{rank}", {"of rank": rank}, (1,), (0,))
+    return state_of(rank, own_cuts(), data) | {"object": own}
 
 
 @pytest.fixture
@@ -113,26 +106,8 @@ def without_root() -> Iterator[None]:
         os.seteuid(0)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What one rank alone meets, and how every rank reports it.
-
-    Attributes:
-        kind: class of the error.
-        names: what the message names, below the checkpoint directory or as it is.
-        damage: done to the checkpoint directory, once.
-        change: changes the state dict of the culprit.
-    """
-
-    kind: type[CheckpointError]
-    names: tuple[str, ...]
-    damage: Callable[[Path], Any] = lambda _: None
-    change: Callable[[dict[str, Any]], Any] = lambda state: state
-
-
-CHUNK = f"{KEY}/0.0"
+ZARRAY, CHUNK = f"{KEY}/.zarray", f"{KEY}/0.0"
 OBJECT = f"object.{CULPRIT}/shard_0_1.pt"
-NAME = f"{KEY} #0"
 
 
 def remove(name: str) -> Callable[[Path], Any]:
@@ -152,102 +127,94 @@ def make_directory(root: Path) -> None:
     (root / CHUNK).mkdir()
 
 
-def want(
-    state: dict[str, Any], *, key: str = KEY, shape: tuple[int, int] = (64, 8), data: Any = None
-) -> None:
-    """Ask for the culprit's array in another way."""
-    part = Part(CULPRIT, (0, 0), shape)
-    state[NAME] = sharded(Cut(key, shape, torch.float32, (part,)), part, data)
-
-
-ZARRAY = f"{KEY}/.zarray"
-EXTRA_DIM = ShardedTensor.from_rank_offsets(KEY, torch.zeros(64, 8, 1), allow_shape_mismatch=True)
-
-FAULTS = {
-    "no .zarray": Fault(ArrayNotFoundError, (KEY,), remove(ZARRAY)),
-    ".zarray cannot be opened": Fault(
-        StorageError, (KEY, ZARRAY, "permission denied"), lock(ZARRAY)
-    ),
-    ".zarray is garbage": Fault(
-        CorruptCheckpointError, (KEY, ZARRAY), changed(ZARRAY, lambda _: b"{ no longer")
-    ),
-    "no chunk": Fault(IncompleteCheckpointError, (KEY, CHUNK), remove(CHUNK)),
-    "no chunk, into strided memory": Fault(
-        IncompleteCheckpointError,
-        (KEY, CHUNK),
-        remove(CHUNK),
-        partial(want, data=torch.zeros(8, 64).t()),
-    ),
-    "chunk cannot be opened": Fault(StorageError, (KEY, CHUNK, "permission denied"), lock(CHUNK)),
-    "chunk is a directory": Fault(StorageError, (KEY, CHUNK), make_directory),
-    "chunk cut short": Fault(
+shortened, lengthened = (lambda content: content[:-5]), (lambda content: content + b"more")
+not_allowed = "tests.strategies.test_faults.NotAllowed"
+DAMAGE: dict[str, tuple[Any, ...]] = {
+    "no .zarray": (remove(ZARRAY), ArrayNotFoundError, KEY),
+    "locked .zarray": (lock(ZARRAY), StorageError, ZARRAY, "permission denied"),
+    "garbage": (changed(ZARRAY, lambda _: b"{ no longer"), CorruptCheckpointError, ZARRAY),
+    "no chunk": (remove(CHUNK), IncompleteCheckpointError, CHUNK),
+    "no chunk for strided memory": (remove(CHUNK), IncompleteCheckpointError, CHUNK),
+    "locked chunk": (lock(CHUNK), StorageError, CHUNK, "permission denied"),
+    "chunk is a directory": (make_directory, StorageError, CHUNK),
+    "short": (
+        changed(CHUNK, shortened),
         CorruptCheckpointError,
-        (KEY, CHUNK, "2043 bytes, expected 2048"),
-        changed(CHUNK, lambda content: content[:-5]),
+        CHUNK,
+        "2043 bytes, expected 2048",
     ),
-    "chunk too long": Fault(
-        CorruptCheckpointError, (KEY, CHUNK), changed(CHUNK, lambda content: content + b"more")
-    ),
-    "other shape": Fault(
-        ShapeMismatchError,
-        (KEY, "(64, 8) in the checkpoint, (63, 8) requested"),
-        change=partial(want, shape=(63, 8)),
-    ),
-    "other number of dims": Fault(
-        ShapeMismatchError,
-        (KEY, "(64, 8)", "(64, 8, 1)"),
-        change=lambda state: state.update({NAME: EXTRA_DIM}),
-    ),
-    "unknown key": Fault(ArrayNotFoundError, ("own.22", KEY), change=partial(want, key="own.22")),
-    "meta device": Fault(
-        PlanError, (KEY, "meta"), change=partial(want, data=torch.empty(64, 8, device="meta"))
-    ),
-    "no object": Fault(ArrayNotFoundError, (OBJECT,), remove(OBJECT)),
-    "object cut short": Fault(
-        CorruptCheckpointError, (OBJECT,), changed(OBJECT, lambda content: content[:-5])
-    ),
-    "object of a class not allowed": Fault(
-        UnsafeObjectError,
-        (OBJECT, "tests.strategies.test_faults.NotAllowed", "allow="),
+    "chunk too long": (changed(CHUNK, lengthened), CorruptCheckpointError, CHUNK),
+    "no object": (remove(OBJECT), ArrayNotFoundError, OBJECT),
+    "object cut short": (changed(OBJECT, shortened), CorruptCheckpointError, OBJECT),
+    "object of a class not allowed": (
         lambda root: torch.save({"deep": [NotAllowed()]}, root / OBJECT),
+        *(UnsafeObjectError, OBJECT, not_allowed, "allow="),
     ),
 }
+"""What is done to the checkpoint, and how every rank reports it: the class, and what it names."""
 
 
-def loaders(entry: Entry) -> dict[str, Any]:
+def want(*shape: int, key: str = KEY, data: Any = None) -> Any:
+    """What the culprit asks for in place of its array."""
+    part = Part(CULPRIT, (0,) * len(shape), shape)
+    return sharded(Cut(key, shape, torch.float32, (part,)), part, data)
+
+
+another_dim = ShardedTensor.from_rank_offsets(KEY, torch.zeros(64, 8, 1), allow_shape_mismatch=True)
+other_shape = "(64, 8) in the checkpoint, (63, 8) requested"
+on_meta = torch.empty(64, 8, device="meta")
+WANTED: dict[str, tuple[Any, ...]] = {
+    "other shape": (want(63, 8), ShapeMismatchError, KEY, other_shape),
+    "another dim": (another_dim, ShapeMismatchError, KEY, "(64, 8)", "(64, 8, 1)"),
+    "unknown key": (want(64, 8, key="own.22"), ArrayNotFoundError, "own.22", KEY),
+    "meta device": (want(64, 8, data=on_meta), PlanError, KEY, "meta"),
+}
+"""What the culprit alone asks for, and how every rank reports it."""
+
+
+def loaders(entry: Entry) -> dict[str, dict[str, Any]]:
     """How a rank may load: by itself, sharing the reading, in Megatron-Core's wrapper."""
     if entry is Entry.MEGATRON:
-        return {"plain": None}
+        return {"plain": {}}
+    wrapper = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), group_of_size(4))
     return {
-        "plain": None,
-        "two-stage": TwoStageDataParallelLoadShardedStrategy(group_of_size(2)),
-        "wrapped": FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), group_of_size(4)),
+        "plain": {},
+        "two-stage": {
+            "sharded_strategy": TwoStageDataParallelLoadShardedStrategy(group_of_size(2))
+        },
+        "wrapped": {"sharded_strategy": wrapper},
     }
 
 
-def load_with_faults(rank: int, entry: Entry, engine: str, scratch: Path) -> dict[str, Any]:
-    """One finished checkpoint, a copy for each fault, and what each rank saw in each way."""
+def load_with_faults(
+    rank: int, entry: Entry, engine: str, scratch: Path
+) -> dict[tuple[str, str], Any]:
+    """What this rank saw by fault and way: of a copy for each damage, and of odd requests."""
     prepare(TIMEOUT_S, engine)
     whole, ways = scratch / "whole", loaders(entry)
     save(entry, full_state(rank), whole)
-    seen: dict[str, Any] = {}
-    for number, (name, fault) in enumerate(FAULTS.items()):
-        root = scratch / f"copy.{number}"
+    seen: dict[tuple[str, str], Any] = {}
+
+    def load_in_every_way(name: str, root: Path, odd: Any = None) -> None:
+        for way, options in ways.items():
+            wanted = full_state(rank, no_data)
+            if odd is not None and rank == CULPRIT:
+                wanted[f"{KEY} #0"] = odd
+            with without_root(), cpu_stand_ins():  # the wrapper goes over CUDA
+                seen[name, way] = outcome(partial(load, entry, wanted, root, **options))
+
+    for name, (damage, *_) in DAMAGE.items():
+        root = scratch / f"with {name}"
         if rank == 0:
             shutil.copytree(whole, root)
-            fault.damage(root)
+            damage(root)
         dist.barrier()
-        seen[name] = {}
-        for way, strategy in ways.items():
-            wanted = full_state(rank, no_data)
-            wanted.pop("iteration")
-            if rank == CULPRIT:
-                fault.change(wanted)
-            options = {"sharded_strategy": strategy} if strategy else {}
-            with without_root(), cpu_stand_ins():  # the wrapper goes over CUDA
-                seen[name][way] = outcome(partial(load, entry, wanted, root, **options))
+        strided = want(64, 8, data=torch.zeros(8, 64).t())
+        load_in_every_way(name, root, strided if "strided" in name else None)
+    for name, (odd, *_) in WANTED.items():
+        load_in_every_way(name, whole, odd)
     loaded = load(entry, full_state(rank, no_data), whole)
-    seen["afterwards"] = differences(rank, own_cuts(), loaded)
+    assert differences(rank, own_cuts(), loaded) == [], "the group could not be used any more"
     return seen
 
 
@@ -257,20 +224,17 @@ def test_damage_that_one_rank_meets_is_raised_on_every_rank(
 ) -> None:
     results = run_processes(4, load_with_faults, entry, engine, scratch)
 
-    for result in results:
-        assert isinstance(result, dict), result
-        assert result["afterwards"] == [], "the group could not be used any more"
-    for number, (name, fault) in enumerate(FAULTS.items()):
-        for way in results[0][name]:
-            seen = [result[name][way] for result in results]
-            require_failure_everywhere(seen, kind=fault.kind, culprit=CULPRIT, names=fault.names)
-            assert {failure.key for failure in seen} <= {seen[0].key}, (name, way)
-            assert all(failure.seconds < TIMEOUT_S / 2 for failure in seen), (name, way)
-            if "/" in fault.names[0] + fault.names[-1]:
-                assert all(f"copy.{number}/" in failure.text for failure in seen), (name, way)
+    for name, way in results[0]:
+        seen = [result[name, way] for result in results]
+        _, kind, *names = (DAMAGE | WANTED)[name]
+        require_failure_everywhere(seen, kind=kind, culprit=CULPRIT, names=names)
+        assert {failure.key for failure in seen} == {seen[0].key}, (name, way)
+        for failure in seen:
+            assert failure.seconds < TIMEOUT_S / 2, (name, way)
+            assert "/" not in "".join(names) or f"with {name}/" in failure.text, (name, way)
 
 
-def raise_in_build(*_: Any) -> Any:
+def raises(*_: Any) -> Any:
     raise RuntimeError("the factory is broken")
 
 
@@ -278,30 +242,28 @@ def build_whole(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> dict[s
     return {"whole": ShardedTensor.from_rank_offsets(key, data, replica_id=replica_id)}
 
 
-def merge_whole(loaded: dict[str, Any]) -> torch.Tensor:
-    found: torch.Tensor = loaded["whole"]
-    return found
+def merge_whole(loaded: dict[str, Any]) -> Any:
+    return loaded["whole"]
 
 
 def code_of_the_caller_raises(rank: int, root: Path) -> None:
-    """On one rank: factories, preprocessing, odd values."""
     bad = rank == CULPRIT
 
     def factory(build: Any = build_whole, merge: Any = merge_whole) -> Any:
         return ShardedTensorFactory(f"made.{rank}", torch.ones(4), build, merge)
 
-    ours, loads = partial(save, Entry.OURS), partial(load, Entry.OURS, root=root / "fine")
+    saves, loads = partial(save, Entry.OURS), partial(load, Entry.OURS, root=root / "fine")
     state = {"f": factory(), "c": 1}
-    bad_build = {"f": factory(build=raise_in_build) if bad else factory()}
+    bad_build = {"f": factory(build=raises if bad else build_whole)}
     bad_common = {"f": factory(), "common": (n for n in range(3)) if bad else 1}
-    bad_merge = {"f": factory(merge=raise_in_build) if bad else factory()}
-    preprocess = {"preprocess_common_before_consistancy_check": raise_in_build if bad else dict}
-    ours(state, root / "fine")
+    bad_merge = {"f": factory(merge=raises if bad else merge_whole)}
+    preprocess = {"preprocess_common_before_consistancy_check": raises if bad else dict}
+    saves(state, root / "fine")
     for number, call in enumerate(
         (
-            partial(ours, bad_build, root / "build"),
-            partial(ours, bad_common, root / "common"),
-            partial(ours, state, root / "preprocess", **preprocess),
+            partial(saves, bad_build, root / "build"),
+            partial(saves, bad_common, root / "common"),
+            partial(saves, state, root / "preprocess", **preprocess),
             partial(loads, bad_build),
             partial(loads, bad_merge),
             partial(loads, {"f": factory()}, strict="no such" if bad else "log_all"),
@@ -321,29 +283,25 @@ def test_callers_code_that_raises_on_one_rank_fails_on_every_rank(tmp_path: Path
 def fail_in_common(
     rank: int, entry: Entry, timeout_s: float, how: dict[str, Any], root: Path
 ) -> Any:
-    """Rank 0 cannot write the common state.
-
-    Without our common strategy Megatron-Core does so before our strategy is called, and the other
-    ranks wait for it. Its own exchange, which has no timeout of ours, is off.
-    """
+    """Rank 0 cannot write the common state; Megatron-Core's exchange without a timeout is off."""
     prepare(timeout_s, **how)
     root.mkdir(exist_ok=True)
     if rank == 0:
         (root / "common.pt" / "x").mkdir(parents=True)
     dist.barrier()
-    return outcome(partial(save, entry, full_state(rank), root, validate_access_integrity=False))
+    state = full_state(rank) | {"iteration": 7}
+    return outcome(partial(save, entry, state, root, validate_access_integrity=False))
 
 
 def test_a_failure_in_megatrons_own_steps_times_out_on_the_others(tmp_path: Path) -> None:
+    """Without our common strategy it fails before ours is called, and the others wait for it."""
     first, *others = run_processes(4, fail_in_common, Entry.MEGATRON, 3.0, {}, tmp_path / "c")
 
     assert isinstance(first, Failure)
     for failure in others:
-        assert isinstance(failure, Failure), failure
         assert "PeerError" in failure.kinds, failure
-        assert failure.is_megatrons
-        assert failure.global_rank == 0, failure
-        assert failure.seconds < 50
+        assert (failure.is_megatrons, failure.global_rank) == (True, 0), failure
+        assert failure.seconds < TIMEOUT_S / 2
     assert any(PeerTimeoutError.__name__ in failure.kinds for failure in others)
 
 

@@ -67,6 +67,13 @@ def node_of(root: str) -> Path:
     return Path(root) / f"node{dist.get_rank() // 2}" / "iter_0000007"
 
 
+def lose_node_of(culprit: int, directory: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == culprit:
+        shutil.rmtree(directory)
+    dist.barrier()
+
+
 def through_megatron(rank: int, root: str, algo: str) -> None:
     """Every rank of a node uses its node's directory, as on machines of their own."""
     register(algo)
@@ -80,17 +87,12 @@ def through_megatron(rank: int, root: str, algo: str) -> None:
         found = dist_checkpointing.load(wanted, str(directory))
         require_loaded(found, tp, 1.0)
         assert found["w"] is wanted["w"].data
-    found = load_sharded_metadata(str(directory))
-    assert found.keys() == {"w", "b", "rng/shard_0_1"}
+    assert load_sharded_metadata(str(directory)).keys() == {"w", "b", "rng/shard_0_1"}
     assert dist_checkpointing.load_tensors_metadata(str(directory))["w"].global_shape == (8, 3)
-    dist.barrier()
-    if rank == 3:
-        shutil.rmtree(directory)
-    dist.barrier()
+    lose_node_of(3, directory)
     dist_ckpt_strategies.prepare_local_load(directory)
-    require_loaded(
-        dist_checkpointing.load(state_of(2, 1.0, is_filled=False), str(directory)), 2, 1.0
-    )
+    found = dist_checkpointing.load(state_of(2, 1.0, is_filled=False), str(directory))
+    require_loaded(found, 2, 1.0)
 
 
 @pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
@@ -100,25 +102,26 @@ def test_megatrons_save_and_load_find_it_and_a_lost_node_is_restored(
     assert run_processes(NUM_RANKS, through_megatron, str(tmp_path), algo) == [None] * NUM_RANKS
 
 
+def load_ours(directory: Path, value: float) -> dict[str, Any]:
+    found = dist_ckpt_strategies.load(state_of(2, value, is_filled=False), directory)
+    assert isinstance(found, dict)
+    return found
+
+
 def through_ours(rank: int, root: str) -> None:
     register()
     directory = node_of(root)
     dist_ckpt_strategies.save(state_of(2, 1.0), directory, BACKEND)
     dist_ckpt_strategies.save(state_of(2, 2.0), directory, BACKEND, overwrite=True)
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(directory)
-    dist.barrier()
-    found = dist_ckpt_strategies.load(state_of(2, 2.0, is_filled=False), directory)
-    assert isinstance(found, dict)
-    require_loaded(found, 2, 2.0)
+    lose_node_of(0, directory)
+    require_loaded(load_ours(directory, 2.0), 2, 2.0)
     common = directory / "common.pt"
     dist.barrier()
     if rank in {0, 2}:
         common.write_bytes(common.read_bytes() + b"x")
     dist.barrier()
     with pytest.raises(CorruptCheckpointError, match="common state"):
-        dist_ckpt_strategies.load(state_of(2, 2.0, is_filled=False), directory)
+        load_ours(directory, 2.0)
 
 
 def test_our_own_save_and_load_restore_a_lost_node_by_themselves(tmp_path: Path) -> None:
@@ -138,9 +141,7 @@ def killed_while_overwriting(rank: int, root: str, victim: int, at: int) -> Any:
 
 
 def value_after_a_kill(rank: int, root: str) -> float:
-    directory = Path(root) / f"node{rank}" / "iter_0000007"
-    found = dist_ckpt_strategies.load(state_of(2, 0.0, is_filled=False), directory)
-    assert isinstance(found, dict)
+    found = load_ours(Path(root) / f"node{rank}" / "iter_0000007", 0.0)
     require_loaded(found, 2, found["value"])
     return float(found["value"])
 
@@ -163,7 +164,7 @@ def test_a_kill_anywhere_in_an_overwrite_leaves_the_old_or_the_new_checkpoint(
     assert set(values) == {1.0, 2.0}
 
 
-def with_a_function(rank: int, root: str) -> str:
+def with_a_function(rank: int, root: str) -> None:
     """All ranks see one checkpoint directory; their shards are elsewhere."""
 
     def node_directory(global_rank: int) -> Path:
@@ -179,27 +180,19 @@ def with_a_function(rank: int, root: str) -> str:
     dist.barrier()
     assert sorted(path.name for path in directory.iterdir()) == ["common.pt", "metadata.json"]
     loader = LocalReplicatedLoadShardedStrategy(node_directory=node_directory)
-    if rank == 0:
-        shutil.rmtree(Path(root) / "disk1")
-    dist.barrier()
+    lose_node_of(0, Path(root) / "disk1")
     wanted = state_of(2, 5.0, is_filled=False)
     require_loaded(dist_checkpointing.load(wanted, str(directory), loader), 2, 5.0)
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(Path(root) / "disk0")
-    dist.barrier()
-    with pytest.raises(CheckpointNotFoundError) as caught:
+    lose_node_of(0, Path(root) / "disk0")
+    with pytest.raises(CheckpointNotFoundError, match="no local checkpoint below"):
         loader.load({key: wanted[key] for key in ("w", "b")}, directory)
-    return str(caught.value)
 
 
 def test_a_function_may_choose_the_directory_of_a_node(tmp_path: Path) -> None:
-    for message in run_processes(NUM_RANKS, with_a_function, str(tmp_path)):
-        assert "no local checkpoint below" in message
+    assert run_processes(NUM_RANKS, with_a_function, str(tmp_path)) == [None] * NUM_RANKS
 
 
 def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: str) -> int:
-    """Registered once, as a script does before the block that is run again."""
     dist_ckpt_strategies.register(
         local=LocalOptions(replication_jump=1), options=dist_ckpt_strategies.Options(timeout_s=30)
     )
@@ -217,9 +210,7 @@ def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: str) 
             found = dist_checkpointing.load(state_of(2, value, is_filled=False), str(directory))
         else:
             dist_ckpt_strategies.save(state_of(2, value), directory, BACKEND)
-            loaded = dist_ckpt_strategies.load(state_of(2, value, is_filled=False), directory)
-            assert isinstance(loaded, dict)
-            found = loaded
+            found = load_ours(directory, value)
         require_loaded(found, 2, value)
         dist.barrier()
         if len(attempts) <= 2 and rank == len(attempts) % 2:

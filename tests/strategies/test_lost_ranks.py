@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -33,6 +32,7 @@ from tests.support.entries import (
     require_refused,
     save,
 )
+from tests.support.processes import until
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import at_random, differences, no_data, on_grid, state_of
 from tests.support.system_calls import before_calls
@@ -72,20 +72,14 @@ def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -
     dist.barrier()
     found = outcome(action)
     (scratch / f"done.{rank}").touch()
-    survivors = [other for other in range(4) if other != culprit]
-    if rank == survivors[0]:
-        deadline = time.monotonic() + 2 * PROMPT_S
-        while time.monotonic() < deadline and not all(
-            (scratch / f"done.{other}").exists() for other in survivors
-        ):
-            time.sleep(0.02)
+    if rank == min({0, 1, 2, 3} - {culprit}):
+        until(lambda: len(list(scratch.glob("done.*"))) >= 3, 2 * PROMPT_S)
         with suppress(ProcessLookupError):
             os.kill(int(pid.read_text()), signal.SIGKILL)
     return found
 
 
 def lose_rank_in_save(rank: int, entry: Entry, culprit: int, number: int, scratch: Path) -> Any:
-    """A save without the culprit, and another over the group that this has broken."""
     prepare(TIMEOUT_S)
     state = state_with(rank)
 
@@ -98,18 +92,15 @@ def lose_rank_in_save(rank: int, entry: Entry, culprit: int, number: int, scratc
 
 
 def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
-    """The culprit is dead, and every other rank named it, in time."""
     assert isinstance(results[culprit], RankDiedError), results
     survivors = [result for rank, result in enumerate(results) if rank != culprit]
     for failure in survivors:
         assert isinstance(failure, Failure), results
-        assert failure.is_ours, failure
-        assert failure.is_megatrons, failure
+        assert (failure.is_ours, failure.is_megatrons) == (True, True), failure
         assert PeerError.__name__ in failure.kinds, failure
         assert failure.global_rank == culprit, failure
         assert failure.text.startswith(f"rank {culprit}: "), failure
-        assert f"[{culprit}]" in failure.text, failure
-        assert "save to " in failure.text, failure
+        assert all(word in failure.text for word in (f"[{culprit}]", "save to ")), failure
         assert failure.seconds < PROMPT_S, failure
     return survivors
 
@@ -172,8 +163,7 @@ def stop_host_of_store(rank: int, scratch: Path) -> Any:
         port.with_suffix(".new").write_text(str(store.port))
         port.with_suffix(".new").rename(port)
     else:
-        while not port.exists():
-            time.sleep(0.01)
+        until(port.exists)
         store = make("127.0.0.1", int(port.read_text()), 4, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
     with signal_when_writing(signal.SIGSTOP, is_here=rank == 0):

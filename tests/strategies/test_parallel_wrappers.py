@@ -43,29 +43,22 @@ from tests.support.sharding import (
 
 pytestmark = pytest.mark.multiprocess
 
-both_entries = pytest.mark.parametrize("entry", list(Entry))
-sizes = pytest.mark.parametrize("size", [1, 2, 4])
-
 SIZE = 4
-KINDS = ("zarr 1", "zarr 2", "local atomic", "local fully_parallel")
 
 
-def strategies(kind: str, scratch: Path) -> tuple[Any, Any]:
+def strategies(scratch: Path) -> dict[str, tuple[Any, Any]]:
     """What saves and what loads; local checkpoints with two ranks to a node."""
-    backend, _, how = kind.partition(" ")
-    if backend == "zarr" and how == "1":
-        return ZarrSaveShardedStrategy(), ZarrLoadShardedStrategy()
-    if backend == "zarr":
-        return Format2SaveShardedStrategy(), Format2LoadShardedStrategy()
-    local = LocalOptions(
-        replication_jump=2,
-        algo=how,
-        node_directory=lambda rank: scratch / f"node{rank // 2}",
-    )
-    return (
-        LocalReplicatedSaveShardedStrategy(local=local),
-        LocalReplicatedLoadShardedStrategy(local=local),
-    )
+    found: dict[str, tuple[Any, Any]] = {
+        "zarr 1": (ZarrSaveShardedStrategy(), ZarrLoadShardedStrategy()),
+        "zarr 2": (Format2SaveShardedStrategy(), Format2LoadShardedStrategy()),
+    }
+    for algo in ("atomic", "fully_parallel"):
+        local = LocalOptions(
+            replication_jump=2, algo=algo, node_directory=lambda rank: scratch / f"node{rank // 2}"
+        )
+        saver = LocalReplicatedSaveShardedStrategy(local=local)
+        found[f"local {algo}"] = saver, LocalReplicatedLoadShardedStrategy(local=local)
+    return found
 
 
 def cuts() -> list[Cut]:
@@ -92,14 +85,9 @@ def full_state(rank: int, data: Any) -> dict[str, Any]:
 def save_and_load(rank: int, entry: Entry, size: int, scratch: Path) -> None:
     """Over all strategies; a node is lost before the load."""
     group = group_of_size(size)
-    for kind in KINDS:
-        saver, loader = strategies(kind, scratch)
-        root = scratch / kind
-        if rank == 0:
-            root.mkdir()
-        dist.barrier()
+    for kind, (saver, loader) in strategies(scratch).items():
+        root, state = scratch / kind, full_state(rank, part_of)
         wrapper = FullyParallelSaveStrategyWrapper(saver, group)
-        state = full_state(rank, part_of)
         save(entry, state, root, sharded_strategy=wrapper, validate_access_integrity=False)
         dist.barrier()
         if rank == 0:
@@ -113,8 +101,8 @@ def save_and_load(rank: int, entry: Entry, size: int, scratch: Path) -> None:
             assert (loaded["own"], loaded["all"]) == ({"rank": rank}, {"x": 1}), (kind, target)
 
 
-@both_entries
-@sizes
+@pytest.mark.parametrize("entry", list(Entry))
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_wrappers_save_and_load_with_groups_of_one_size(
     entry: Entry, size: int, tmp_path: Path
 ) -> None:

@@ -38,13 +38,8 @@ each_format = pytest.mark.parametrize("backend", FORMATS, ids=str)
 
 def state_of(value: float) -> dict[str, Any]:
     """Some arrays that rank 0 holds alone; the other ranks have replicas."""
-    rank = dist.get_rank()
-    return {
-        f"w{number}": ShardedTensor.from_rank_offsets(
-            f"w{number}", torch.full((64,), value), replica_id=rank
-        )
-        for number in range(NUM_ARRAYS)
-    }
+    of_value = partial(ShardedTensor.from_rank_offsets, replica_id=dist.get_rank())
+    return {f"w{n}": of_value(f"w{n}", torch.full((64,), value)) for n in range(NUM_ARRAYS)}
 
 
 def values_in(root: Path) -> Any:
@@ -57,7 +52,6 @@ def values_in(root: Path) -> Any:
 
 
 def slow_call(name: str, directory: str, seconds: float) -> AbstractContextManager[None]:
-    """Calls of ``os`` on paths below a directory take longer."""
     return before_calls(lambda _, path: time.sleep(seconds if directory in path else 0.0), [name])
 
 

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedOb
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     DuplicateWriterError,
     PlanError,
@@ -23,15 +24,7 @@ from dist_ckpt_strategies.errors import (
     StrategyNotFoundError,
 )
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
-from tests.support.entries import (
-    Entry,
-    Failure,
-    load,
-    outcome,
-    require_on_ranks,
-    require_refused,
-    save,
-)
+from tests.support.entries import Entry, load, require_on_ranks, require_refused, save
 from tests.support.sharding import no_data, on_grid, state_of
 
 pytestmark = pytest.mark.multiprocess
@@ -121,84 +114,71 @@ class Unpicklable:
         raise ValueError("nope")
 
 
-def wrong_states(rank: int) -> dict[str, dict[str, Any]]:
-    """On rank 1 something does not fit, which Megatron-Core's checks may or may not find."""
-    shape, dtype, same_size = (state_of(rank, [on_grid("w", (8, 4), (4, 1))]) for _ in range(3))
-    for state, change in (
-        (shape, lambda data: data.reshape(4, 2)),
-        (dtype, torch.Tensor.double),
-        (same_size, lambda data: data.view(torch.int32)),
-    ):
+def one_object(*args: Any, **options: Any) -> dict[str, Any]:
+    return {"o": ShardedObject("o", *args, **options)}
+
+
+def one_tensor(offset: int, replica_id: Any = 0) -> dict[str, Any]:
+    places = (2,), (8,), (offset,), (4,)
+    return {"w": ShardedTensor("w", DATA, DATA.dtype, *places, replica_id)}
+
+
+def with_other_data(rank: int, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    state = state_of(rank, [on_grid("w", (8, 4), (4, 1))])
+    if rank == 1:
         (tensor,) = state.values()
-        if rank == 1:
-            tensor.data = change(tensor.data)
-    grid = (1,) if rank == 0 else (2,)
-    place, replica = (min(rank, 1),), max(0, rank - 1)
+        tensor.data = change(tensor.data)
+    return state
+
+
+def wrong_states(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
+    """States in which something does not fit on rank 1, and what the message has to say of each.
+
+    Megatron-Core's checks may or may not find it.
+    """
+    bad, of_o, of_w = rank == 1, {"key": "o"}, {"key": "w"}
+    w_of_1, says = of_w | {"global_rank": 1}, "but the ShardedTensor says"
+    nope = "o/shard_1_4 cannot be saved: ValueError: nope"
+    no_replica = "w: expected a number or several as replica_id, found None"
+    grid, place, replica = (1,) if rank == 0 else (2,), (min(rank, 1),), max(0, rank - 1)
+    again = ShardedObject("o", rank, (4,), (rank,), replica_id=int(not bad))
     return {
-        "shape": shape,
-        "dtype": dtype,
-        "same size": same_size,
-        "unpicklable": {"o": ShardedObject("o", Unpicklable() if rank == 1 else 1, (4,), (rank,))},
-        "twice": {"o": ShardedObject("o", rank, (1,), (0,))},
-        "gap": {"o": ShardedObject("o", rank, (5,), (rank,))},
-        "no main replica": {"o": ShardedObject("o", rank, (4,), (rank % 2,), replica_id=1)},
-        "grids": {"o": ShardedObject("o", rank, grid, place, replica_id=replica)},
-        "twice on 1": {
-            "a": ShardedObject("o", rank, (4,), (rank,)),
-            "b": ShardedObject("o", rank, (4,), (rank,), replica_id=int(rank != 1)),
-        },
-        "nowhere": {"o": ShardedObject("", rank, (4,), (rank,))},
-        "before": {"o": ShardedObject("o", rank, (4,), (-1 if rank == 1 else rank,))},
-        "beyond": {"o": ShardedObject("o", rank, (4,), (5 if rank == 1 else rank,))},
-        "no grid": {"o": ShardedObject("o", rank, (), (), replica_id=rank)},
-        "number": {"o": ShardedObject(5, rank, (4,), (rank,))},
-        "no replica": {
-            "w": ShardedTensor(
-                "w", DATA, DATA.dtype, (2,), (8,), (2 * rank,), (4,), None if rank == 1 else 0
-            )
-        },
-        "before w": {"w": ShardedTensor("w", DATA, DATA.dtype, (2,), (8,), (2 * rank - 2,), (4,))},
-        "beyond w": {"w": ShardedTensor("w", DATA, DATA.dtype, (2,), (8,), (2 * rank + 2,), (4,))},
+        "shape": (with_other_data(rank, lambda data: data.reshape(4, 2)), w_of_1, says),
+        "dtype": (with_other_data(rank, torch.Tensor.double), w_of_1, says),
+        "same size": (with_other_data(rank, lambda data: data.view(torch.int32)), w_of_1, says),
+        "unpicklable": (
+            one_object(Unpicklable() if bad else 1, (4,), (rank,)),
+            {"global_rank": 1},
+            nope,
+        ),
+        "twice": (one_object(rank, (1,), (0,)), of_o, " rank 1"),
+        "gap": (one_object(rank, (5,), (rank,)), of_o, " rank 1"),
+        "no main replica": (one_object(rank, (4,), (rank % 2,), replica_id=1), of_o, ""),
+        "grids": (one_object(rank, grid, place, replica_id=replica), of_o, " rank 1"),
+        "twice on 1": (one_object(rank, (4,), (rank,)) | {"again": again}, of_o, ""),
+        "nowhere": ({"o": ShardedObject("", rank, (4,), (rank,))}, {}, ""),
+        "before": (one_object(rank, (4,), (-1 if bad else rank,)), {}, ""),
+        "beyond": (one_object(rank, (4,), (5 if bad else rank,)), {}, ""),
+        "no grid": (one_object(rank, (), (), replica_id=rank), {}, ""),
+        "number": ({"o": ShardedObject(5, rank, (4,), (rank,))}, {}, ""),
+        "no replica": (one_tensor(2 * rank, None if bad else 0), w_of_1, no_replica),
+        "before w": (one_tensor(2 * rank - 2), of_w, "w: rank "),
+        "beyond w": (one_tensor(2 * rank + 2), of_w, "w: rank "),
     }
 
 
 def states_that_do_not_fit(rank: int, scratch: Path) -> None:
     for entry in Entry:
-        for name, state in wrong_states(rank).items():
+        for name, (state, facts, words) in wrong_states(rank).items():
             # What Megatron-Core's own check finds it raises on rank 0 alone.
             for checked in (True, False) if entry is Entry.OURS else (False,):
                 if name == "no main replica" and not checked:
                     continue  # nothing says that there should have been an object
                 root = scratch / f"{entry}.{name}.{checked}"
-                found = outcome(
-                    partial(save, entry, dict(state), root, validate_access_integrity=checked)
-                )
-                assert isinstance(found, Failure), (name, found)
-                assert found.is_ours, (name, found)
+                call = partial(save, entry, dict(state), root, validate_access_integrity=checked)
+                kind = DuplicateWriterError if name == "twice on 1" else CheckpointError
+                require_refused(call, kind, words, **facts)
                 assert not (root / "metadata.json").exists(), name
-                require_named(name, found)
-
-
-def require_named(state: str, found: Failure) -> None:
-    """What the message has to say of one of the wrong states."""
-    if state == "unpicklable":
-        assert "o/shard_1_4 cannot be saved: ValueError: nope" in found.text
-        assert found.global_rank == 1
-    if state in {"shape", "dtype", "same size"}:
-        assert "but the ShardedTensor says" in found.text
-        assert (found.key, found.global_rank) == ("w", 1)
-    if state in {"twice", "gap", "no main replica", "grids", "twice on 1"}:
-        assert found.key == "o", (state, found)
-    if state in {"twice", "gap", "grids"}:
-        assert " on rank 1" in found.text or " and rank 1 " in found.text, (state, found)
-    if state == "twice on 1":
-        assert DuplicateWriterError.__name__ in found.kinds, found
-    if state == "no replica":
-        assert "w: expected a number or several as replica_id, found None" in found.text
-        assert (found.key, found.global_rank) == ("w", 1)
-    if state in {"before w", "beyond w"}:
-        assert "w: rank " in found.text, (state, found)
-        assert found.key == "w"
 
 
 @pytest.mark.parametrize(

@@ -23,21 +23,10 @@ from dist_ckpt_strategies.errors import (
     StrategyExistsError,
     StrategyNotFoundError,
 )
-from dist_ckpt_strategies.strategies.common import (
-    TorchCommonLoadStrategy,
-    TorchCommonSaveStrategy,
-)
-from dist_ckpt_strategies.strategies.registry import (
-    get_default_strategy,
-    register_default_strategy,
-)
-from dist_ckpt_strategies.strategies.tensorstore import (
-    TensorStoreLoadShardedStrategy,
-)
-from dist_ckpt_strategies.strategies.zarr import (
-    ZarrLoadShardedStrategy,
-    ZarrSaveShardedStrategy,
-)
+from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from dist_ckpt_strategies.strategies.registry import get_default_strategy, register_default_strategy
+from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.support.registries import fresh_registries
 
 KEY = (StrategyAction.SAVE_SHARDED, "mine", 1)
@@ -47,36 +36,28 @@ class Plain:
     """Stands for a strategy."""
 
 
-class Foreign(base.LoadShardedStrategy):  # type: ignore[misc]
+class Foreign:
     """A strategy that another package put into Megatron's registry."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        return sharded_state_dict
+        """See LoadShardedStrategy."""
 
-    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
-        return {}
 
-    def check_backend_compatibility(self, loaded_backend: Any) -> None:
-        return
+class Own:
+    """A user's strategy, which leaves one file."""
 
-    def check_version_compatibility(self, loaded_version: Any) -> None:
-        return
+    backend, version = "mine", 1
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """See SaveShardedStrategy."""
+        del sharded_state_dict
+        Path(checkpoint_dir, "own").touch()
 
 
 @pytest.fixture(autouse=True)
 def _registries() -> Iterator[None]:
     with fresh_registries():
         yield
-
-
-class Own(base.SaveShardedStrategy):  # type: ignore[misc]
-    """A user's strategy, which leaves one file."""
-
-    can_handle_sharded_objects = True
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        del sharded_state_dict
-        Path(checkpoint_dir, "own").touch()
 
 
 # Look-ups
@@ -106,21 +87,23 @@ def test_an_instance_is_returned_and_a_callable_is_called_once() -> None:
         assert get_default_strategy(*key) == {}
 
 
-WRONG = "expected an action, a str, an int and a strategy"
+@pytest.mark.parametrize(
+    ("key", "strategy"),
+    [
+        ((StrategyAction.SAVE_SHARDED, "mine", "1"), Plain),
+        ((StrategyAction.SAVE_SHARDED, None, 1), Plain),
+        ((StrategyAction.SAVE_SHARDED, "a number", 1), 5),
+        ((5, "mine", 1), Plain),
+    ],
+)
+def test_what_is_no_key_or_no_strategy_is_refused(key: Any, strategy: Any) -> None:
+    action, backend, version = key
+    with pytest.raises(StrategyError, match="expected an action, a str, an int and a strategy"):
+        register_default_strategy(action, backend, version, strategy)
 
 
-def test_what_is_no_key_or_no_strategy_is_refused(tmp_path: Path) -> None:
-    save_sharded: Any = StrategyAction.SAVE_SHARDED
-    wrong: Any
-    for wrong in (
-        (save_sharded, "mine", "1", Plain),
-        (save_sharded, None, 1, Plain),
-        (save_sharded, "a number", 1, 5),
-        (5, "mine", 1, Plain),
-    ):
-        with pytest.raises(StrategyError, match=WRONG):
-            register_default_strategy(*wrong)
-    register_default_strategy(save_sharded, "a loader", 1, ZarrLoadShardedStrategy())
+def test_a_load_strategy_does_not_save(tmp_path: Path) -> None:
+    register_default_strategy(StrategyAction.SAVE_SHARDED, "a loader", 1, ZarrLoadShardedStrategy())
     with pytest.raises(StrategyError, match=r"'a loader', 1\): expected a SaveShardedStrategy"):
         dist_ckpt_strategies.save({}, tmp_path / "c", ("a loader", 1))
 
@@ -155,7 +138,7 @@ def test_an_own_registration_works_before_and_after_a_save(
     comes_first: str, tmp_path: Path
 ) -> None:
     """A tuple leads to the own strategy from the registration on."""
-    own, key = Own(*KEY[1:]), (StrategyAction.SAVE_SHARDED, "zarr", 1)
+    own, key = Own(), (StrategyAction.SAVE_SHARDED, "zarr", 1)
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
     if comes_first == "save":
         dist_ckpt_strategies.save(dict(state), tmp_path / "before", key[1:])
@@ -163,7 +146,7 @@ def test_an_own_registration_works_before_and_after_a_save(
     dist_ckpt_strategies.save(dict(state), tmp_path / "after", key[1:])
     assert [path.parent.name for path in tmp_path.glob("*/own")] == ["after"]
     with pytest.raises(StrategyExistsError, match="replace=True"):
-        register_default_strategy(*key, Own(*KEY[1:]))
+        register_default_strategy(*key, Own())
     with pytest.raises(StrategyExistsError, match="Own"):
         register()
     register_default_strategy(*key, own)

@@ -23,14 +23,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
-from tests.support.entries import (
-    Entry,
-    load,
-    prepare,
-    require_on_ranks,
-    require_refused,
-    save,
-)
+from tests.support.entries import Entry, load, require_on_ranks, require_refused, save
 from tests.support.layouts import (
     empties,
     irregular,
@@ -39,7 +32,6 @@ from tests.support.layouts import (
     scattered,
     scattered_otherwise,
 )
-from tests.support.ranks import run_processes
 from tests.support.sharding import (
     ALL_DTYPES,
     Cut,
@@ -84,7 +76,6 @@ def of_every_dtype(grid: tuple[int, ...]) -> list[Cut]:
 
 
 def layouts(backend: tuple[str, int]) -> Iterator[tuple[str, list[Cut], list[Cut]]]:
-    """Name, what is saved, and what is loaded."""
     keys = GOOD_KEYS if backend == ("zarr", 1) else (*GOOD_KEYS, *KEYS_OF_FORMAT_2)
     yield "dtypes", of_every_dtype((2, 4)), of_every_dtype((4, 1))
     saved, wanted = ([on_grid(key, (8, 4), grid) for key in keys] for grid in ((4, 1), (2, 2)))
@@ -96,32 +87,26 @@ def layouts(backend: tuple[str, int]) -> Iterator[tuple[str, list[Cut], list[Cut
         yield f"random {seed}", *random_layouts(seed)
 
 
-def save_and_load_all(rank: int, backend: tuple[str, int], scratch: Path) -> list[str]:
-    """Save and load every layout by either entry, and by a group; what came back wrong."""
-    prepare(60)
-    wrong = []
-    two_stage = TwoStageDataParallelLoadShardedStrategy(
-        dist.group.WORLD,
-        max_inflight_bytes=20_000,  # several rounds
+def save_and_load_all(rank: int, backend: tuple[str, int], scratch: Path) -> None:
+    several_rounds = TwoStageDataParallelLoadShardedStrategy(
+        dist.group.WORLD, max_inflight_bytes=20_000
     )
     for number, (name, saved, wanted) in enumerate(layouts(backend)):
         for entry in Entry:
             if name == "empty" and entry is Entry.MEGATRON:
                 continue  # its own checks divide by the extent
-            root = scratch / f"{name} {entry}"
+            root, target = scratch / f"{name} {entry}", (zeros, no_data)[number % 2]
             save(entry, state_of(rank, saved), root, sharded_strategy=backend)
-            for how in ({}, {"sharded_strategy": two_stage}):
-                target = (zeros, no_data)[number % 2]
+            for how in ({}, {"sharded_strategy": several_rounds}):
                 loaded = load(entry, state_of(rank, wanted, target), root, **how)
-                wrong += [f"{root.name} {how}: {key}" for key in differences(rank, wanted, loaded)]
-    return wrong
+                assert differences(rank, wanted, loaded) == [], (root, how)
 
 
 @pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
 def test_every_layout_dtype_and_key_comes_back_bit_for_bit_in_another_layout(
     backend: tuple[str, int], tmp_path: Path
 ) -> None:
-    assert run_processes(4, save_and_load_all, backend, tmp_path, timeout_s=200) == [[]] * 4
+    require_on_ranks(4, save_and_load_all, backend, tmp_path)
 
 
 # Smaller checks, all on the same four ranks, by either entry
@@ -299,29 +284,32 @@ def keys_that_no_file_system_takes_are_refused_by_name(rank: int, entry: Entry, 
     assert not list(root.rglob("metadata.json"))
 
 
+def cut_1d(key: str, size: int, *parts: tuple[int, int, int], dtype: Any = torch.float32) -> Cut:
+    return Cut(key, (size,), dtype, tuple(Part(rank, (a,), (n,)) for rank, a, n in parts))
+
+
 def shards_that_do_not_make_up_their_array_are_refused(rank: int, entry: Entry, root: Path) -> None:
     """A gap, an overlap and ranks that disagree; Megatron's own checks are off."""
-
-    def cut(key: str, size: int, *parts: tuple[int, int, int], dtype: Any = torch.float32) -> Cut:
-        return Cut(key, (size,), dtype, tuple(Part(r, (a,), (n,)) for r, a, n in parts))
-
-    odd = rank == 2
-    own = (rank, 2 * rank, 2)
-    overlap = cut("overlap", 10, (0, 0, 6), (3, 5, 5))
+    own, odd = (rank, 2 * rank, 2), rank == 2
+    half = torch.float16 if odd else torch.float32
+    other_shape = "w: array_shape (16,) on rank 2, (8,) on rank 0"
     cases: list[tuple[Cut, Any, str]] = [
-        (cut("gap", 10, (0, 0, 4), (1, 5, 5)), CoverageError, "gap: main replicas cover 9 of 10"),
-        (overlap, DuplicateWriterError, "and [5:10] on rank 3"),
-        (cut("outside", 10, (2, 0, 11)), CoverageError, "outside: rank 2 holds [0:11]"),
-        (cut("w", 8 + 8 * odd, own), PlanError, "w: array_shape (16,) on rank 2, (8,) on rank 0"),
-        (cut("w", 8, own, dtype=torch.float16 if odd else torch.float32), PlanError, "on rank 2,"),
+        (
+            cut_1d("gap", 10, (0, 0, 4), (1, 5, 5)),
+            CoverageError,
+            "gap: main replicas cover 9 of 10",
+        ),
+        (cut_1d("overlap", 10, (0, 0, 6), (3, 5, 5)), DuplicateWriterError, "and [5:10] on rank 3"),
+        (cut_1d("outside", 10, (2, 0, 11)), CoverageError, "outside: rank 2 holds [0:11]"),
+        (cut_1d("w", 8 + 8 * odd, own), PlanError, other_shape),
+        (cut_1d("w", 8, own, dtype=half), PlanError, "on rank 2,"),
     ]
-    for number, (found, kind, words) in enumerate(cases):
-        call = partial(save, entry, state_of(rank, [found], zeros), root / str(number))
+    for found, kind, words in cases:
+        call = partial(save, entry, state_of(rank, [found], zeros), root / words[:3])
         require_refused(partial(call, validate_access_integrity=False), kind, words)
 
 
 def tensors_without_plain_memory_are_refused(rank: int, entry: Entry, root: Path) -> None:
-    """On rank 1 alone: no data, a sparse tensor, one on the meta device."""
     cut, fine = on_grid("w", (8, 4), (4, 1)), torch.ones(2, 4)
     bad = {"none": None, "sparse": fine.to_sparse(), "meta": torch.ones(2, 4, device="meta")}
     for name, data in bad.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import CheckpointError, StorageTimeoutError
+from dist_ckpt_strategies.errors import StorageTimeoutError
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
@@ -26,7 +25,10 @@ from dist_ckpt_strategies.local import (
 )
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from tests.support import sharding
+from tests.support.entries import Failure, outcome
 from tests.support.ranks import run_processes
+from tests.support.sharding import on_grid
 from tests.support.silence import silent_disk
 
 pytestmark = pytest.mark.multiprocess
@@ -36,45 +38,22 @@ CULPRIT = 2
 TIMEOUT_S = 4.0
 MARGIN_S = 2.0
 FIRST_CALLS = (0, 2, 12)
+SLOW_S = 0.2 * TIMEOUT_S
+"""What the first call takes before a later one goes silent."""
 
-both_formats = pytest.mark.parametrize("version", [1, 2])
 
-
-def state_of(rank: int, value: float) -> dict[str, Any]:
+def state_of(rank: int) -> dict[str, Any]:
     """Three arrays that all ranks share, an object for each rank, and common state."""
-    state: dict[str, Any] = {
-        name: ShardedTensor.from_rank_offsets(
-            name, torch.full((1 << 16,), value), (0, rank, dist.get_world_size())
-        )
-        for name in ("a", "b", "c")
-    }
-    state["object"] = ShardedObject("object", [rank], (dist.get_world_size(),), (rank,))
-    state["iteration"] = value
-    return state
-
-
-Outcome = tuple[float, str, bool]
-"""Seconds until it was over, what was raised, and whether that was storage's silence."""
-
-
-def outcome(act: Callable[[], Any]) -> Outcome:
-    started = time.monotonic()
-    try:
-        act()
-    except CheckpointError as error:
-        is_silence = isinstance(error, StorageTimeoutError)
-        return time.monotonic() - started, f"{type(error).__name__}: {error}", is_silence
-    return time.monotonic() - started, "", False
+    size = dist.get_world_size()
+    cuts = [on_grid(name, (size << 16,), (size,), size=size) for name in "abc"]
+    own = {"object": ShardedObject("object", [rank], (size,), (rank,)), "iteration": 1}
+    return sharding.state_of(rank, cuts) | own
 
 
 def with_silence(
-    rank: int,
-    directory: Path,
-    first: int,
-    act: Callable[[], Any],
-    slow_s: float = 0.0,
-) -> Outcome:
-    """What comes of it where one rank's disk goes silent after so many calls."""
+    rank: int, directory: Path, first: int, act: Callable[[], Any], slow_s: float = 0.0
+) -> Any:
+    """The outcome where one rank's disk goes silent after so many calls; None: it never did."""
     dist.barrier()
     with ExitStack() as stack:
         disk = None
@@ -84,99 +63,72 @@ def with_silence(
         dist.barrier()
         was_silent = [disk is not None and disk.has_blocked]
     dist.broadcast_object_list(was_silent, src=CULPRIT)
-    return found if was_silent[0] else (found[0], "not silent", True)
+    return found if was_silent[0] else None
 
 
-def require_all_raised(found: list[list[Outcome]]) -> None:
-    """Every rank has raised that storage was silent, in time."""
-    for number, outcomes in enumerate(zip(*found, strict=True)):
-        for rank, (seconds, error, is_silence) in enumerate(outcomes):
-            assert is_silence, (number, rank, outcomes)
-            assert seconds < TIMEOUT_S + MARGIN_S, (number, rank, error, seconds)
-    assert any(error != "not silent" for outcomes in found for _, error, _ in outcomes)
+def require_all_raised(found: list[list[Any]]) -> None:
+    failures = [one for of_rank in found for one in of_rank if one is not None]
+    assert failures
+    for failure in failures:
+        assert isinstance(failure, Failure), failure
+        assert StorageTimeoutError.__name__ in failure.kinds, failure
+        assert failure.seconds < TIMEOUT_S + MARGIN_S, failure
 
 
-SLOW_S = 0.2 * TIMEOUT_S
-"""What the first call takes before a later one goes silent."""
-
-
-def uses_global(rank: int, root: str, version: int) -> list[Outcome]:
-    """Body of a rank: saves and loads, each with another call that is the first to block.
+def uses_global(rank: int, root: str, version: int) -> list[Any]:
+    """Saves and loads, each with another call that is the first to block.
 
     The limit is for all calls together: a slow one before that does not add to it.
     """
     os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
-    how: dict[str, Any] = {"sharded_strategy": ("zarr", version), "timeout_s": TIMEOUT_S}
+    os.environ["DIST_CKPT_TIMEOUT_S"] = str(TIMEOUT_S)
+    backend, loaded = ("zarr", version), []
 
     def save(directory: Path) -> None:
-        dist_ckpt_strategies.save(state_of(rank, 1.0), directory, **how)
+        dist_ckpt_strategies.save(state_of(rank), directory, backend)
 
     def save_in_background(directory: Path) -> None:
-        dist_ckpt_strategies.save_async(state_of(rank, 1.0), directory, **how).wait()
+        dist_ckpt_strategies.save_async(state_of(rank), directory, backend).wait()
 
     def load(directory: Path) -> None:
-        dist_ckpt_strategies.load(state_of(rank, 0.0), directory, timeout_s=TIMEOUT_S)
+        loaded.append(directory)
+        dist_ckpt_strategies.load(state_of(rank), directory)
+
+    def load_newest(directory: Path) -> None:
+        load_latest(None, [directory.parent], load)
 
     found = []
     for first in FIRST_CALLS:
-        for act in (save, save_in_background, load):
-            directory = Path(root) / f"{act.__name__} {first}"
-            if act is load:
-                dist_ckpt_strategies.save(state_of(rank, 1.0), directory, how["sharded_strategy"])
+        for act in (save, save_in_background, load, load_newest):
+            top = Path(root) / f"{act.__name__} {first}"
+            for iteration in (1, 2) if act in {load, load_newest} else ():
+                save(top / f"iter_{iteration}")
             slow_s = SLOW_S if first == FIRST_CALLS[-1] else 0.0
-            found.append(with_silence(rank, directory, first, partial(act, directory), slow_s))
+            call = partial(act, top / "iter_2")
+            found.append(with_silence(rank, top / "iter_2", first, call, slow_s))
+    assert {path.name for path in loaded} == {"iter_2"}, "it fell back on another checkpoint"
     return found
 
 
-@both_formats
+@pytest.mark.parametrize("version", [1, 2])
 def test_saves_and_loads_raise_on_every_rank_in_time(tmp_path: Path, version: int) -> None:
     require_all_raised(run_processes(NUM_RANKS, uses_global, str(tmp_path), version))
 
 
-def loads_latest(rank: int, root: str, version: int) -> list[Any]:
-    """Body of a rank: the newest of two checkpoints goes silent while its arrays are read."""
-    os.environ["DIST_CKPT_TIMEOUT_S"] = str(TIMEOUT_S)
-    for iteration in (1, 2):
-        path = Path(root) / f"iter_{iteration}"
-        dist_ckpt_strategies.save(state_of(rank, float(iteration)), path, ("zarr", version))
-    newest, loaded = Path(root) / "iter_2", []
-
-    def load_global(path: Path) -> Any:
-        loaded.append(path.name)
-        return dist_ckpt_strategies.load(state_of(rank, 0.0), path, timeout_s=TIMEOUT_S)
-
-    found: list[Any] = []
-    for first in (4, 12, 20):
-        loaded.clear()
-        act = lambda: load_latest(None, [root], load_global)  # noqa: E731
-        found.append((with_silence(rank, newest, first, act), list(loaded)))
-    return found
-
-
-@both_formats
-def test_no_rank_falls_back_on_another_checkpoint(tmp_path: Path, version: int) -> None:
-    found = run_processes(NUM_RANKS, loads_latest, str(tmp_path), version)
-    require_all_raised([[one for one, _ in of_rank] for of_rank in found])
-    assert all(names in ([], ["iter_2"]) for of_rank in found for _, names in of_rank)
-
-
-def uses_local(rank: int, root: str) -> list[Outcome]:
-    """Body of a rank: local saves and loads on a disk of its own that goes silent."""
+def uses_local(rank: int, root: str) -> list[Any]:
     node = Path(root) / f"node{rank}"
-    cliques = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=TIMEOUT_S)
     state = BasicTensorAwareStateDict({"w": torch.full((1 << 20,), float(rank))})
-    seen: list[Outcome] = []
+
+    def manager() -> LocalCheckpointManager:
+        cliques = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=TIMEOUT_S)
+        return LocalCheckpointManager(node, repl_strategy=cliques, timeout_s=TIMEOUT_S)
+
+    seen = []
     for number, first in enumerate(FIRST_CALLS):
-
-        def manager() -> LocalCheckpointManager:
-            return LocalCheckpointManager(node, repl_strategy=cliques, timeout_s=TIMEOUT_S)  # noqa: B023
-
         manager().save(state, 2 * number)
-        save = lambda: manager().save(state, 2 * number + 1)  # noqa: B023, E731
+        save = partial(manager().save, state, 2 * number + 1)
         seen.append(with_silence(rank, node, first, save))
-        cliques = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=TIMEOUT_S)
-        seen.append(with_silence(rank, node, first, lambda: manager().load()))
-        cliques = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=TIMEOUT_S)
+        seen.append(with_silence(rank, node, first, manager().load))
     return seen
 
 
@@ -185,8 +137,8 @@ def test_local_saves_and_loads_raise_on_every_rank_in_time(tmp_path: Path) -> No
 
 
 def uses_all(rank: int, root: str) -> set[str]:
-    """Body of a rank: every way to save and load; where the main thread asks the disk."""
-    state, where = partial(state_of, rank, 1.0), Path(root)
+    """Every way to save and load; where the main thread asks the disk."""
+    state, where = partial(state_of, rank), Path(root)
     node = where / f"node{rank}"
     cliques = CliqueReplicationStrategy.from_replication_params(1, 2)
     manager = LocalCheckpointManager(node, repl_strategy=cliques)
@@ -223,6 +175,8 @@ import sys, torch
 from pathlib import Path
 from dist_ckpt_strategies.errors import StorageTimeoutError
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from tests.support import sharding
+from tests.support.sharding import on_grid
 from tests.support.silence import silent_disk
 
 root = Path(sys.argv[1])

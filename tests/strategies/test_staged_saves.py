@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CoverageError,
     IncompleteCheckpointError,
     PlanError,
+    StorageError,
+    StrategyError,
 )
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
@@ -52,10 +55,6 @@ ROWS = 1 << 15
 LIMIT_S = 3.0
 
 
-class Foreign:
-    """A class that no list of classes allows."""
-
-
 def state_of(rank: int, size: int, value: float, extra: str = "b") -> dict[str, Any]:
     """Two arrays that ranks share, one under a name of its own, an object and common state."""
     rows = torch.full((ROWS // size, 8), value)
@@ -75,16 +74,11 @@ def value_in(rank: int, size: int, root: Path, extra: str = "b", entry: Entry = 
     return values.pop() if len(values) == 1 else sorted(values)
 
 
-def values_in(rank: int, size: int, root: Path, extra: str = "b") -> Any:
-    """The same, or the Failure."""
-    return outcome(partial(value_in, rank, size, root, extra))
-
-
 # A call of a save that was given up, which storage carries out later
 
 
 @contextmanager
-def one_late_call(call: str, until: Path, *, name: str = "0.0") -> Iterator[None]:
+def one_late_call(call: str, until: Path, name: str) -> Iterator[None]:
     """The first call for a chunk's file of that name blocks until another file appears.
 
     What it was asked to do is done then, as on a network file system that had stalled.
@@ -102,38 +96,39 @@ def one_late_call(call: str, until: Path, *, name: str = "0.0") -> Iterator[None
 
 
 def save_again_after_a_late_call(
-    rank: int, size: int, root: Path, backend: tuple[str, int], call: str, way: str
-) -> Any:
+    rank: int, root: Path, size: int, backend: tuple[str, int], call: str, way: str
+) -> None:
     """One save is given up, the next succeeds, then the call of the first is carried out."""
     os.environ["DIST_CKPT_DIRECT_IO"] = "0"
     os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
     prepare(60)
     woken = root.with_suffix(".woken")
-    options: dict[str, Any] = {"timeout_s": LIMIT_S}
-    name = {1: "0.0", 2: "c.0.0"}[backend[1]]
+    options: dict[str, Any] = {"overwrite": way == "overwrite"}
+    found = partial(value_in, rank, size, root)
+
+    def save_value(value: float, **more: Any) -> None:
+        act = dist_ckpt_strategies.save_async if way == "async" else dist_ckpt_strategies.save
+        request = act(state_of(rank, size, value), root, backend, **options, **more)
+        if request is not None:
+            request.wait()
+
     if way == "overwrite":
-        dist_ckpt_strategies.save(state_of(rank, size, 0.0), root, backend)
-        options["overwrite"] = True
-    with one_late_call(call, woken, name=name):
-        first = outcome(lambda: saved(way, state_of(rank, size, 1.0), root, backend, options))
+        save_value(0.0)
+    with one_late_call(call, woken, {1: "0.0", 2: "c.0.0"}[backend[1]]):
+        first = outcome(partial(save_value, 1.0, timeout_s=LIMIT_S))
+        assert {"StorageError", "PeerTimeoutError"} & set(first.kinds), first
         time.sleep(1.0)  # every rank has given up
-        kept = values_in(rank, size, root)
-        saved(way, state_of(rank, size, 2.0), root, backend, options | {"timeout_s": 60.0})
+        if way == "overwrite":
+            assert found() == 0.0
+        else:
+            require_refused(found, IncompleteCheckpointError)
+        save_value(2.0)
         dist.barrier()
-        before = values_in(rank, size, root)
+        assert found() == 2.0
         woken.touch()
         time.sleep(1.0)
         dist.barrier()
-        return first, kept, before, values_in(rank, size, root)
-
-
-def saved(
-    way: str, state: dict[str, Any], root: Path, backend: Any, options: dict[str, Any]
-) -> None:
-    if way == "async":
-        dist_ckpt_strategies.save_async(state, root, backend, **options).wait()
-    else:
-        dist_ckpt_strategies.save(state, root, backend, **options)
+        assert found() == 2.0
 
 
 @pytest.mark.parametrize(
@@ -150,64 +145,7 @@ def saved(
 def test_a_late_call_of_a_failed_save_does_not_reach_the_next_one(
     backend: tuple[str, int], size: int, call: str, way: str, tmp_path: Path
 ) -> None:
-    root = tmp_path / "c"
-    for found in run_processes(size, save_again_after_a_late_call, size, root, backend, call, way):
-        first, kept, before, after = found
-        assert isinstance(first, Failure), found
-        assert {"StorageError", "PeerTimeoutError"} & set(first.kinds), first
-        assert (before, after) == (2.0, 2.0)
-        if way == "overwrite":
-            assert kept == 0.0
-        else:
-            assert "IncompleteCheckpointError" in kept.kinds, kept
-
-
-# What is refused, and what is replaced when
-
-NUM_SYNCHRONOUS = 3
-"""The first tries ask strategies for saves in the background that have none."""
-
-
-def refuse_with_overwrite(rank: int, root: Path) -> list[Any]:
-    """Saves that cannot be carried out, over a finished checkpoint that may be replaced."""
-    prepare(60)
-    dist_ckpt_strategies.save(state_of(rank, 2, 1.0), root)
-    state = partial(state_of, rank, 2)
-    unsafe = state(2.0) | {"common": Foreign()}
-    unsafe_object = state(2.0) | {"o": ShardedObject("o", Foreign(), (2,), (rank,))}
-    gap = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))}
-    save, save_async = dist_ckpt_strategies.save, dist_ckpt_strategies.save_async
-    tries: list[Callable[[], Any]] = [
-        lambda: save_async(state(2.0), root, TORCH_DIST, overwrite=True),
-        lambda: save_async(state(2.0), root, ("local_replicated", 1), overwrite=True),
-        lambda: save(state(2.0), root, TORCH_DIST, overwrite=True, async_sharded_save=True),
-        lambda: save(state(2.0), root, ("nothing", 1), overwrite=True),
-    ]
-    for backend in (*FORMATS, TORCH_DIST, ("local_replicated", 1)):
-        tries += [
-            partial(save, unsafe, root, backend, overwrite=True),
-            partial(save, gap, root, backend, overwrite=True),
-        ]
-    for backend in (*FORMATS, ("local_replicated", 1)):
-        tries += [partial(save, unsafe_object, root, backend, overwrite=True)]
-    for backend in FORMATS:
-        tries += [
-            partial(save_async, unsafe, root, backend, overwrite=True),
-            partial(save_async, unsafe_object, root, backend, overwrite=True),
-            partial(save_async, gap, root, backend, overwrite=True),
-        ]
-    return [(outcome(one), values_in(rank, 2, root)) for one in tries]
-
-
-def test_a_save_that_is_refused_leaves_the_finished_checkpoint(tmp_path: Path) -> None:
-    for found in run_processes(2, refuse_with_overwrite, tmp_path / "c"):
-        assert isinstance(found, list), found
-        for number, (refused, kept) in enumerate(found):
-            assert isinstance(refused, Failure)
-            assert kept == 1.0, refused
-            if number < NUM_SYNCHRONOUS:
-                assert "StrategyError" in refused.kinds
-                assert "in the background" in refused.text
+    require_on_ranks(size, save_again_after_a_late_call, tmp_path / "c", size, backend, call, way)
 
 
 # Kills
@@ -215,7 +153,6 @@ def test_a_save_that_is_refused_leaves_the_finished_checkpoint(tmp_path: Path) -
 
 def killed_at_change(rank: int, root: Path, backends: Any, at: int) -> Any:
     """This process dies at its ``at``-th change of a directory in the last of the saves."""
-    prepare(60)
     *earlier, last = backends
     for backend in earlier:
         dist_ckpt_strategies.save(state_of(rank, 1, 1.0, "old"), root, backend)
@@ -236,13 +173,11 @@ def test_a_kill_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint(
     for at in range(1, 60):
         root = tmp_path / f"c{at}"
         (ended,) = run_processes(1, killed_at_change, root, backends, at)
-        found = values_in(0, 1, root, "new")
-        if isinstance(found, Failure):
-            found = values_in(0, 1, root, "old")
-        outcomes.append("none" if isinstance(found, Failure) else found)
+        found = [outcome(partial(value_in, 0, 1, root, extra)) for extra in ("new", "old")]
+        outcomes.append(next((one for one in found if not isinstance(one, Failure)), "none"))
         dist_ckpt_strategies.save(state_of(0, 1, 3.0, "third"), root, overwrite=True)
         assert sorted(path.name for path in root.glob(".*")) == [], at
-        assert values_in(0, 1, root, "third") == 3.0, at
+        assert value_in(0, 1, root, "third") == 3.0, at
         if not isinstance(ended, RankDiedError):
             break
     assert ended is None, "the last save was not killed"
@@ -295,7 +230,6 @@ def with_a_gap(rank: int) -> dict[str, Any]:
 
 
 def on_rank_0(rank: int, act: Callable[[], Any]) -> None:
-    """Between two barriers."""
     dist.barrier()
     if rank == 0:
         act()
@@ -303,7 +237,6 @@ def on_rank_0(rank: int, act: Callable[[], Any]) -> None:
 
 
 def saves_of_ours_and_megatrons(rank: int, scratch: Path) -> None:
-    """In one directory, which is made, one after the other."""
     root = scratch / "a" / "b"
     ours, theirs = partial(save, Entry.OURS), partial(save, Entry.MEGATRON)
     ours(state_of(rank, SIZE, 1.0), root)
@@ -347,15 +280,13 @@ def relative_paths(rank: int, scratch: Path) -> None:
     assert value_in(rank, SIZE, relative, extra="new") == 7.0
 
 
-class Other(SaveShardedStrategy):  # type: ignore[misc]
+class Other:
     """A strategy of a user's own, which leaves one file."""
 
-    def __init__(self) -> None:
-        super().__init__("other", 1)
-
-    can_handle_sharded_objects = True
+    backend, version = "other", 1
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """See SaveShardedStrategy."""
         del sharded_state_dict
         Path(checkpoint_dir, "other").touch()
 
@@ -381,9 +312,9 @@ def megatron_after_an_interrupted_commit(rank: int, scratch: Path) -> None:
     """Our save breaks off while it moves its files into place; Megatron-Core's comes after it."""
     root = scratch / "c"
     save(Entry.OURS, state_of(rank, SIZE, 1.0), root)
+    broken = partial(save, Entry.OURS, state_of(rank, SIZE, 2.0), root, overwrite=True)
     with before_calls(break_off, ["rename", "replace"]):
-        broken = outcome(partial(save, Entry.OURS, state_of(rank, SIZE, 2.0), root, overwrite=True))
-    assert isinstance(broken, Failure)
+        require_refused(broken, StorageError, "on purpose")
     dist.barrier()
     assert len(list(root.glob(".partial-*/metadata.json"))) == 1
     save(Entry.MEGATRON, state_of(rank, SIZE, 3.0), root)
@@ -396,6 +327,38 @@ def break_off(_: str, path: str) -> None:
         raise OSError("on purpose")
 
 
+class Foreign:
+    """A class that no list of classes allows."""
+
+
+def what_is_refused_leaves_the_finished_checkpoint(rank: int, scratch: Path) -> None:
+    """Saves that cannot be carried out, over a checkpoint that may be replaced."""
+    root, local = scratch / "c", ("local_replicated", 1)
+    gap = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))}
+    new = state_of(rank, SIZE, 2.0)
+    dist_ckpt_strategies.save(state_of(rank, SIZE, 1.0), root)
+    unsafe = new | {"common": Foreign()}
+    unsafe_object = new | {"o": ShardedObject("o", Foreign(), (SIZE,), (rank,))}
+    saves = partial(dist_ckpt_strategies.save, overwrite=True)
+    behind = partial(dist_ckpt_strategies.save_async, overwrite=True)
+    for call in (
+        partial(behind, new, root, TORCH_DIST),
+        partial(behind, new, root, local),
+        partial(saves, new, root, TORCH_DIST, async_sharded_save=True),
+    ):
+        require_refused(call, StrategyError, "in the background")
+        assert value_in(rank, SIZE, root) == 1.0
+    tries = [
+        (saves, ("nothing", 1), new),
+        *product([saves], [*FORMATS, TORCH_DIST, local], [unsafe, gap]),
+        *product([saves], [*FORMATS, local], [unsafe_object]),
+        *product([behind], FORMATS, [unsafe, unsafe_object, gap]),
+    ]
+    for act, backend, state in tries:
+        require_refused(partial(act, state, root, backend), CheckpointError)
+        assert value_in(rank, SIZE, root) == 1.0, (act, backend)
+
+
 @pytest.mark.parametrize(
     "act",
     [
@@ -403,6 +366,7 @@ def break_off(_: str, path: str) -> None:
         relative_paths,
         wrapped_and_foreign_strategies,
         megatron_after_an_interrupted_commit,
+        what_is_refused_leaves_the_finished_checkpoint,
     ],
 )
 def test_what_is_loaded_is_one_finished_checkpoint(

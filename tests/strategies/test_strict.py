@@ -38,7 +38,6 @@ def stored(rank: int) -> dict[str, Any]:
 
 
 def wanted(rank: int, asked: dict[int, list[str]]) -> dict[str, Any]:
-    """An array and an object of the checkpoint, and perhaps more."""
     state: dict[str, Any] = state_of(rank, STORED[:1], zeros)
     state["o"] = ShardedObject("o", None, (4,), (rank,))
     for key in asked.get(rank, ()):

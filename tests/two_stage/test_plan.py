@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import cut_chunk
 from dist_ckpt_strategies.core.inner_grid import stored_nbytes
-from dist_ckpt_strategies.two_stage.plan import (
-    Batch,
-    GroupPlan,
-    build_group_plan,
-    encode_regions,
-)
+from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, build_group_plan, encode_regions
 
 BUDGET = 512 << 20
 
@@ -100,42 +95,25 @@ def batches_of(plan: GroupPlan) -> list[Batch]:
     return [batch for batches in plan.rounds for batch in batches]
 
 
-def read_nbytes(case: Case, plan: GroupPlan) -> list[int]:
-    """What leaves storage for each rank in the rounds."""
-    read = [0] * len(case[1])
-    for batch in batches_of(plan):
-        for each in batch.slices:
-            read[batch.reader] += stored_nbytes(case[0][each.array], each.region)
-    return read
-
-
-def requesters_of(case: Case) -> dict[Want, tuple[int, ...]]:
-    found: dict[Want, tuple[int, ...]] = {}
-    for rank, regions in enumerate(case[1]):
-        for region in set(regions):
-            found[region] = (*found.get(region, ()), rank)
-    return found
-
-
 @given(some_wants())
 def test_regions_that_several_ranks_request_are_read_once_for_them(case: Case) -> None:
+    arrays, wants = case
     plan = planned(case)
-    requesters = requesters_of(case)
+    requesters = defaultdict(list)
+    for rank, wanted in enumerate(wants):
+        for want in set(wanted):
+            requesters[want].append(rank)
 
     assert plan.shared == {want for want, ranks in requesters.items() if len(ranks) > 1}
     for array, region in plan.shared:
-        ranks = requesters[array, region]
-        parts = [
-            each.region
-            for batch in batches_of(plan)
-            if batch.requesters == ranks
-            for each in batch.slices
-            if each.array == array and region.contains(each.region)
+        ranks = tuple(requesters[array, region])
+        slices = [
+            each for batch in batches_of(plan) if batch.requesters == ranks for each in batch.slices
         ]
-        assert sum(math.prod(part.shape) for part in parts) >= math.prod(region.shape)
+        parts = [e.region for e in slices if e.array == array and region.contains(e.region)]
+        assert sum(part.numel for part in parts) >= region.numel
     total = sum(each.nbytes for batch in batches_of(plan) for each in batch.slices)
-    itemsizes = [array.dtype.itemsize for array in case[0]]
-    assert total == sum(math.prod(r.shape) * itemsizes[n] for n, r in plan.shared)
+    assert total == sum(region.numel * arrays[n].dtype.itemsize for n, region in plan.shared)
     assert all(batch.reader in batch.requesters for batch in batches_of(plan))
 
 
@@ -155,8 +133,12 @@ def test_ranks_that_share_the_readers_page_cache_receive_nothing(
 @pytest.mark.parametrize("has_inner_chunks", [False, True])
 def test_all_ranks_read_about_the_same(num_ranks: int, has_inner_chunks: bool) -> None:
     arrays, wants = gpt(num_ranks)
-    case = [in_format_2(array) for array in arrays] if has_inner_chunks else arrays, wants
-    read = read_nbytes(case, planned(case))
+    if has_inner_chunks:
+        arrays = list(map(in_format_2, arrays))
+    read = [0] * num_ranks
+    for batch in batches_of(planned((arrays, wants))):
+        for each in batch.slices:
+            read[batch.reader] += stored_nbytes(arrays[each.array], each.region)
 
     assert sum(read) == sum(array.nbytes for array in arrays)
     assert max(read) <= 1.1 * sum(read) / num_ranks
