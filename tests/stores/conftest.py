@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.stores.commands import Files, write
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
 from tests.support.places import BucketPlace, DirectoryPlace
 
@@ -56,6 +57,14 @@ def bucket(request: pytest.FixtureRequest, store: ObjectStore) -> str:
 def environment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     """The server, for this process too."""
     return _used(store, monkeypatch)
+
+
+@pytest.fixture
+def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy before the server, for this process too."""
+    with FaultyProxy(store) as found:
+        _used(found.store, monkeypatch)
+        yield found
 
 
 @pytest.fixture(params=["directory", "moto", "radosgw"])
