@@ -18,7 +18,6 @@ from tests.support.checkpoints import (
     EMPTY,
     NESTED,
     RNG,
-    SCALAR,
     WEIGHT,
     flip_bit,
     golden_archives,
@@ -207,63 +206,51 @@ def older(*numbers: int) -> Damage:
     return write
 
 
+CHUNK, METADATA, OBJECT = f"{WEIGHT}/0.0", f"{WEIGHT}/.zarray", f"{WEIGHT}/shard_0_1.pt"
+SHARD = f"{RNG}/shard_0.0_2.2.pt"
+MARKER = "metadata.json"
 UNKNOWN_COMMON = b'{"sharded_backend": "zarr", "common_backend": "msgpack"}'
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "a missing chunk": (gone(f"{WEIGHT}/1.2"), f"missing_file {WEIGHT}/1.2"),
-    "a truncated chunk": (put(f"{WEIGHT}/0.1", b"\1" * 15), f"wrong_size {WEIGHT}/0.1"),
+    "a missing chunk": (gone(CHUNK), f"missing_file {CHUNK}"),
+    "a truncated chunk": (put(CHUNK, b"\1" * 15), f"wrong_size {CHUNK}"),
     "chunks outside of the grid": (
-        added(f"{WEIGHT}/0.0", "2.0", "0", "01.0"),
+        added(CHUNK, "2.0", "0", "01.0"),
         f"unexpected_file {WEIGHT}/0 {WEIGHT}/01.0 {WEIGHT}/2.0",
     ),
     "a chunk of an empty array": (put(f"{EMPTY}/0.0", b""), f"unexpected_file {EMPTY}/0.0"),
     "missing metadata": (gone(f"{NESTED}/.zarray"), f"missing_file {NESTED}/.zarray"),
-    "truncated metadata": (
-        put(f"{WEIGHT}/.zarray", b'{"shape": [4, 6]'),
-        f"damaged {WEIGHT}/.zarray",
-    ),
+    "truncated metadata": (put(METADATA, b'{"shape": [4, 6]'), f"damaged {METADATA}"),
     "metadata of nothing that torch knows": (
         lambda root: write_metadata(root / WEIGHT, dtype="|O"),
-        f"damaged {WEIGHT}/.zarray",
+        f"damaged {METADATA}",
     ),
-    "a missing shard of an object": (
-        gone(f"{RNG}/shard_1.0_2.2.pt"),
-        f"missing_file {RNG}/shard_1.0_2.2.pt",
-    ),
+    "a missing shard of an object": (gone(SHARD), f"missing_file {SHARD}"),
     "a shard outside of the grid": (
-        added(f"{RNG}/shard_0.0_2.2.pt", "shard_0.2_2.2.pt"),
+        added(SHARD, "shard_0.2_2.2.pt"),
         f"unexpected_file {RNG}/shard_0.2_2.2.pt",
     ),
     "a shard of another grid": (
-        added(f"{RNG}/shard_0.0_2.2.pt", "shard_0.0_1.2.pt"),
+        added(SHARD, "shard_0.0_1.2.pt"),
         f"missing_file {RNG}/shard_0.1_1.2.pt",
     ),
     "a flipped bit in an object": (
-        lambda root: flip_bit(root / RNG / "shard_1.1_2.2.pt", b"state"),
-        f"damaged {RNG}/shard_1.1_2.2.pt",
+        lambda root: flip_bit(root / SHARD, b"state"),
+        f"damaged {SHARD}",
     ),
     "a directory in the place of an object": (
-        replaced(f"{WEIGHT}/shard_0_1.pt", Path.mkdir),
-        f"unreadable {WEIGHT}/shard_0_1.pt",
+        replaced(OBJECT, Path.mkdir),
+        f"unreadable {OBJECT}",
     ),
     "a link in a circle in the place of an object": (
-        replaced(f"{WEIGHT}/shard_0_1.pt", lambda path: path.symlink_to(path.name)),
-        f"unreadable {WEIGHT}/shard_0_1.pt",
+        replaced(OBJECT, lambda path: path.symlink_to(path.name)),
+        f"unreadable {OBJECT}",
     ),
-    "a pipe in the place of a chunk": (
-        replaced(f"{SCALAR}/0", os.mkfifo),
-        f"missing_file {SCALAR}/0",
-    ),
-    "a pipe in the place of the marker": (
-        replaced("metadata.json", os.mkfifo),
-        "unreadable metadata.json",
-    ),
+    "a pipe in the place of a chunk": (replaced(CHUNK, os.mkfifo), f"missing_file {CHUNK}"),
+    "a pipe in the place of the marker": (replaced(MARKER, os.mkfifo), f"unreadable {MARKER}"),
     "missing common state": (gone("common.pt"), "missing_file common.pt"),
-    "a missing marker": (gone("metadata.json"), "missing_marker metadata.json"),
-    "garbage for a marker": (put("metadata.json", b"\xff\xfe"), "damaged metadata.json"),
-    "a marker of an unknown common backend": (
-        put("metadata.json", UNKNOWN_COMMON),
-        "unknown_backend metadata.json",
-    ),
+    "a missing marker": (gone(MARKER), f"missing_marker {MARKER}"),
+    "garbage for a marker": (put(MARKER, b"\xff\xfe"), f"damaged {MARKER}"),
+    "an unknown common backend": (put(MARKER, UNKNOWN_COMMON), f"unknown_backend {MARKER}"),
     "an empty compressed chunk": (packed("0.1"), "wrong_size packed/0.1"),
     "whole compressed chunks": (packed(), ""),
     "a missing shard of the older form": (older(0, 2), "missing_file older/shard_0.1_1.pt"),

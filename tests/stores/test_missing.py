@@ -95,13 +95,9 @@ def test_a_checkpoint_that_is_missing_is_not_taken_for_an_unfinished_one(
     ],
     indirect=["store"],
 )
+@pytest.mark.usefixtures("environment")
 def test_wrong_or_no_credentials_are_said_to_be_that(
-    environment: ObjectStore,
-    bucket: str,
-    name: str,
-    value: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
+    bucket: str, name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
 
@@ -163,15 +159,11 @@ ANSWERS = {
 @BOTH_WAYS
 @pytest.mark.parametrize("code", ANSWERS)
 def test_each_answer_of_a_server_has_its_class_of_error(
-    code: str,
-    way: Callable[[str], Any],
-    proxy: FaultyProxy,
-    bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
+    code: str, way: Callable[[str], Any], proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, kind = ANSWERS[code]
     answer = f"<Error><Code>{code}</Code><Message>No</Message></Error>".encode()
-    url = f"s3://{bucket}/run"
+    url = f"{proxy.store.make_bucket(f'answers-{code.lower()}-{way.__name__}')}/run"
     save(url)
     monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "3")
     fault = Fault(status=status, content=answer)
