@@ -19,14 +19,21 @@ import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
-_README_BEFORE = f"""
+_STATE = f"""
 {_WORLD_OF_ONE}
-import dist_ckpt_strategies
+from pathlib import Path
 from megatron.core.dist_checkpointing import ShardedTensor
-weight = torch.arange(6.0)
+import dist_ckpt_strategies as package
+weight, checkpoint_dir, train_step = torch.arange(6.0), "ckpt", lambda: None
 sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets("w", weight), "iteration": 7}}
-num_steps, train_step = 2000, lambda: None
-dist_ckpt_strategies.save(sharded_state_dict, "old/iter_0000100", ("zarr", 1))
+"""
+
+_LOADED = "assert torch.equal(state_dict['w'], torch.arange(6.0)) and state_dict['iteration'] == 7"
+
+_README_BEFORE = f"""
+{_STATE}
+num_steps = 2000
+package.save(sharded_state_dict, "old/iter_0000100", ("zarr", 1))
 weight.zero_()
 """
 
@@ -36,34 +43,30 @@ assert state_dict.keys() == {"w", "iteration"}, state_dict
 assert torch.equal(weight, torch.arange(6.0)), state_dict
 """
 
-_RELEASES_BEFORE = f"""
-{_WORLD_OF_ONE}
-from pathlib import Path
-from megatron.core.dist_checkpointing import ShardedTensor
-weight, checkpoint_dir = torch.arange(6.0), "ckpt"
-sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets("w", weight), "iteration": 7}}
-Path(checkpoint_dir).mkdir()
-"""
-
-_RELEASES_AFTER = """
-assert torch.equal(state_dict["w"], torch.arange(6.0)), state_dict
-"""
-
 _FORMAT_BEFORE = f"""
-{_WORLD_OF_ONE}
-from pathlib import Path
-import dist_ckpt_strategies
+{_STATE}
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
-from megatron.core.dist_checkpointing import ShardedTensor
 register_extension_dtypes()
 weight = torch.arange(32.0, dtype=torch.bfloat16).reshape(4, 8)
-state = {{"w": ShardedTensor.from_rank_offsets("w", weight)}}
-dist_ckpt_strategies.save(state, "ckpt", ("zarr", 1))
+package.save({{"w": ShardedTensor.from_rank_offsets("w", weight)}}, "ckpt", ("zarr", 1))
 array_directory = Path("ckpt/w")
 """
 
 _FORMAT_AFTER = """
 assert (whole == weight.float().numpy()).all() and (chunk == whole).all() and part.shape == (2, 8)
+"""
+
+_FORMAT2_BEFORE = f"""
+{_STATE}
+weight, checkpoint_dir = torch.arange(32.0).reshape(4, 8), "iter_0000999"
+name = "decoder.final_layernorm.weight"
+sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets(name, weight)}}
+"""
+
+_FORMAT2_AFTER = """
+assert torch.equal(state_dict["w"], weight)
+assert (array.read().result() == weight.numpy()).all()
+assert (whole == weight.numpy()).all()
 """
 
 _STORES_BEFORE = f"""
@@ -78,57 +81,26 @@ os.environ.update(server.store.variables)
 """
 
 _LOCAL_BEFORE = f"""
-{_WORLD_OF_ONE}
-from pathlib import Path
+{_STATE}
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from megatron.core.dist_checkpointing import ShardedTensor
-model, num_iterations, train_step = torch.nn.Linear(3, 2), 101, lambda: None
+model, num_iterations = torch.nn.Linear(3, 2), 101
 earlier = {{name: torch.full_like(value, 7) for name, value in model.state_dict().items()}}
 LocalCheckpointManager("local/checkpoints", "run-7").save(
     BasicTensorAwareStateDict({{"model": earlier}}), 99
 )
-weight = torch.arange(6.0)
-sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets("w", weight), "iteration": 7}}
 Path("local/checkpoints/iter_0000100").mkdir()
 """
 
-_LOCAL_AFTER = """
+_LOCAL_AFTER = f"""
 assert all(bool((value == 7).all()) for value in model.state_dict().values())
 assert (shard_id[:15], manager.find_latest()) == ("iter_0000099_0_", 100)
-assert torch.equal(state_dict["w"], torch.arange(6.0)) and state_dict["iteration"] == 7
-"""
-
-_FORMAT2_BEFORE = f"""
-{_WORLD_OF_ONE}
-from megatron.core.dist_checkpointing import ShardedTensor
-weight = torch.arange(32.0).reshape(4, 8)
-name = "decoder.final_layernorm.weight"
-sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets(name, weight)}}
-checkpoint_dir = "iter_0000999"
-"""
-
-_FORMAT2_AFTER = """
-assert torch.equal(state_dict["w"], weight)
-assert (array.read().result() == weight.numpy()).all()
-assert (whole == weight.numpy()).all()
-"""
-
-_CONVERT_BEFORE = f"""
-{_WORLD_OF_ONE}
-import dist_ckpt_strategies
-from megatron.core.dist_checkpointing import ShardedTensor
-weight = ShardedTensor.from_rank_offsets("w", torch.arange(6.0))
-dist_ckpt_strategies.save({{"w": weight}}, "old", ("zarr", 1))
+{_LOADED}
 """
 
 _ADOPT_BEFORE = f"""
-{_WORLD_OF_ONE}
-from pathlib import Path
+{_STATE}
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedTensor
 parallel_state.initialize_model_parallel()
-weight = torch.arange(6.0)
-checkpoint_dir = "ckpt"
 class Both(dict):
     def __call__(self):
         return Both(w=ShardedTensor.from_rank_offsets("w", weight))
@@ -149,27 +121,32 @@ checkpointing.dist_checkpointing.save(sharded_state_dict(), "later")
 assert checkpointing.dist_checkpointing.load(Both()(), "later").keys() == {"w"}
 """
 
-_MODEL = """
-import dist_ckpt_strategies
-from megatron.core.dist_checkpointing import ShardedTensor
-
-class Model(torch.nn.Linear):
-    def sharded_state_dict(self, prefix=""):
-        return {
-            prefix + name: ShardedTensor.from_rank_offsets(prefix + name, value.detach())
-            for name, value in self.named_parameters()
-        }
-
-model, checkpoint_dir = Model(3, 2), "old"
-kind = {"distrib_optim_sharding_type": "fully_reshardable"}
-state = {"model": model.sharded_state_dict(PREFIX)}
-dist_ckpt_strategies.save(state, "old", ("zarr", 1), content_metadata=kind)
-saved = [value.clone() for value in model.parameters()]
-for value in model.parameters():
-    value.data.zero_()
+_TWO_STAGE_BEFORE = f"""
+{_ADOPT_BEFORE}
+package.register()
+Path("ckpt").mkdir()
+dist_checkpointing.save(sharded_state_dict, "ckpt", ("zarr", 1))
+weight.zero_()
 """
 
-_MIGRATE_BEFORE = f"{_WORLD_OF_ONE}\nPREFIX = ''\n{_MODEL}"
+_MODEL = f"""
+{_STATE}
+class Model(torch.nn.Linear):
+    def sharded_state_dict(self, prefix=""):
+        return {{
+            prefix + name: ShardedTensor.from_rank_offsets(prefix + name, value.detach())
+            for name, value in self.named_parameters()
+        }}
+
+model, checkpoint_dir = Model(3, 2), "old"
+kind = {{"distrib_optim_sharding_type": "fully_reshardable"}}
+saved = [value.clone() for value in model.parameters()]
+def save(prefix):
+    state = {{"model": model.sharded_state_dict(prefix)}}
+    package.save(state, "old", ("zarr", 1), content_metadata=kind)
+    for value in model.parameters():
+        value.data.zero_()
+"""
 
 _MIGRATE_AFTER = """
 assert all(map(torch.equal, model.parameters(), saved))
@@ -177,44 +154,28 @@ assert (missing, unexpected) == (set(), set())
 assert dist_checkpointing.load_content_metadata(checkpoint_dir) == kind
 """
 
-_NEMO_BEFORE = f"{_WORLD_OF_ONE}\nPREFIX = 'model.'\n{_MODEL}"
-
 _NEMO_AFTER = """
 assert all(map(torch.equal, model.parameters(), saved))
-arrays = dist_ckpt_strategies.load({}, "converted/iter_0000001", strict="return_all")[1]
+arrays = package.load({}, "converted/iter_0000001", strict="return_all")[1]
 assert arrays == {"weight", "bias"}
-"""
-
-_TWO_STAGE_BEFORE = f"""
-{_ADOPT_BEFORE}
-import dist_ckpt_strategies
-dist_ckpt_strategies.register()
-Path("ckpt").mkdir()
-dist_checkpointing.save(sharded_state_dict, "ckpt", ("zarr", 1))
-weight.zero_()
-"""
-
-_CLI_BEFORE = """
-import os
-os.mkdir("checkpoints")
 """
 
 SCRIPTS = {
     "README.md": (_README_BEFORE, _README_AFTER),
-    "docs/releases.md": (_RELEASES_BEFORE, _RELEASES_AFTER),
+    "docs/releases.md": (f"{_STATE}\nPath(checkpoint_dir).mkdir()", _LOADED),
     "docs/quickstart.md": ("", ""),
     "docs/errors.md": ("", ""),
     "docs/stores.md": (_STORES_BEFORE, "server.kill()"),
-    "docs/convert.md": (_CONVERT_BEFORE, ""),
+    "docs/convert.md": (f"{_STATE}\npackage.save(sharded_state_dict, 'old', ('zarr', 1))", ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
     "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
-    "docs/migrate.md": (_MIGRATE_BEFORE, _MIGRATE_AFTER),
-    "docs/nemo.md": (_NEMO_BEFORE, _NEMO_AFTER),
+    "docs/migrate.md": (f"{_MODEL}\nsave('')", _MIGRATE_AFTER),
+    "docs/nemo.md": (f"{_MODEL}\nsave('model.')", _NEMO_AFTER),
     "docs/tuning.md": ("", ""),
     "docs/two_stage.md": (_TWO_STAGE_BEFORE, "assert torch.equal(weight, torch.arange(6.0))"),
     "docs/operations.md": ("", ""),
-    "docs/cli.md": (_CLI_BEFORE, "assert report.removed == ()"),
+    "docs/cli.md": ("import os\nos.mkdir('checkpoints')", "assert report.removed == ()"),
     "docs/adopt.md": (_MEGATRON_LM_BEFORE, _MEGATRON_LM_AFTER),
 }
 

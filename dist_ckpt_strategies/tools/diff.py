@@ -340,7 +340,8 @@ def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, (torch.Tensor, np.ndarray)) and (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     if isinstance(a, torch.Tensor):
-        a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        a, b = (t.detach().resolve_conj().resolve_neg() for t in (a, b))
+        a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
         return bool(torch.equal(a, b))
     if isinstance(a, np.ndarray):
         return bool(a.tobytes() == b.tobytes())

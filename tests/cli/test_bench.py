@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from dist_ckpt_strategies.cli.app import app
+from tests.cli.commands import PROGRAM, begun, ended, run
 from tests.support.processes import until
 
-COMMAND = [sys.executable, "-m", "dist_ckpt_strategies.cli", "bench"]
 CANDIDATES = ("one stream", "zarr 1", "zarr 2", "torch_dist")
 
 
 def test_more_than_fits_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", str(tmp_path), "--size", "1e9"])
+    result = run("bench", tmp_path, "--size", "1e9")
 
     assert result.exit_code == 3
     assert "of free space, found" in result.stderr
@@ -31,8 +27,7 @@ def test_more_than_fits_is_refused_before_anything_is_written(tmp_path: Path) ->
 
 @pytest.mark.multiprocess
 def test_two_ranks_measure_every_candidate(tmp_path: Path) -> None:
-    args = [str(tmp_path), "--size", "0.002", "--repetitions", "2"]
-    done = subprocess.run([*COMMAND, *args, "--json"], capture_output=True, text=True, check=False)
+    done = ended(*PROGRAM, "bench", tmp_path, "--size", "0.002", "--repetitions", "2", "--json")
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -59,14 +54,8 @@ def test_however_it_ends_neither_files_nor_processes_are_left(
     place.mkdir()
     scratch.mkdir()
     (place / "mine").touch()
-    command = [*COMMAND, str(place), "--size", "0.002", "--repetitions", "1000"]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "TMPDIR": str(scratch)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    args = ("bench", place, "--size", "0.002", "--repetitions", "1000")
+    process = begun(*PROGRAM, *args, TMPDIR=str(scratch))
     try:
         until(lambda: any(place.rglob("rank*.bin")))
         assert processes_with(f"TMPDIR={scratch}")
@@ -89,13 +78,10 @@ def test_however_it_ends_neither_files_nor_processes_are_left(
     until(lambda: not processes_with(f"TMPDIR={scratch}"))
 
 
-def processes_with(variable: str) -> list[str]:
+def processes_with(variable: str) -> list[Path]:
     """Processes that have a variable in their environment, however they were started."""
-    return [path.name for path in Path("/proc").glob("[0-9]*") if variable in environment_of(path)]
-
-
-def environment_of(process: Path) -> list[str]:
-    try:
-        return (process / "environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has ended meanwhile
-        return []
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += [path] * (variable in path.read_text(errors="replace").split("\0"))
+    return found

@@ -22,14 +22,7 @@ from dist_ckpt_strategies.errors import CheckpointExistsError
 from tests.support.demo_ranks import run_task_forked
 
 SMALL = Training(
-    size=ModelSize(
-        num_layers=2,
-        hidden=64,
-        num_heads=4,
-        num_query_groups=4,
-        ffn_hidden=128,
-        sequence_length=32,
-    ),
+    size=ModelSize(2, 64, num_heads=4, num_query_groups=4, ffn_hidden=128, sequence_length=32),
     global_batch=8,
     num_before_save=10,
     num_after_save=3,

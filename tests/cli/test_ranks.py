@@ -12,31 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.formats.locations import is_finished
+from tests.cli.commands import LIMIT_S, PROGRAM, begun, ended, json_of, run
 from tests.support.checkpoints import RNG, WEIGHT, flip_bit
 from tests.support.processes import is_running, until
 
 pytestmark = pytest.mark.multiprocess
 
-COMMAND = (sys.executable, "-m", "dist_ckpt_strategies.cli")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
-LIMIT_S = 200
-
-
-def finished(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *PROGRAM[1:])
 
 
 def shared(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return finished(*COMMAND, *args, "--nproc", "2")
+    return ended(*PROGRAM, *args, "--nproc", "2")
 
 
-def without_seconds(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text)
+def without_seconds(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if "second" not in name}
 
 
@@ -46,33 +36,28 @@ def test_two_processes_report_as_one(written: Path, tmp_path: Path) -> None:
     assert json.loads(converted.stdout)["num_arrays"] == 4
     for args in (("diff", written, tmp_path / "c"), ("verify", tmp_path / "c")):
         by_two = shared(*args, "--json")
-        alone = CliRunner().invoke(app, [*map(str, args), "--json"])
         assert (by_two.returncode, by_two.stderr) == (0, "")
-        assert without_seconds(by_two.stdout) == without_seconds(alone.stdout)
+        assert without_seconds(json.loads(by_two.stdout)) == without_seconds(json_of(*args))
 
 
 def test_damage_is_reported_once(checkpoint: Path, tmp_path: Path) -> None:
-    flip_bit(checkpoint / RNG / "shard_1.1_2.2.pt", b"state")
-    verified = shared("verify", checkpoint)
-    assert (verified.returncode, verified.stderr) == (1, "")
-    assert verified.stdout.count("shard_1.1_2.2.pt") == 1
-
     (checkpoint / WEIGHT / "0.0").unlink()
     converted = shared("convert", checkpoint, tmp_path / "c", "--to", "zarr@2")
     assert (converted.returncode, converted.stdout) == (1, "")
     assert converted.stderr.startswith("error: rank ")
     assert converted.stderr.count("\n") == 1
     assert f"{checkpoint}/{WEIGHT}/0.0" in converted.stderr
-    assert not is_finished(tmp_path / "c")
+    assert not (tmp_path / "c" / "metadata.json").exists()
 
 
 def test_the_ranks_of_torchrun_share_the_work(written: Path, checkpoint: Path) -> None:
-    verified = finished(*TORCHRUN, COMMAND[-1], "verify", checkpoint, "--json")
-    assert verified.returncode == 0, verified.stderr
-    assert json.loads(verified.stdout)["whole"] is True
+    damaged = f"{RNG}/shard_1.1_2.2.pt"
+    flip_bit(checkpoint / damaged, b"state")
+    verified = ended(*TORCHRUN, "verify", checkpoint, "--json")
+    assert verified.returncode == 1, verified.stderr
+    assert [one["path"] for one in json.loads(verified.stdout)["issues"]] == [damaged]
 
-    flip_bit(checkpoint / RNG / "shard_1.1_2.2.pt", b"state")
-    compared = finished(*TORCHRUN, COMMAND[-1], "diff", written, checkpoint)
+    compared = ended(*TORCHRUN, "diff", written, checkpoint)
     assert compared.returncode == 1
     assert compared.stdout == ""
     assert compared.stderr.count("error: rank 0: ") == 1
@@ -84,8 +69,8 @@ def test_processes_beside_those_of_torchrun_are_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
 
-    assert CliRunner().invoke(app, ["verify", str(written), "--nproc", "1"]).exit_code == 0
-    refused = CliRunner().invoke(app, ["verify", str(written), "--nproc", "2"])
+    assert run("verify", written, "--nproc", "1").exit_code == 0
+    refused = run("verify", written, "--nproc", "2")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "one of 4 ranks already" in refused.stderr
 
@@ -110,9 +95,8 @@ def test_no_process_is_left_when_the_command_or_one_of_its_ranks_is_ended(
     written: Path, tmp_path: Path, sent: signal.Signals | None, status: int, said: str
 ) -> None:
     """One of the processes hangs, so none has ended by then; Ctrl-C ends it too."""
-    command = [*COMMAND, "verify", str(written), "--nproc", "2"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    command = (*PROGRAM, "verify", written, "--nproc", "2")
+    with begun(*command, TMPDIR=str(tmp_path)) as process:
         children = until(lambda: ranks_of(process.pid))
         os.kill(children[1], signal.SIGSTOP if sent else signal.SIGKILL)
         if sent:

@@ -2,68 +2,61 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from dist_ckpt_strategies.cli.app import app
+from tests.cli.commands import LIMIT_S, PROGRAM, begun, ended, run
 from tests.support.processes import is_running, until
 
-LIMIT_S = 200
-
-
-def command(*args: str | Path) -> list[str]:
-    return [sys.executable, "-m", "dist_ckpt_strategies.cli", "run", *map(str, args)]
+RUN = (*PROGRAM, "run")
+START = """
+import os, signal, sys, time
+from pathlib import Path
+here = Path(__file__).parent
+(here / f"{os.getpid()}.pid").touch()
+"""
+PRINTS = "print('out', *sys.argv[1:])\nprint('err', file=sys.stderr)\n"
 
 
 def script(directory: Path, body: str) -> Path:
     path = directory / "script.py"
-    path.write_text("import os, sys, time\nfrom pathlib import Path\n" + body)
+    path.write_text(START + body)
     return path
+
+
+def appeared(directory: Path, count: int) -> list[int]:
+    """The workers that have started, by the files that they have made."""
+    found = until(lambda: (paths := [*directory.glob("*.pid")]) * (len(paths) == count), LIMIT_S)
+    return [int(path.stem) for path in found]
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        ["--nproc", "0"],
-        ["--nproc_per_node", "two"],
-        ["--nproc", "2", "--spares", "-1"],
-        ["--nproc", "2", "--x"],
-        ["--nnodes", "2"],
-        ["--nnodes", "1:2", "--rdzv-endpoint", "host"],
-        ["--rdzv-endpoint", "host:port"],
-        ["--rdzv-backend", "etcd-v2"],
-        ["--spare-nodes", "1"],
-        ["--tee", "7"],
-        ["--event-log-handler", "kafka"],
+        "--nproc 0",
+        "--nproc_per_node two",
+        "--nproc 2 --spares -1",
+        "--nproc 2 --x",
+        "--nnodes 2",
+        "--nnodes 1:2 --rdzv-endpoint host",
+        "--rdzv-endpoint host:port",
+        "--rdzv-backend etcd-v2",
+        "--spare-nodes 1",
+        "--tee 7",
+        "--event-log-handler kafka",
     ],
 )
-def test_bad_options_are_wrong_usage(options: list[str], tmp_path: Path) -> None:
-    path = script(tmp_path, "")
-
-    assert CliRunner().invoke(app, ["run", *options, str(path)]).exit_code == 2
+def test_bad_options_are_wrong_usage(options: str, tmp_path: Path) -> None:
+    assert run("run", *options.split(), script(tmp_path, "")).exit_code == 2
 
 
 @pytest.mark.multiprocess
 def test_lines_come_behind_their_rank_and_the_limit_is_status_1(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        "print('out', *sys.argv[1:])\nprint('err', file=sys.stderr)\n"
-        "sys.exit(9 if os.environ['RANK'] == '0' else 0)",
-    )
+    path = script(tmp_path, PRINTS + "sys.exit(9 if os.environ['RANK'] == '0' else 0)")
 
-    done = subprocess.run(
-        command("-n", "2", "--max-restarts", "1", path, "--nproc", "7"),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = ended(*RUN, "-n", "2", "--max-restarts", "1", path, "--nproc", "7")
 
     assert done.returncode == 1
     assert "[0] out --nproc 7\n" in done.stdout
@@ -77,14 +70,9 @@ def test_lines_come_behind_their_rank_and_the_limit_is_status_1(tmp_path: Path) 
 def test_no_worker_is_left_when_the_supervisor_is_interrupted_or_killed(
     number: int, status: int, tmp_path: Path
 ) -> None:
-    path = script(
-        tmp_path, "(Path(__file__).parent / f'{os.getpid()}.pid').touch()\ntime.sleep(300)"
-    )
-    with subprocess.Popen(
-        command("-n", "2", path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with begun(*RUN, "-n", "2", script(tmp_path, "time.sleep(300)")) as process:
         pids = appeared(tmp_path, 2)
-        os.kill(process.pid, number)
+        process.send_signal(number)
         assert process.wait(LIMIT_S) == status
 
     until(lambda: not any(map(is_running, pids)))
@@ -93,40 +81,29 @@ def test_no_worker_is_left_when_the_supervisor_is_interrupted_or_killed(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&- 2>&-"])
 def test_no_job_ends_for_a_line_that_cannot_be_written(redirection: str, tmp_path: Path) -> None:
-    path = script(
-        tmp_path, "print('out')\nprint('err', file=sys.stderr)\nPath(sys.argv[1]).touch()"
-    )
-    mark = tmp_path / "ran"
+    path = script(tmp_path, PRINTS + "(here / 'ran').touch()")
 
-    done = subprocess.run(
-        ["/bin/sh", "-c", f'"$@" {redirection}', "sh", *command("-n", "1", path, mark)],
-        capture_output=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
+    shell = ("/bin/sh", "-c", f'"$@" {redirection}', "sh")
+    done = ended(*shell, *RUN, "-n", "1", path)
 
     assert done.returncode == 0
-    assert mark.exists()
-    assert b"unexpected" not in done.stderr
+    assert (tmp_path / "ran").exists()
+    assert "unexpected" not in done.stderr
 
 
 @pytest.mark.multiprocess
 def test_a_reader_that_goes_ends_the_job_with_all_that_it_started(tmp_path: Path) -> None:
     path = script(
         tmp_path,
-        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "here = Path(__file__).parent\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "child = os.fork()\n(here / f'{os.getpid()}.pid').touch()\n"
-        "while (here / 'go').exists() or child == 0 or not print('line'): time.sleep(0.01)",
+        "while not (here / 'go').exists() or child == 0 or not print('line'): time.sleep(0.01)",
     )
-    (tmp_path / "go").touch()
-    with subprocess.Popen(
-        command("-n", "2", path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with begun(*RUN, "-n", "2", path) as process:
         pids = appeared(tmp_path, 4)
         assert process.stdout is not None
         process.stdout.close()
-        (tmp_path / "go").unlink()
+        (tmp_path / "go").touch()
         assert process.wait(LIMIT_S) == 1
 
     until(lambda: not any(map(is_running, pids)))
@@ -134,25 +111,13 @@ def test_a_reader_that_goes_ends_the_job_with_all_that_it_started(tmp_path: Path
 
 @pytest.mark.multiprocess
 def test_under_nohup_a_job_outlives_its_terminal(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        "here = Path(__file__).parent\n(here / f'{os.getpid()}.pid').touch()\n"
-        "while not (here / 'go').exists(): time.sleep(0.01)",
-    )
-    nohup = ["/bin/sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
-    with subprocess.Popen(
-        [*nohup, *command("-n", "2", path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    ) as process:
+    path = script(tmp_path, "while not (here / 'go').exists(): time.sleep(0.01)")
+    nohup = ("/bin/sh", "-c", 'trap "" HUP; exec "$@"', "sh")
+    with begun(*nohup, *RUN, "-n", "2", path) as process:
         appeared(tmp_path, 2)
         process.send_signal(signal.SIGHUP)
         (tmp_path / "go").touch()
         _, said = process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 0
-    assert b"SIGHUP" not in said
-
-
-def appeared(directory: Path, count: int) -> list[int]:
-    """The workers that have started, by the files that they have made."""
-    found = until(lambda: (paths := [*directory.glob("*.pid")]) * (len(paths) == count), LIMIT_S)
-    return [int(path.stem) for path in found]
+    assert "SIGHUP" not in said

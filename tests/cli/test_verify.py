@@ -1,62 +1,44 @@
-"""``dist-ckpt inspect`` and ``verify`` of format 1: lists for people, JSON for programs, every sort
-of damage.
-"""
+"""``dist-ckpt inspect`` and ``verify`` of format 1: lists, JSON, every sort of damage."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import zarr
-from typer.testing import CliRunner, Result
 
-from dist_ckpt_strategies.cli.app import app
+from tests.cli.commands import issues_of, json_of, run
 from tests.support.checkpoints import (
     ARRAYS,
     EMPTY,
     NESTED,
     RNG,
-    SCALAR,
     WEIGHT,
     flip_bit,
     golden_archives,
     unpack,
-    write_checkpoint,
     write_foreign_checkpoint,
     write_metadata,
     write_object,
 )
-
-
-def run(*args: str | Path) -> Result:
-    result = CliRunner().invoke(app, [*map(str, args)])
-    assert result.stderr == ""
-    return result
-
-
-def json_of(*args: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*args, "--json").stdout)
-    return found
+from tests.support.system_calls import before_calls
 
 
 def test_keys_are_chosen_by_a_glob_and_objects_can_be_left_out(written: Path) -> None:
     text = run("inspect", written, "--keys", "*/bias").stdout
-    assert "model/layers/0/bias" in text
+    assert NESTED in text
     assert WEIGHT not in text
     assert RNG not in text
     assert "arrays      4 in 10 files" in text
     assert RNG not in run("inspect", written, "--no-objects").stdout
     assert json_of("inspect", written, "--keys", "*_state", "--no-objects")["objects"] == []
 
-    nothing = CliRunner().invoke(app, ["inspect", str(written), "--keys", "encoder.*", "--json"])
+    nothing = run("inspect", written, "--keys", "encoder.*", "--json")
     assert (nothing.exit_code, nothing.stdout) == (2, "")
     assert "none of its 6 keys matches 'encoder.*'" in nothing.stderr
 
@@ -72,12 +54,10 @@ def test_the_json_of_inspect(written: Path) -> None:
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    common = (written / "common.pt").stat().st_size
-    assert found["common"] == {"path": "common.pt", "nbytes": common}
+    sizes = {p: p.stat().st_size for p in written.rglob("*") if p.is_file()}
+    assert found["common"] == {"path": "common.pt", "nbytes": sizes[written / "common.pt"]}
     assert (found["num_arrays"], found["num_objects"]) == (4, 2)
-    files = [path for path in written.rglob("*") if path.is_file()]
-    assert found["num_files"] == len(files)
-    assert found["nbytes"] == sum(path.stat().st_size for path in files)
+    assert (found["num_files"], found["nbytes"]) == (len(sizes), sum(sizes.values()))
     assert found["stale_files"] == found["issues"] == []
     assert found["arrays"][0] == {
         "key": WEIGHT,
@@ -96,16 +76,14 @@ def test_the_json_of_inspect(written: Path) -> None:
         "shape": [2, 2],
         "num_shards": 4,
         "num_shards_expected": 4,
-        "file_nbytes": sum(path.stat().st_size for path in (written / RNG).iterdir()),
+        "file_nbytes": sum(size for path, size in sizes.items() if path.parent.name == RNG),
         "writers": [],
     }
 
 
 def test_an_incomplete_checkpoint_is_shown_as_such(checkpoint: Path) -> None:
-    (checkpoint / WEIGHT / "1.2").unlink()
-    (checkpoint / RNG / "shard_0.0_2.2.pt").unlink()
-    (checkpoint / "common.pt").unlink()
-    (checkpoint / "metadata.json").unlink()
+    for name in (f"{WEIGHT}/1.2", f"{RNG}/shard_0.0_2.2.pt", "common.pt", "metadata.json"):
+        (checkpoint / name).unlink()
 
     text = run("inspect", checkpoint).stdout
 
@@ -117,10 +95,8 @@ def test_an_incomplete_checkpoint_is_shown_as_such(checkpoint: Path) -> None:
     assert "metadata.json: expected the last file that a save writes, found no file" in text
     found = json_of("inspect", checkpoint)
     assert (found["complete"], found["marker"], found["common"]) == (False, None, None)
-    assert [one["problem"] for one in found["issues"]] == [
-        "missing_marker",
-        *["missing_file"] * 3,
-    ]
+    problems = [one["problem"] for one in found["issues"]]
+    assert problems == ["missing_marker", *["missing_file"] * 3]
 
 
 def test_another_backend_is_described_by_its_marker(tmp_path: Path) -> None:
@@ -150,37 +126,20 @@ def test_no_name_steers_the_terminal_or_is_taken_for_markup(checkpoint: Path) ->
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_directory_that_may_not_be_listed_is_not_called_damaged(
-    command: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, checkpoint: Path
 ) -> None:
-    def refuse(path: Any = ".") -> Any:
-        if Path(path) == checkpoint:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return scandir(path)
+    def refuse(_name: str, path: str) -> None:  # root, as which tests may run, is refused nothing
+        if path and Path(path) == checkpoint:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", refuse)  # root, as which tests may run, is refused nothing
-    result = CliRunner().invoke(app, [command, str(checkpoint)])
+    with before_calls(refuse, ["scandir"]):
+        result = run(command, checkpoint)
 
     assert result.exit_code == 3
     assert "cannot be listed: Permission denied" in result.output.replace("\n", "")
 
 
-Damage = Callable[[Path], object]
 GOLDEN = golden_archives()
-
-
-def issues_of(root: Path) -> list[tuple[str, str | None, str]]:
-    return [(i["problem"], i["key"], i["path"]) for i in json_of("verify", root)["issues"]]
-
-
-def replace(path: Path, make: Callable[[Path], object]) -> None:
-    """Put something else in the place of a file."""
-    path.unlink()
-    make(path)
-
-
-def link_to_itself(path: Path) -> None:
-    path.symlink_to(path.name)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -190,127 +149,117 @@ def test_what_megatron_wrote_has_no_issues(tmp_path: Path, name: str) -> None:
     assert {one["kind"] for one in json_of("inspect", root)["stale_files"]} <= {"locks"}
 
 
-def write_packed(root: Path, *damaged: str) -> None:
-    """A compressed array, of whose chunks some are empty."""
-    array = zarr.create_array(
-        str(root / "packed"), shape=(4, 4), chunks=(2, 2), dtype="f4", zarr_format=2
-    )
-    array[...] = np.ones((4, 4), np.float32)
-    for name in damaged:
-        (root / "packed" / name).write_bytes(b"")
+Damage = Callable[[Path], object]
 
 
-def write_huge(shape: list[int], root: Path) -> None:
+def gone(name: str) -> Damage:
+    return lambda root: (root / name).unlink()
+
+
+def put(name: str, content: bytes) -> Damage:
+    return lambda root: (root / name).write_bytes(content)
+
+
+def added(source: str, *names: str) -> Damage:
+    """Copies of a file beside it."""
+    return lambda root: [
+        shutil.copy(root / source, (root / source).with_name(name)) for name in names
+    ]
+
+
+def replaced(name: str, make: Callable[[Path], object]) -> Damage:
+    """Something else in the place of a file."""
+
+    def act(root: Path) -> None:
+        (root / name).unlink()
+        make(root / name)
+
+    return act
+
+
+def packed(*emptied: str) -> Damage:
+    """A compressed array, some of whose chunks are empty."""
+
+    def write(root: Path) -> None:
+        array = zarr.create_array(
+            str(root / "packed"), shape=(4, 4), chunks=(2, 2), dtype="f4", zarr_format=2
+        )
+        array[...] = np.ones((4, 4), np.float32)
+        for name in emptied:
+            (root / "packed" / name).write_bytes(b"")
+
+    return write
+
+
+def huge(*shape: int) -> Damage:
     """An array of one element to a chunk."""
-    write_metadata(root / "huge", shape=shape, chunks=[1] * len(shape))
+    return lambda root: write_metadata(root / "huge", shape=shape, chunks=[1] * len(shape))
 
 
-def write_older(root: Path, *numbers: int) -> None:
-    """An object of the older form, which ends at the largest offset."""
-    for number in numbers:
-        write_object(root / "older" / f"shard_0.{number}_1.pt", number)
+def older(*numbers: int) -> Damage:
+    """An object of the older form, whose names end with the largest offset."""
+
+    def write(root: Path) -> None:
+        for number in numbers:
+            write_object(root / "older" / f"shard_0.{number}_1.pt", number)
+
+    return write
 
 
-DAMAGES: dict[str, tuple[Damage, list[tuple[str, str | None, str]]]] = {
-    "a missing chunk": (
-        lambda root: (root / WEIGHT / "1.2").unlink(),
-        [("missing_file", WEIGHT, f"{WEIGHT}/1.2")],
-    ),
-    "a truncated chunk": (
-        lambda root: (root / WEIGHT / "0.1").write_bytes(b"\1" * 15),
-        [("wrong_size", WEIGHT, f"{WEIGHT}/0.1")],
-    ),
+CHUNK, METADATA, OBJECT = f"{WEIGHT}/0.0", f"{WEIGHT}/.zarray", f"{WEIGHT}/shard_0_1.pt"
+SHARD = f"{RNG}/shard_0.0_2.2.pt"
+MARKER = "metadata.json"
+UNKNOWN_COMMON = b'{"sharded_backend": "zarr", "common_backend": "msgpack"}'
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "a missing chunk": (gone(CHUNK), f"missing_file {CHUNK}"),
+    "a truncated chunk": (put(CHUNK, b"\1" * 15), f"wrong_size {CHUNK}"),
     "chunks outside of the grid": (
-        lambda root: [
-            shutil.copy(root / WEIGHT / "0.0", root / WEIGHT / name)
-            for name in ("2.0", "0", "01.0")
-        ],
-        [("unexpected_file", WEIGHT, f"{WEIGHT}/{name}") for name in ("0", "01.0", "2.0")],
+        added(CHUNK, "2.0", "0", "01.0"),
+        f"unexpected_file {WEIGHT}/0 {WEIGHT}/01.0 {WEIGHT}/2.0",
     ),
-    "a chunk of an empty array": (
-        lambda root: (root / EMPTY / "0.0").write_bytes(b""),
-        [("unexpected_file", EMPTY, f"{EMPTY}/0.0")],
-    ),
-    "missing metadata": (
-        lambda root: (root / NESTED / ".zarray").unlink(),
-        [("missing_file", NESTED, f"{NESTED}/.zarray")],
-    ),
-    "truncated metadata": (
-        lambda root: (root / WEIGHT / ".zarray").write_bytes(b'{"shape": [4, 6]'),
-        [("damaged", WEIGHT, f"{WEIGHT}/.zarray")],
-    ),
+    "a chunk of an empty array": (put(f"{EMPTY}/0.0", b""), f"unexpected_file {EMPTY}/0.0"),
+    "missing metadata": (gone(f"{NESTED}/.zarray"), f"missing_file {NESTED}/.zarray"),
+    "truncated metadata": (put(METADATA, b'{"shape": [4, 6]'), f"damaged {METADATA}"),
     "metadata of nothing that torch knows": (
         lambda root: write_metadata(root / WEIGHT, dtype="|O"),
-        [("damaged", WEIGHT, f"{WEIGHT}/.zarray")],
+        f"damaged {METADATA}",
     ),
-    "a missing shard of an object": (
-        lambda root: (root / RNG / "shard_1.0_2.2.pt").unlink(),
-        [("missing_file", RNG, f"{RNG}/shard_1.0_2.2.pt")],
-    ),
+    "a missing shard of an object": (gone(SHARD), f"missing_file {SHARD}"),
     "a shard outside of the grid": (
-        lambda root: shutil.copy(root / RNG / "shard_0.0_2.2.pt", root / RNG / "shard_0.2_2.2.pt"),
-        [("unexpected_file", RNG, f"{RNG}/shard_0.2_2.2.pt")],
+        added(SHARD, "shard_0.2_2.2.pt"),
+        f"unexpected_file {RNG}/shard_0.2_2.2.pt",
     ),
     "a shard of another grid": (
-        lambda root: shutil.copy(root / RNG / "shard_0.0_2.2.pt", root / RNG / "shard_0.0_1.2.pt"),
-        [("missing_file", RNG, f"{RNG}/shard_0.1_1.2.pt")],
+        added(SHARD, "shard_0.0_1.2.pt"),
+        f"missing_file {RNG}/shard_0.1_1.2.pt",
     ),
     "a flipped bit in an object": (
-        lambda root: flip_bit(root / RNG / "shard_1.1_2.2.pt", b"state"),
-        [("damaged", RNG, f"{RNG}/shard_1.1_2.2.pt")],
+        lambda root: flip_bit(root / SHARD, b"state"),
+        f"damaged {SHARD}",
     ),
     "a directory in the place of an object": (
-        lambda root: replace(root / WEIGHT / "shard_0_1.pt", Path.mkdir),
-        [("unreadable", WEIGHT, f"{WEIGHT}/shard_0_1.pt")],
+        replaced(OBJECT, Path.mkdir),
+        f"unreadable {OBJECT}",
     ),
     "a link in a circle in the place of an object": (
-        lambda root: replace(root / WEIGHT / "shard_0_1.pt", link_to_itself),
-        [("unreadable", WEIGHT, f"{WEIGHT}/shard_0_1.pt")],
+        replaced(OBJECT, lambda path: path.symlink_to(path.name)),
+        f"unreadable {OBJECT}",
     ),
-    "a pipe in the place of a chunk": (
-        lambda root: replace(root / SCALAR / "0", os.mkfifo),
-        [("missing_file", SCALAR, f"{SCALAR}/0")],
-    ),
-    "a pipe in the place of the marker": (
-        lambda root: replace(root / "metadata.json", os.mkfifo),
-        [("unreadable", None, "metadata.json")],
-    ),
-    "missing common state": (
-        lambda root: (root / "common.pt").unlink(),
-        [("missing_file", None, "common.pt")],
-    ),
-    "a missing marker": (
-        lambda root: (root / "metadata.json").unlink(),
-        [("missing_marker", None, "metadata.json")],
-    ),
-    "garbage for a marker": (
-        lambda root: (root / "metadata.json").write_bytes(b"\xff\xfe"),
-        [("damaged", None, "metadata.json")],
-    ),
-    "a marker of an unknown common backend": (
-        lambda root: (root / "metadata.json").write_text(
-            '{"sharded_backend": "zarr", "common_backend": "msgpack"}'
-        ),
-        [("unknown_backend", None, "metadata.json")],
-    ),
-    "an empty compressed chunk": (
-        lambda root: write_packed(root, "0.1"),
-        [("wrong_size", "packed", "packed/0.1")],
-    ),
-    "whole compressed chunks": (write_packed, []),
-    "a missing shard of the older form": (
-        lambda root: write_older(root, 0, 2),
-        [("missing_file", "older", "older/shard_0.1_1.pt")],
-    ),
-    "all shards of the older form": (lambda root: write_older(root, 0, 1, 2), []),
-    **{
-        f"a shape beyond all bounds, {shape}": (
-            partial(write_huge, shape),
-            [("missing_file", "huge", "huge")],
-        )
-        for shape in ([10**15], [10**6, 10**6], [10**30])
-    },
+    "a pipe in the place of a chunk": (replaced(CHUNK, os.mkfifo), f"missing_file {CHUNK}"),
+    "a pipe in the place of the marker": (replaced(MARKER, os.mkfifo), f"unreadable {MARKER}"),
+    "missing common state": (gone("common.pt"), "missing_file common.pt"),
+    "a missing marker": (gone(MARKER), f"missing_marker {MARKER}"),
+    "garbage for a marker": (put(MARKER, b"\xff\xfe"), f"damaged {MARKER}"),
+    "an unknown common backend": (put(MARKER, UNKNOWN_COMMON), f"unknown_backend {MARKER}"),
+    "an empty compressed chunk": (packed("0.1"), "wrong_size packed/0.1"),
+    "whole compressed chunks": (packed(), ""),
+    "a missing shard of the older form": (older(0, 2), "missing_file older/shard_0.1_1.pt"),
+    "all shards of the older form": (older(0, 1, 2), ""),
+    "a shape beyond all bounds": (huge(10**15), "missing_file huge"),
+    "a shape beyond all bounds in 2-D": (huge(10**6, 10**6), "missing_file huge"),
+    "a shape beyond 64 bits": (huge(10**30), "missing_file huge"),
 }
+"""The damage, and what is found: a problem, and the paths that have it."""
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -318,48 +267,47 @@ def test_damage_is_found_and_nothing_else(checkpoint: Path, name: str) -> None:
     damage, expected = DAMAGES[name]
     damage(checkpoint)
 
-    assert issues_of(checkpoint) == expected
-    is_unfinished = any(problem == "missing_marker" for problem, _, _ in expected)
-    assert json_of("inspect", checkpoint)["unfinished"] is is_unfinished
+    problem, *paths = expected.split() or [""]
+    key_of = {path: path.rpartition("/")[0] or None for path in paths} | {"huge": "huge"}
+    assert issues_of(checkpoint) == [(problem, key_of[path], path) for path in paths]
+    assert json_of("inspect", checkpoint)["unfinished"] is (problem == "missing_marker")
 
 
-def test_chunks_may_lie_in_numbered_directories(tmp_path: Path) -> None:
-    root = write_checkpoint(tmp_path)
-    write_metadata(root / "deep", shape=[2, 4], chunks=[1, 4], dimension_separator="/")
-    for index in range(2):
-        (root / "deep" / str(index)).mkdir()
-        (root / "deep" / str(index) / "0").write_bytes(b"\1" * 16)
+def test_chunks_may_lie_in_numbered_directories(checkpoint: Path) -> None:
+    deep = checkpoint / "deep"
+    write_metadata(deep, shape=[2, 4], chunks=[1, 4], dimension_separator="/")
+    for index in ("0", "1"):
+        (deep / index).mkdir()
+        (deep / index / "0").write_bytes(b"\1" * 16)
 
-    found = json_of("inspect", root)
+    found = json_of("inspect", checkpoint)
     assert found["issues"] == []
-    assert found["num_files"] == sum(path.is_file() for path in root.rglob("*"))
+    assert found["num_files"] == sum(path.is_file() for path in checkpoint.rglob("*"))
 
-    (root / "deep" / "1" / "0").rename(root / "deep" / "1" / "1")
-    assert issues_of(root) == [
+    (deep / "1" / "0").rename(deep / "1" / "1")
+    assert issues_of(checkpoint) == [
         ("missing_file", "deep", "deep/1/0"),
         ("unexpected_file", "deep", "deep/1/1"),
     ]
-
-    (root / "deep" / ".zarray").unlink()
-    assert issues_of(root) == [
-        ("missing_file", "deep", "deep/.zarray"),
-    ]
+    (deep / ".zarray").unlink()
+    assert issues_of(checkpoint) == [("missing_file", "deep", "deep/.zarray")]
 
 
 def test_what_a_killed_save_left_is_listed_and_harmless(checkpoint: Path) -> None:
-    (checkpoint / ".partial-0123").write_bytes(b"12")
-    (checkpoint / WEIGHT / "0.0_61722fe5c975a722.__lock").write_bytes(b"123")
-    (checkpoint / WEIGHT / "0.6172.partial").write_bytes(b"1234")
     (checkpoint / ".removed-w").mkdir()
-    (checkpoint / ".removed-w" / "0.0").write_bytes(b"12345")
+    left = {
+        ".partial-0123": ("partial", 2),
+        ".removed-w/0.0": ("removed", 5),
+        f"{WEIGHT}/0.0_61722fe5c975a722.__lock": ("partial", 3),
+        f"{WEIGHT}/0.6172.partial": ("partial", 4),
+    }
+    for name, (_, nbytes) in left.items():
+        (checkpoint / name).write_bytes(bytes(nbytes))
 
     assert issues_of(checkpoint) == []
     found = json_of("inspect", checkpoint)["stale_files"]
-    assert [(one["kind"], one["path"], one["nbytes"]) for one in found] == [
-        ("partial", ".partial-0123", 2),
-        ("removed", ".removed-w", 5),
-        ("partial", f"{WEIGHT}/0.0_61722fe5c975a722.__lock", 3),
-        ("partial", f"{WEIGHT}/0.6172.partial", 4),
+    assert [(one["path"], (one["kind"], one["nbytes"])) for one in found] == [
+        (name.removesuffix("/0.0"), what) for name, what in left.items()
     ]
 
 

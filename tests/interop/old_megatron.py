@@ -42,62 +42,42 @@ def same(one, other):
     return torch.equal(one.view(BITS[one.element_size()]), other.view(BITS[one.element_size()]))
 
 
-def halves(key, tensor):
-    """The tensor as two ShardedTensors, cut along its last dim."""
-    extent = tensor.shape[-1] // 2
-    return {
-        f"half {n}": ShardedTensor.from_rank_offsets(
-            key, torch.empty_like(tensor[..., :extent]), (tensor.ndim - 1, n, 2)
-        )
-        for n in range(2)
-    }
+def views(key, tensor):
+    """Ways to ask for an array: whole, in halves along its last dim, in layers.
+
+    Name, ShardedTensor, and what has to come back, of each.
+    """
+    make = ShardedTensor.from_rank_offsets
+    yield "whole", make(key, torch.empty_like(tensor)), tensor
+    if tensor.ndim and tensor.shape[-1] % 2 == 0:
+        for n, half in enumerate(tensor.chunk(2, -1)):
+            yield f"half {n}", make(key, torch.empty_like(half), (tensor.ndim - 1, n, 2)), half
+    if tensor.ndim > 1:
+        layer, place = torch.empty_like(tensor[0]), (0, 0, tensor.shape[0])
+        yield "layer", make(key, layer, place, prepend_axis_num=1), tensor[0]
 
 
 def load(checkpoint, expected):
-    """Load every array whole, in halves, and in layers, with both old loaders; what differs."""
+    """Load everything with both old loaders; what differs."""
     tensors, objects, common = torch.load(expected, weights_only=False)
     wrong = []
     for strategy in (ZarrLoadShardedStrategy(), TensorStoreLoadShardedStrategy()):
-        name = type(strategy).__name__
-        wanted = {
-            key: {"whole": ShardedTensor.from_rank_offsets(key, torch.empty_like(tensor))}
-            for key, tensor in tensors.items()
-        }
-        for key, tensor in tensors.items():
-            if tensor.ndim and tensor.shape[-1] % 2 == 0:
-                wanted[key].update(halves(key, tensor))
-            if tensor.ndim > 1:
-                wanted[key]["layer"] = ShardedTensor.from_rank_offsets(
-                    key, torch.empty_like(tensor[0]), (0, 0, tensor.shape[0]), prepend_axis_num=1
-                )
-        grid = {key: values for key, values in objects.items()}
-        wanted["objects"] = {
-            f"{key} {n}": ShardedObject(key, None, (len(values),), (n,))
-            for key, values in grid.items()
-            for n in range(len(values))
-        }
+        found = [(key, *view) for key, tensor in tensors.items() for view in views(key, tensor)]
+        shards = [(key, n, one) for key, grid in objects.items() for n, one in enumerate(grid)]
+        wanted = {f"{key}, {name}": sharded for key, name, sharded, _ in found}
+        for key, n, _ in shards:
+            wanted[f"object {key} {n}"] = ShardedObject(key, None, (len(objects[key]),), (n,))
         got = dist_checkpointing.load(
             wanted, checkpoint, sharded_strategy=strategy, validate_access_integrity=False
         )
-        for key, tensor in tensors.items():
-            extent = tensor.shape[-1] // 2 if tensor.ndim else 0
-            parts = {"whole": tensor}
-            if "half 0" in got[key]:
-                parts |= {f"half {n}": tensor[..., n * extent : (n + 1) * extent] for n in range(2)}
-            if "layer" in got[key]:
-                parts["layer"] = tensor[0]
-            wrong += [
-                f"{name}: {key}, {part}"
-                for part, right in parts.items()
-                if not same(got[key][part], right)
-            ]
-        wrong += [
-            f"{name}: object {key} {n}"
-            for key, values in grid.items()
-            for n, value in enumerate(values)
-            if got["objects"][f"{key} {n}"] != value
+        names = [
+            f"{key}, {name}"
+            for key, name, _, right in found
+            if not same(got[f"{key}, {name}"], right)
         ]
-        wrong += [f"{name}: common {key}" for key in common if got.get(key) != common[key]]
+        names += [f"object {key} {n}" for key, n, one in shards if got[f"object {key} {n}"] != one]
+        names += [f"common {key}" for key in common if got.get(key) != common[key]]
+        wrong += [f"{type(strategy).__name__}: {name}" for name in names]
     metadata = dist_checkpointing.load_tensors_metadata(checkpoint, ZarrLoadShardedStrategy())
     flat = {key for key in tensors if "/" not in key}
     if not flat <= set(metadata):

@@ -36,13 +36,9 @@ pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="needs Megatron-Core 0.15.3: run `tox -e interop`"),
 ]
 
-OLD_DTYPES = [
-    getattr(torch, name)
-    for name in (
-        *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
-        *("bfloat16", "complex64", "complex128"),
-    )
-]
+OLD_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+OLD_DTYPES += [torch.float16, torch.float32, torch.float64, torch.bfloat16]
+OLD_DTYPES += [torch.complex64, torch.complex128]
 OBJECTS = {"rng_state": [{"rank": n} for n in range(SIZE)]}
 COMMON = {"iteration": 7, "args": {"tensor_model_parallel_size": 2}}
 
@@ -120,16 +116,18 @@ def load_theirs(rank: int, entry: Entry, root: Path, expected: Path, engine: str
     """Load, on four ranks, what two saved: in quarters, whole, and through what they hold."""
     prepare(60, engine)
     tensors, objects, common = torch.load(expected, weights_only=True)
-    wanted: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        wanted[key] = ShardedTensor.from_rank_offsets(
-            key, torch.empty_like(tensor), replica_id=rank
-        )
+    make = ShardedTensor.from_rank_offsets
+    wanted: dict[str, Any] = {
+        key: make(key, torch.empty_like(right), replica_id=rank) for key, right in tensors.items()
+    }
     wanted["object"] = ShardedObject("rng_state", None, (2,), (rank % 2,), replica_id=rank // 2)
     wanted["cell"] = ShardedObject("grid", None, (2, 2), (rank // 2, rank % 2))
     loaded = load(entry, wanted, root)
-    wrong = [key for key, right in tensors.items() if not torch.equal(loaded[key], right)]
-    wrong += [key for key, right in tensors.items() if loaded[key].dtype != right.dtype]
+    wrong = [
+        key
+        for key, right in tensors.items()
+        if loaded[key].dtype != right.dtype or not torch.equal(loaded[key], right)
+    ]
     wrong += ["object"] * (loaded["object"] != objects["rng_state"][rank % 2])
     wrong += ["cell"] * (loaded["cell"] != objects["grid"][rank // 2][rank % 2])
     return wrong + [key for key in common if loaded[key] != common[key]]

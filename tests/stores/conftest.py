@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.commands import Files, files_in_bucket, files_in_directory
+from tests.stores.commands import Files, write
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
+from tests.support.places import BucketPlace, DirectoryPlace
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,11 +44,7 @@ def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
 @pytest.fixture(params=["moto", "radosgw"])
 def store(request: pytest.FixtureRequest) -> ObjectStore:
     """Each server in turn."""
-    if request.param == "moto":
-        found: ObjectStore = request.getfixturevalue("moto_store")
-        return found
-    server: Radosgw = request.getfixturevalue("radosgw")
-    return server.store
+    return _store(request)
 
 
 @pytest.fixture
@@ -55,29 +53,49 @@ def bucket(request: pytest.FixtureRequest, store: ObjectStore) -> str:
     return _new_bucket(store, request.node.name)
 
 
+@pytest.fixture
+def environment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    """The server, for this process too."""
+    return _used(store, monkeypatch)
+
+
+@pytest.fixture
+def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy before the server, for this process too."""
+    with FaultyProxy(store) as found:
+        _used(found.store, monkeypatch)
+        yield found
+
+
+@pytest.fixture(params=["directory", "moto", "radosgw"])
+def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
+    """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
+    if request.param == "directory":
+        place = DirectoryPlace(tmp_path / "run" / "iter_0000003")
+        write(place.address)
+        return Files(place, place)
+    store = _used(_store(request), monkeypatch)
+    bucket = _new_bucket(store, request.node.name)
+    top = BucketPlace(store, bucket, "run/iter_0000003")
+    write(top.address)
+    return Files(top, BucketPlace(store, bucket, store.place(bucket, top.path)))
+
+
+def _store(request: pytest.FixtureRequest) -> ObjectStore:
+    if request.param == "moto":
+        found: ObjectStore = request.getfixturevalue("moto_store")
+        return found
+    server: Radosgw = request.getfixturevalue("radosgw")
+    return server.store
+
+
 def _new_bucket(store: ObjectStore, test: str) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", test.lower()).strip("-")[-60:].strip("-")
     store.make_bucket(name)
     return name
 
 
-@pytest.fixture
-def environment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """The server, for this process too."""
+def _used(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     for name, value in store.variables.items():
         monkeypatch.setenv(name, value)
     return store
-
-
-@pytest.fixture(params=["directory", "moto", "radosgw"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
-    """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
-    if request.param == "directory":
-        return files_in_directory(tmp_path / "run" / "iter_0000003")
-    fixture = "radosgw" if request.param == "radosgw" else "moto_store"
-    found = request.getfixturevalue(fixture)
-    store: ObjectStore = found.store if isinstance(found, Radosgw) else found
-    monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
-    for name, value in store.variables.items():
-        monkeypatch.setenv(name, value)
-    return files_in_bucket(store, _new_bucket(store, request.node.name))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
-
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
@@ -18,8 +16,6 @@ from tests.support.entries import Failure, outcome
 from tests.support.gcs import fake_gcs
 from tests.support.ranks import run_processes
 from tests.support.sharding import differences, no_data, on_grid, state_of
-
-pytestmark = pytest.mark.multiprocess
 
 SIZE = 2
 SAVED = [on_grid("w", (64, 32), (2, 1), size=SIZE), on_grid("a/b", (8, 4), (1, 2), size=SIZE)]

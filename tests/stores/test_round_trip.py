@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
@@ -27,10 +26,8 @@ from tests.support.object_stores import ObjectStore
 from tests.support.ranks import run_processes
 from tests.support.sharding import ALL_DTYPES, Cut, differences, no_data, on_grid, state_of, zeros
 
-pytestmark = pytest.mark.multiprocess
-
 SIZE = 4
-FORMAT2 = ("zarr", 2)
+ODD_KEYS = ("a/b", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "a b+c&d=%41")
 
 
 def dtypes(grid: tuple[int, ...]) -> list[Cut]:
@@ -39,57 +36,44 @@ def dtypes(grid: tuple[int, ...]) -> list[Cut]:
 
 
 def odd_keys(grid: tuple[int, ...]) -> list[Cut]:
-    keys = ["a/b", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "a b+c&d=%41"]
-    return [on_grid(key, (8, 4), grid) for key in keys]
+    return [on_grid(key, (8, 4), grid) for key in ODD_KEYS]
 
 
-def layouts() -> list[tuple[str, list[Cut], list[Cut]]]:
-    """Name, what is saved, and what is loaded."""
-    found = [
-        ("dtypes", dtypes((2, 4)), dtypes((4, 1))),
-        ("odd keys", odd_keys((4, 1)), odd_keys((1, 4))),
-        ("scattered", scattered(), scattered_otherwise()),
-        ("irregular", irregular(), irregular_otherwise()),
-    ]
-    return found + [(f"random {seed}", *random_layouts(seed)) for seed in range(2)]
-
-
-def savers() -> list[Any]:
+def layouts() -> list[tuple[list[Cut], list[Cut]]]:
+    """What is saved, and what is loaded."""
     return [
-        FORMAT2,
-        Format2SaveShardedStrategy(),
-        FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy()),
+        (dtypes((2, 4)), dtypes((4, 1))),
+        (odd_keys((4, 1)), odd_keys((1, 4))),
+        (scattered(), scattered_otherwise()),
+        (irregular(), irregular_otherwise()),
+        *(random_layouts(seed) for seed in range(2)),
     ]
 
 
 def save_and_load_all(rank: int, variables: dict[str, str], url: str) -> list[str]:
     os.environ.update(variables)
     wrong = []
+    plain = Format2SaveShardedStrategy()
+    savers: list[Any] = [("zarr", 2), plain, FullyParallelSaveStrategyWrapper(plain)]
     two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
-    for number, (name, saved, wanted) in enumerate(layouts()):
-        place = f"{url}/run {number}/iter_1"
-        objects = {"o": ShardedObject("o", {"t": torch.arange(3) + rank}, (SIZE,), (rank,))}
-        state = state_of(rank, saved) | objects | {"iteration": number}
-        saver = savers()[number % 3]
+    for number, (saved, wanted) in enumerate(layouts()):
+        place, saver = f"{url}/run {number}/iter_1", savers[number % 3]
+        own = ShardedObject("o", {"t": torch.arange(3) + rank}, (SIZE,), (rank,))
+        state = state_of(rank, saved) | {"o": own, "iteration": number}
         if number % 4 == 3:
             dist_ckpt_strategies.save_async(state, place, saver).wait(60)
         else:
             dist_ckpt_strategies.save(state, place, saver)
-        for how in ({}, {"sharded_strategy": two_stage}):
-            target = (zeros, no_data)[number % 2]
+        for strategy in (None, two_stage):
             asked = {"o": ShardedObject("o", None, (SIZE,), ((rank + 1) % SIZE,))}
-            loaded: Any = dist_ckpt_strategies.load(
-                state_of(rank, wanted, target) | asked, place, **how
-            )
-            wrong += [f"{name} {how}: {key}" for key in differences(rank, wanted, loaded)]
+            target = state_of(rank, wanted, (zeros, no_data)[number % 2]) | asked
+            loaded: Any = dist_ckpt_strategies.load(target, place, strategy)
+            wrong += [f"{place} {strategy}: {key}" for key in differences(rank, wanted, loaded)]
             if loaded["iteration"] != number or loaded["o"]["t"][0] != (rank + 1) % SIZE:
-                wrong.append(f"{name} {how}: {loaded['iteration']}, {loaded['o']}")
+                wrong.append(f"{place} {strategy}: {loaded['iteration']}, {loaded['o']}")
     return wrong
 
 
 def test_every_layout_and_dtype_comes_back_in_another(store: ObjectStore, bucket: str) -> None:
-    variables = store.variables
-    results = run_processes(
-        SIZE, save_and_load_all, variables, f"s3://{bucket}/deep", timeout_s=150
-    )
-    assert results == [[]] * SIZE
+    args = (store.variables, f"s3://{bucket}/deep")
+    assert run_processes(SIZE, save_and_load_all, *args, timeout_s=150) == [[]] * SIZE

@@ -33,7 +33,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
-from tests.stores.commands import run
+from tests.cli.commands import run
 from tests.support.entries import (
     Entry,
     Failure,

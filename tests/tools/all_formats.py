@@ -15,19 +15,16 @@ from tests.support.ranks import allow_torch_dist, run_processes
 BACKENDS = {"zarr@1": ("zarr", 1), "zarr@2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
 FORMATS = tuple(BACKENDS)
 
-StateOf = Callable[[int, str], dict[str, Any]]
-"""What a rank saves in a format."""
 
-
-def saved_by(num_ranks: int, state_of: StateOf, root: Path) -> Path:
-    """Save from as many ranks; returns the directory that holds one checkpoint per format."""
+def saved_by(num_ranks: int, state_of: Callable[[int, str], Any], root: Path) -> Path:
+    """Save what ``state_of(rank, format)`` gives in each format; the directory of all of them."""
     pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
     saved = run_processes(num_ranks, _save, root, state_of, timeout_s=150)
     assert saved == [None] * num_ranks
     return root
 
 
-def _save(rank: int, root: Path, state_of: StateOf) -> None:
+def _save(rank: int, root: Path, state_of: Callable[[int, str], Any]) -> None:
     allow_torch_dist()
     prepare(60)
     for name, backend in BACKENDS.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dis
 import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, diff
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.formats.locations import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import scan
+from tests.support.checkpoints import write_marker
 from tests.support.entries import Entry, prepare, save
 from tests.support.layouts import (
     empties,
@@ -40,6 +39,7 @@ from tests.support.sharding import (
     Cut,
     differences,
     on_grid,
+    same_bits,
     state_of,
     whole,
     zeros,
@@ -50,6 +50,7 @@ pytestmark = pytest.mark.multiprocess
 
 PAIRS = [(source, to) for source in FORMATS for to in FORMATS]
 TINY = ConvertOptions(max_memory_bytes=1, max_file_bytes=2000)
+INDEX = "model.safetensors.index.json"
 
 
 def all_dtypes(grid: tuple[int, ...]) -> list[Cut]:
@@ -57,13 +58,11 @@ def all_dtypes(grid: tuple[int, ...]) -> list[Cut]:
 
 
 def saved_cuts() -> list[Cut]:
-    optimizer = on_grid("optimizer.state.param.w", (8, 8), (2, 2))
-    return [*all_dtypes((2, 4)), *scattered(), *irregular(), optimizer]
+    return [*all_dtypes((2, 4)), *scattered(), *irregular()]
 
 
 def wanted_cuts() -> list[Cut]:
-    optimizer = on_grid("optimizer.state.param.w", (8, 8), (4, 1))
-    return [*all_dtypes((4, 1)), *scattered_otherwise(), *irregular_otherwise(), optimizer]
+    return [*all_dtypes((4, 1)), *scattered_otherwise(), *irregular_otherwise()]
 
 
 def objects_of(rank: int, *, filled: bool) -> dict[str, Any]:
@@ -94,20 +93,6 @@ def converted(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return host_view(tensor).tobytes()
-
-
-@pytest.mark.parametrize(("source", "to"), PAIRS)
-def test_a_converted_checkpoint_equals_its_source(
-    saved: Path, converted: Path, source: str, to: str
-) -> None:
-    report = diff(saved / source, converted / f"{source} {to}")
-
-    assert report.is_equal, report
-    assert report.num_objects == 8
-
-
 def load_all(rank: int, root: Path) -> list[str]:
     allow_torch_dist()
     prepare(60)
@@ -126,55 +111,56 @@ def load_all(rank: int, root: Path) -> list[str]:
     return wrong
 
 
-def test_megatron_loads_them_in_another_layout(converted: Path) -> None:
+def test_a_converted_checkpoint_equals_its_source_and_loads_in_another_layout(
+    saved: Path, converted: Path
+) -> None:
+    for source, to in PAIRS:
+        report = diff(saved / source, converted / f"{source} {to}")
+        assert report.is_equal, (source, to, report)
+        assert report.num_objects == 8
     assert run_processes(4, load_all, converted, timeout_s=150) == [[]] * 4
 
 
 def test_the_shards_stay_the_chunks(converted: Path) -> None:
     """All were saved as 6 x 2 elements."""
+    keys = [f"x.{dtype}" for dtype in ALL_DTYPES]
     for name in ("zarr@1 zarr@2", "zarr@2 zarr@1", "torch_dist zarr@1", "torch_dist zarr@2"):
         chunks = {one.array.key: one.array.chunk_shape for one in scan(converted / name).arrays}
-        assert {chunks[f"x.{dtype}"] for dtype in ALL_DTYPES} == {(6, 2)}
+        assert {chunks[key] for key in keys} == {(6, 2)}
     metadata: Any = FileSystemReader(converted / "zarr@1 torch_dist").read_metadata()
-    for dtype in ALL_DTYPES:
-        shards = metadata.state_dict_metadata[f"x.{dtype}"].chunks
+    for key in keys:
+        shards = metadata.state_dict_metadata[key].chunks
         assert [tuple(shard.sizes) for shard in shards] == [(6, 2)] * 8
 
 
-NOT_IN_SAFETENSORS = ("complex128", "float8_e4m3fnuz", "float8_e5m2fnuz")
+NOT_IN_SAFETENSORS = (torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def storable_cuts() -> list[Cut]:
-    return [cut for cut in [*all_dtypes((2, 4)), *scattered()] if not is_left_out(cut)]
-
-
-def is_left_out(cut: Cut) -> bool:
-    return cut.key.removeprefix("x.torch.") in NOT_IN_SAFETENSORS
+    cuts = [*all_dtypes((2, 4)), *scattered(), *empties()]
+    return [cut for cut in cuts if cut.dtype not in NOT_IN_SAFETENSORS]
 
 
 def save_for_safetensors(rank: int, root: Path) -> None:
     prepare(60)
     keys = ("optimizer.state.param.w", "chained_0.optimizer.state.param.w")
-    extra = [*(on_grid(key, (8, 8), (2, 2)) for key in keys), *empties()]
-    save(Entry.OURS, state_of(rank, storable_cuts() + extra), root)
+    optimizer = [on_grid(key, (8, 8), (2, 2)) for key in keys]
+    save(Entry.OURS, state_of(rank, storable_cuts() + optimizer), root)
 
 
 def test_the_models_arrays_go_to_safetensors(tmp_path: Path) -> None:
     assert run_processes(4, save_for_safetensors, tmp_path / "c") == [None] * 4
+    cuts = storable_cuts()
     for options in (None, TINY):
         target = tmp_path / ("many" if options else "one")
         convert(tmp_path / "c", target, "safetensors", options=options)
 
-        index = json.loads((target / "model.safetensors.index.json").read_bytes())
-        files = sorted(path.name for path in target.glob("*.safetensors"))
-        assert sorted({*index["weight_map"].values()}) == files
-        assert sorted(path.name for path in target.iterdir()) == sorted(
-            [*files, "model.safetensors.index.json"]
-        )
+        index = json.loads((target / INDEX).read_bytes())
+        files = sorted({*index["weight_map"].values()})
+        assert {path.name for path in target.iterdir()} == {*files, INDEX}
         found = {key: t for name in files for key, t in load_file(target / name).items()}
-        cuts = storable_cuts() + empties()
         assert found.keys() == {cut.key for cut in cuts} == index["weight_map"].keys()
-        assert [cut.key for cut in cuts if bits(found[cut.key]) != bits(whole(cut))] == []
+        assert [cut.key for cut in cuts if not same_bits(found[cut.key], whole(cut))] == []
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert len(files) > 2
@@ -191,7 +177,7 @@ def test_what_safetensors_has_not_is_said_before_anything_is_written(
 
     convert(saved / "zarr@2", tmp_path / "c", "safetensors", keys="x.torch.*int*")
 
-    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_bytes())
+    index = json.loads((tmp_path / "c" / INDEX).read_bytes())
     assert len(index["weight_map"]) == 8
 
 
@@ -209,25 +195,21 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_by(1, large_state, tmp_path_factory.mktemp("large"))
 
 
-@pytest.fixture
-def traced() -> Iterator[Callable[[], int]]:
-    """Gives the largest number of bytes that Python and numpy held since then."""
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    yield lambda: tracemalloc.get_traced_memory()[1] - before
-    tracemalloc.stop()
-
-
 @pytest.mark.parametrize("source", FORMATS)
 def test_memory_is_bounded_whatever_the_arrays_size(
-    large: Path, tmp_path: Path, source: str, traced: Callable[[], int]
+    large: Path, tmp_path: Path, source: str
 ) -> None:
     options = ConvertOptions(max_memory_bytes=MEMORY_NBYTES)
-    for to in (*FORMATS, "safetensors"):
-        convert(large / source, tmp_path / to, to, options=options)
+    tracemalloc.start()
+    try:
+        for to in (*FORMATS, "safetensors"):
+            convert(large / source, tmp_path / to, to, options=options)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert ROWS * COLUMNS * 4 == 8 * MEMORY_NBYTES
     of_shards = ROWS * COLUMNS * 4 if source == "torch_dist" else 0  # one, read whole
-    assert traced() < 2 * MEMORY_NBYTES + of_shards
+    assert peak_nbytes < 2 * MEMORY_NBYTES + of_shards
 
 
 def write_with_common_object(root: Path, weight: torch.Tensor, common: dict[str, Any]) -> None:
@@ -238,8 +220,7 @@ def write_with_common_object(root: Path, weight: torch.Tensor, common: dict[str,
         planner=DefaultSavePlanner(flatten_state_dict=False),
         no_dist=True,
     )
-    marker = CheckpointMarker("torch_dist", 1)
-    (root / "metadata.json").write_bytes(marker.to_json())
+    write_marker(root, "torch_dist")
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -261,10 +242,10 @@ def test_common_state_among_the_objects_becomes_a_file(tmp_path: Path, to: str) 
 
 
 @pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
-def test_a_view_that_is_conjugate_or_negative_is_read(
+def test_a_view_that_is_conjugate_or_negative_is_read_and_compared(
     tmp_path: Path, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Such a tensor stays a view in a file of torch_dist."""
+    """Such a tensor stays a view in the files of torch_dist, of objects and of common state."""
     weight = view(torch.randn(3, 4, dtype=torch.complex64))
     write_with_common_object(tmp_path / "a", weight, {"iteration": 3})
 
@@ -273,3 +254,10 @@ def test_a_view_that_is_conjugate_or_negative_is_read(
     wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(weight))}
     loaded: Any = dist_ckpt_strategies.load(wanted, tmp_path / "b")
     assert torch.equal(loaded["w"], weight)
+    plain = weight.resolve_conj().resolve_neg()
+    for name, tensor in (("view", weight), ("same", plain), ("other", -weight)):
+        common = {"name": name, "tensor": tensor}
+        write_with_common_object(tmp_path / name, weight, common)
+    for name, differing in (("same", []), ("other", ["['tensor']"])):
+        found = diff(tmp_path / "view", tmp_path / name).objects
+        assert [one.where for one in found] == ["['name']", *differing]

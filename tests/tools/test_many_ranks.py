@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,17 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.scan import scan, verify
-from tests.support.checkpoints import flip_at, write_array, write_checkpoint, write_object
+from tests.support.checkpoints import (
+    copied,
+    flip_at,
+    write_array,
+    write_checkpoint,
+    write_object,
+)
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.thread_ranks import ThreadCommunicator, run_ranks
+from tests.tools.all_formats import FORMATS
 
-FORMATS = ("zarr@1", "zarr@2", "torch_dist")
 SMALL = ConvertOptions(max_memory_bytes=1, max_file_bytes=50_000, num_threads=2)
 SHAPE, CHUNK = (300, 200), (64, 90)
 
@@ -108,8 +114,7 @@ def test_ranks_find_the_differences_that_one_process_finds(sources: Path, tmp_pa
 def test_ranks_find_the_damage_that_one_process_finds(
     sources: Path, tmp_path: Path, source: str
 ) -> None:
-    root = tmp_path / "c"
-    shutil.copytree(sources / source, root)
+    root = copied(sources / source, tmp_path / "c")
     damaged = [*sorted(root.glob("arrays/*/c*"))[:5], *sorted(root.rglob("shard_*"))[:2]]
     for path in [*damaged, root / "common.pt"]:
         flip_at(path, min(70, path.stat().st_size - 1))
@@ -124,8 +129,7 @@ def test_ranks_find_the_damage_that_one_process_finds(
 def test_damage_that_one_rank_finds_ends_the_conversion_on_all(
     sources: Path, tmp_path: Path
 ) -> None:
-    root = tmp_path / "c"
-    shutil.copytree(sources / "zarr@2", root)
+    root = copied(sources / "zarr@2", tmp_path / "c")
     (path,) = root.glob("arrays/large/c.1.1")
     flip_at(path, 70)
 
@@ -153,41 +157,33 @@ def test_ranks_that_see_different_checkpoints_are_refused(sources: Path, tmp_pat
     assert "see different checkpoints" in str(errors[0])
 
 
-def convert_and_fail(rank: int, source: Path, target: Path) -> None:
-    """Rank 1 may not write files of more than a few bytes."""
-    if rank == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-    comm = open_communicator(None, timeout_s=60, purpose="test")
-    convert(source, target, "zarr@2", comm=comm)
+def convert_and_fail(rank: int, source: Path, target: Path, *, dies: bool) -> None:
+    """Rank 1 is killed once it has written something, or may not write files of any size."""
 
-
-@pytest.mark.multiprocess
-def test_a_rank_that_cannot_write_fails_the_conversion_on_all(
-    sources: Path, tmp_path: Path
-) -> None:
-    errors = run_processes(2, convert_and_fail, sources / "zarr@1", tmp_path / "t")
-
-    assert all(isinstance(error, StorageError) for error in errors), errors
-    assert {str(error).partition(":")[0] for error in errors} == {"rank 1"}
-    assert str(tmp_path / "t") in str(errors[0])
-    assert not is_finished(tmp_path / "t")
-
-
-def convert_and_die(rank: int, source: Path, target: Path) -> None:
     def die(_done: int, _total: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    if rank == 1 and not dies:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
     comm = open_communicator(None, timeout_s=60, purpose="test")
-    watch = die if rank == 1 else None
-    convert(source, target, "zarr@2", watch=watch, comm=comm)
+    convert(source, target, "zarr@2", watch=die if rank == 1 and dies else None, comm=comm)
 
 
 @pytest.mark.multiprocess
-def test_a_killed_rank_is_named_and_nothing_is_visible(sources: Path, tmp_path: Path) -> None:
-    results = run_processes(2, convert_and_die, sources / "zarr@1", tmp_path / "t")
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_dies_or_cannot_write_is_named_and_nothing_is_visible(
+    sources: Path, tmp_path: Path, dies: bool
+) -> None:
+    body = partial(convert_and_fail, dies=dies)
+    results = run_processes(2, body, sources / "zarr@1", tmp_path / "t")
 
-    assert isinstance(results[0], PeerLostError), results
-    assert isinstance(results[1], RankDiedError)
-    assert results[0].rank == 1
+    if dies:
+        assert isinstance(results[0], PeerLostError), results
+        assert isinstance(results[1], RankDiedError)
+        assert results[0].rank == 1
+    else:
+        assert all(isinstance(error, StorageError) for error in results), results
+        assert {str(error).partition(":")[0] for error in results} == {"rank 1"}
+        assert str(tmp_path / "t") in str(results[0])
     assert not is_finished(tmp_path / "t")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.tools.prune import PruneDecision, Status, build_prune_plan, prune
 from tests.support.checkpoints import (
+    WEIGHT,
     copied,
     write_checkpoint,
     write_foreign_checkpoint,
@@ -27,7 +27,6 @@ from tests.support.checkpoints import (
 from tests.support.system_calls import CHANGES, before_calls
 
 OLD_S = 7200
-WITHDRAWN_NAME = ".removed-metadata.json"
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +34,11 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of everything, not to be changed."""
     root = tmp_path_factory.mktemp("samples")
     write_format2(root / "two")
-    write_format2(root / "two_unfinished", is_finished=False)
-    (root / "two_unfinished" / ".partial-0").write_bytes(b"x")
+    (write_format2(root / "two_unfinished", is_finished=False) / ".partial-0").write_bytes(b"x")
     write_checkpoint(root / "one")
-    write_checkpoint(root / "one_unfinished")
-    (root / "one_unfinished" / "metadata.json").rename(root / "one_unfinished" / WITHDRAWN_NAME)
-    write_checkpoint(root / "one_unknown")
-    (root / "one_unknown" / "metadata.json").unlink()
+    marker = write_checkpoint(root / "one_unfinished") / "metadata.json"
+    marker.rename(marker.with_name(".removed-metadata.json"))
+    (write_checkpoint(root / "one_unknown") / "metadata.json").unlink()
     return root
 
 
@@ -52,6 +49,11 @@ def age(directory: Path, seconds: float = OLD_S) -> Path:
         for path in (at, *(f"{at}/{name}" for name in names)):
             os.utime(path, (then, then), follow_symlinks=False)
     return directory
+
+
+def put(sample: Path, root: Path, number: int) -> Path:
+    """A copy of a sample as the checkpoint of an iteration, a little younger than those before."""
+    return age(copied(sample, root / f"iter_{number:07d}"), OLD_S - number)
 
 
 def names_in(root: Path) -> list[str]:
@@ -65,7 +67,7 @@ def statuses(root: Path) -> dict[str, Status]:
 
 def test_checkpoints_of_both_formats_go_but_for_the_last(samples: Path, tmp_path: Path) -> None:
     for number, sample in enumerate(("one", "two", "one", "two")):
-        age(copied(samples / sample, tmp_path / f"iter_{number:07d}"), OLD_S - number)
+        put(samples / sample, tmp_path, number)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
 
     plan = prune(tmp_path, keep_last=1, dry_run=True)
@@ -84,14 +86,10 @@ def test_checkpoints_of_both_formats_go_but_for_the_last(samples: Path, tmp_path
 def test_an_incomplete_checkpoint_never_causes_older_ones_to_be_pruned(
     sample: str, keeping: dict[str, Any], samples: Path, tmp_path: Path
 ) -> None:
-    places = [
-        age(copied(samples / sample, tmp_path / f"iter_{number:07d}"), OLD_S - number)
-        for number in range(5, 10)
-    ]
-    chunks = [p for p in sorted(places[4].rglob("*")) if re.fullmatch(r"c?[0-9.]+", p.name)]
-    chunks[0].unlink()
-    cut = [p for p in sorted(places[3].rglob("*")) if re.fullmatch(r"c?[0-9.]+", p.name)]
-    cut[0].write_bytes(cut[0].read_bytes()[:-1])
+    places = [put(samples / sample, tmp_path, number) for number in range(5, 10)]
+    chunk = {"one": f"{WEIGHT}/0.0", "two": f"arrays/{WEIGHT}/c.0.0"}[sample]
+    (places[4] / chunk).unlink()
+    (places[3] / chunk).write_bytes((places[3] / chunk).read_bytes()[:-1])
     (places[2] / "notes.txt").write_text("mine")
 
     report = prune(tmp_path, **keeping)
@@ -107,8 +105,7 @@ def test_an_incomplete_checkpoint_never_causes_older_ones_to_be_pruned(
 def test_what_a_killed_save_left_goes_once_it_is_old(
     sample: str, samples: Path, tmp_path: Path
 ) -> None:
-    place = copied(samples / sample, tmp_path / "iter_0000005")
-    age(place)
+    place = put(samples / sample, tmp_path, 5)
     (place / "common.pt").touch()  # somebody still writes
 
     assert prune(tmp_path, unfinished=True).removed == ()
@@ -118,25 +115,17 @@ def test_what_a_killed_save_left_goes_once_it_is_old(
     assert names_in(tmp_path) == []
 
 
-def make_strangers(root: Path, samples: Path) -> None:
-    """Directories that are no checkpoint of ours, or not for certain."""
-    write_foreign_checkpoint(root / "iter_0000001")
-    (root / "iter_0000002").mkdir()
-    (root / "iter_0000002" / "__0_0.distcp").write_bytes(b"x")
-    copied(samples / "one_unknown", root / "data set")  # somebody's Zarr arrays
-    copied(samples / "one_unknown", root / "iter_0000003")
-    (root / "empty").mkdir()
-    copied(samples / "two", root / "iter_0000004")
-    (root / "iter_0000004" / "metadata.json").write_text("{")
-    copied(samples / "two", root / "iter_0000006")
-    (root / "iter_0000006" / "manifest" / "index.json").unlink()
-    (root / "tensorboard").mkdir()
-    (root / "iter_0000007").symlink_to(samples / "two")
-    (root / "wandb.log").write_text("x")
-
-
 def test_nothing_goes_that_is_not_known_to_be_ours(samples: Path, tmp_path: Path) -> None:
-    make_strangers(tmp_path, samples)
+    write_foreign_checkpoint(tmp_path / "iter_0000001")
+    for name in ("iter_0000002", "empty", "tensorboard"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "iter_0000002" / "__0_0.distcp").write_bytes(b"x")
+    copied(samples / "one_unknown", tmp_path / "data set")  # somebody's Zarr arrays
+    put(samples / "one_unknown", tmp_path, 3)
+    (put(samples / "two", tmp_path, 4) / "metadata.json").write_text("{")
+    (put(samples / "two", tmp_path, 6) / "manifest" / "index.json").unlink()
+    (tmp_path / "iter_0000007").symlink_to(samples / "two")
+    (tmp_path / "wandb.log").write_text("x")
     before = names_in(age(tmp_path))
 
     assert set(statuses(tmp_path).values()) == {Status.OTHER}
@@ -147,12 +136,12 @@ def test_nothing_goes_that_is_not_known_to_be_ours(samples: Path, tmp_path: Path
 
 
 def test_files_of_others_in_a_checkpoint_stay(samples: Path, tmp_path: Path) -> None:
-    old = copied(samples / "two", tmp_path / "iter_0000001")
+    old = put(samples / "two", tmp_path, 1)
     (old / "train_dataloader.pt").write_bytes(b"x")
     copied(samples / "two", old / "inner")
-    copied(samples / "two", tmp_path / "iter_0000002")
+    put(samples / "two", tmp_path, 2)
 
-    report = prune(age(tmp_path), keep_last=1)
+    report = prune(tmp_path, keep_last=1)
 
     assert report.removed[0].stays == ("inner", "train_dataloader.pt")
     assert names_in(old) == ["inner", "train_dataloader.pt"]
@@ -186,10 +175,10 @@ def test_an_unreadable_directory_stays_is_listed_and_does_not_count(
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         (root / "lost+found").mkdir()
-        for name in ("1", "2", "3", "4"):
-            copied(samples / sample, root / f"iter_000000{name}")
-        copied(samples / f"{sample}_unfinished", root / "iter_0000005")
-        below = {"one": "decoder.weight", "two": "arrays"}[sample]
+        for number in (1, 2, 3, 4):
+            put(samples / sample, root, number)
+        put(samples / f"{sample}_unfinished", root, 5)
+        below = {"one": WEIGHT, "two": "arrays"}[sample]
         for path in (root, *root.rglob("*")):
             os.chown(path, 65534, 65534)
         locked = root / unreadable.replace("below", below)
@@ -215,7 +204,7 @@ def test_an_unreadable_directory_stays_is_listed_and_does_not_count(
 def test_a_checkpoint_in_place_of_its_parent_is_refused(
     sample: str, samples: Path, tmp_path: Path
 ) -> None:
-    place = copied(samples / sample, tmp_path / "iter_0000001")
+    place = put(samples / sample, tmp_path, 1)
     with pytest.raises(PlanError, match="name the directory that holds it"):
         prune(place, keep_last=1, unfinished=True)
 
@@ -224,16 +213,17 @@ class KilledError(BaseException):
     """Stands for the end of the process."""
 
 
-def dying_after(number: int) -> AbstractContextManager[None]:
+@contextmanager
+def dying_after(number: int) -> Iterator[None]:
     """Within the block the process ends, so to speak, after so many changes of directories."""
-    left = [number]
+    left = iter(range(number))
 
     def count(_name: str, _path: str) -> None:
-        left[0] -= 1
-        if left[0] < 0:
+        if next(left, None) is None:
             raise KilledError
 
-    return before_calls(count, CHANGES)
+    with before_calls(count, CHANGES):
+        yield
 
 
 @pytest.mark.parametrize("sample", ["one", "two"])
@@ -244,13 +234,11 @@ def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
     while was_killed:
         root = tmp_path / str(number)
         for iteration in (1, 2):
-            age(copied(samples / sample, root / f"iter_{iteration:07d}"), OLD_S - iteration)
-        was_killed = False
-        try:
-            with dying_after(number):
-                prune(root, keep_last=1)
-        except KilledError:
-            was_killed = True
+            put(samples / sample, root, iteration)
+        was_killed = True
+        with suppress(KilledError), dying_after(number):
+            prune(root, keep_last=1)
+            was_killed = False
         expected = Status.COMPLETE if number == 0 else Status.UNFINISHED
         is_left = (root / "iter_0000001").exists()
         if is_left and any((root / "iter_0000001").iterdir()):
@@ -265,24 +253,16 @@ def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
 Policy = dict[str, Any]
 
 
-def of(iteration: int | None, status: Status = Status.COMPLETE, **more: object) -> PruneDecision:
-    name = f"iter_{iteration:07d}" if iteration is not None else str(more.pop("name", "weights"))
-    age_s = more.pop("age_s", 10_000.0 - (iteration or 0))
-    assert isinstance(age_s, float)
-    return PruneDecision(name, iteration, status, age_s, is_named=bool(more.get("is_named")))
-
-
-def goes(found: list[PruneDecision], policy: Policy) -> list[str]:
-    return [one.name for one in build_prune_plan(found, **policy) if one.is_removed]
-
-
-RUN = [of(100 * n) for n in range(1, 8)]
+def of(iteration: int, status: Status = Status.COMPLETE, **fields: Any) -> PruneDecision:
+    fields = {"age_s": 10_000.0 - iteration} | fields
+    return PruneDecision(f"iter_{iteration:07d}", iteration, status, **fields)
 
 
 def unfinished(iteration: int, age_s: float = 3600.0) -> PruneDecision:
     return of(iteration, Status.UNFINISHED, age_s=age_s)
 
 
+RUN = [of(100 * n) for n in range(1, 8)]
 YOUNG_AND_OLD = [unfinished(900, 3599.0), unfinished(800)]
 DAMAGED = [of(n, Status.DAMAGED) for n in (150, 550, 800)]
 WENT_BACK = [of(100, is_named=True), of(200), of(300, age_s=1.0), of(400), of(500)]
@@ -310,7 +290,8 @@ WENT_BACK = [of(100, is_named=True), of(200), of(300, age_s=1.0), of(400), of(50
 def test_what_is_not_to_be_kept_goes_in_this_order(
     found: list[PruneDecision], policy: Policy, removed: list[int]
 ) -> None:
-    assert goes(found, policy) == [f"iter_{iteration:07d}" for iteration in removed]
+    plan = build_prune_plan(found, **policy)
+    assert [one.iteration for one in plan if one.is_removed] == removed
 
 
 @pytest.mark.parametrize("policy", [Policy(last=0), Policy(every=0), Policy(older_than_s=-1)])
@@ -319,48 +300,42 @@ def test_numbers_that_cannot_be_meant_are_refused(policy: Policy) -> None:
         build_prune_plan(RUN, **policy)
 
 
-found_sets = st.lists(
-    st.builds(
-        PruneDecision,
-        st.text("ab", min_size=1),
-        st.none() | st.integers(0, 50),
-        st.sampled_from(Status),
-        st.floats(0, 10_000),
-        st.none(),
-        st.booleans(),
-    ),
-    unique_by=lambda found: found.name,
-)
-
-
 @given(
-    found_sets,
-    st.none() | st.integers(1, 5),
-    st.none() | st.integers(1, 5),
-    st.booleans(),
-    st.floats(0, 10_000),
+    st.lists(
+        st.builds(
+            PruneDecision,
+            st.text("ab", min_size=1),
+            st.none() | st.integers(0, 50),
+            st.sampled_from(Status),
+            st.floats(0, 10_000),
+            st.none(),
+            st.booleans(),
+        ),
+        unique_by=lambda found: found.name,
+    ),
+    st.fixed_dictionaries(
+        {
+            "last": st.none() | st.integers(1, 5),
+            "every": st.none() | st.integers(1, 5),
+            "unfinished": st.booleans(),
+            "older_than_s": st.floats(0, 10_000),
+        }
+    ),
 )
 def test_whatever_is_asked_for_the_newest_and_what_is_not_ours_stay(
-    found: list[PruneDecision],
-    last: int | None,
-    every: int | None,
-    removes_unfinished: bool,
-    older_than_s: float,
+    found: list[PruneDecision], policy: Policy
 ) -> None:
-    policy = Policy(
-        last=last, every=every, unfinished=removes_unfinished, older_than_s=older_than_s
-    )
     plan = build_prune_plan(found, **policy)
-    names = {decision.name for decision in plan if decision.is_removed}
-    gone = [one for one in found if one.name in names]
+    gone = {decision.name for decision in plan if decision.is_removed}
     complete = [one for one in found if one.status is Status.COMPLETE]
 
     assert sorted(decision.name for decision in plan) == sorted(one.name for one in found)
-    assert all(one.status is not Status.OTHER for one in gone)
-    assert all(one.age_s >= older_than_s for one in gone if one.status is Status.UNFINISHED)
+    for one in (one for one in found if one.name in gone):
+        assert one.status is not Status.OTHER
+        assert one.status is not Status.UNFINISHED or one.age_s >= policy["older_than_s"]
     if complete:
         newest = max(complete, key=lambda one: -1 if one.iteration is None else one.iteration)
-        kept = [one for one in complete if one not in gone]
-        assert any(one.iteration == newest.iteration for one in kept)
-        assert len(kept) >= min(len(complete), last or 1)
+        kept = [one.iteration for one in complete if one.name not in gone]
+        assert newest.iteration in kept
+        assert len(kept) >= min(len(complete), policy["last"] or 1)
     assert build_prune_plan(found[::-1], **policy) == plan

@@ -1,0 +1,56 @@
+"""The commands: in this process, or in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from dist_ckpt_strategies.cli.app import app
+
+PROGRAM = (sys.executable, "-m", "dist_ckpt_strategies.cli")
+LIMIT_S = 200
+
+
+def run(*args: Any, answer: str = "") -> Result:
+    """One command in this process."""
+    return CliRunner().invoke(app, [*map(str, args)], input=answer)
+
+
+def json_of(*args: Any) -> dict[str, Any]:
+    """What a command prints with ``--json``, and nothing else."""
+    result = run(*args, "--json")
+    assert result.stdout
+    assert result.stderr == ""
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def issues_of(address: str | Path) -> list[tuple[str, str | None, str]]:
+    """What ``verify`` finds: problem, key and path of each issue."""
+    issues = json_of("verify", address)["issues"]
+    return [(one["problem"], one["key"], one["path"]) for one in issues]
+
+
+def ended(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """A process that has ended, with whatever status."""
+    return subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
+def begun(*command: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """A process with these variables in its environment, and a pipe to each of its streams."""
+    return subprocess.Popen(
+        [*map(str, command)],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
