@@ -46,12 +46,13 @@ def state_of(tp: int, iteration: int, *, is_filled: bool = True) -> dict[str, An
     return state
 
 
-def require_equal(found: dict[str, Any], tp: int, iteration: int) -> None:
+def require_equal(found: dict[str, Any], tp: int, iteration: int, *, has_rng: bool = True) -> None:
     part = dist.get_rank() % tp
     for key in ("a", "b.c", "bf"):
         assert torch.equal(found[key], whole(key, iteration).chunk(tp)[part]), key
-    assert found["rng"]["part"] == part
-    assert found["rng"]["extra"].tolist() == [part, iteration]
+    if has_rng:
+        assert found["rng"]["part"] == part
+        assert found["rng"]["extra"].tolist() == [part, iteration]
     assert (found["args"].lr, found["iteration"]) == (0.5, iteration)
 
 
@@ -78,51 +79,47 @@ def saved_and_loaded(rank: int, root: str, algo: str) -> int:
     if rank == 1:
         shutil.rmtree(Path(root) / "node1")
     dist.barrier()
-    assert manager.find_latest() == 7
     loaded, name = manager.load()
     assert name.startswith(f"iter_0000007_{rank}_local_")
     for tp in (2, 4, 1):
         wanted = state_of(tp, 7, is_filled=False)
         if tp != 2:
             del wanted["rng"]
-        found = loaded.to_state_dict(wanted, algo=algo)
-        if tp != 2:
-            found["rng"] = {"part": rank % tp, "extra": torch.tensor([rank % tp, 7])}
-        require_equal(found, tp, 7)
+        require_equal(loaded.to_state_dict(wanted, algo=algo), tp, 7, has_rng=tp == 2)
         assert torch.equal(wanted["a"].data, torch.full_like(wanted["a"].data, -1))
     return num_tensors
 
 
-@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
-def test_a_state_comes_back_in_its_own_layout_and_in_others(algo: str, tmp_path: Path) -> None:
-    numbers = run_processes(4, saved_and_loaded, str(tmp_path), algo)
-
-    if algo == "atomic":
-        assert numbers == [3] * 4
-    else:
-        assert sum(numbers) == 6
-        assert max(numbers) < 3
+def with_both(rank: int, root: str) -> list[int]:
+    return [saved_and_loaded(rank, f"{root}/{algo}", algo) for algo in ("atomic", "fully_parallel")]
 
 
-def save_at(rank: int, root: str, tp: int) -> None:
-    state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(tp, 9), "fully_parallel")
+def test_a_state_comes_back_in_its_own_layout_and_in_others(tmp_path: Path) -> None:
+    atomic, parallel = zip(*run_processes(4, with_both, str(tmp_path)), strict=True)
+
+    assert atomic == (3,) * 4
+    assert sum(parallel) == 6
+    assert max(parallel) < 3
+
+
+def save(_rank: int, root: str) -> None:
+    state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2, 9), "fully_parallel")
     manager_of(root).save(state, 9)
 
 
-def load_at(rank: int, root: str, tp: int) -> None:
+def load(_rank: int, root: str) -> None:
     loaded, _ = manager_of(root).load()
-    require_equal(loaded.to_state_dict(state_of(tp, 9, is_filled=False)), tp, 9)
+    require_equal(loaded.to_state_dict(state_of(2, 9, is_filled=False)), 2, 9)
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
 def test_another_number_of_ranks_loads_it(old: int, new: int, tmp_path: Path) -> None:
-    assert run_processes(old, save_at, str(tmp_path), 2) == [None] * old
-
-    assert run_processes(new, load_at, str(tmp_path), 2) == [None] * new
+    assert run_processes(old, save, str(tmp_path)) == [None] * old
+    assert run_processes(new, load, str(tmp_path)) == [None] * new
 
 
 class Seeds:
-    """A class that this manager allows."""
+    """A class that this manager allows; one of another rank is loaded too."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -140,7 +137,7 @@ def give_on_seeds(rank: int, root: str) -> int:
 
 
 def few_wishes(rank: int) -> None:
-    """What Megatron-LM asks for before it has a model is nothing; here also one rank does."""
+    """Megatron-LM asks for nothing before it has a model; here also one rank does."""
     state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2, 3), "fully_parallel")
     assert state.to_state_dict(None)["iteration"] == state.to_state_dict({})["iteration"] == 3
     wanted: dict[str, Any] | None = state_of(2, 3, is_filled=False) if rank != 3 else None
@@ -172,27 +169,18 @@ def wish(rank: int, root: str) -> int:
 
 
 def test_each_rank_gets_what_it_asks_for_or_all_raise(tmp_path: Path) -> None:
-    """An object of a class that the manager allows gets to another rank too."""
     assert run_processes(4, wish, str(tmp_path)) == [1, 2, 3, 0]
 
 
-def test_a_hollow_state_shows_what_it_holds_gives_no_data_and_is_filled_again() -> None:
+def test_a_hollow_state_shows_what_it_holds_and_gives_no_data() -> None:
     wanted = {"a": ShardedTensor.from_rank_offsets("a", torch.arange(4.0)), "iteration": 5}
     state, _ = MCoreTensorAwareStateDict.from_state_dict(wanted, "atomic")
-    before = [tensor.clone() for tensor in state.tensors]
     tensors = state.pop_tensors()
     iteration, tensor = state.values()
-    assert state.is_hollow
     assert (iteration, tensor.key, tensor.data) == (5, "a", None)
     for use in (lambda: state.state_dict, lambda: state.to_state_dict(wanted)):
         with pytest.raises(PlanError, match="hollow"):
             use()
     state.insert_tensors(tensors)
-    state.copy_tensors_to_cpu()
-    state.restore_tensor_device()
 
-    assert all(map(torch.equal, state.tensors, before))
     assert set(state.state_dict) == {"a", "iteration"}
-    state.pop_tensors()
-    state.init_tensors()
-    assert [(tensor.shape, tensor.dtype) for tensor in state.tensors] == [((4,), torch.float32)]
