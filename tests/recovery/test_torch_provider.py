@@ -31,10 +31,12 @@ def model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.3), nn.Linear(7, 2))
 
 
-def train(found: nn.Module, num_steps: int, update: Any, optimizer: Any) -> None:
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        found(torch.randn(6, 5)).square().mean().backward()
+def train(found: nn.Module, steps: range, update: Any) -> None:
+    """With the same batch whenever a step is run; dropout is drawn anew."""
+    for step in steps:
+        batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+        found.zero_grad()
+        found(batch).square().mean().backward()
         update()
 
 
@@ -56,13 +58,13 @@ def test_a_training_with_a_provider_is_that_without_and_another_continues_it(nam
     old = TorchStateProvider(first, optimizer, schedule)
     assert state_of(first) == before
     torch.manual_seed(5)
-    train(first, 3, old.apply_update, optimizer)
+    train(first, range(3), old.apply_update)
     manager = CheckpointManager()
     manager.save_checkpoint(old)
     second, other, schedule = make(2)
     new = TorchStateProvider(second, other, schedule)
     assert manager.try_checkpointless_load(new) is not None
-    train(second, 3, new.apply_update, other)
+    train(second, range(3, 6), new.apply_update)
 
     plain, optimizer, schedule = make(1)
 
@@ -71,7 +73,7 @@ def test_a_training_with_a_provider_is_that_without_and_another_continues_it(nam
         schedule.step()
 
     torch.manual_seed(5)
-    train(plain, 6, update, optimizer)
+    train(plain, range(6), update)
     assert state_of(second) == state_of(plain)
 
 
@@ -81,43 +83,26 @@ def with_statistics(seed: int) -> tuple[nn.Module, TorchStateProvider]:
     return found, TorchStateProvider(found, torch.optim.Adam(found.parameters(), lr=0.01))
 
 
-def pass_through(module: nn.Module, step: int) -> None:
-    """Forward and backward of a step, with the same batch whenever it is run."""
-    batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
-    module.zero_grad()
-    module(batch).square().mean().backward()
-
-
 @pytest.mark.parametrize("reuses", [True, False], ids=["same provider", "new provider"])
 @pytest.mark.parametrize("has_voted", [True, False], ids=["after the vote", "before the vote"])
 def test_statistics_of_a_step_that_is_run_again_move_once(*, reuses: bool, has_voted: bool) -> None:
     expected, provider = with_statistics(1)
-    for step in range(3):
-        pass_through(expected, step)
-        provider.apply_update()
+    train(expected, range(3), provider.apply_update)
 
     found, provider = with_statistics(1)
+    train(found, range(1), provider.apply_update)
+    provider.set_step(1)
     manager = CheckpointManager(enable_checksum=True)
     manager.track(provider)
     manager.begin_step()
-    pass_through(found, 0)
-    manager.vote()
-    with manager.updating():
-        provider.apply_update()
-    manager.end_step()
-    manager.begin_step()
-    pass_through(found, 1)
-    if has_voted:
-        manager.vote()
+    train(found, range(1, 2), manager.vote if has_voted else lambda: None)
     if not reuses:
         found, provider = with_statistics(2)
     loaded = manager.try_checkpointless_load(provider)
     assert loaded is not None
-    assert loaded["global_step"] == 1 + has_voted
-    for step in range(loaded["global_step"], 3):
-        pass_through(found, step)
-        provider.apply_update()
+    train(found, range(1 + has_voted, 3), provider.apply_update)
 
+    assert loaded["global_step"] == 1 + has_voted
     assert state_of(found) == state_of(expected)
 
 
@@ -126,7 +111,7 @@ def test_an_optimizer_whose_beginning_is_not_known_is_refused_unless_it_has_begu
     optimizer = torch.optim.Rprop(found.parameters())
     with pytest.raises(StrategyError, match="Rprop: its state before the first step"):
         TorchStateProvider(found, optimizer)
-    train(found, 1, optimizer.step, optimizer)
+    train(found, range(1), optimizer.step)
 
     assert TorchStateProvider(found, optimizer).parts()["model"]
     damped = torch.optim.SGD(model().parameters(), lr=0.1, momentum=0.9, dampening=0.5)
