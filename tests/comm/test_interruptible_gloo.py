@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from torch._C._distributed_c10d import PrefixStore
 
 from dist_ckpt_strategies.comm.interruptible_gloo import (
     BACKEND_NAME,
@@ -209,27 +207,6 @@ def test_a_wait_ends_when_it_is_told_to_or_at_its_limit() -> None:
     assert "PeerTimeoutError" in late.kinds, late
     assert late.global_rank == 1
     assert 0.4 < late.seconds < 50
-
-
-def megatrons_layout(rank: int) -> Any:
-    """Body of a rank: sums over Megatron-Core's groups."""
-    register_interruptible_gloo()
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    prefixed = PrefixStore("ours", store)
-    dist.init_process_group(BACKEND_NAME, store=prefixed, rank=rank, world_size=SIZE)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=2, create_gloo_process_groups=True
-    )
-    total = torch.tensor(float(rank))
-    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    parallel_state.destroy_model_parallel()
-    return float(total)
-
-
-def test_megatrons_parallel_layout_works_over_it() -> None:
-    assert run_processes(SIZE, megatrons_layout) == [6.0] * SIZE
 
 
 EXITS = """
