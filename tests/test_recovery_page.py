@@ -17,12 +17,11 @@ from unittest import mock
 import pytest
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.comm.job_store import host_store
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
 from tests.support.host_streams import host_streams
 from tests.support.pages import ROOT, python_blocks
 from tests.support.processes import finished
-from tests.support.ranks import run_processes
+from tests.support.restarts import Wrappers, run_restartable
 
 PAGE = ROOT / "docs" / "recovery.md"
 PLAIN, MEGATRON = (block for block in python_blocks(PAGE) if "wait_rank()" in block)
@@ -84,13 +83,10 @@ def changed(script: str, changes: dict[str, str]) -> str:
     return script
 
 
-def run_page(rank: int, port: int, script: str, size: int, torn: bool) -> list[str]:
+def run_page(rank: int, _wrappers: Wrappers, script: str, size: int, torn: bool) -> list[str]:
     """Body of a rank: the steps that the script prints, started as torchrun starts it."""
     os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "LOCAL_WORLD_SIZE": str(size),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -123,10 +119,7 @@ def printed_by(size: int, directory: Path, script: str, *, torn: bool = False) -
     directory.mkdir(exist_ok=True)
     path = directory / "train.py"
     path.write_text(script)
-    host = host_store()
-    found = run_processes(
-        size, run_page, host.port, str(path), size, torn, timeout_s=150, makes_group=False
-    )
+    found = run_restartable(size, run_page, str(path), size, torn, timeout_s=150)
     assert all(isinstance(one, list) for one in found), found
     return found
 

@@ -112,21 +112,36 @@ class FailingUpdate(MemoryProvider):
         raise ValueError("no gradients")
 
 
+class OnlyTrainer(MemoryProvider):
+    def apply_update(self) -> None:
+        raise RestartError("only its trainer can end the step")
+
+
+INTERRUPTED = "rank 0: was interrupted in its update of step 0: its st"
+
+
 @pytest.mark.parametrize(
-    ("kind", "phase", "why"),
+    ("kind", "phase", "is_offloaded", "why"),
     [
-        (MemoryProvider, Phase.UPDATING, "rank 0: was interrupted in its update of step 0: its st"),
-        (FailingUpdate, Phase.COMMITTED, "apply_update raised ValueError: no gradients"),
+        (MemoryProvider, Phase.UPDATING, False, INTERRUPTED),
+        (FailingUpdate, Phase.COMMITTED, False, "apply_update raised ValueError: no gradients"),
+        (OnlyTrainer, Phase.COMMITTED, False, "only its trainer can"),
+        (OnlyTrainer, Phase.COMMITTED, True, INTERRUPTED),
     ],
 )
 def test_without_a_state_that_can_be_used_there_is_a_reason_and_no_tensor_in_memory(
-    kind: type[MemoryProvider], phase: Phase, why: str, caplog: pytest.LogCaptureFixture
+    kind: type[MemoryProvider],
+    phase: Phase,
+    is_offloaded: bool,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.CRITICAL)  # pytest would keep the errors that are logged
     memory = np.ones(4, np.float32).view(Memory)
     seen = weakref.ref(memory)
     old = kind({"p": {"x": torch.from_numpy(memory)}})
-    manager = tracking(old, phase)
+    manager = tracking(old, phase, enable_offload=is_offloaded)
+    manager.maybe_offload_checkpoint()
     del old, memory
 
     try:
@@ -234,28 +249,6 @@ def test_saving_what_is_tracked_does_not_change_how_far_it_is() -> None:
     assert value_of(new) == 2.0
 
 
-class OnlyTrainer(MemoryProvider):
-    """Whose step only a trainer can end."""
-
-    def apply_update(self) -> None:
-        raise RestartError("only its trainer can")
-
-
-@pytest.mark.parametrize(
-    ("is_offloaded", "why"),
-    [(False, "only its trainer can"), (True, "was interrupted in its update of step 6")],
-)
-def test_a_step_that_only_a_trainer_can_end_is_refused_with_the_reason(
-    is_offloaded: bool, why: str
-) -> None:
-    old = OnlyTrainer({"p": {"x": torch.ones(4)}}, step=6)
-    manager = tracking(old, Phase.COMMITTED, enable_offload=is_offloaded)
-    manager.maybe_offload_checkpoint()
-
-    assert manager.try_checkpointless_load(provider(9.0)) is None
-    assert why in str(manager.last_failure)
-
-
 @pytest.mark.parametrize("enable_offload", [False, True])
 def test_a_byte_that_flips_in_memory_is_found_and_the_tensor_named(enable_offload: bool) -> None:
     old = provider(1.0)
@@ -283,6 +276,12 @@ def test_a_step_goes_through_its_phases_in_order(call: str, expected: str) -> No
         getattr(manager, call)()
 
 
+class Failing(MemoryProvider):
+    def apply_update(self) -> None:
+        super().apply_update()
+        raise MemoryError("in the middle of it")
+
+
 def loaded_of_two_shards(
     rank: int,
     *,
@@ -292,15 +291,9 @@ def loaded_of_two_shards(
     failing: tuple[int, ...] = (),
 ) -> Any:
     """Ranks 0 and 2 hold one part, 1 and 3 another, in step 6."""
-
-    class Failing(MemoryProvider):
-        def apply_update(self) -> None:
-            super().apply_update()
-            if rank in failing:
-                raise MemoryError("in the middle of it")
-
     part = f"shard/{rank % 2}"
-    old = Failing({part: {"x": torch.full((1000,), 1.0 + rank % 2)}}, step=6)
+    kind = Failing if rank in failing else MemoryProvider
+    old = kind({part: {"x": torch.full((1000,), 1.0 + rank % 2)}}, step=6)
     manager = CheckpointManager(enable_checksum=not is_committed, timeout_s=60)
     manager.track(old)
     manager.begin_step()
