@@ -17,19 +17,14 @@ from unittest import mock
 import pytest
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.comm.job_store import host_store
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
 from tests.support.host_streams import host_streams
+from tests.support.pages import ROOT, python_blocks
 from tests.support.processes import finished
-from tests.support.ranks import run_processes
+from tests.support.restarts import Wrappers, run_restartable
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "recovery.md").read_text()
-PLAIN, MEGATRON = (
-    block
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    if "wait_rank()" in block
-)
+PAGE = ROOT / "docs" / "recovery.md"
+PLAIN, MEGATRON = (block for block in python_blocks(PAGE) if "wait_rank()" in block)
 PLAIN_SIZE = 3
 """Sums of two do not depend on their order."""
 
@@ -88,13 +83,10 @@ def changed(script: str, changes: dict[str, str]) -> str:
     return script
 
 
-def run_page(rank: int, port: int, script: str, size: int, torn: bool) -> list[str]:
-    """Body of a rank: what the script prints, started as torchrun starts it."""
+def run_page(rank: int, _wrappers: Wrappers, script: str, size: int, torn: bool) -> list[str]:
+    """Body of a rank: the steps that the script prints, started as torchrun starts it."""
     os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "LOCAL_WORLD_SIZE": str(size),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -106,7 +98,7 @@ def run_page(rank: int, port: int, script: str, size: int, torn: bool) -> list[s
     on_cpu = mock.patch("torch.cuda.set_device")
     with cpu_stand_ins(), host_streams(), on_cpu, redirect_stdout(printed):
         runpy.run_path(script, run_name="__main__")
-    return printed.getvalue().splitlines()
+    return [line for line in printed.getvalue().splitlines() if line.startswith("step ")]
 
 
 def tear_once(step: int) -> None:
@@ -123,21 +115,13 @@ def tear_once(step: int) -> None:
 
 
 def printed_by(size: int, directory: Path, script: str, *, torn: bool = False) -> list[list[str]]:
-    """What the script prints on each rank."""
+    """The steps that the script prints on each rank."""
     directory.mkdir(exist_ok=True)
     path = directory / "train.py"
     path.write_text(script)
-    host = host_store()
-    found = run_processes(
-        size, run_page, host.port, str(path), size, torn, timeout_s=150, makes_group=False
-    )
-    for one in found:
-        assert not isinstance(one, Exception), (one, one.__notes__)
+    found = run_restartable(size, run_page, str(path), size, torn, timeout_s=150)
+    assert all(isinstance(one, list) for one in found), found
     return found
-
-
-def steps_of(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.startswith("step ")]
 
 
 @pytest.mark.multiprocess
@@ -145,10 +129,10 @@ def test_the_plain_script_continues_after_an_exception_and_a_death_and_from_the_
     tmp_path: Path,
 ) -> None:
     plain = changed(PLAIN, TO_THE_LAST_BIT)
-    expected = [steps_of(ls) for ls in printed_by(PLAIN_SIZE, tmp_path / "reference", plain)]
+    expected = printed_by(PLAIN_SIZE, tmp_path / "reference", plain)
     shorter = changed(plain, {"NUM_STEPS, SAVE_EVERY = 12": "NUM_STEPS, SAVE_EVERY = 10"})
     printed_by(PLAIN_SIZE, tmp_path / "disk", shorter)
-    later = [steps_of(lines) for lines in printed_by(PLAIN_SIZE, tmp_path / "disk", plain)]
+    later = printed_by(PLAIN_SIZE, tmp_path / "disk", plain)
     assert later == [steps[8:] for steps in expected]
     script = tmp_path / "train.py"
     script.write_text(changed(plain, FAULTS))
@@ -157,16 +141,14 @@ def test_the_plain_script_continues_after_an_exception_and_a_death_and_from_the_
     launched = (*LAUNCHER, "--nproc", str(PLAIN_SIZE), script)
     done = finished(*launched, cwd=tmp_path, variables=variables)
 
-    lines = done.stdout.splitlines()
     for rank in range(PLAIN_SIZE):
-        own = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
-        assert set(steps_of(own)) <= set(expected[rank])
-        assert steps_of(own)[-1] == expected[rank][-1]
+        own = re.findall(rf"^\[{rank}\] (step .*)$", done.stdout, re.MULTILINE)
+        assert set(own) <= set(expected[rank])
+        assert own[-1] == expected[rank][-1]
     assert expected[0][-1].startswith("step 12: ")
     assert "ValueError: on purpose" in done.stderr
-    assert re.findall(r"rank \d is gone: .*?;", done.stderr) == [
-        "rank 1 is gone: killed by SIGKILL;"
-    ]
+    gone = re.findall(r"rank \d is gone: .*?;", done.stderr)
+    assert gone == ["rank 1 is gone: killed by SIGKILL;"]
     assert done.stderr.count("recovered from memory: step ") == 2 * PLAIN_SIZE
     assert "recovered from memory: step 6, role receive" in done.stderr
 
@@ -177,12 +159,12 @@ def test_the_script_for_megatron_continues_after_an_interrupted_update_and_from_
 ) -> None:
     script = changed(MEGATRON, ON_CPUS)
 
-    expected = [steps_of(lines) for lines in printed_by(4, tmp_path / "reference", script)]
+    expected = printed_by(4, tmp_path / "reference", script)
     torn = printed_by(4, tmp_path / "torn", script, torn=True)
     later = printed_by(4, tmp_path / "torn", script)
 
     assert all(len(steps) == 6 for steps in expected)
     for rank in range(4):
         # A rank of the other instance may have ended the step and said so, before it heard.
-        assert steps_of(torn[rank]) in (expected[rank], expected[rank][:4] + expected[rank][5:])
-        assert steps_of(later[rank])[0].startswith("step 4: ")
+        assert torn[rank] in (expected[rank], expected[rank][:4] + expected[rank][5:])
+        assert later[rank][0].startswith("step 4: ")

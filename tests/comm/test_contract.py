@@ -1,8 +1,4 @@
-"""What every communicator does, and what errors that are agreed on look like on every rank.
-
-Each check is a body of a rank; all of them run one after the other on one process alone, on four
-threads, and on four processes of a gloo group.
-"""
+"""What every communicator does: one process alone, four threads, four processes of a gloo group."""
 
 from __future__ import annotations
 
@@ -57,22 +53,16 @@ def messages_of_every_json_type_arrive(comm: Communicator) -> None:
         assert comm.all_gather(message) == [message] * comm.size
 
 
-def silence_of_some_is_none_and_stays_in_its_place(comm: Communicator) -> None:
+def messages_of_ranks_stay_in_their_place_and_step(comm: Communicator) -> None:
+    """Silence is None; what one rank does to a message no other rank sees."""
     found = comm.all_gather("here" if comm.rank == comm.size - 1 else None)
     assert found == [None] * (comm.size - 1) + ["here"]
-
-
-def what_one_rank_does_to_a_message_no_other_rank_sees(comm: Communicator) -> None:
     mine = [comm.rank]
-    found = comm.all_gather(mine)
-    if comm.size > 1:
-        found[0].append("changed")
-    assert comm.all_gather(mine) == [[rank] for rank in range(comm.size)]
-
-
-def messages_do_not_mix(comm: Communicator) -> None:
     for step in range(100):
-        assert comm.all_gather([comm.rank, step]) == [[rank, step] for rank in range(comm.size)]
+        found = comm.all_gather([mine, step])
+        assert found == [[[rank], step] for rank in range(comm.size)]
+        if comm.size > 1:
+            found[0][0].append("changed")
 
 
 def pattern(source: int, to: int, number: int, size: int) -> Any:
@@ -80,7 +70,7 @@ def pattern(source: int, to: int, number: int, size: int) -> Any:
 
 
 def bytes_go_both_ways_between_all_ranks(comm: Communicator) -> None:
-    """And memory is the caller's again once an exchange is over."""
+    """Memory is the caller's again once an exchange is over."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     for sizes in ([1], [7, 0, 100_000, 3], [8 << 20], []):
         parts = list(enumerate(sizes))
@@ -140,7 +130,6 @@ def where_no_rank_fails_each_has_its_own_result(comm: Communicator) -> None:
 
 
 def a_failure_on_one_rank_reaches_all_of_them(comm: Communicator) -> None:
-    """With its class, what it says, key, path and rank."""
     for number, kind in enumerate(our_errors()):
         rank = number % comm.size
         error = failing(comm, {rank: at(rank, kind)})
@@ -164,37 +153,39 @@ class FaceError(IncompleteCheckpointError):
     """A class made from one of ours."""
 
 
+ODD: Any = {"key": "\udc80", "path": Path("/a/b")}
+FILE = "/ckpt/w/0.0"
+KINDS: list[tuple[dict[int, Callable[[], BaseException]], type[Exception], str, str | None]] = [
+    ({1: partial(ZeroDivisionError, "by zero")}, PeerError, "ZeroDivisionError: by zero", None),
+    ({0: partial(FaceError, "gone")}, IncompleteCheckpointError, "gone", None),
+    ({1: partial(StorageError, "odd \ud800", **ODD)}, StorageError, "odd", "/a/b"),
+    (
+        {1: partial(PermissionError, 13, "denied", FILE)},
+        StorageError,
+        f"PermissionError: {FILE}: denied",
+        FILE,
+    ),
+    (
+        {
+            2: partial(error_from_peer, 3, "IncompleteCheckpointError", "gone"),
+            3: partial(IncompleteCheckpointError, "gone"),
+        },
+        IncompleteCheckpointError,
+        "gone",
+        None,
+    ),
+    ({3: partial(SaveTimeoutError, None, "late")}, PeerTimeoutError, "late", None),
+]
+"""Who raises what, and what the other ranks raise: its class, text and path."""
+
+
 def errors_of_all_kinds_are_told_to_the_others_as_far_as_they_can_be(comm: Communicator) -> None:
-    if comm.size == 1:
-        return
-    by_zero = failing(comm, {1: partial(ZeroDivisionError, "by zero")})
-    assert isinstance(by_zero, ZeroDivisionError if comm.rank == 1 else PeerError)
-    assert comm.rank == 1 or str(by_zero) == "rank 1: ZeroDivisionError: by zero"
-
-    derived = failing(comm, {0: partial(FaceError, "gone", key="w")})
-    assert isinstance(derived, IncompleteCheckpointError)
-
-    name: Any = Path("/a/b")
-    odd = failing(comm, {1: partial(StorageError, "odd \ud800", key="\udc80", path=name)})
-    assert isinstance(odd, StorageError)
-    assert comm.rank == 1 or odd.path == "/a/b"
-
-    denied = failing(comm, {1: partial(PermissionError, 13, "Permission denied", "/ckpt/w/0.0")})
-    assert isinstance(denied, StorageError)
-    assert isinstance(denied, PermissionError) == (comm.rank == 1)
-    assert str(denied) == "rank 1: PermissionError: /ckpt/w/0.0: Permission denied"
-    assert (denied.path, denied.global_rank) == ("/ckpt/w/0.0", 1)
-
-    learnt = partial(error_from_peer, 3, "IncompleteCheckpointError", "gone", key="w")
-    own = partial(IncompleteCheckpointError, "gone", key="w")
-    reported = failing(comm, {2: learnt, 3: own})
-    assert isinstance(reported, IncompleteCheckpointError)
-    assert str(reported) == "rank 3: gone"
-
-    late = failing(comm, {3: partial(SaveTimeoutError, None, "the save is not done after 5 s")})
-    assert isinstance(late, SaveTimeoutError)
-    assert isinstance(late, PeerTimeoutError)
-    assert "rank 3: the save is not done" in str(late)
+    for raised, kind, text, path in KINDS if comm.size > 1 else ():
+        error, own = failing(comm, raised), raised.get(comm.rank)
+        assert isinstance(error, (kind, type(own())) if own else kind)
+        if isinstance(error, CheckpointError):
+            assert str(error).startswith(f"rank {max(raised)}: {text}")
+            assert own or (error.path, error.global_rank) == (path, max(raised))
     assert failing(comm, {}) == comm.rank * 10  # in step
 
 
@@ -218,9 +209,7 @@ def an_interrupt_is_no_failure_to_agree_on(comm: Communicator) -> None:
 
 CHECKS: list[Check] = [
     messages_of_every_json_type_arrive,
-    silence_of_some_is_none_and_stays_in_its_place,
-    what_one_rank_does_to_a_message_no_other_rank_sees,
-    messages_do_not_mix,
+    messages_of_ranks_stay_in_their_place_and_step,
     bytes_go_both_ways_between_all_ranks,
     ranks_without_a_part_in_an_exchange_take_part_all_the_same,
     where_no_rank_fails_each_has_its_own_result,

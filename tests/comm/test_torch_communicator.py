@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,7 @@ from torch.distributed import distributed_c10d
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
 from dist_ckpt_strategies.comm.process_group import new_gloo_groups, new_group_of
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.errors import (
-    PeerError,
-    PeerLostError,
-    PeerTimeoutError,
-    PlanError,
-    StorageError,
-)
+from dist_ckpt_strategies.errors import PlanError, StorageError
 from tests.support.entries import Failure, outcome
 from tests.support.processes import until
 from tests.support.ranks import RankDiedError, run_processes
@@ -40,23 +35,20 @@ def test_without_torch_distributed_a_process_is_alone() -> None:
     assert (comm.rank, comm.size, comm.global_ranks[0]) == (0, 1, 0)
 
 
-# Another collective of the job
-
-
 def meet_another_collective(rank: int) -> Any:
     comm = open_communicator(None, timeout_s=60.0, purpose="a load from /ckpt")
     if rank == 0:
         dist.all_gather_object([None, None], {"what": "Megatron's own validation"})
-    return run_collectively(comm, lambda: None)
+    return outcome(lambda: run_collectively(comm, lambda: None))
 
 
 def test_a_rank_that_is_in_another_collective_is_named() -> None:
     _, error = run_processes(2, meet_another_collective)
 
-    assert isinstance(error, PeerLostError)
+    assert "PeerLostError" in error.kinds, error
     assert error.global_rank == 0
-    assert "out of step" in str(error)
-    assert "a load from /ckpt, collective 1" in str(error)
+    assert "out of step" in error.text
+    assert "a load from /ckpt, collective 1" in error.text
 
 
 # What leaves the ranks in step
@@ -137,174 +129,73 @@ def meet() -> None:
     open_communicator(None, timeout_s=60.0, purpose="a test begins").all_gather(None)
 
 
-def waits_for(rank: int, silent: int, is_within: bool, scratch: Path) -> tuple[float, Any]:
-    """In a collective, or within a step of one, whose failure must not meet again."""
-    meet()
-    comm = open_communicator(None, timeout_s=3.0, purpose="save of /ckpt/iter_1")
-    started = time.monotonic()
-    if rank == silent:
-        stay_silent(scratch, 3)
-        return 0.0, None
-    try:
-        run_collectively(comm, lambda: comm.all_gather("early") if is_within else None)
-    except PeerError as error:
-        seconds = time.monotonic() - started
-        (scratch / f"done.{rank}").touch()
-        return seconds, error
-    return time.monotonic() - started, None
-
-
 def stay_silent(scratch: Path, num_others: int) -> None:
     """Return once the others have given up, however long that takes them."""
     until(lambda: len(list(scratch.iterdir())) == num_others)
 
 
-@pytest.mark.parametrize(("silent", "is_within"), [(2, False), (0, True)])
-def test_a_silent_rank_is_named_within_the_timeout(
-    silent: int, is_within: bool, tmp_path: Path
-) -> None:
-    results = run_processes(4, waits_for, silent, is_within, tmp_path)
+def in_a_collective(comm: Communicator) -> None:
+    run_collectively(comm, lambda: None)
 
-    for rank, (seconds, error) in enumerate(results):
-        if rank == silent:
-            continue
-        assert isinstance(error, PeerTimeoutError)
-        assert isinstance(error, TimeoutError)
-        assert error.rank == silent
-        assert f"ranks [{silent}] did not reach this collective within 3 s" in str(error)
-        assert "save of /ckpt/iter_1" in str(error)
-        assert 2.5 < seconds < 45.0
+
+def within_a_step(comm: Communicator) -> None:
+    """A failure there must not lead to another collective."""
+    run_collectively(comm, lambda: comm.all_gather("early"))
+
+
+def after_messages_of_two(comm: Communicator) -> None:
+    """They leave the other ranks on time."""
+    for _ in range(2):
+        content = np.zeros(4, np.uint8)
+        sends = [Send(2, content)] if comm.rank == 0 else []
+        comm.exchange(sends, [Receive(0, content)] if comm.rank == 2 else [])
+    if comm.rank != 2:
+        run_collectively(comm, lambda: None)
+
+
+def waits_for(rank: int, silent: int, body: Callable[[Communicator], None], scratch: Path) -> Any:
+    meet()
+    comm = open_communicator(None, timeout_s=3.0, purpose="save of /ckpt/iter_1")
+    found = None
+    if rank != silent or body is after_messages_of_two:
+        found = outcome(partial(body, comm))
+    if rank == silent:
+        stay_silent(scratch, 3)
+    else:
+        (scratch / f"done.{rank}").touch()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("silent", "body"), [(2, in_a_collective), (0, within_a_step), (2, after_messages_of_two)]
+)
+def test_a_silent_rank_is_named_within_the_timeout(
+    silent: int, body: Callable[[Communicator], None], tmp_path: Path
+) -> None:
+    results = run_processes(4, waits_for, silent, body, tmp_path)
+
+    assert results.pop(silent) is None
+    for error in results:
+        assert {"PeerTimeoutError", "TimeoutError"} < set(error.kinds), error
+        assert error.global_rank == silent
+        assert f"ranks [{silent}] did not reach this collective within 3 s" in error.text
+        assert "save of /ckpt/iter_1" in error.text
+        assert 2.5 < error.seconds < 45.0
 
 
 def one_receiver_waits_in_vain(rank: int) -> Any:
     meet()
     comm = open_communicator(None, timeout_s=3.0, purpose="a test")
-    if rank == 2:
-        return None
     receives = [Receive(2, np.zeros(4, np.uint8))] if rank == 0 else []
-    try:
-        comm.exchange([], receives)
-    except PeerTimeoutError as error:
-        return error
-    return "fine"
+    return None if rank == 2 else outcome(partial(comm.exchange, [], receives))
 
 
 def test_a_sender_that_is_silent_is_named_to_its_receiver() -> None:
-    results = run_processes(4, one_receiver_waits_in_vain)
+    error, *others = run_processes(4, one_receiver_waits_in_vain)
 
-    assert isinstance(results[0], PeerTimeoutError)
-    assert results[0].rank == 2
-    assert results[1] == results[3] == "fine"
-
-
-def silent_after_messages_of_two(rank: int, scratch: Path) -> Any:
-    """Ranks 0 and 1 exchange twice, and rank 1 does not come to the next collective."""
-    comm = open_communicator(None, timeout_s=3.0, purpose="a test")
-    run_collectively(comm, lambda: None)
-    for _ in range(2):
-        content = np.zeros(4, np.uint8)
-        if rank == 0:
-            comm.exchange([Send(1, content)], [])
-        elif rank == 1:
-            comm.exchange([], [Receive(0, content)])
-    if rank == 1:
-        stay_silent(scratch, 2)  # its end would be noticed
-        return None
-    with pytest.raises(PeerTimeoutError) as caught:
-        run_collectively(comm, lambda: None)
-    (scratch / str(rank)).touch()
-    return str(caught.value)
-
-
-def test_messages_between_two_ranks_leave_the_others_on_time(tmp_path: Path) -> None:
-    results = run_processes(3, silent_after_messages_of_two, tmp_path)
-
-    assert all("ranks [1] did not reach" in results[rank] for rank in (0, 2)), results
-
-
-# Killed
-
-
-def survives(rank: int, killed: int, is_within: bool) -> Any:
-    """One is killed before a collective, or when it has reached it."""
-    comm = open_communicator(None, timeout_s=60.0, purpose="save of /ckpt/iter_1")
-    run_collectively(comm, lambda: None)
-    if rank == killed:
-        if is_within:
-            vars(dist)["all_gather"] = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    try:
-        run_collectively(comm, lambda: None)
-    except PeerError as error:
-        seconds = time.monotonic() - started
-        dist.destroy_process_group()  # as when the error ends the process
-        return seconds, error
-    return time.monotonic() - started, None
-
-
-@pytest.mark.parametrize("is_within", [False, True])
-def test_a_killed_rank_is_an_error_on_the_others_long_before_the_timeout(is_within: bool) -> None:
-    killed = 2
-    results = run_processes(4, survives, killed, is_within)
-
-    assert isinstance(results.pop(killed), RankDiedError)
-    blamed = set()
-    for seconds, error in results:
-        assert isinstance(error, PeerLostError)
-        assert seconds < 40.0
-        assert "save of /ckpt/iter_1" in str(error)
-        blamed.add(error.rank)
-    assert killed in blamed <= {killed, None}
-
-
-def is_killed_while_it_sends(rank: int) -> Any:
-    comm = open_communicator(None, timeout_s=60.0, purpose="a test")
-    comm.all_gather(None)
-    if rank == 1:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        time.sleep(60)
-    started = time.monotonic()
-    try:
-        comm.exchange([], [Receive(1, np.zeros(64 << 20, np.uint8))])
-    except PeerError as error:
-        return time.monotonic() - started, error
-    return None
-
-
-def test_a_rank_killed_in_an_exchange_is_named_to_its_receiver() -> None:
-    (seconds, error), died = run_processes(2, is_killed_while_it_sends)
-
-    assert isinstance(died, RankDiedError)
-    assert isinstance(error, PeerLostError)
-    assert error.rank == 1
-    assert seconds < 40.0
-
-
-def dies_before_its_second_group(rank: int) -> Any:
-    make, made = distributed_c10d._new_process_group_helper, [0]
-
-    def die_at_the_second(*args: Any, **options: Any) -> Any:
-        made[0] += 1
-        if rank == 1 and made[0] == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return make(*args, **options)
-
-    vars(distributed_c10d)["_new_process_group_helper"] = die_at_the_second
-    try:
-        return new_gloo_groups(world_of(3.0), None, 2, timeout_s=3.0)
-    except PeerError as error:
-        return error
-
-
-def test_a_rank_that_dies_while_groups_are_made_is_an_error_of_ours() -> None:
-    first, died, last = run_processes(3, dies_before_its_second_group)
-
-    assert isinstance(died, RankDiedError)
-    for error in (first, last):
-        assert isinstance(error, PeerError)
-        assert "making of a gloo group of 3 ranks" in str(error)
+    assert "PeerTimeoutError" in error.kinds, error
+    assert error.global_rank == 2
+    assert others == [None] * 3
 
 
 def arrive_late(rank: int, *, is_first: bool) -> Any:
@@ -322,3 +213,77 @@ def test_a_rank_that_comes_after_the_others_have_given_up_raises_too(*, is_first
     for found in run_processes(2, partial(arrive_late, is_first=is_first)):
         assert isinstance(found, Failure), found
         assert "PeerError" in found.kinds
+
+
+# Killed
+
+
+def kill_this_process(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survives(rank: int, killed: int, is_within: bool) -> Any:
+    """One is killed before a collective, or when it has reached it."""
+    comm = open_communicator(None, timeout_s=60.0, purpose="save of /ckpt/iter_1")
+    run_collectively(comm, lambda: None)
+    if rank == killed and is_within:
+        vars(dist)["all_gather"] = kill_this_process
+    elif rank == killed:
+        kill_this_process()
+    found = outcome(lambda: run_collectively(comm, lambda: None))
+    dist.destroy_process_group()  # as when the error ends the process
+    return found
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_a_killed_rank_is_an_error_on_the_others_long_before_the_timeout(is_within: bool) -> None:
+    killed = 2
+    results = run_processes(4, survives, killed, is_within)
+
+    assert isinstance(results.pop(killed), RankDiedError)
+    for error in results:
+        assert "PeerLostError" in error.kinds, error
+        assert error.seconds < 40.0
+        assert "save of /ckpt/iter_1" in error.text
+    blamed = {error.global_rank for error in results}
+    assert killed in blamed <= {killed, None}
+
+
+def is_killed_while_it_sends(rank: int) -> Any:
+    comm = open_communicator(None, timeout_s=60.0, purpose="a test")
+    comm.all_gather(None)
+    if rank == 1:
+        threading.Timer(0.2, kill_this_process).start()
+        time.sleep(60)
+    return outcome(lambda: comm.exchange([], [Receive(1, np.zeros(64 << 20, np.uint8))]))
+
+
+def test_a_rank_killed_in_an_exchange_is_named_to_its_receiver() -> None:
+    error, died = run_processes(2, is_killed_while_it_sends)
+
+    assert isinstance(died, RankDiedError)
+    assert "PeerLostError" in error.kinds, error
+    assert error.global_rank == 1
+    assert error.seconds < 40.0
+
+
+def dies_before_its_second_group(rank: int) -> Any:
+    make, made = distributed_c10d._new_process_group_helper, [0]
+
+    def die_at_the_second(*args: Any, **options: Any) -> Any:
+        made[0] += 1
+        if rank == 1 and made[0] == 2:
+            kill_this_process()
+        return make(*args, **options)
+
+    vars(distributed_c10d)["_new_process_group_helper"] = die_at_the_second
+    return outcome(lambda: new_gloo_groups(world_of(3.0), None, 2, timeout_s=3.0))
+
+
+def test_a_rank_that_dies_while_groups_are_made_is_an_error_of_ours() -> None:
+    first, died, last = run_processes(3, dies_before_its_second_group)
+
+    assert isinstance(died, RankDiedError)
+    for error in (first, last):
+        assert "PeerError" in error.kinds, error
+        assert "making of a gloo group of 3 ranks" in error.text

@@ -1,7 +1,6 @@
 """A script: local saves through Megatron-Core's queue or NVRx's, with its worker forked or spawned.
 
-What the queues ask of CUDA is answered for a CPU at the top level, since a spawned worker runs this
-file again, as a module.
+What queues ask of CUDA is answered at the top level: a spawned worker runs this file as a module.
 
     python queue_script.py DIRECTORY megatron|nvrx PORT
 """
@@ -13,6 +12,7 @@ import os
 import resource
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,15 @@ for name, stand_in in STAND_INS.items():
     setattr(torch.cuda, name, stand_in)
 
 
+QUEUES = {
+    "megatron": "megatron.core.dist_checkpointing.strategies.async_utils",
+    "nvrx": "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+}
+
+
 def say(rank: int, mode: str, text: str) -> None:
     """One line, in one piece."""
     os.write(1, f"{mode}, rank {rank}: {text}\n".encode())
-
-
-def queue_class(owner: str) -> Any:
-    """The queue of Megatron-Core, or NVRx's."""
-    if owner == "megatron":
-        from megatron.core.dist_checkpointing.strategies import async_utils  # noqa: PLC0415
-
-        return async_utils.AsyncCallsQueue
-    from nvidia_resiliency_ext.checkpointing.async_ckpt import core  # noqa: PLC0415
-
-    return core.AsyncCallsQueue
-
-
-def saved(manager: Any, value: torch.Tensor, iteration: int) -> Any:
-    """The request of a save."""
-    from dist_ckpt_strategies.local import BasicTensorAwareStateDict  # noqa: PLC0415
-
-    return manager.save(BasicTensorAwareStateDict({"w": value}), iteration, is_async=True)
 
 
 def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> None:
@@ -60,9 +48,11 @@ def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> No
     NVRx's queue gets the first request as it is, and the second in its own class.
     """
     from dist_ckpt_strategies.errors import StorageError  # noqa: PLC0415
+    from dist_ckpt_strategies.local import BasicTensorAwareStateDict  # noqa: PLC0415
 
     weight = torch.full((1000,), float(rank))
-    index = queue.schedule_async_request(saved(manager, weight, 1))
+    state = BasicTensorAwareStateDict({"w": weight})
+    index = queue.schedule_async_request(manager.save(state, 1, is_async=True))
     weight.zero_()
     finalised: list[int] = []
     while not finalised:
@@ -73,7 +63,7 @@ def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> No
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    request = saved(manager, weight, 2)
+    request = manager.save(state, 2, is_async=True)
     queue.schedule_async_request(request if owner == "megatron" else request.for_nvrx())
     try:
         queue.maybe_finalize_async_calls(blocking=True)
@@ -95,7 +85,7 @@ def main(rank: int, directory: str, owner: str, port: int) -> None:
     for mode in ("temporal", "persistent"):
         root = Path(directory) / mode / f"node{rank}"
         manager = LocalCheckpointManager(root, repl_strategy=cliques, timeout_s=40)
-        queue = queue_class(owner)(persistent=mode == "persistent")
+        queue = import_module(QUEUES[owner]).AsyncCallsQueue(persistent=mode == "persistent")
         save_twice(rank, manager, owner, mode, queue)
         queue.close()
     dist.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.local import (
-    BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
     LazyReplicationStrategyBuilder,
@@ -34,11 +34,12 @@ from tests.local.clique_worlds import (
     partials_in,
     parts_in,
     remove,
-    run,
     save,
     state_of,
     values_of,
 )
+from tests.support.entries import require_on_ranks
+from tests.support.queues import run_queue
 from tests.support.ranks import RankDiedError, run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -59,8 +60,7 @@ def exchange(rank: int, kind: str) -> None:
     """Copy the clique's states; then give one away, and get it back."""
     strategy = strategy_of(kind)
     low, high = clique = (rank % 2, rank % 2 + 2)
-    before = values_of(rank, 1)
-    copies, ids = strategy.replicate(BasicTensorAwareStateDict(before), f"state {rank}")
+    copies, ids = strategy.replicate(state_of(rank, 1), f"state {rank}")
     assert ids == [f"state {low}", f"state {high}"]
     for number, copy in zip(clique, copies, strict=True):
         assert described(copy.state_dict) == described(values_of(number, 1))
@@ -71,7 +71,6 @@ def exchange(rank: int, kind: str) -> None:
     plan = strategy.retrieve_plan(available, [lost])
     entries = [(entry.sender, entry.receiver, entry.id_) for entry in plan.entries]
     assert entries == [(high, low, lost), (high, high, lost)]
-    assert plan.required_ids() == plan.required_ids(rank)
     got = strategy.retrieve_execute(plan, {id_: held[id_] for id_ in plan.required_ids()})
     assert list(got) == [lost]
     assert described(got[lost].state_dict) == described(values_of(low, 1))
@@ -96,7 +95,6 @@ def make_cliques(rank: int) -> None:
     made = lazy.replication_strategy
     assert lazy.replication_strategy is made
     assert isinstance(lazy, LazyReplicationStrategyBuilder)
-    assert (lazy.replication_jump, lazy.replication_factor) == (2, 2)
     assert (made.global_ranks, made.target_device) == ((rank % 2, rank % 2 + 2), "cpu")
     refused: list[tuple[type[Exception], tuple[int, int], str]] = [
         (PlanError, (1, 3), "4"),
@@ -150,7 +148,7 @@ def refuse(rank: int, root: str) -> None:
     assert load(manager, rank) == ("ok", "1")
 
 
-def all_of_it(rank: int, root: str) -> None:
+def use_cliques(rank: int, root: str) -> None:
     """Body of a rank."""
     for kind in ("group", "made", "lazy"):
         exchange(rank, kind)
@@ -161,7 +159,7 @@ def all_of_it(rank: int, root: str) -> None:
 
 
 def test_cliques_over_process_groups(tmp_path: Path) -> None:
-    assert run(4, all_of_it, tmp_path) == [None] * 4
+    require_on_ranks(4, use_cliques, str(tmp_path))
 
 
 def die_while_saving(rank: int, root: str) -> Any:
@@ -184,4 +182,13 @@ def test_a_rank_that_is_killed_while_it_saves_costs_that_save_only(tmp_path: Pat
     *others, killed = run_processes(4, die_while_saving, str(tmp_path))
     assert isinstance(killed, RankDiedError)
     assert all(kind != "ok" for kind, _ in others), others
-    run(4, go_on, tmp_path)
+    require_on_ranks(4, go_on, str(tmp_path))
+
+
+def test_megatrons_queue_finalises_a_local_save_and_tells_when_one_has_failed(
+    tmp_path: Path,
+) -> None:
+    printed = run_queue(tmp_path, "megatron")
+    for mode, rank in product(("temporal", "persistent"), range(2)):
+        assert f"{mode}, rank {rank}: finalised True, w [{float(rank)}]" in printed
+        assert f"{mode}, rank {rank}: refused: rank 1: " in printed

@@ -16,14 +16,11 @@ import pytest
 import torch
 import xxhash
 
-from dist_ckpt_strategies.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StorageError,
-)
+from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.processes import until
 from tests.support.ranks import RankDiedError, run_processes
+from tests.support.system_calls import before_calls
 
 MAGIC = b"DCKPART4"
 OLD, NEW = 1, 2
@@ -61,24 +58,23 @@ def newest(tmp_path: Path) -> Path:
     return save(tmp_path, NEW)
 
 
-def describe(content: bytes) -> tuple[int, dict[str, Any]]:
-    """Where the footer begins, and what it says."""
+def describe(content: bytes) -> tuple[bytes, dict[str, Any]]:
+    """What lies before the footer, and what that says."""
     first = len(content) - 32 - int.from_bytes(content[-16:-8], "little")
-    return first, json.loads(content[first:-32])
+    return content[:first], json.loads(content[first:-32])
 
 
-def described(content: bytes, description: bytes) -> bytes:
-    """With another description, whose digest is right."""
+def with_footer(buffers: bytes, description: bytes) -> bytes:
+    """A file with a description whose digest is right."""
     size = len(description).to_bytes(8, "little")
-    digest = xxhash.xxh3_128_digest(description + size)
-    return content[: describe(content)[0]] + description + digest + size + MAGIC
+    return buffers + description + xxhash.xxh3_128_digest(description + size) + size + MAGIC
 
 
 def test_every_changed_byte_and_every_other_length_is_refused(newest: Path) -> None:
     """But padding, which nothing is made of: 32 and 44 bytes are the tensors' ends."""
     root, content = newest.parents[1], newest.read_bytes()
     assert (loaded(root), newest.stat().st_nlink) == (NEW, 1)
-    first, _ = describe(content)
+    first = len(describe(content)[0])
     damaged = [content[:place] for place in (0, 1, 31, 32, first, *range(first, len(content), 17))]
     damaged += [content + b"\0", content + content, b"\0" + content, b"DCKPART1" + bytes(5000)]
     for place in (*range(20), *range(64, 68), *range(first, len(content))):
@@ -115,69 +111,59 @@ def test_every_changed_byte_and_every_other_length_is_refused(newest: Path) -> N
 def test_a_description_that_makes_no_sense_is_refused_though_its_digest_is_right(
     changes: Any, newest: Path
 ) -> None:
-    content = newest.read_bytes()
-    _, fields = describe(content)
+    buffers, fields = describe(newest.read_bytes())
     new = changes if isinstance(changes, bytes) else json.dumps(fields | changes).encode()
-    newest.write_bytes(described(content, json.dumps(fields).encode()))
+    newest.write_bytes(with_footer(buffers, json.dumps(fields).encode()))
     assert loaded(newest.parents[1]) == NEW
-    newest.write_bytes(described(content, new))
+    newest.write_bytes(with_footer(buffers, new))
 
     assert loaded(newest.parents[1]) == OLD
 
 
 def test_a_description_with_a_tensor_less_than_its_state_is_an_error_of_ours(newest: Path) -> None:
     """Tensors lie at bytes 0 and 64, the state without them at byte 128."""
-    content = newest.read_bytes()
-    first, fields = describe(content)
+    buffers, fields = describe(newest.read_bytes())
     less = {name: [fields[name][0], fields[name][-1]] for name in ("buffers", "digests")}
     (nbytes,) = fields["buffers"][-1][2]
-    whole = content[:64] + content[128 : 128 + nbytes] + content[first:]
-    newest.write_bytes(described(whole, json.dumps(fields | less).encode()))
+    fewer = buffers[:64] + buffers[128 : 128 + nbytes]
+    newest.write_bytes(with_footer(fewer, json.dumps(fields | less).encode()))
 
     with pytest.raises(CorruptCheckpointError):
         loaded(newest.parents[1])
 
 
-@pytest.mark.parametrize("kind", ["directory", "pipe", "device", "loop", "dangling", "other"])
-def test_what_is_no_such_file_is_refused_without_waiting(kind: str, newest: Path) -> None:
-    content = newest.with_name("x")
-    newest.rename(content)
-    match kind:
-        case "directory":
-            newest.mkdir()
-        case "pipe":
-            os.mkfifo(newest)
-        case "other":
-            content.rename(newest.with_name(newest.name.replace("_local_", "_local_1")))
-        case _:
-            place = {"device": "/dev/zero", "loop": newest.name, "dangling": "nowhere"}[kind]
-            newest.symlink_to(place)
-
-    assert loaded(newest.parents[1]) == OLD
-
-
-def test_a_file_that_is_cut_while_it_is_read_is_refused(
-    newest: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "replace",
+    [
+        Path.mkdir,
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to(path.name),
+        lambda path: path.symlink_to("nowhere"),
+        lambda path: path.with_name("x").rename(path.with_name(path.stem + "1.part")),
+    ],
+    ids=["directory", "pipe", "device", "loop", "dangling", "other"],
+)
+def test_what_is_no_such_file_is_refused_without_waiting(
+    replace: Callable[[Path], object], newest: Path
 ) -> None:
-    preadv = os.preadv
+    newest.rename(newest.with_name("x"))
+    replace(newest)
 
-    def cut_first(handle: int, buffers: Any, offset: int) -> int:
-        if newest.stat().st_size > 8:
-            os.truncate(newest, 8)
-        return preadv(handle, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", cut_first)
     assert loaded(newest.parents[1]) == OLD
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_refused(newest: Path) -> None:
+    with before_calls(lambda _name, _path: os.truncate(newest, 8), ["preadv"]):
+        assert loaded(newest.parents[1]) == OLD
 
 
 def test_a_file_of_an_earlier_release_is_named_with_what_to_do(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    newest: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = save(tmp_path, NEW)
-    path.write_bytes(b"DCKPART1" + bytes(5000))
+    newest.write_bytes(b"DCKPART1" + bytes(5000))
 
-    with pytest.raises(CheckpointNotFoundError):
-        loaded(tmp_path)
+    assert loaded(newest.parents[1]) == OLD
     assert "in this release" in caplog.text
 
 
@@ -199,15 +185,21 @@ def test_only_names_of_shards_below_names_of_ranks_are_found(newest: Path) -> No
 # Writing
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
-def test_a_shard_that_cannot_be_finished_does_not_appear(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def failing(number: int) -> Callable[..., Any]:
+    """A call of the system that fails with this error."""
 
-    monkeypatch.setattr(os, call, full)
-    with pytest.raises(StorageError, match="no space left"):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
+def test_a_shard_that_cannot_be_finished_does_not_appear(call: str, tmp_path: Path) -> None:
+    with (
+        before_calls(failing(errno.ENOSPC), [call]),
+        pytest.raises(StorageError, match="no space left"),
+    ):
         save(tmp_path, NEW)
 
     assert files_below(tmp_path) == []
@@ -217,13 +209,13 @@ def save_beside_one_that_hangs(rank: int, root: Path) -> None:
     """Body of a rank: the second never ends its save, until the first kills it."""
     mark = root / "there"
 
-    def hang(_handle: int) -> None:
+    def hang(_name: str, _path: str) -> None:
         mark.write_text(str(os.getpid()))
         time.sleep(60)
 
     if rank:
-        vars(os)["fsync"] = hang
-        save(root, NEW)
+        with before_calls(hang, ["fsync"]):
+            save(root, NEW)
     pid = int(until(lambda: mark.exists() and mark.read_text()))
     save(root, NEW + 1)
     assert len(files_below(root / "0")) == 3
@@ -262,10 +254,7 @@ def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_again(
 
 
 def test_a_file_system_without_locks_will_do(newest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOSYS))
     newest.with_name(".partial-0").write_bytes(b"left")
     save(newest.parents[1], NEW + 1)
 
@@ -283,19 +272,11 @@ def test_odd_leftovers_are_gone_or_a_storage_error(newest: Path) -> None:
         save(newest.parents[1], NEW + 2)
 
 
-def test_the_name_of_every_new_directory_is_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: set[int] = set()
-    fsync: Callable[[int], None] = os.fsync
+def test_the_name_of_every_new_directory_is_flushed(tmp_path: Path) -> None:
+    flushed: set[str] = set()
+    with before_calls(lambda _name, path: flushed.add(path), ["fsync"]):
+        path = save(tmp_path / "a" / "b" / "root", NEW)
 
-    def recorded(handle: int) -> None:
-        fsync(handle)
-        flushed.add(os.fstat(handle).st_ino)
-
-    monkeypatch.setattr(os, "fsync", recorded)
-    path = save(tmp_path / "a" / "b" / "root", NEW)
-    changed = [path, *path.parents[: len(path.parents) - len(tmp_path.parents)]]
-
-    assert changed[-1] == tmp_path
-    assert {one.stat().st_ino for one in changed} <= flushed
+    names = {str(place) for place in path.parents if place.is_relative_to(tmp_path)}
+    assert names <= flushed
+    assert any(Path(place).parent == path.parent for place in flushed)

@@ -7,8 +7,8 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
@@ -39,27 +38,25 @@ from tests.local.clique_worlds import (
     values_of,
 )
 from tests.support.leaks import open_files_below, threads_left
+from tests.support.processes import until
+from tests.support.system_calls import before_calls
 
-LOSSES: dict[str, tuple[int, int, Sequence[str]]] = {
-    "nothing": (4, 2, []),
-    "a rank": (4, 2, ["node0/1"]),
-    "the first node": (4, 2, ["node0"]),
-    "the last node": (4, 2, ["node1"]),
-    "one of each clique": (4, 2, ["node0/0", "node1/3"]),
+LOSSES: dict[str, tuple[int, int, int, Sequence[str]]] = {
+    "nothing": (4, 2, 2003, []),
+    "a rank": (4, 2, 1 << 30, ["node0/1"]),
+    "the first node": (4, 2, 2003, ["node0"]),
+    "one of each clique": (4, 2, 1 << 30, ["node0/0", "node1/3"]),
     "all but one of each clique": (
-        8, 4, ["node1/2", "node2/4", "node3/6", "node1/3", "node2/5", "node3/7"],
+        8, 4, 2003, ["node1/2", "node2/4", "node3/6", "node1/3", "node2/5", "node3/7"],
     ),
-    "all nodes but one, uneven cliques": (8, 3, ["node0", "node1", "node3"]),
+    "all nodes but one, uneven cliques": (8, 3, 1 << 30, ["node0", "node1", "node3"]),
 }  # fmt: skip
-"""Ranks, copies of each shard, and what is gone."""
+"""Ranks, copies of each shard, bytes of a buffer, and what is gone."""
 
 
-@pytest.mark.parametrize("bucket", [2003, 1 << 30])
 @pytest.mark.parametrize("lost", LOSSES)
-def test_what_one_member_of_each_clique_has_is_enough(
-    lost: str, bucket: int, tmp_path: Path
-) -> None:
-    size, factor, names = LOSSES[lost]
+def test_what_one_member_of_each_clique_has_is_enough(lost: str, tmp_path: Path) -> None:
+    size, factor, bucket, names = LOSSES[lost]
     before = threading.enumerate()
 
     def body(node: Node) -> list[Outcome]:
@@ -124,6 +121,7 @@ def test_as_many_saves_are_kept_as_asked_for_and_no_leftovers(tmp_path: Path) ->
     root = str(tmp_path)
 
     def body(node: Node) -> None:
+        own = holder_directory(root, node.rank)
         manager = node.manager()
         node.save(manager, 1)
         number: Any = np.int64(2)
@@ -139,10 +137,9 @@ def test_as_many_saves_are_kept_as_asked_for_and_no_leftovers(tmp_path: Path) ->
         node.save(again, 4)
         node.meet()
         assert (iterations_in(root), node.load(again)) == ([4], ("ok", "4"))
-        (holder_directory(root, node.rank) / ".partial-0").write_bytes(b"left by a killed save")
-        in_the_way = holder_directory(root, node.rank) / "iter_0000000_0_local_a.part"
+        (own / ".partial-0").write_bytes(b"left by a killed save")
+        in_the_way = own / "iter_0000000_0_local_a.part"
         in_the_way.mkdir()
-        assert node.load(again) == ("ok", "4")
         node.save(again, 6)
         node.meet()
         in_the_way.rmdir()
@@ -165,7 +162,6 @@ def test_sessions_are_kept_apart_and_foreign_files_count_as_absent(tmp_path: Pat
         node.save(one, 11)
         assert node.load(other)[0] == "CheckpointNotFoundError"
         node.save(other, 5)
-        assert (node.load(one), node.load(other)) == (("ok", "11"), ("ok", "5"))
         node.once(move_over)
         for manager, newest in ((one, "11"), (other, "5")):
             assert (outcome(manager.find_latest), node.load(manager)) == (("ok", newest),) * 2
@@ -173,58 +169,24 @@ def test_sessions_are_kept_apart_and_foreign_files_count_as_absent(tmp_path: Pat
     run_threads(4, body, tmp_path)
 
 
-# Saves that fail
-
-
-def no_space(*_: Any, **__: Any) -> Any:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def path_of(target: Any) -> str:
-    return str(Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target)
-
-
-def fail_below(patch: pytest.MonkeyPatch, call: str, directory: Path, name: str = "") -> None:
-    """From now on a call of the system fails for files in a directory."""
-    real = getattr(os, call)
-
-    def fails(first: Any, *args: Any, **options: Any) -> Any:
-        path = path_of(args[0] if call == "replace" else first)
-        if Path(path).is_relative_to(directory) and name in path:
-            no_space()
-        return real(first, *args, **options)
-
-    patch.setattr(os, call, fails)
-
-
 class Unknown:
     """A class that nobody has allowed."""
 
 
 def test_what_one_rank_asks_for_in_vain_is_refused_on_all(tmp_path: Path) -> None:
-    def wrong(node: Node, state: Any) -> dict[str, tuple[str, Any, Any]]:
-        """What rank 3 alone gives to a save, and how that ends on all."""
-        hollow = state_of(node.rank, 1)
-        hollow.pop_tensors()
-        unknown = BasicTensorAwareStateDict({"a": [Unknown()]})
-        return {
-            "rank 3 saves iteration 3 with is_async=False, rank 0 iteration 2": (
-                "PlanError",
-                state,
-                3,
-            ),
-            "2.5": ("PlanError", state, 2.5),
-            "Unknown": ("UnsafeObjectError", unknown, 2),
-            "hollow": ("PlanError", hollow, 2),
-            "dict": ("StrategyError", {}, 2),
-        }
-
     def body(node: Node) -> None:
-        manager, state = node.manager(), state_of(node.rank, 1)
+        manager, state, hollow = node.manager(), state_of(node.rank, 1), state_of(node.rank, 1)
+        hollow.pop_tensors()
         node.save(manager, 1)
-        for text, (kind, own, iteration) in wrong(node, state).items():
-            given = (own, iteration) if node.rank == 3 else (state, 2)
-            found = outcome(lambda given=given: manager.save(*given))  # type: ignore[misc]
+        for kind, text, own, iteration in (
+            ("PlanError", "rank 3 saves iteration 3 with is_async=False, rank 0 iter", state, 3),
+            ("PlanError", "2.5", state, 2.5),
+            ("PlanError", "hollow", hollow, 2),
+            ("StrategyError", "dict", {}, 2),
+            ("UnsafeObjectError", "Unknown", BasicTensorAwareStateDict({"a": [Unknown()]}), 2),
+        ):
+            given: Any = (own, iteration) if node.rank == 3 else (state, 2)
+            found = outcome(partial(manager.save, *given))
             assert found[0] == kind, (text, found)
             assert text in found[1], (text, found)
         assert node.save(manager, -2)[0] == "PlanError"
@@ -234,6 +196,10 @@ def test_what_one_rank_asks_for_in_vain_is_refused_on_all(tmp_path: Path) -> Non
 
 
 # Saves in the background
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
@@ -249,7 +215,7 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
         state.state_dict["array"][:] = 0
         assert (outcome(request.wait), request.done()) == (SAVED, True)
         assert node.load(manager) == ("ok", "1")
-        node.once(lambda: monkeypatch.setattr(tempfile, "mkstemp", no_space))
+        node.once(lambda: monkeypatch.setattr(tempfile, "mkstemp", full))
         again = state_of(node.rank, 2)
         assert outcome(lambda: manager.save(again, 2, is_async=True))[0] == "StorageError"
         assert node.load(manager) == ("ok", "1")
@@ -259,40 +225,25 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
     assert threads_left(before) == []
 
 
-def test_a_save_in_the_background_counts_once_it_is_finalised_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def begin(node: Node, manager: LocalCheckpointManager, iteration: int) -> Any:
+    request = manager.save(state_of(node.rank, iteration), iteration, is_async=True)
+    assert request is not None
+    return request
+
+
+def test_a_save_in_the_background_counts_once_it_is_finalised_on_all_ranks(tmp_path: Path) -> None:
     root = str(tmp_path)
-
-    def begin(node: Node, manager: LocalCheckpointManager, iteration: int) -> Any:
-        request = manager.save(state_of(node.rank, iteration), iteration, is_async=True)
-        assert request is not None
-        return request
-
-    def until_done(node: Node, request: Any) -> None:
-        while not request.done():
-            time.sleep(0.005)
-        node.meet()
 
     def body(node: Node) -> None:
         manager = node.manager()
         both = begin(node, manager, 2), begin(node, manager, 3)
-        until_done(node, both[1])
+        until(both[1].done)
+        node.meet()
         assert [outcome(one.wait) for one in both] == [SAVED, SAVED]
         assert node.load(manager) == ("ok", "3")
         assert iterations_in(root) == [3]
-
-        node.once(lambda: fail_below(monkeypatch, "pwrite", holder_directory(root, 2)))
-        failing = begin(node, manager, 4)
-        failure = outcome(failing.wait)
-        assert (failure, failure[0]) == (outcome(failing.wait), "StorageError")
-        assert "rank 2" in failure[1]
-        node.once(monkeypatch.undo)
-        assert (iterations_in(root), partials_in(root)) == ([3], [])
-        assert node.load(manager) == ("ok", "3")
-
         vanishing = begin(node, manager, 5)
-        until_done(node, vanishing)
+        until(vanishing.done)
         node.once(lambda: remove(parts_in(root, iteration=5, owner=1)))
         assert "ranks 1" in outcome(vanishing.wait)[1]
         assert node.load(manager) == ("ok", "3")
@@ -300,27 +251,32 @@ def test_a_save_in_the_background_counts_once_it_is_finalised_on_all_ranks(
     run_threads(4, body, tmp_path)
 
 
-class Flipping:
-    """A communicator that changes a byte of the n-th block that its rank receives of another."""
+def test_a_save_in_the_background_that_fails_on_one_rank_counts_on_none(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    failing: list[Path] = []
 
-    def __init__(self, inner: Communicator, number: int) -> None:
-        self._inner, self._left = inner, number
+    def fail_below(_call: str, path: str) -> None:
+        if any(Path(path).is_relative_to(directory) for directory in failing):
+            full()
 
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the other communicator's."""
-        return getattr(self._inner, name)
+    def body(node: Node) -> None:
+        manager = node.manager()
+        node.save(manager, 3)
+        node.once(lambda: failing.append(holder_directory(root, 2)))
+        request = begin(node, manager, 4)
+        kind, text = failure = outcome(request.wait)
+        assert failure == outcome(request.wait)
+        assert kind == "StorageError"
+        assert "rank 2" in text
+        node.once(failing.clear)
+        assert (iterations_in(root), partials_in(root)) == ([3], [])
+        assert node.load(manager) == ("ok", "3")
 
-    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """See Communicator."""
-        self._inner.exchange(sends, receives)
-        for receive in receives:
-            if receive.from_rank != self._inner.rank:
-                if self._left == 0:
-                    torch.as_tensor(receive.into)[-1] ^= 0x10
-                self._left -= 1
+    with before_calls(fail_below, ["pwrite"]):
+        run_threads(4, body, tmp_path)
 
 
-@pytest.mark.parametrize("number", [0, 2, 9])
+@pytest.mark.parametrize("number", [0, 9])
 def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Path) -> None:
     root = str(tmp_path)
 
@@ -330,20 +286,16 @@ def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Pat
     def load_all(node: Node) -> Outcome:
         return node.load(node.manager(0))
 
-    carriers = {2: lambda comm: Flipping(comm, number)}
-    for kind, text in run_threads(4, save_all, tmp_path, carriers):
+    for kind, text in run_threads(4, save_all, tmp_path, flipped=(2, number)):
         assert kind == "CorruptCheckpointError"
         assert "rank 0 sent" in text or "rank 2" in text
     assert parts_in(root) == []
 
     assert run_threads(4, save_all, tmp_path) == [SAVED] * 4
     remove([node_directory(root, 1)])  # rank 2 gets its state from rank 0
-    for kind, _ in run_threads(4, load_all, tmp_path, carriers):
+    for kind, _ in run_threads(4, load_all, tmp_path, flipped=(2, number)):
         assert kind == "NoReplicasAvailableError"
     assert run_threads(4, load_all, tmp_path) == [("ok", "5")] * 4
-
-
-# What is refused
 
 
 class NoClique(ReplicationStrategy):

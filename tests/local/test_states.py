@@ -18,18 +18,14 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from dist_ckpt_strategies.errors import (
-    PlanError,
-    StrategyError,
-    UnsafeObjectError,
-)
+from dist_ckpt_strategies.errors import PlanError, StrategyError, UnsafeObjectError
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
 from dist_ckpt_strategies.megatron.types import tensor_aware_class
-from tests.local.clique_worlds import node_directory, run_threads
+from tests.local.clique_worlds import described, node_directory, run_threads
 
 
 class Unknown:
@@ -56,7 +52,7 @@ def megatrons(state: dict[str, Any] | None = None, **common: Any) -> Any:
     return tensor_aware_class()(common={"iteration": 5} | common, sharded_state_dict=held)
 
 
-def parts_of(*states: Any) -> Any:
+def saved_and_loaded(*states: Any) -> Any:
     """What one rank loads of the states that as many ranks have saved."""
     with TemporaryDirectory() as root:
         run_threads(
@@ -65,112 +61,79 @@ def parts_of(*states: Any) -> Any:
         return LocalCheckpointManager(node_directory(root, 0)).load()[0]
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """What makes up a ShardedTensor or ShardedObject, in a form that ``==`` can compare."""
-    found = dict(vars(value))
-    data = found["data"]
-    if isinstance(data, torch.Tensor):
-        found["data"] = (data.dtype, data.tolist())
-    elif isinstance(data, dict):
-        found["data"] = (data["state"].tolist(), data["set"])
-    return found
-
-
-def described(state: dict[str, Any]) -> list[dict[str, Any]]:
+def sharded_fields(state: dict[str, Any]) -> list[Any]:
+    """What makes up each ShardedTensor and ShardedObject, in a form that ``==`` can compare."""
     model = state["model"]
-    return [fields_of(value) for value in (model["rows"], *model["layers"], state["rng"])]
+    return [described(vars(value)) for value in (model["rows"], *model["layers"], state["rng"])]
 
 
 def test_every_field_of_megatrons_state_comes_back() -> None:
     before = megatrons(args=[1, "x"])
-    found = parts_of(before)
+    found = saved_and_loaded(before)
 
     assert type(found) is tensor_aware_class()
-    assert described(found.sharded_state_dict) == described(before.sharded_state_dict)
+    assert sharded_fields(found.sharded_state_dict) == sharded_fields(before.sharded_state_dict)
     assert found.common_state_dict == {"iteration": 5, "args": [1, "x"]}
-    assert not found.is_hollow
-    assert [tensor.shape for tensor in found.tensors] == [(2, 3), (3,)]
     expected = [tensor.clone() for tensor in found.tensors]
     taken = found.pop_tensors()
     assert found.is_hollow
     found.insert_tensors(taken)
     found.copy_tensors_to_cpu()
     found.restore_tensor_device()
+    assert not found.is_hollow
     assert all(map(torch.equal, found.tensors, expected))
 
 
 def test_parts_of_several_ranks_become_one_state_of_ours() -> None:
-    found = parts_of(megatrons(), megatrons())
+    found = saved_and_loaded(megatrons(), megatrons())
 
     assert type(found) is MCoreTensorAwareStateDict
     assert found.common_state_dict == {"iteration": 5}
-    first, second = found.sharded_state_dict.values()
-    assert described(second) == described(sharded())
-    assert [value["key"] for value in described(first)] == ["rows", "ragged", "away", "rng"]
+    for one in found.sharded_state_dict.values():
+        assert sharded_fields(one) == sharded_fields(sharded())
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {1: "a", "1": "b", (1, 2): "c"},
-        OrderedDict([("b", 1), ("a", 2)]),
-        {1, 2, 3},
-        frozenset({"x"}),
-        torch.Size([2, 3]),
-        slice(1, None, 2),
-        torch.bfloat16,
-        torch.device("cuda", 1),
-        pathlib.PosixPath("/a/b"),
-        dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.UTC),
-        dt.timedelta(days=-1, microseconds=7),
-        1j,
-        np.float64(0.1),
-        np.bool_(1),
-        np.str_("text"),
-        np.arange(3, dtype=np.int16),
-        1 << 80,
-        float("nan"),
-        -0.0,
-        bytearray(b"abc"),
-        b"",
-        signal.Signals.SIGTERM,
-        argparse.Namespace(lr=0.1, layers=[1, 2], path=pathlib.PosixPath("/x")),
-        random.Random(7).getstate(),
-    ],
-    ids=repr,
-)
-def test_it_comes_back_equal_and_of_the_same_type(value: Any) -> None:
-    found = parts_of(BasicTensorAwareStateDict({"value": value})).state_dict["value"]
+VALUES = [
+    {1: "a", "1": "b", (1, 2): "c"}, OrderedDict([("b", 1), ("a", 2)]), {1, 2, 3},
+    frozenset({"x"}), torch.Size([2, 3]), slice(1, None, 2), torch.bfloat16,
+    torch.device("cuda", 1), pathlib.PosixPath("/a/b"),
+    dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.UTC), dt.timedelta(days=-1, microseconds=7),
+    1j, np.float64(0.1), np.bool_(1), np.str_("text"), np.arange(3, dtype=np.int16), 1 << 80,
+    float("nan"), -0.0, bytearray(b"abc"), b"", signal.Signals.SIGTERM,
+    argparse.Namespace(lr=0.1, layers=[1, 2], path=pathlib.PosixPath("/x")),
+    random.Random(7).getstate(),
+]  # fmt: skip
 
-    assert type(found) is type(value)
-    assert repr(found) == repr(value)
+
+def test_objects_come_back_equal_and_of_the_same_type() -> None:
+    found = saved_and_loaded(BasicTensorAwareStateDict({"values": VALUES})).state_dict["values"]
+
+    for value, loaded in zip(VALUES, found, strict=True):
+        assert type(loaded) is type(value)
+        assert repr(loaded) == repr(value)
 
 
 def test_tensors_of_objects_stay_apart_from_those_of_the_state() -> None:
     value = {"args": argparse.Namespace(t=torch.ones(2)), "w": torch.arange(3), "n": 5}
-    found = parts_of(BasicTensorAwareStateDict(value))
+    found = saved_and_loaded(BasicTensorAwareStateDict(value))
 
     assert found.state_dict["args"].t.tolist() == [1, 1]
     assert [tensor.tolist() for tensor in found.tensors] == [[0, 1, 2]]
 
 
-def with_unknown(place: str) -> Any:
+def with_unknown_object() -> Any:
     state = sharded()
-    state["rng"].data = Unknown() if place == "object" else None
-    return megatrons(state, **({"mine": Unknown()} if place == "common" else {}))
+    state["rng"].data = Unknown()
+    return megatrons(state)
 
 
 @pytest.mark.parametrize(
     ("state", "error", "words"),
     [
         (Unknown(), StrategyError, r"a Unknown cannot be saved.*BasicTensorAware"),
-        (
-            BasicTensorAwareStateDict({"model": {"w": torch.eye(2).to_sparse()}}),
-            PlanError,
-            r"model\.w",
-        ),
-        (with_unknown("common"), UnsafeObjectError, r"test_states\.Unknown"),
-        (with_unknown("object"), UnsafeObjectError, r"test_states\.Unknown"),
+        (BasicTensorAwareStateDict({"m": {"w": torch.eye(2).to_sparse()}}), PlanError, r"m\.w"),
+        (megatrons(mine=Unknown()), UnsafeObjectError, r"test_states\.Unknown"),
+        (with_unknown_object(), UnsafeObjectError, r"test_states\.Unknown"),
     ],
     ids=["class", "sparse", "common", "object"],
 )
@@ -178,7 +141,7 @@ def test_what_cannot_be_saved_is_refused_by_its_name(
     state: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        parts_of(state)
+        saved_and_loaded(state)
 
 
 class Pair(NamedTuple):
@@ -188,12 +151,22 @@ class Pair(NamedTuple):
     right: str
 
 
+class Table(dict[str, Any]):
+    """A dict whose copy is a plain one."""
+
+    note = ""
+
+
 def nested() -> dict[str, Any]:
+    table = Table(a=torch.ones(1), b=1)
+    table.note = "x"
     return {
         "w": torch.arange(4),
         "list": [torch.ones(2), {"x": torch.zeros(1), "n": 5}],
         "pair": Pair(torch.full((3,), 7.0), "text"),
         "ordered": OrderedDict(b=torch.tensor(2), a=1),
+        "table": table,
+        "counted": Counter("aab"),
     }
 
 
@@ -202,33 +175,21 @@ def test_what_is_popped_and_inserted_is_the_same_state_and_the_callers_is_left_a
     inner = before["list"]
     state = BasicTensorAwareStateDict(before)
     tensors = state.pop_tensors()
-    assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2, 3], [1, 1], [0], [7, 7, 7], 2]
+    assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2, 3], [1, 1], [0], [7, 7, 7], 2, [1]]
     assert before["list"] is inner
     assert torch.equal(before["w"], torch.arange(4))
     state.insert_tensors(tensors)
 
     after = state.state_dict
     assert (type(after["ordered"]), type(after["pair"])) == (OrderedDict, Pair)
+    assert (type(after["table"]), after["table"].note) == (Table, "x")
+    assert (type(after["counted"]), after["counted"]) == (Counter, before["counted"])
     assert after["w"] is before["w"]
     assert next(iter(state.values())) is before["w"]
     state.copy_tensors_to_cpu()
     before["w"].zero_()
     state.restore_tensor_device()
     assert state.state_dict["w"].tolist() == [0, 1, 2, 3]
-
-
-def test_a_dict_of_a_class_of_its_own_stays_one() -> None:
-    class Table(dict[str, Any]):
-        """A dict whose copy is a plain one."""
-
-    table = Table(a=torch.ones(2), b=1)
-    table.note = "x"  # type: ignore[attr-defined]
-    counted = Counter("aab")
-    found = BasicTensorAwareStateDict({"t": table, "c": counted}).state_dict
-
-    assert (type(found["t"]), found["t"].note) == (Table, "x")
-    assert found["t"]["a"] is table["a"]
-    assert (type(found["c"]), found["c"]) == (Counter, counted)
 
 
 def test_a_hollow_state_says_what_to_do_and_gets_tensors_as_it_had() -> None:
@@ -238,7 +199,7 @@ def test_a_hollow_state_says_what_to_do_and_gets_tensors_as_it_had() -> None:
     for use in (state.pop_tensors, lambda: state.tensors, lambda: state.state_dict):
         with pytest.raises(PlanError, match="insert_tensors"):
             use()
-    with pytest.raises(PlanError, match="expected 5 tensors, found 1"):
+    with pytest.raises(PlanError, match="expected 6 tensors, found 1"):
         state.insert_tensors([torch.zeros(1)])
     state.init_tensors()
     assert [(t.shape, t.dtype, t.device) for t in state.tensors] == old

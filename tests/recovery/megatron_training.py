@@ -1,4 +1,4 @@
-"""A GPT of Megatron-Core with dropout and tied embeddings, in a parallel layout, with faults."""
+"""A GPT of Megatron-Core with dropout, in a parallel layout, with faults."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    model_parallel_cuda_manual_seed,
-)
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from dist_ckpt_strategies.cli.demo.rank import forward_step
-from dist_ckpt_strategies.inprocess import (
-    CheckpointlessAbortManager,
-    CheckpointlessFinalizeCleanup,
-)
+from dist_ckpt_strategies.cli.demo.main import ModelSize, ParallelLayout
+from dist_ckpt_strategies.cli.demo.rank import build_model, forward_step
 from dist_ckpt_strategies.recovery import CheckpointManager, MegatronStateProvider
+from tests.support.tensors import bits
 
 NUM_STEPS = 7
 LENGTH, VOCABULARY, MICRO_BATCH = 12, 64, 2
+SIZE = ModelSize(
+    num_layers=2,
+    hidden=16,
+    num_heads=2,
+    num_query_groups=2,
+    ffn_hidden=64,
+    vocab=VOCABULARY,
+    sequence_length=LENGTH,
+)
 FAULTS = (
     (1, "gradients", 3, "exception"),
     (2, "voted", 1, "kill"),
@@ -54,14 +54,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank is told.
-
-    Attributes:
-        directory: of all ranks; it outlives them.
-        tp: tensor-parallel size.
-        pp: pipeline-parallel size.
-        faults: that happen, each once.
-    """
+    """The directory of all ranks, their layout, and the faults, each of which happens once."""
 
     directory: Path
     tp: int
@@ -95,17 +88,6 @@ class Task:
                 step, loss = line.split()
                 found[int(path.name.removeprefix("losses")), int(step)].add(loss)
         return found
-
-
-def wrapper_settings(manager: CheckpointManager) -> dict[str, Any]:
-    """What HPWrapper is given."""
-    return {
-        "abort": CheckpointlessAbortManager.get_default_checkpointless_abort(),
-        "finalize": CheckpointlessFinalizeCleanup(),
-        "checkpoint_manager": manager,
-        "abort_timeout": 60.0,
-        "max_idle_attempts": 3,
-    }
 
 
 def train(task: Task, manager: CheckpointManager) -> dict[str, str]:
@@ -145,39 +127,16 @@ def train(task: Task, manager: CheckpointManager) -> dict[str, str]:
 
 def build(task: Task) -> tuple[Any, Any]:
     """The model in Megatron's DDP, and its distributed optimizer in two instances."""
-    torch.manual_seed(1)
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        tensor_model_parallel_size=task.tp,
-        pipeline_model_parallel_size=task.pp,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-    )
-    gpt = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=True,
-    )
+    gpt = build_model(SIZE, ParallelLayout(tp=task.tp, pp=task.pp))
+    for module in gpt.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
     wrapping = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
         num_distributed_optimizer_instances=2,
     )
-    model = DistributedDataParallel(config, wrapping, Float16Module(config, gpt))
+    model = DistributedDataParallel(gpt.config, wrapping, gpt)
     options = OptimizerConfig(
         optimizer="adam",
         lr=0.01,
@@ -235,17 +194,12 @@ def _micro_batches(step: int, number: int) -> Iterator[torch.Tensor]:
 def digests(state: MegatronStateProvider) -> dict[str, str]:
     """Of every tensor, of the objects, and of the random numbers that come next."""
     found = {
-        f"{part}/{name}": _digest(tensor)
+        f"{part}/{name}": hashlib.sha256(bits(tensor)).hexdigest()
         for part, tensors in state.parts().items()
         for name, tensor in tensors.items()
     }
     found["objects"] = json.dumps(state.objects(), sort_keys=True)
-    found["random numbers"] = _digest(torch.rand(8))
+    found["random numbers"] = str(torch.rand(8).tolist())
     with get_cuda_rng_tracker().fork():
-        found["tracked random numbers"] = _digest(torch.rand(8))
+        found["tracked random numbers"] = str(torch.rand(8).tolist())
     return found
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    content = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,9 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
 )
 from dist_ckpt_strategies.recovery import Loaded, Tier, load_latest
-from tests.support.ranks import run_processes
+from tests.support.checkpoints import flip_at
+from tests.support.entries import require_on_ranks
+from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
 
@@ -72,10 +73,16 @@ class Run:
 
     def damage_local(self, iteration: int) -> None:
         """Both copies of rank 1's part."""
+        dist.barrier()
         for path in self.node.rglob(f"iter_{iteration:07d}_1_*"):
-            content = bytearray(path.read_bytes())
-            content[0] ^= 1
-            path.write_bytes(content)
+            flip_at(path, 0)
+        dist.barrier()
+
+    def lose_global(self, iteration: int, name: str) -> None:
+        """A file of a global checkpoint."""
+        dist.barrier()
+        if self.rank == 0:
+            next(self.directory(iteration).rglob(name)).unlink()
         dist.barrier()
 
     def _state(self, value: float) -> dict[str, Any]:
@@ -83,7 +90,7 @@ class Run:
         return {"w": ShardedTensor.from_rank_offsets("w", data, (0, self.rank, NUM_RANKS))}
 
 
-def falls_back(rank: int, root: str) -> list[str]:
+def falls_back(_rank: int, root: str) -> None:
     """One checkpoint after the other becomes unusable."""
     run = Run(root)
     run.save_locally(90)
@@ -94,70 +101,93 @@ def falls_back(rank: int, root: str) -> list[str]:
     run.damage_local(100)
     (refused,) = run.require(Tier.GLOBAL, 95).attempts
     assert (refused.tier, refused.iteration) == (Tier.LOCAL, 100)
-    dist.barrier()
-    if rank == 0:
-        (run.directory(95) / "arrays" / "w" / "c.1").unlink()
-    dist.barrier()
-    reasons = [str(one) for one in run.require(Tier.LOCAL, 90).attempts]
+    run.lose_global(95, "c.1")
+    local, global_ = map(str, run.require(Tier.LOCAL, 90).attempts)
+    assert "local checkpoint of iteration 100" in local
+    assert "digest" in local
+    assert "global checkpoint of iteration 95" in global_
+    assert "missing" in global_
     run.damage_local(90)
-    assert run.require(Tier.GLOBAL, 80).iteration == 80
-    dist.barrier()
-    if rank == 0:
-        (run.directory(80) / "metadata.json").unlink()
-    dist.barrier()
+    run.require(Tier.GLOBAL, 80)
+    run.lose_global(80, "metadata.json")
     with pytest.raises(NoUsableCheckpointError) as caught:
         run.load()
-    return [*reasons, str(caught.value)]
+    text = str(caught.value)
+    assert text.count("checkpoint of iteration") >= 4
+    assert "iter_0000080 is not a distributed checkpoint, or is incomplete" in text
 
 
-def names_what_is_whole(rank: int, root: str) -> list[tuple[str, int, str, Any, int]]:
-    """The same with the two arguments that there must be."""
+def names_what_is_whole(_rank: int, root: str) -> None:
+    """Without a function that loads."""
     run = Run(root)
     run.save_locally(60)
-    for iteration in (50, 70, 80):
-        run.save_globally(iteration)
-    seen = []
-    for name in ("no damage", "c.1", "metadata.json"):
-        dist.barrier()
-        if rank == 0 and name != "no damage":
-            number = 80 if name == "c.1" else 70
-            next(run.directory(number).rglob(name)).unlink()
-        dist.barrier()
+    run.save_globally(70)
+    run.save_globally(80)
+    for number, (iteration, lost) in enumerate([(80, "c.1"), (70, "metadata.json")]):
         found = load_latest(run.manager, [run.global_root])
-        is_local = found.tier is Tier.LOCAL
-        state = found.state.state_dict["w"].tolist() if is_local else found.state
-        where = "" if is_local else Path(found.name).name
-        seen.append((found.tier.value, found.iteration, where, state, len(found.attempts)))
-    return seen
+        assert (found.tier, found.iteration, len(found.attempts)) == (
+            Tier.GLOBAL,
+            iteration,
+            number,
+        )
+        assert (Path(found.name), found.state) == (run.directory(iteration), None)
+        run.lose_global(iteration, lost)
+    assert len(run.require(Tier.LOCAL, 60).attempts) == 2
 
 
-def fails_on_one_rank(rank: int, root: str, kind: type[Exception]) -> str:
+def one_rank_has_a_bad_disk(rank: int, root: str) -> None:
+    """Its function that loads raises, or it cannot read a marker."""
     run = Run(root)
     run.save_globally(5)
+    for kind in (StorageError, ValueError):
 
-    def load(path: Path) -> None:
-        if rank == 1:
-            raise kind(f"{path}: a disk of this rank alone")
+        def load(path: Path, kind: type[Exception] = kind) -> None:
+            if rank == 1:
+                raise kind(f"{path}: a disk of this rank alone")
 
-    with pytest.raises(NoUsableCheckpointError) as caught:
-        load_latest(None, [run.directory(5)], load)
-    assert not isinstance(caught.value, FileNotFoundError)
-    return str(caught.value)
+        with pytest.raises(NoUsableCheckpointError, match=r"rank 1: .*rank alone") as caught:
+            load_latest(None, [run.directory(5)], load)
+        assert not isinstance(caught.value, FileNotFoundError)
 
-
-def cannot_read_a_marker(rank: int, root: str) -> str:
-    run = Run(root)
-    run.save_globally(5)
-
-    def fail(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and str(args[0]).endswith("iter_0000005/metadata.json"):
+    def fail(_name: str, path: str) -> None:
+        if rank == 1 and path.endswith("iter_0000005/metadata.json"):
             raise OSError(errno.EIO, "a disk of this rank alone")
 
-    if rank == 1:
-        sys.addaudithook(fail)
-    with pytest.raises(NoUsableCheckpointError) as caught:
+    words = r"iter_0000005\): rank 1: .*a disk of this rank alone"
+    with before_calls(fail, ["open"]), pytest.raises(NoUsableCheckpointError, match=words):
         run.load()
-    return str(caught.value)
+
+
+def lose_local_saves(_rank: int, root: str) -> None:
+    """The newest is damaged in both copies; then two lack a part."""
+    run = Run(root)
+    run.save_locally(10)
+    run.save_locally(20)
+    run.damage_local(20)
+    found = load_latest(run.manager, [])
+    assert (found.tier, found.iteration) == (Tier.LOCAL, 10)
+    (damaged,) = map(str, found.attempts)
+    assert "iteration 20" in damaged
+    assert "damaged in every copy; iteration 10 is used instead" in damaged
+    dist.barrier()
+    for path in run.node.rglob("iter_*_1_local_*.part"):
+        path.unlink()
+    dist.barrier()
+    words = "iteration 20: no rank has the shards of ranks 1"
+    with pytest.raises(CheckpointNotFoundError, match=words):
+        load_latest(run.manager, [])
+
+
+def look_for_the_newest(rank: int, root: str) -> None:
+    """Body of a rank."""
+    for act in (falls_back, names_what_is_whole, one_rank_has_a_bad_disk, lose_local_saves):
+        act(rank, f"{root}/{act.__name__}")
+
+
+def test_each_checkpoint_that_cannot_be_used_gives_way_to_the_next_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    require_on_ranks(NUM_RANKS, look_for_the_newest, str(tmp_path))
 
 
 NOT_FOUND, UNUSABLE = CheckpointNotFoundError, NoUsableCheckpointError
@@ -166,103 +196,33 @@ NOT_FOUND, UNUSABLE = CheckpointNotFoundError, NoUsableCheckpointError
 @pytest.mark.parametrize(
     ("name", "content", "error", "words"),
     [
-        ("nowhere", None, NOT_FOUND, "no checkpoint to load in .*nowhere"),
+        ("nowhere/metadata.json", None, NOT_FOUND, "no checkpoint to load in .*nowhere"),
         ("iter_0000010/manifest/x", b"", NOT_FOUND, "iter_0000010 is not a distributed"),
         ("iter_0000010/.partial-0a7/manifest/x", b"", NOT_FOUND, "iter_0000010 is not"),
         ("iter_0000010/.removed-0a9/manifest/x", b"", NOT_FOUND, "iter_0000010 is not"),
         ("iter_0000010/metadata.json", b"{", UNUSABLE, "iter_0000010"),
+        ("s3:/bucket/run", None, StrategyError, "takes slashes out of a URL"),
+        ("x" * 300, None, StorageError, "x: .*too long for the file system"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_and_what_was_one_is_named(
-    name: str, content: bytes | None, error: type[Exception], words: str, tmp_path: Path
+    name: str,
+    content: bytes | None,
+    error: type[Exception],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    root, path = tmp_path, tmp_path / name
-    if content is None:
-        root = path
-    else:
+    monkeypatch.chdir(tmp_path)
+    path, top = Path(name), Path(name.partition("/")[0])
+    places = [path if error is StrategyError else top]
+    if content is not None:
         path.parent.mkdir(parents=True)
         path.write_bytes(content)
+        places.append(tmp_path)
 
-    for place in {root, root / name.partition("/")[0]}:
+    for place in places:
         with pytest.raises(error, match=words) as raised:
             load_latest(None, [place], lambda path: path)
         assert ".partial" not in str(raised.value)
         assert ".removed" not in str(raised.value)
-
-
-def test_a_path_that_a_url_was_made_into_is_refused() -> None:
-    with pytest.raises(StrategyError, match="takes slashes out of a URL"):
-        load_latest(None, [Path("s3://bucket/run")], lambda path: path)
-
-
-def test_a_directory_that_cannot_be_looked_at_is_an_error_of_ours(tmp_path: Path) -> None:
-    nowhere = tmp_path / ("x" * 300)
-
-    with pytest.raises(StorageError, match="too long for the file system") as caught:
-        load_latest(None, [nowhere], lambda path: path)
-
-    assert caught.value.path == str(nowhere)
-
-
-def lose_local_saves(_rank: int, root: str) -> list[str]:
-    """What is said of the newest save, damaged in both copies; then of two that lack a part."""
-    run = Run(root)
-    run.save_locally(10)
-    run.save_locally(20)
-    dist.barrier()
-    for path in run.node.rglob("iter_0000020_*.part"):
-        content = bytearray(path.read_bytes())
-        content[0] ^= 4
-        path.write_bytes(content)
-    dist.barrier()
-    found = load_latest(run.manager, [])
-    said = [f"{found.tier} {found.iteration}", *map(str, found.attempts)]
-    dist.barrier()
-    for path in run.node.rglob("iter_*_1_local_*.part"):
-        path.unlink()
-    dist.barrier()
-    with pytest.raises(CheckpointNotFoundError) as caught:
-        load_latest(run.manager, [])
-    return [*said, str(caught.value)]
-
-
-def look_for_the_newest(rank: int, root: str) -> dict[str, Any]:
-    """Body of a rank."""
-    return {
-        "back": falls_back(rank, f"{root}/back"),
-        "named": names_what_is_whole(rank, f"{root}/named"),
-        "one rank": [
-            fails_on_one_rank(rank, f"{root}/{kind.__name__}", kind)
-            for kind in (StorageError, ValueError)
-        ],
-        "local": lose_local_saves(rank, f"{root}/local"),
-        "marker": cannot_read_a_marker(rank, f"{root}/marker"),
-    }
-
-
-def test_each_checkpoint_that_cannot_be_used_gives_way_to_the_next_on_all_ranks(
-    tmp_path: Path,
-) -> None:
-    for found in run_processes(NUM_RANKS, look_for_the_newest, str(tmp_path)):
-        local, global_, nothing = found["back"]
-        assert "local checkpoint of iteration 100" in local
-        assert "digest" in local
-        assert "global checkpoint of iteration 95" in global_
-        assert "missing" in global_
-        assert nothing.count("checkpoint of iteration") >= 4
-        assert "iter_0000080 is not a distributed checkpoint, or is incomplete" in nothing
-        assert found["named"] == [
-            ("global", 80, "iter_0000080", None, 0),
-            ("global", 70, "iter_0000070", None, 1),
-            ("local", 60, "", [60.0] * 4, 2),
-        ]
-        for message in found["one rank"]:
-            assert "rank 1: " in message
-            assert "a disk of this rank alone" in message
-        newest, damaged, lost = found["local"]
-        assert newest == "local 10"
-        assert "iteration 20" in damaged
-        assert "damaged in every copy; iteration 10 is used instead" in damaged
-        assert "iteration 20: no rank has the shards of ranks 1" in lost
-        assert "iter_0000005): rank 1: " in found["marker"]
-        assert "a disk of this rank alone" in found["marker"]

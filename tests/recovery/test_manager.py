@@ -11,9 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.tensor_parallel import random as megatron_random
 
-from dist_ckpt_strategies.errors import NoReplicasAvailableError, RestartError
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    NoReplicasAvailableError,
+    RestartError,
+)
 from dist_ckpt_strategies.recovery import CheckpointManager, Phase
+from dist_ckpt_strategies.recovery.random_states import restore_random_states
 from tests.support.memory_provider import MemoryProvider
 from tests.support.ranks import run_processes
 
@@ -34,12 +40,8 @@ def tracking(
     manager = CheckpointManager(**options)
     manager.track(old)
     manager.begin_step()
-    if phase >= Phase.GRADS_FINAL:
+    if phase >= Phase.COMMITTED:
         manager.vote()
-    if phase is Phase.GRADS_FINAL:
-        kept = manager._kept
-        assert kept is not None
-        manager._kept = type(kept)(kept.provider, kept.step, phase)
     if phase is Phase.UPDATING:
         with pytest.raises(ValueError, match="broken off"), manager.updating():
             raise ValueError("broken off")
@@ -59,21 +61,20 @@ def test_at_the_first_start_there_is_nothing_to_load() -> None:
     assert (manager.global_step, manager.phase, manager.rng_states) == (None, None, None)
 
 
+@pytest.mark.parametrize("is_offloaded", [False, True])
 @pytest.mark.parametrize(
-    ("phase", "expected_step", "expected_value"),
-    [
-        (Phase.RUNNING, 6, 1.0),
-        (Phase.GRADS_FINAL, 6, 1.0),
-        (Phase.COMMITTED, 7, 2.0),
-        (Phase.UPDATED, 7, 2.0),
-    ],
+    ("phase", "step", "value"),
+    [(Phase.RUNNING, 6, 1.0), (Phase.COMMITTED, 7, 2.0), (Phase.UPDATED, 7, 2.0)],
 )
-def test_a_new_model_takes_over_what_the_old_one_had(
-    phase: Phase, expected_step: int, expected_value: float
+def test_a_new_model_takes_over_what_the_old_one_had_and_that_is_let_go_of(
+    phase: Phase, step: int, value: float, is_offloaded: bool
 ) -> None:
     old, new = provider(1.0, step=6), provider(9.0)
-    manager, seen = tracking(old, phase), weakref.ref(old)
+    manager, seen = tracking(old, phase, enable_offload=is_offloaded), weakref.ref(old)
     del old
+    manager.maybe_offload_checkpoint()
+    manager.maybe_offload_checkpoint()
+    assert (seen() is None) == is_offloaded
 
     assert manager.checkpointless_recovery_feasible(new)
     loaded = manager.try_checkpointless_load(new)
@@ -81,13 +82,9 @@ def test_a_new_model_takes_over_what_the_old_one_had(
 
     assert seen() is None
     assert loaded is not None
-    assert loaded["global_step"] == expected_step
+    assert loaded["global_step"] == step
     assert manager.last_report is not None
-    assert (value_of(new), new.step, manager.global_step) == (
-        expected_value,
-        expected_step,
-        expected_step,
-    )
+    assert (value_of(new), new.step, manager.global_step) == (value, step, step)
 
 
 def test_a_committed_step_is_finished_once_however_often_recovery_is_interrupted() -> None:
@@ -115,21 +112,36 @@ class FailingUpdate(MemoryProvider):
         raise ValueError("no gradients")
 
 
+class OnlyTrainer(MemoryProvider):
+    def apply_update(self) -> None:
+        raise RestartError("only its trainer can end the step")
+
+
+INTERRUPTED = "rank 0: was interrupted in its update of step 0: its st"
+
+
 @pytest.mark.parametrize(
-    ("kind", "phase", "why"),
+    ("kind", "phase", "is_offloaded", "why"),
     [
-        (MemoryProvider, Phase.UPDATING, "rank 0: was interrupted in its update of step 0: its st"),
-        (FailingUpdate, Phase.COMMITTED, "apply_update raised ValueError: no gradients"),
+        (MemoryProvider, Phase.UPDATING, False, INTERRUPTED),
+        (FailingUpdate, Phase.COMMITTED, False, "apply_update raised ValueError: no gradients"),
+        (OnlyTrainer, Phase.COMMITTED, False, "only its trainer can"),
+        (OnlyTrainer, Phase.COMMITTED, True, INTERRUPTED),
     ],
 )
 def test_without_a_state_that_can_be_used_there_is_a_reason_and_no_tensor_in_memory(
-    kind: type[MemoryProvider], phase: Phase, why: str, caplog: pytest.LogCaptureFixture
+    kind: type[MemoryProvider],
+    phase: Phase,
+    is_offloaded: bool,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.CRITICAL)  # pytest would keep the errors that are logged
     memory = np.ones(4, np.float32).view(Memory)
     seen = weakref.ref(memory)
     old = kind({"p": {"x": torch.from_numpy(memory)}})
-    manager = tracking(old, phase)
+    manager = tracking(old, phase, enable_offload=is_offloaded)
+    manager.maybe_offload_checkpoint()
     del old, memory
 
     try:
@@ -180,18 +192,47 @@ def test_a_step_is_run_again_from_the_random_states_of_its_beginning() -> None:
     assert numbers() == second
 
 
-def test_random_states_stored_by_hand_are_loaded_again() -> None:
+class Tracker:
+    """As Megatron-Core's, without CUDA."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {"model": torch.arange(16, dtype=torch.uint8)}
+        self.states["graph"] = torch.Generator().manual_seed(3)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states = states
+
+
+def test_random_states_stored_by_hand_are_loaded_again_with_those_that_megatron_tracks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tracker = Tracker()
+    monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", tracker)
     manager = CheckpointManager()
     with pytest.raises(RestartError, match="no random states are known"):
         manager.load_rng_states()
     manager.store_rng_states()
-    drawn = numbers()
+    drawn = numbers(), torch.rand(2, generator=tracker.states["graph"]).tolist()
     numbers()
+    tracker.states["model"] = torch.zeros(16, dtype=torch.uint8)
     manager.load_rng_states()
 
-    assert numbers() == drawn
+    assert drawn == (numbers(), torch.rand(2, generator=tracker.states["graph"]).tolist())
+    assert tracker.states["model"].tolist() == list(range(16))
     assert manager.rng_states is not None
     assert [name for name, _ in manager.rng_states][:3] == ["python", "numpy", "torch"]
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch", "dice"])
+def test_a_random_state_that_makes_no_sense_is_refused_by_name(name: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=name):
+        restore_random_states([(name, b"x" * 16)])
 
 
 def test_saving_what_is_tracked_does_not_change_how_far_it_is() -> None:
@@ -206,52 +247,6 @@ def test_saving_what_is_tracked_does_not_change_how_far_it_is() -> None:
     new = provider(9.0)
     assert manager.try_checkpointless_load(new) is not None
     assert value_of(new) == 2.0
-
-
-@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.COMMITTED, Phase.UPDATED])
-def test_an_offloaded_state_can_be_used_and_the_live_one_is_let_go_of(phase: Phase) -> None:
-    old = provider(1.0, step=6)
-    seen = weakref.ref(old)
-    manager = tracking(old, phase, enable_offload=True)
-    del old
-    manager.maybe_offload_checkpoint()
-    manager.maybe_offload_checkpoint()
-    assert seen() is None
-
-    new = provider(9.0)
-    assert manager.try_checkpointless_load(new) is not None
-    assert value_of(new) == (1.0 if phase is Phase.RUNNING else 2.0)
-
-
-@pytest.mark.parametrize(
-    ("phase", "is_enabled"), [(Phase.GRADS_FINAL, True), (Phase.RUNNING, False)]
-)
-def test_what_is_not_to_be_offloaded_stays(phase: Phase, is_enabled: bool) -> None:
-    old = provider(1.0)
-    manager = tracking(old, phase, enable_offload=is_enabled)
-    manager.maybe_offload_checkpoint()
-
-    assert manager._kept is not None
-    assert manager._kept.provider is old
-
-
-class OnlyTrainer(MemoryProvider):
-    """Whose step only a trainer can end."""
-
-    def apply_update(self) -> None:
-        raise RestartError("only its trainer can")
-
-
-def test_a_step_that_only_a_trainer_can_end_is_refused_with_the_reason() -> None:
-    old = OnlyTrainer({"p": {"x": torch.ones(4)}}, step=6)
-    manager = tracking(old, Phase.COMMITTED, enable_offload=True)
-    other = tracking(OnlyTrainer({"p": {"x": torch.ones(4)}}, step=6), Phase.COMMITTED)
-    manager.maybe_offload_checkpoint()
-
-    assert manager.try_checkpointless_load(provider(9.0)) is None
-    assert "was interrupted in its update of step 6" in str(manager.last_failure)
-    assert other.try_checkpointless_load(provider(9.0)) is None
-    assert "only its trainer can" in str(other.last_failure)
 
 
 @pytest.mark.parametrize("enable_offload", [False, True])
@@ -281,6 +276,12 @@ def test_a_step_goes_through_its_phases_in_order(call: str, expected: str) -> No
         getattr(manager, call)()
 
 
+class Failing(MemoryProvider):
+    def apply_update(self) -> None:
+        super().apply_update()
+        raise MemoryError("in the middle of it")
+
+
 def loaded_of_two_shards(
     rank: int,
     *,
@@ -290,15 +291,9 @@ def loaded_of_two_shards(
     failing: tuple[int, ...] = (),
 ) -> Any:
     """Ranks 0 and 2 hold one part, 1 and 3 another, in step 6."""
-
-    class Failing(MemoryProvider):
-        def apply_update(self) -> None:
-            super().apply_update()
-            if rank in failing:
-                raise MemoryError("in the middle of it")
-
     part = f"shard/{rank % 2}"
-    old = Failing({part: {"x": torch.full((1000,), 1.0 + rank % 2)}}, step=6)
+    kind = Failing if rank in failing else MemoryProvider
+    old = kind({part: {"x": torch.full((1000,), 1.0 + rank % 2)}}, step=6)
     manager = CheckpointManager(enable_checksum=not is_committed, timeout_s=60)
     manager.track(old)
     manager.begin_step()
@@ -320,19 +315,24 @@ def loaded_of_two_shards(
     return is_right, new.step, manager.last_report.sources
 
 
-def vote_on(rank: int) -> None:
-    """Each is at a step of its own; the middle ones are what they are on average."""
-    manager = CheckpointManager(timeout_s=60)
-    manager.track(provider(1.0, step=2 * rank + 4))
+def vote_on_different_steps(rank: int) -> None:
+    """The middle ones are what they are on average; no state is offloaded."""
+    step = 2 * rank + 4
+    old = provider(1.0, step=step)
+    manager, seen = CheckpointManager(timeout_s=60, enable_offload=True), weakref.ref(old)
+    manager.track(old)
+    del old
     manager.begin_step()
-    with pytest.raises(RestartError, match=f"step {2 * rank + 4}: some rank commits another one"):
+    with pytest.raises(RestartError, match=f"step {step}: some rank commits another one"):
         manager.vote()
     assert manager.phase is Phase.GRADS_FINAL
+    manager.maybe_offload_checkpoint()
+    assert seen() is not None
 
 
 def lose_in_turn(rank: int) -> list[Any]:
     """Body of a rank."""
-    vote_on(rank)
+    vote_on_different_steps(rank)
     return [
         loaded_of_two_shards(rank, is_committed=False, lost=(0,), flipped=(1,)),
         loaded_of_two_shards(rank, is_committed=False, lost=(1, 3)),

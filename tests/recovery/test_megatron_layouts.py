@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.inprocess import (
+    CheckpointlessAbortManager,
+    CheckpointlessFinalizeCleanup,
+)
 from dist_ckpt_strategies.recovery import CheckpointManager
-from tests.recovery.megatron_training import FAULTS, NUM_STEPS, Task, train, wrapper_settings
+from tests.recovery.megatron_training import FAULTS, NUM_STEPS, Task, train
 from tests.support.host_streams import host_streams
 from tests.support.restarts import Wrappers, run_respawned
 
@@ -26,7 +30,13 @@ def on_rank(rank: int, wrappers: Wrappers, task: Task) -> dict[str, str]:
     warnings.simplefilter("ignore")
     manager = CheckpointManager(enable_checksum=True, timeout_s=60)
     with cpu_stand_ins(), host_streams():
-        found: dict[str, str] = wrappers(**wrapper_settings(manager))(train)(task, manager)
+        wrapper = wrappers(
+            abort=CheckpointlessAbortManager.get_default_checkpointless_abort(),
+            finalize=CheckpointlessFinalizeCleanup(),
+            checkpoint_manager=manager,
+            max_idle_attempts=3,
+        )
+        found: dict[str, str] = wrapper(train)(task, manager)
         return found
 
 
@@ -35,8 +45,7 @@ def on_rank(rank: int, wrappers: Wrappers, task: Task) -> dict[str, str]:
 def test_killed_ranks_of_a_parallel_layout_come_back_bit_for_bit(
     tp: int, pp: int, tmp_path: Path
 ) -> None:
-    quiet, disturbed = (Task(tmp_path / name, tp, pp, ()) for name in ("quiet", "disturbed"))
-    disturbed = Task(disturbed.directory, tp, pp)
+    quiet, disturbed = Task(tmp_path / "quiet", tp, pp, ()), Task(tmp_path / "disturbed", tp, pp)
     for task in (quiet, disturbed):
         task.directory.mkdir()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,34 +11,19 @@ import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.core.report import RecoveryReport
-from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    ShapeMismatchError,
-)
 from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.provider import (
-    InMemoryCheckpoint,
-    MemoryChecksumManager,
-)
+from dist_ckpt_strategies.recovery.provider import InMemoryCheckpoint, MemoryChecksumManager
 from dist_ckpt_strategies.recovery.recover import Recovery
+from tests.support.entries import outcome
 from tests.support.memory_provider import MemoryProvider, Parts
 from tests.support.tensors import LAYOUTS, bits
 from tests.support.thread_ranks import run_ranks
 
 STEP = 3
 DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-)
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.int64, torch.uint8, torch.bool, torch.complex64,
+)  # fmt: skip
 ALL_KNOWN = {(rank, step): b"%d at %d" % (rank, step) for rank in range(4) for step in range(6)}
 
 
@@ -130,60 +116,47 @@ def test_a_laggard_finishes_its_step_and_all_gather() -> None:
 
 
 def errors_of(
-    old: Callable[[int], Parts | None],
-    new: Callable[[int], Parts],
-    *,
-    compares_copies: bool = False,
+    kept: Parts, other: Parts | None, wanted: Parts, *, compares_copies: bool = False
 ) -> list[Any]:
-    """What each of three ranks raises; the first is the one that receives."""
+    """What each of three ranks raises: rank 0 wants, 1 and 2 have kept; 1 perhaps the other."""
 
     def body(comm: Communicator) -> Any:
-        held = old(comm.rank)
-        kept = None if held is None else MemoryProvider(held, step=STEP)
-        try:
-            return recover(
-                comm, MemoryProvider(new(comm.rank)), kept, compares_copies=compares_copies
-            )
-        except CheckpointError as error:
-            return error
+        held = other if comm.rank == 1 and other is not None else kept
+        old = MemoryProvider(held, step=STEP) if comm.rank else None
+        new = MemoryProvider(kept if comm.rank else wanted)
+        return outcome(partial(recover, comm, new, old, compares_copies=compares_copies))
 
     return run_ranks(3, body)
 
 
 def test_copies_that_differ_in_memory_are_found_where_they_are_compared() -> None:
-    def differing(rank: int) -> Parts | None:
-        tensors = one_of_everything(1)
-        tensors["torch.bfloat16"][0, 0] += rank == 1
-        return {"a": tensors} if rank else None
+    other = {"a": one_of_everything(1)}
+    other["a"]["torch.bfloat16"][0, 0] += 1
+    kept, wanted = ({"a": one_of_everything(seed)} for seed in (1, 2))
 
-    for error in errors_of(differing, lambda _: {"a": one_of_everything(2)}, compares_copies=True):
-        assert isinstance(error, CorruptCheckpointError)
-        assert "a: copies differ: " in str(error)
-        assert "on rank 1; " in str(error)
-        assert "on rank 2" in str(error)
+    for error in errors_of(kept, other, wanted, compares_copies=True):
+        assert "CorruptCheckpointError" in error.kinds, error
+        assert "a: copies differ: " in error.text
+        assert "on rank 1; " in error.text
+        assert "on rank 2" in error.text
+
+
+DIFFER = "a: tensors differ between ranks 0 ({} bytes) and 1 (16 bytes)"
 
 
 @pytest.mark.parametrize(
-    ("tensor", "shown"),
+    ("wanted", "expected"),
     [
-        (torch.zeros(2, 2, dtype=torch.bfloat16), "(8 bytes)"),
-        (torch.zeros(4), "(16 bytes)"),
-        (None, "(0 bytes)"),
+        ({"x": torch.zeros(2, 2, dtype=torch.bfloat16)}, DIFFER.format(8)),
+        ({"x": torch.zeros(4)}, DIFFER.format(16)),
+        ({}, DIFFER.format(0)),
+        ({"x": torch.zeros(1, 2).expand(2, 2)}, "a: x: its elements share memory"),
     ],
 )
-def test_a_shard_whose_tensors_differ_is_named_before_any_byte_is_sent(
-    tensor: torch.Tensor | None, shown: str
+def test_tensors_that_cannot_be_filled_are_named_before_any_byte_is_sent(
+    wanted: dict[str, torch.Tensor], expected: str
 ) -> None:
-    own = {"a": {"x": torch.ones(2, 2)}}
-    other: Parts = {"a": {} if tensor is None else {"x": tensor}}
-    for error in errors_of(lambda rank: own if rank else None, lambda rank: own if rank else other):
-        assert isinstance(error, ShapeMismatchError)
-        assert f"a: tensors differ between ranks 0 {shown} and 1 (16 bytes)" in str(error)
-
-
-def test_a_tensor_whose_elements_share_memory_cannot_be_filled() -> None:
-    plain = {"a": {"x": torch.ones(3, 2)}}
-    shared = {"a": {"x": torch.zeros(1, 2).expand(3, 2)}}
-
-    for error in errors_of(lambda rank: plain if rank else None, lambda r: plain if r else shared):
-        assert "a: x: its elements share memory" in str(error)
+    for error in errors_of({"a": {"x": torch.ones(2, 2)}}, None, {"a": wanted}):
+        assert error.is_ours, error
+        assert ("ShapeMismatchError" in error.kinds) == ("differ" in expected)
+        assert expected in error.text
