@@ -1,4 +1,4 @@
-"""Jobs of several nodes: they go on bit for bit, or end on all nodes and say why.
+"""Nodes whose links fail, and jobs of several that go on bit for bit, or end and say why.
 
 ``python -m tests.cluster`` has more faults, at random.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import faults
-from tests.cluster.job import FENCED, LIMIT_S, STORE, Job, Shape
+from tests.cluster.job import FENCED, STORE, Job, Shape
 from tests.cluster.namespaces import Cluster, why_not
-from tests.support.processes import until
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 
-NODE_MISSING = 87
+GAVE_UP, NODE_MISSING = 1, 87
 SMALL = Shape(num_ranks=1, num_spares=0, num_spare_nodes=0, num_shards=1)
 
 
@@ -33,6 +33,42 @@ SMALL = Shape(num_ranks=1, num_spares=0, num_spare_nodes=0, num_shards=1)
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with Cluster(tmp_path, [STORE, "a", "b", "c"]) as found:
         yield found
+
+
+def reaches(cluster: Cluster, name: str, other: str) -> bool:
+    """Whether packets of a node come to another, and those of the other back."""
+    knock = (
+        "import socket\n"
+        f"try: socket.create_connection(('{other}', 99), timeout=1)\n"
+        "except ConnectionRefusedError: print('reached')\n"
+        "except TimeoutError: print('silence')"
+    )
+    log = cluster.directory / f"{name}.{len(cluster.nodes[name].processes)}.log"
+    assert cluster.nodes[name].start(sys.executable, "-S", "-c", knock, log=log).wait(60) == 0
+    return log.read_text() == "reached\n"
+
+
+def test_links_fail_and_come_back(cluster: Cluster) -> None:
+    for name in ("a", "b", "c"):
+        cluster.up(name)
+    assert reaches(cluster, "a", "b")
+    cluster.unplug("b")
+    assert not reaches(cluster, "a", "b")
+    assert reaches(cluster, "a", "c")
+    cluster.replug("b")
+    cluster.partition(["a", "b"], ["c"])
+    assert reaches(cluster, "a", "b")
+    assert not reaches(cluster, "a", "c")
+    cluster.partition(["a", "b", "c"])
+    assert reaches(cluster, "a", "c")
+    cluster.lossy("b", 1.0)
+    assert not reaches(cluster, "a", "b")
+    cluster.mend("b")
+    cluster.crash("c")
+    assert not reaches(cluster, "a", "c")
+    cluster.up("c")
+    assert reaches(cluster, "a", "c")
+    assert reaches(cluster, "c", "b")
 
 
 def started(cluster: Cluster, shape: Shape, *names: str) -> Job:
@@ -69,7 +105,22 @@ def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(cluste
     cluster.crash("c")
     assert job.codes() == {STORE: NODE_MISSING, "a": NODE_MISSING}, job.told()
     for name in (STORE, "a"):
-        assert "node c" in (job.shared / "logs" / name).read_text()
+        assert "node c" in job.log(name)
+
+
+def test_a_lost_node_ends_a_job_whose_script_makes_groups_outside_of_the_wrapper(
+    cluster: Cluster,
+) -> None:
+    job = Job(cluster, replace(SMALL, script="plain_training.py"))
+    job.start(STORE, "a", "b")
+    job.until(lambda: len(list(job.shared.glob("ready/*"))) == 2)
+
+    cluster.crash("b")
+
+    assert job.codes() == {STORE: GAVE_UP, "a": GAVE_UP}, job.told()
+    for name in (STORE, "a"):
+        assert "node b:" in job.log(name)
+        assert "start the script with torchrun" in job.log(name)
 
 
 def test_a_node_ends_on_a_signal_and_when_the_store_is_silent(cluster: Cluster) -> None:
@@ -77,16 +128,16 @@ def test_a_node_ends_on_a_signal_and_when_the_store_is_silent(cluster: Cluster) 
     name, _, pid = next(note.process for note in job.workers().values() if note.node == "b")
 
     cluster.nodes["a"].kill(signal.SIGTERM, -1)  # all processes, as SLURM does
-    assert until(lambda: job.codes_of("a"), LIMIT_S) == [128 + signal.SIGTERM], job.told()
+    job.until(lambda: f"exit code {128 + signal.SIGTERM}\n" in job.log("a"))
     cluster.unplug(STORE)
 
-    until(lambda: not cluster.nodes[name].is_running(pid), LIMIT_S)
-    assert until(lambda: job.codes_of("b"), LIMIT_S)[0] == FENCED, job.told()
+    job.until(lambda: not cluster.nodes[name].is_running(pid))
+    job.until(lambda: f"exit code {FENCED}\n" in job.log("b"))
 
 
 def test_the_disk_of_a_lost_node_is_replaced_by_the_copies_of_its_clique(cluster: Cluster) -> None:
     job = started(cluster, replace(SMALL, save_every=5), "a", "b")
-    until(lambda: job.step() >= 12, LIMIT_S)
+    job.until(lambda: job.step() >= 12)
     stopped = time.monotonic()
 
     for name in (STORE, "a", "b"):
