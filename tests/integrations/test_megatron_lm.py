@@ -236,7 +236,8 @@ def use_local_checkpoints(rank: int, scratch: Path, own: bool) -> list[Any]:
     managers = import_module(f"{nvrx}.ckpt_managers.local_manager")
     strategies = import_module(f"{nvrx}.replication.strategies")
     groups = import_module(f"{nvrx}.replication.group_utils")
-    assert {"GroupWrapper", "parse_group_sequence"} <= vars(groups).keys()
+    assert hasattr(groups, "GroupWrapper")
+    assert hasattr(groups, "parse_group_sequence")
     strategy = strategies.CliqueReplicationStrategy.from_replication_params(1, 2)
     manager = managers.LocalCheckpointManager(str(scratch / "local"), repl_strategy=strategy)
     assert (manager is kept) == own
