@@ -110,7 +110,7 @@ def fit(
         faults: that happen.
         callbacks: beside those of recovery.
         call: that a wrapped block was given; None: there is no recovery.
-        loads: False: one of the callbacks loads the state.
+        loads: whether recovery loads the state; else one of the callbacks does.
         options: of the Trainer.
     """
     flags = CheckpointlessCallback(
