@@ -235,9 +235,11 @@ def use_local_checkpoints(rank: int, scratch: Path, own: bool) -> list[Any]:
     nvrx = "nvidia_resiliency_ext.checkpointing.local"
     managers = import_module(f"{nvrx}.ckpt_managers.local_manager")
     strategies = import_module(f"{nvrx}.replication.strategies")
-    groups = import_module(f"{nvrx}.replication.group_utils")
-    assert hasattr(groups, "GroupWrapper")
-    assert hasattr(groups, "parse_group_sequence")
+    from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import (  # noqa: F401, PLC0415
+        GroupWrapper,
+        parse_group_sequence,
+    )
+
     strategy = strategies.CliqueReplicationStrategy.from_replication_params(1, 2)
     manager = managers.LocalCheckpointManager(str(scratch / "local"), repl_strategy=strategy)
     assert (manager is kept) == own
