@@ -10,7 +10,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +204,7 @@ def fails_to_describe_its_state(rank: int, root: str) -> str:
         began = time.monotonic()
         with pytest.raises(Exception, match="no state here") as raised:
             manager.save(1, state_dict, force=True)
-        assert time.monotonic() - began < (OPTIONS.timeout_s or 0) / 2
+        assert time.monotonic() - began < 20
         assert manager.save(2, training.state_dict, force=True)
         manager.wait()
         assert manager.all_steps() == [2]
@@ -341,18 +340,16 @@ def test_memory_is_tried_before_the_disks_and_its_refusal_is_reported(tmp_path: 
         assert "delete_checkpoint was called" in attempt
 
 
-def wrong_policies() -> Sequence[Callable[[], Any]]:
-    """What is refused where it is written."""
-    return [
-        lambda: SavePolicy(every_steps=0),
-        lambda: SavePolicy(every_minutes=float("nan")),
-        lambda: TieredCheckpointManager("x", policy=SavePolicy(local_every_steps=5)),
-        lambda: TieredCheckpointManager("x", options=ManagerOptions(poll_every_steps=0)),
-        lambda: TieredCheckpointManager("x", options=ManagerOptions(lease_s=60, timeout_s=60)),
-    ]
-
-
-@pytest.mark.parametrize("wrong", wrong_policies())
-def test_what_makes_no_sense_is_refused_at_once(wrong: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ({"every_steps": 0}, {}),
+        ({"every_minutes": float("nan")}, {}),
+        ({"local_every_steps": 5}, {}),
+        ({}, {"poll_every_steps": 0}),
+        ({}, {"lease_s": 60, "timeout_s": 60}),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(policy: Any, options: Any) -> None:
     with pytest.raises(PlanError, match="expected"):
-        wrong()
+        TieredCheckpointManager("x", policy=SavePolicy(**policy), options=ManagerOptions(**options))

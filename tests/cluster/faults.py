@@ -8,13 +8,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
-from tests.cluster.job import STORE, Job
+from tests.cluster.job import STORE, TTL_S, Job
+from tests.cluster.namespaces import Cluster
 
 Fault = Callable[[Job, random.Random], Iterator[None]]
-
-
 Act = Callable[[Job, str], object]
 """Something that is done to a node."""
+
+
+def to_node(act: Callable[[Cluster, str], object]) -> Act:
+    return lambda job, name: act(job.cluster, name)
+
+
+CRASH, UNPLUG, REPLUG = map(to_node, (Cluster.crash, Cluster.unplug, Cluster.replug))
+FREEZE, THAW = map(to_node, (Cluster.freeze, Cluster.thaw))
 
 
 def signalled(number: int) -> Fault:
@@ -35,7 +42,7 @@ def broken(break_: Act, repair: Act, *, most: float = 0, is_spare: bool = False)
         break_(job, name)
         if not most:
             yield
-        time.sleep(draw.uniform(0, most) * job.shape.ttl_s)
+        time.sleep(draw.uniform(0, most) * TTL_S)
         repair(job, name)
         if most:
             yield
@@ -43,49 +50,22 @@ def broken(break_: Act, repair: Act, *, most: float = 0, is_spare: bool = False)
     return fault
 
 
-def kill(job: Job, name: str) -> None:
-    job.cluster.kill(name)
+def cut_off(number: int) -> Fault:
+    """Nodes are a part without the store. One finds its place taken; of two, there is a spare node
+    for one, and both come back."""
 
+    def fault(job: Job, draw: random.Random) -> Iterator[None]:
+        names = draw.sample(job.busy(), number)
+        job.cluster.partition([name for name in job.cluster.nodes if name not in names], names)
+        if number == 1:
+            yield
+        else:
+            time.sleep(1.5 * TTL_S)
+        job.cluster.partition(list(job.cluster.nodes))
+        if number > 1:
+            yield
 
-def crash(job: Job, name: str) -> None:
-    job.cluster.crash(name)
-
-
-def unplug(job: Job, name: str) -> None:
-    job.cluster.unplug(name)
-
-
-def replug(job: Job, name: str) -> None:
-    job.cluster.replug(name)
-
-
-def freeze(job: Job, name: str) -> None:
-    job.cluster.nodes[name].freeze()
-
-
-def thaw(job: Job, name: str) -> None:
-    job.cluster.nodes[name].thaw()
-
-
-def one_cut_off(job: Job, draw: random.Random) -> Iterator[None]:
-    """3|1: the store and the spare node are on the larger side."""
-    yield from _cut_off(job, [draw.choice(job.busy())])
-
-
-def two_cut_off(job: Job, draw: random.Random) -> Iterator[None]:
-    """2|2: there is a spare node for one; both come back."""
-    names = draw.sample(job.busy(), 2)
-    parts = _cut_off(job, names)
-    next(parts)
-    time.sleep(1.5 * job.shape.ttl_s)
-    next(parts, None)
-    yield
-
-
-def _cut_off(job: Job, names: list[str]) -> Iterator[None]:
-    job.cluster.partition([name for name in job.cluster.nodes if name not in names], names)
-    yield
-    job.cluster.partition(list(job.cluster.nodes))
+    return fault
 
 
 def clique_crashed(job: Job, draw: random.Random) -> Iterator[None]:
@@ -99,20 +79,20 @@ def clique_crashed(job: Job, draw: random.Random) -> Iterator[None]:
     yield
 
 
-def lossy_link(job: Job, draw: random.Random) -> Iterator[None]:
-    name = draw.choice(job.busy())
-    job.cluster.lossy(name, draw.uniform(0.02, 0.3))
-    time.sleep(job.shape.ttl_s)
-    yield
-    job.cluster.mend(name)
+def bad_link(*, is_lossy: bool) -> Fault:
+    """What a node sends and is sent is lost, or slow."""
 
+    def fault(job: Job, draw: random.Random) -> Iterator[None]:
+        name = draw.choice(job.busy())
+        if is_lossy:
+            job.cluster.lossy(name, draw.uniform(0.02, 0.3))
+        else:
+            job.cluster.slow(name, f"{draw.randint(200, 2000)}kbit")
+        time.sleep(TTL_S)
+        yield
+        job.cluster.mend(name)
 
-def slow_link(job: Job, draw: random.Random) -> Iterator[None]:
-    name = draw.choice(job.busy())
-    job.cluster.slow(name, f"{draw.randint(200, 2000)}kbit")
-    time.sleep(job.shape.ttl_s)
-    yield
-    job.cluster.mend(name)
+    return fault
 
 
 def store_broken(break_: Act, least: float, most: float) -> Fault:
@@ -120,7 +100,7 @@ def store_broken(break_: Act, least: float, most: float) -> Fault:
 
     def fault(job: Job, draw: random.Random) -> Iterator[None]:
         break_(job, STORE)
-        time.sleep(draw.uniform(least, most) * job.shape.ttl_s)
+        time.sleep(draw.uniform(least, most) * TTL_S)
         job.start(STORE)
         yield
 
@@ -132,19 +112,19 @@ ALL: dict[str, Fault] = {
     "worker_killed": signalled(signal.SIGKILL),
     "worker_stopped": signalled(signal.SIGSTOP),
     "agent_killed": broken(Job.kill_agent, Job.start),
-    "node_killed": broken(kill, Job.start),
-    "node_crashed": broken(crash, Job.start),
-    "spare_node_crashed": broken(crash, Job.start, is_spare=True),
-    "unplugged": broken(unplug, replug),
-    "unplugged_for_a_moment": broken(unplug, replug, most=1),
-    "frozen": broken(freeze, thaw),
-    "frozen_for_a_moment": broken(freeze, thaw, most=1.5),
-    "one_cut_off": one_cut_off,
-    "two_cut_off": two_cut_off,
+    "node_killed": broken(to_node(Cluster.kill), Job.start),
+    "node_crashed": broken(CRASH, Job.start),
+    "spare_node_crashed": broken(CRASH, Job.start, is_spare=True),
+    "unplugged": broken(UNPLUG, REPLUG),
+    "unplugged_for_a_moment": broken(UNPLUG, REPLUG, most=1),
+    "frozen": broken(FREEZE, THAW),
+    "frozen_for_a_moment": broken(FREEZE, THAW, most=1.5),
+    "one_cut_off": cut_off(1),
+    "two_cut_off": cut_off(2),
     "clique_crashed": clique_crashed,
-    "lossy_link": lossy_link,
-    "slow_link": slow_link,
-    "store_crashed": store_broken(crash, 1, 2),
+    "lossy_link": bad_link(is_lossy=True),
+    "slow_link": bad_link(is_lossy=False),
+    "store_crashed": store_broken(CRASH, 1, 2),
     "store_killed": store_broken(Job.kill_agent, 0.5, 1.5),  # connections are closed
 }
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from subprocess import Popen
+from typing import TypeVar
 
 import torch
 
 from dist_ckpt_strategies.formats.scan import scan, verify
-from tests.cluster.namespaces import ROOT, Cluster, Process
+from tests.cluster.namespaces import ROOT, Cluster
+from tests.support.processes import until
 from tests.support.ranks import run_processes
 from tests.support.sharded_training import (
     ShardedTraining,
@@ -22,21 +24,23 @@ from tests.support.sharded_training import (
     step_once,
 )
 
+T = TypeVar("T")
 SEED = 11
 STORE = "store"
 """The node without ranks, where the job's store is."""
 
 PORT = 29400
 FENCED = 88
+TTL_S = 4.0
 LIMIT_S = 240.0
 """Against a hang: the machine of the tests may be busy with others."""
 
 _AGAIN = f"""
 trap : TERM
 while :; do
-  bash -c 'echo $$ > "$0"; exec "$@"' "$CLUSTER_SHARED/agents/$HOSTNAME" "$@"
+  bash -c 'echo $PPID $$ > "$0"; exec "$@"' "$CLUSTER_SHARED/agents/$HOSTNAME" "$@"
   code=$?
-  echo $code >> "$CLUSTER_SHARED/codes/$HOSTNAME"
+  echo "exit code $code"
   [ $code = {FENCED} ] || exit $code
 done
 """
@@ -45,18 +49,13 @@ done
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a job.
+    """Of a job: nodes, ranks and spare processes of each, spare nodes, and the rest.
 
     Attributes:
-        num_nodes: places.
-        num_ranks: of each.
-        num_spares: processes that wait on each.
-        num_spare_nodes: nodes that may wait.
         num_shards: that the state is cut into; ranks a multiple of it apart hold the same.
         save_every: steps from a local checkpoint to the next; 0: none are made.
-        ttl_s: of a node.
         wait_s: for a node.
-        heartbeat_s: limit of a worker's silence.
+        script: what the ranks run.
     """
 
     num_nodes: int = 2
@@ -65,9 +64,8 @@ class Shape:
     num_spare_nodes: int = 1
     num_shards: int = 2
     save_every: int = 0
-    ttl_s: float = 4.0
     wait_s: float = 60.0
-    heartbeat_s: float = 10.0
+    script: str = "training.py"
 
     @property
     def world_size(self) -> int:
@@ -80,11 +78,8 @@ class Note:
 
     Attributes:
         at: time by the clock of the machine.
-        rank: of the world.
         process: node, boot id and process number of who did it.
         what: "step", "save", or what the state came from: "begin", "memory", "disk".
-        step: that the state is at.
-        digest: of the state.
     """
 
     at: float
@@ -105,9 +100,9 @@ class Job:
     def __init__(self, cluster: Cluster, shape: Shape) -> None:
         self.cluster, self.shape = cluster, shape
         self.shared = cluster.directory / "shared"
-        for name in ("notes", "ready", "agents", "codes", "logs"):
+        for name in ("notes", "ready", "agents", "logs"):
             (self.shared / name).mkdir(parents=True)
-        self.agents: dict[str, Process] = {}
+        self.agents: dict[str, Popen[bytes]] = {}
         self.notes: list[Note] = []
         self._num_read: dict[Path, int] = {}
 
@@ -125,16 +120,16 @@ class Job:
                 "spares": shape.num_spares,
                 "spare-nodes": shape.num_spare_nodes,
                 "max-restarts": 10_000,
-                "heartbeat-timeout": shape.heartbeat_s,
-                "node-ttl": shape.ttl_s,
+                "heartbeat-timeout": 10,
+                "node-ttl": TTL_S,
                 "node-wait": shape.wait_s,
             }
-            role = ["--store-only"] if name == STORE else [str(ROOT / "tests/cluster/training.py")]
+            role = "--store-only" if name == STORE else str(ROOT / "tests/cluster" / shape.script)
             self.agents[name] = self.cluster.nodes[name].start(
                 *("bash", "-c", _AGAIN, "agent", sys.executable, "-W", "ignore"),
                 *("-m", "dist_ckpt_strategies.cli", "run"),
                 *(f"--{option}={value}" for option, value in options.items()),
-                *role,
+                role,
                 log=self.shared / "logs" / name,
                 environment={
                     "CLUSTER_SHARED": str(self.shared),
@@ -196,44 +191,46 @@ class Job:
         self.cluster.nodes[name].kill(number, pid)
 
     def kill_agent(self, name: str) -> None:
-        """SIGKILL an agent; nobody starts it again."""
-        self.agents[name].signal(signal.SIGKILL)  # it would start another one
-        pid = int((self.shared / "agents" / name).read_text())
-        self.cluster.nodes[name].kill(signal.SIGKILL, pid)
+        """SIGKILL an agent, and first what would start it again."""
+        pids = (self.shared / "agents" / name).read_text().strip()
+        self.cluster.nodes[name].kill(signal.SIGKILL, pids)
+
+    def until(self, is_so: Callable[[], T], limit_s: float = LIMIT_S) -> T:
+        """The first result that is true.
+
+        Raises:
+            TimeoutError: there is none; the text has all logs.
+        """
+        try:
+            return until(is_so, limit_s)
+        except AssertionError:
+            raise TimeoutError(f"not within {limit_s:g} s: {self.told()}") from None
 
     def go_on(self, since: float, num_steps: int = 3) -> float:
         """Wait until all ranks have done some steps more; seconds from ``since`` to the first.
 
         Where ranks have begun anew since then, their steps after that count, else all.
-
-        Raises:
-            TimeoutError: they have not.
         """
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline:
+
+        def first_steps() -> list[float]:
             done: dict[int, list[float]] = {rank: [] for rank in range(self.shape.world_size)}
             for note in self.read():
                 if note.at > since:
                     done[note.rank] = [*done[note.rank], note.at] if note.what == "step" else []
-            if min(map(len, done.values())) >= num_steps:
-                return max(steps[0] for steps in done.values()) - since
-            time.sleep(0.05)
-        raise TimeoutError(f"no step within {LIMIT_S:g} s: {self.told()}")
+            are_done = all(len(steps) >= num_steps for steps in done.values())
+            return [steps[0] for steps in done.values()] if are_done else []
+
+        return max(self.until(first_steps)) - since
 
     def await_spares(self) -> None:
-        """Wait until processes wait for ranks on all nodes, as many as should.
+        """Wait until processes wait for ranks on all nodes, as many as should."""
 
-        Raises:
-            TimeoutError: there are none.
-        """
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline:
+        def are_there() -> bool:
             wanted = dict.fromkeys(self.busy(), self.shape.num_spares)
             wanted |= dict.fromkeys(self.idle(), self.shape.num_ranks)
-            if all(len(self.spares(name)) >= number for name, number in wanted.items()):
-                return
-            time.sleep(0.2)
-        raise TimeoutError(f"no spares within {LIMIT_S:g} s, wanted {wanted}: {self.told()}")
+            return all(len(self.spares(name)) >= number for name, number in wanted.items())
+
+        self.until(are_there)
 
     def finish(self, num_steps: int = 10) -> dict[str, int]:
         """Let the training end after some steps more; the agents' exit codes, by node."""
@@ -243,22 +240,18 @@ class Job:
 
     def codes(self) -> dict[str, int]:
         """Wait for all agents of nodes that are up; their exit codes."""
-        deadline = time.monotonic() + LIMIT_S
-        return {
-            name: agent.wait(max(0.0, deadline - time.monotonic()))
-            for name, agent in self.agents.items()
-            if name in self.cluster.nodes
-        }
+        running = {name: one for name, one in self.agents.items() if name in self.cluster.nodes}
+        self.until(lambda: all(one.poll() is not None for one in running.values()))
+        return {name: one.wait() for name, one in running.items()}
 
-    def codes_of(self, name: str) -> list[int]:
-        """All exit codes of a node's agents."""
-        path = self.shared / "codes" / name
-        return list(map(int, path.read_text().split())) if path.exists() else []
+    def log(self, name: str) -> str:
+        """What the agents of a node have said."""
+        return (self.shared / "logs" / name).read_text(errors="replace")
 
-    def told(self, num_chars: int = 3000) -> str:
+    def told(self) -> str:
         """The ends of all agents' logs."""
-        logs = sorted((self.shared / "logs").iterdir())
-        ends = (f"--- {log.name}\n{log.read_text(errors='replace')[-num_chars:]}" for log in logs)
+        names = sorted(path.name for path in (self.shared / "logs").iterdir())
+        ends = (f"--- {name}\n{self.log(name)[-3000:]}" for name in names)
         return "\n".join([*ends, f"last notes: {self.workers()}"])
 
     def require_right(self) -> None:

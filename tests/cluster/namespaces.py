@@ -51,71 +51,25 @@ def why_not() -> str:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"a cluster needs the commands {', '.join(missing)}"
-    command = [
-        "unshare",
-        "--net",
-        "--pid",
-        "--mount",
-        "--fork",
-        "ip",
-        "link",
-        "add",
-        "type",
-        "bridge",
-    ]
+    command = ["bash", "-c", "unshare --net --pid --mount --fork ip link add type bridge"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     return f"a cluster needs root, and namespaces: {done.stderr.strip()}" if done.returncode else ""
-
-
-class Process:
-    """A program that runs on a node.
-
-    Attributes:
-        popen: of ``nsenter``, which ends as the program does.
-        log: where it writes.
-    """
-
-    def __init__(
-        self, node: Node, command: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> None:
-        self.log = log
-        enter = [*node.enter, "bash", "-c", 'cd "$0" && exec "$@"', str(node.disk), *command]
-        with log.open("ab") as out:
-            self.popen = subprocess.Popen(
-                enter, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the program alone."""
-        pid = self.popen.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            os.kill(int(child), number)
-
-    def wait(self, timeout_s: float) -> int:
-        """The exit code; a signal's is negative.
-
-        Raises:
-            TimeoutExpired: it still runs.
-        """
-        return self.popen.wait(timeout_s)
 
 
 class Node:
     """A node that is up.
 
     Attributes:
-        name: its host name.
-        address: its network address.
         disk: its local disk, by the path that all nodes have theirs under.
         boot_id: another one each time that it comes up.
         port: of the switch, that it is plugged into.
         enter: what a command that is to run on it begins with.
-        processes: what was started on it.
+        processes: ``nsenter`` of each program, which ends as that does.
     """
 
     def __init__(self, name: str, address: str, port: str, directory: Path) -> None:
         self.name, self.address, self.port, self.disk = name, address, port, directory / "disk"
-        self.processes: list[Process] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         self.boot_id = str(uuid.uuid4())
         (directory / f"{name}.boot_id").write_text(f"{self.boot_id}\n")
         spaces = ("--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child")
@@ -129,7 +83,7 @@ class Node:
 
     def start(
         self, *command: str, log: Path, environment: Mapping[str, str] | None = None
-    ) -> Process:
+    ) -> subprocess.Popen[bytes]:
         """Start a program; its variables are those of this process and the given ones."""
         variables = {
             **os.environ,
@@ -138,35 +92,29 @@ class Node:
             "RES_OPTIONS": "attempts:0",  # see tests/conftest.py
             **(environment or {}),
         }
-        self.processes.append(Process(self, command, variables, log))
-        return self.processes[-1]
+        enter = [*self.enter, "bash", "-c", 'cd "$0" && exec "$@"', str(self.disk), *command]
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                enter, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        self.processes.append(process)
+        return process
 
-    def kill(self, number: int, pid: int) -> None:
-        """Send a signal to what has this process number on the node; -1: to everything."""
-        _run(*self.enter, "bash", "-c", f"kill -{int(number)} {pid}")
+    def kill(self, number: int, pids: int | str) -> None:
+        """Send a signal to what has these process numbers on the node; -1: to everything."""
+        _run(*self.enter, "bash", "-c", f"kill -{int(number)} {pids}")
 
     def is_running(self, pid: int) -> bool:
         """Whether the node has a process of this number."""
         return Path(f"/proc/{self.pid}/root/proc/{pid}").exists()
-
-    def freeze(self) -> None:
-        """Stop everything that runs."""
-        self.kill(signal.SIGSTOP, -1)
-
-    def thaw(self) -> None:
-        """Let everything go on."""
-        self.kill(signal.SIGCONT, -1)
-        for process in self.processes:  # nsenter stops itself where its child is stopped
-            if process.popen.poll() is None:
-                process.popen.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
         """SIGKILL everything that runs, at once."""
         self._owner.kill()
         self._owner.wait()
         for process in self.processes:
-            process.popen.send_signal(signal.SIGCONT)
-            process.popen.wait()
+            process.send_signal(signal.SIGCONT)
+            process.wait()
         for pipe in (self._owner.stdin, self._owner.stdout):
             assert pipe is not None
             pipe.close()
@@ -243,6 +191,16 @@ class Cluster:
     def unplug(self, name: str) -> None:
         """Drop all that a node sends and is sent."""
         self._ip(f"link set {self.nodes[name].port} nomaster")
+
+    def freeze(self, name: str) -> None:
+        """Stop everything that runs on a node."""
+        self.nodes[name].kill(signal.SIGSTOP, -1)
+
+    def thaw(self, name: str) -> None:
+        """End ``freeze``."""
+        self.nodes[name].kill(signal.SIGCONT, -1)
+        for process in self.nodes[name].processes:  # nsenter stops itself where its child is
+            process.send_signal(signal.SIGCONT)
 
     def replug(self, name: str) -> None:
         """End ``unplug``."""

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import faults
-from tests.cluster.job import FENCED, LIMIT_S, STORE, Job, Shape
+from tests.cluster.job import FENCED, STORE, Job, Shape
 from tests.cluster.namespaces import Cluster, why_not
-from tests.support.processes import until
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -25,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 
-NODE_MISSING = 87
+GAVE_UP, NODE_MISSING = 1, 87
 SMALL = Shape(num_ranks=1, num_spares=0, num_spare_nodes=0, num_shards=1)
 
 
@@ -69,7 +68,22 @@ def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(cluste
     cluster.crash("c")
     assert job.codes() == {STORE: NODE_MISSING, "a": NODE_MISSING}, job.told()
     for name in (STORE, "a"):
-        assert "node c" in (job.shared / "logs" / name).read_text()
+        assert "node c" in job.log(name)
+
+
+def test_a_lost_node_ends_a_job_whose_script_makes_groups_outside_of_the_wrapper(
+    cluster: Cluster,
+) -> None:
+    job = Job(cluster, replace(SMALL, script="plain_training.py"))
+    job.start(STORE, "a", "b")
+    job.until(lambda: len(list(job.shared.glob("ready/*"))) == 2)
+
+    cluster.crash("b")
+
+    assert job.codes() == {STORE: GAVE_UP, "a": GAVE_UP}, job.told()
+    for name in (STORE, "a"):
+        assert "node b:" in job.log(name)
+        assert "start the script with torchrun" in job.log(name)
 
 
 def test_a_node_ends_on_a_signal_and_when_the_store_is_silent(cluster: Cluster) -> None:
@@ -77,16 +91,16 @@ def test_a_node_ends_on_a_signal_and_when_the_store_is_silent(cluster: Cluster) 
     name, _, pid = next(note.process for note in job.workers().values() if note.node == "b")
 
     cluster.nodes["a"].kill(signal.SIGTERM, -1)  # all processes, as SLURM does
-    assert until(lambda: job.codes_of("a"), LIMIT_S) == [128 + signal.SIGTERM], job.told()
+    job.until(lambda: f"exit code {128 + signal.SIGTERM}\n" in job.log("a"))
     cluster.unplug(STORE)
 
-    until(lambda: not cluster.nodes[name].is_running(pid), LIMIT_S)
-    assert until(lambda: job.codes_of("b"), LIMIT_S)[0] == FENCED, job.told()
+    job.until(lambda: not cluster.nodes[name].is_running(pid))
+    job.until(lambda: f"exit code {FENCED}\n" in job.log("b"))
 
 
 def test_the_disk_of_a_lost_node_is_replaced_by_the_copies_of_its_clique(cluster: Cluster) -> None:
     job = started(cluster, replace(SMALL, save_every=5), "a", "b")
-    until(lambda: job.step() >= 12, LIMIT_S)
+    job.until(lambda: job.step() >= 12)
     stopped = time.monotonic()
 
     for name in (STORE, "a", "b"):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from tests.support.sharded_training import (
     state_digest,
     to_local,
 )
-
-if TYPE_CHECKING:
-    from dist_ckpt_strategies.local import LocalCheckpointManager
 
 SHARED = Path(os.environ["CLUSTER_SHARED"])
 SEED = int(os.environ["CLUSTER_SEED"])
@@ -87,7 +84,7 @@ def train(note: Callable[..., None], orders: list[int], call: HPCallWrapper | No
         time.sleep(PACE_S)
 
 
-def local_checkpoints() -> LocalCheckpointManager:
+def local_checkpoints() -> Any:
     """On the disk of the node, copied to that of another; loaded with it is Megatron-Core."""
     from dist_ckpt_strategies.local import (  # noqa: PLC0415
         CliqueReplicationStrategy,

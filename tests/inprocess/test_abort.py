@@ -98,30 +98,16 @@ def test_the_default_has_the_documented_parts_which_are_replaced_in_a_copy() -> 
 
 
 def test_cleaning_up_can_be_repeated_and_lets_the_trainer_go() -> None:
-    class Strategy:
-        _lightning_module: Any = torch.nn.Linear(2, 2)
-
-    class Loop:
-        _combined_loader: Any = object()
-
-    class Trainer:
-        strategy: Any = Strategy()
-        fit_loop: Any = Loop()
-
-        @property
-        def train_dataloader(self) -> Any:
-            """Cannot be set, as in Lightning."""
-            return object()
-
+    strategy = types.SimpleNamespace(_lightning_module=torch.nn.Linear(2, 2))
+    fit_loop = types.SimpleNamespace(_combined_loader=object())
+    trainer = types.SimpleNamespace(strategy=strategy, fit_loop=fit_loop)
     finalize = CheckpointlessFinalizeCleanup()
-    trainer = Trainer()
     finalize.register_attributes(trainer)
 
     assert finalize(STATE) is STATE
     assert finalize(STATE) is STATE
     assert finalize.trainer is None
-    assert trainer.strategy._lightning_module is None
-    assert trainer.fit_loop._combined_loader is None
+    assert strategy._lightning_module is fit_loop._combined_loader is None
 
 
 class FakeCuda:

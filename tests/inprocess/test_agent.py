@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode
+from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory, wait_rank
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 from tests.support.agent import Agent, AgentSocketClient
@@ -45,11 +45,6 @@ def agent() -> Iterator[Agent]:
     found.close()
 
 
-@pytest.fixture
-def ranks(agent: Agent) -> list[Coordinator]:
-    return [HPAgentK8sAPIFactory(AgentSocketClient(agent.port, r))() for r in range(SIZE)]
-
-
 @pytest.mark.parametrize("mode", ["exception", "death", "hang", "unhealthy"])
 def test_every_documented_mode_restarts_the_block(mode: str) -> None:
     agent = Agent(1)
@@ -73,17 +68,15 @@ def test_every_documented_mode_restarts_the_block(mode: str) -> None:
     assert modes == [None, FaultMode(mode)] == [None, mode]
 
 
-def test_waiting_for_others_has_an_end(ranks: list[Coordinator]) -> None:
+def test_waits_have_an_end_and_an_agent_that_is_gone_is_a_lost_peer(agent: Agent) -> None:
+    rank = HPAgentK8sAPIFactory(AgentSocketClient(agent.port, 0))()
     with pytest.raises(PeerTimeoutError, match="barrier"):
-        ranks[0].barrier(0.05)
-    assert ranks[0].wait_fault(1, 0.01) is None
-
-
-def test_an_agent_that_is_gone_is_a_lost_peer(agent: Agent, ranks: list[Coordinator]) -> None:
+        rank.barrier(0.05)
+    assert rank.wait_fault(1, 0.01) is None
     agent.close()
 
     with pytest.raises(PeerLostError, match="agent is gone"):
-        ranks[0].report(0, 1, FaultMode.EXCEPTION, "boom")
+        rank.report(0, 1, FaultMode.EXCEPTION, "boom")
 
 
 def test_a_client_without_the_calls_is_refused_by_name() -> None:

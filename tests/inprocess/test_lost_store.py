@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import pytest
 
-from dist_ckpt_strategies.comm.job_store import JobStore
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import PeerLostError
 from dist_ckpt_strategies.inprocess.coordinator import RankInfo
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 from dist_ckpt_strategies.inprocess.wrap import HPWrapper
-from tests.support.ranks import run_processes
+from tests.support.ranks import forkserver, run_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,23 +24,22 @@ SILENCE_S = 3.0
 SLACK_S = 10.0
 """For a busy machine."""
 
-_HOST_SCRIPT = """
-import time
-from dist_ckpt_strategies.comm.job_store import host_store
-host = host_store()
-print(host.port, flush=True)
-time.sleep(300)
-"""
+
+def host_a_store(pipe: Connection) -> None:
+    host = host_store()
+    pipe.send(host.port)
+    time.sleep(300)
 
 
 @pytest.fixture
-def store() -> Iterator[tuple[int, int]]:
+def store() -> Iterator[tuple[int | None, int]]:
     """Process and port of a store."""
-    host = subprocess.Popen([sys.executable, "-c", _HOST_SCRIPT], stdout=subprocess.PIPE)
-    assert host.stdout is not None
-    yield host.pid, int(host.stdout.readline())
+    ours, theirs = forkserver().Pipe()
+    host = forkserver().Process(target=host_a_store, args=(theirs,), daemon=True)
+    host.start()
+    yield host.pid, ours.recv()
     host.kill()
-    host.communicate()
+    host.join()
 
 
 def coordinator(rank: int, port: int) -> StoreCoordinator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -84,11 +83,6 @@ def connect() -> Iterator[Connect]:
     time.sleep(0.05)
 
 
-@pytest.fixture
-def store(connect: Connect) -> JobStore:
-    return connect()
-
-
 def world(connect: Connect, size: int) -> list[StoreCoordinator]:
     return [StoreCoordinator(connect(), f"w{r}", place(r, size)) for r in range(size)]
 
@@ -121,11 +115,13 @@ def test_waits_that_time_out_name_the_ranks_that_are_missing(connect: Connect) -
     all_join(ranks)
     with pytest.raises(PeerTimeoutError, match="missing: 1, 2, 3"):
         ranks[0].finish(1, 0.05)
+    with pytest.raises(PeerTimeoutError, match="worker spare"):
+        StoreCoordinator(connect(), "spare").wait_rank(0.02)
 
 
-def test_of_a_large_world_a_few_of_the_missing_are_named(store: JobStore) -> None:
+def test_of_a_large_world_a_few_of_the_missing_are_named(connect: Connect) -> None:
     with pytest.raises(PeerTimeoutError, match=r"missing: 1, 2, .*, 64 and 935 more"):
-        StoreCoordinator(store, "w0", place(0, 1000)).barrier(0.02)
+        StoreCoordinator(connect(), "w0", place(0, 1000)).barrier(0.02)
 
 
 @pytest.mark.parametrize("num_writes", [None, *range(2, 6)])
@@ -210,23 +206,6 @@ def test_a_spare_with_an_old_epoch_does_not_pass_its_open_barrier(connect: Conne
 
     # The spare reads epoch 1, whose barrier is open, before any process has ended it.
     assert in_threads(lambda: spare.barrier(LIMIT_S), end_it) == [2] * 2
-
-
-def test_a_spare_waits_until_it_is_given_a_rank(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    spare = StoreCoordinator(connect(), "spare")
-    with pytest.raises(PeerTimeoutError, match="worker spare"):
-        spare.wait_rank(0.02)
-    state = RestartState(connect())
-    assert state.is_ready("spare")
-    given = RankInfo(3, 1, 8, 4, (("MASTER_PORT", "1234"),))
-
-    state.assign("spare", given)
-
-    assert spare.wait_rank(LIMIT_S) == given
-    assert os.environ["RANK"] == "3"
 
 
 def test_closing_ends_waits(connect: Connect) -> None:

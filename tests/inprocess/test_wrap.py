@@ -5,17 +5,21 @@ from __future__ import annotations
 import datetime as dt
 import gc
 import importlib.util
+import logging
 import multiprocessing
+import signal
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
-from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import (
     HealthCheckError,
     MissingDependencyError,
@@ -28,25 +32,18 @@ from dist_ckpt_strategies.inprocess.abort import (
     Compose,
     HPAbortTorchDistributed,
 )
-from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, memory_in_use
 from dist_ckpt_strategies.inprocess.health_check import HPState
-from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
-from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
+from dist_ckpt_strategies.inprocess.interruption import SIGNAL, Interrupter, RankShouldRestart
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
+from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.leaks import threads_left
-
-ALONE = RankInfo(0, 0, 1, 1)
-
-
-def alone() -> StoreCoordinator:
-    """The coordinator of a world of one."""
-    host = host_store()
-    return StoreCoordinator(JobStore(host.host, host.port), "worker", ALONE, host=host)
 
 
 def wrapper(**settings: Any) -> HPWrapper:
-    return HPWrapper(hp_api_factory=alone, barrier_timeout_s=60, **settings)
+    """Of a script started on its own: a world of one."""
+    return HPWrapper(barrier_timeout_s=60, **settings)
 
 
 def fails_once(call: HPCallWrapper) -> int:
@@ -101,16 +98,6 @@ def test_the_call_is_given_by_the_annotation_unless_the_caller_gives_one(block: 
     assert wrapper()(dict)() == {}
 
 
-class Manager:
-    """A checkpoint manager that notes what it is told."""
-
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
-
-    def on_fault(self, fault: Fault) -> None:
-        self.told.append(f"fault {fault.epoch}: {fault.why}")
-
-
 def noting(told: list[str], name: str) -> Any:
     """A part that is given the state, and perhaps an error."""
 
@@ -125,7 +112,11 @@ def test_parts_are_called_in_order() -> None:
     told: list[str] = []
     parts = {name: noting(told, name) for name in ("abort", "finalize", "health_check")}
 
-    assert wrapper(**parts, checkpoint_manager=Manager(told))(fails_once)() == 2
+    class Manager:
+        def on_fault(self, fault: Fault) -> None:
+            told.append(f"fault {fault.epoch}: {fault.why}")
+
+    assert wrapper(**parts, checkpoint_manager=Manager())(fails_once)() == 2
     assert told == [
         "abort 1 ",
         "fault 1: ValueError: once",
@@ -148,8 +139,8 @@ def test_communication_is_ended_first_where_that_is_asked_for(is_early: bool) ->
     assert told == (["groups", "loaders 1 "] if is_early else ["loaders 1 ", "groups"])
 
 
-def failing(state: HPState) -> HPState:
-    raise RuntimeError("abort")
+def failing(state: HPState, *_: Any) -> Any:
+    raise HealthCheckError("unfit")
 
 
 @pytest.mark.parametrize("abort", [failing, None])
@@ -157,12 +148,19 @@ def test_an_abort_that_fails_does_not_end_the_restart(abort: Any) -> None:
     assert wrapper(abort=abort)(fails_once)() == 2
 
 
-def test_what_the_health_check_raises_leaves_the_call() -> None:
-    def unhealthy(state: HPState, train_ex: BaseException | None) -> Any:
-        raise HealthCheckError("unfit")
+@pytest.mark.parametrize("leaving", [KeyboardInterrupt(), SystemExit(0), SystemExit(3)], ids=repr)
+def test_who_ends_the_process_is_not_held_up(leaving: BaseException) -> None:
+    def block() -> None:
+        raise leaving
 
+    with pytest.raises(type(leaving)) as found:
+        wrapper()(block)()
+    assert found.value is leaving
+
+
+def test_what_the_health_check_raises_leaves_the_call() -> None:
     with pytest.raises(HealthCheckError, match="unfit"):
-        wrapper(health_check=unhealthy)(fails_once)()
+        wrapper(health_check=failing)(fails_once)()
 
 
 @pytest.mark.parametrize(
@@ -211,6 +209,87 @@ def test_a_block_without_progress_is_interrupted_and_one_that_tells_of_it_is_not
 
     assert wrapper(progress_timeout_s=3.0)(block)().mode is FaultMode.HANG
     assert time.monotonic() - told[0] < 60
+
+
+def swallowing(call: Any) -> None:
+    """What ignores the first interruption, as a careless ``except`` does."""
+    try:
+        time.sleep(60)
+    except BaseException:  # noqa: BLE001 - the point of it
+        logging.getLogger(__name__).debug("swallowed")
+    call.whole = True
+
+
+def importing(call: Any) -> None:
+    """A module of which half was run would stay like that as long as the process lives."""
+    call.whole = importlib.import_module("takes_long_to_import").whole
+
+
+def updating(call: Any) -> None:
+    with call.wrapper.checkpoint_manager.parameter_update_lock:
+        time.sleep(1.0)
+        call.whole = True
+
+
+def called_from_native_code(call: Any) -> None:
+    def _extract_tensors() -> None:
+        time.sleep(1.0)
+        call.whole = True
+
+    _extract_tensors()
+
+
+@pytest.mark.parametrize("what", [swallowing, importing, updating, called_from_native_code])
+def test_what_bears_no_interruption_is_completed_and_the_block_is_left(
+    what: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "takes_long_to_import.py").write_text("import time\ntime.sleep(2.5)\nwhole = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "takes_long_to_import", raising=False)
+    before = signal.getsignal(SIGNAL)
+
+    def block(call: HPCallWrapper) -> bool:
+        if call.num_attempts == 1:
+            what(call)
+            time.sleep(60)
+        return bool(vars(call)["whole"])
+
+    assert wrapper(progress_timeout_s=0.5, checkpoint_manager=CheckpointManager())(block)()
+    assert signal.getsignal(SIGNAL) is before
+
+
+def test_no_interruption_comes_after_the_block_has_returned() -> None:
+    """A thousand blocks that return about when the signal comes: never an exception outside.
+
+    Who was interrupted returns earlier the next time, who was not later: whatever else the machine
+    does, the end of the block stays where the signal comes.
+    """
+    interrupter, fault = Interrupter(), Fault(1, 7, FaultMode.EXCEPTION, "a test")
+    num_interrupted, length_s = 0, 1e-4
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with interrupter.installed():
+            for _ in range(1000):
+                interrupter.prepare()
+                thread = threading.Thread(target=interrupter.interrupt, args=(fault, 60))
+                thread.start()
+                until = time.perf_counter() + length_s
+                try:
+                    interrupter.guarded(lambda: busy_until(until))  # noqa: B023 - called at once
+                    length_s = min(0.1, length_s * 1.3)
+                except RankShouldRestart:
+                    num_interrupted += 1
+                    length_s = max(1e-6, length_s / 1.3)
+                thread.join()
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert 0 < num_interrupted < 1000
+
+
+def busy_until(until: float) -> None:
+    while time.perf_counter() < until:
+        pass
 
 
 def test_gradients_that_an_interrupted_block_has_switched_off_are_recorded_again() -> None:
@@ -306,15 +385,9 @@ def test_the_methods_can_be_called_one_by_one() -> None:
     assert call.launch(fails_once, call) == 2
     assert call.last_fault.why == "ValueError: once"
     call.shutdown()
-
-
-def test_methods_out_of_turn_say_so() -> None:
-    call = HPCallWrapper(wrapper())
-
+    call.shutdown()
     with pytest.raises(RestartError, match="no attempt is running"):
-        call.handle_fn_exception(ValueError("x"))
-    call.shutdown()
-    call.shutdown()
+        HPCallWrapper(wrapper()).handle_fn_exception(ValueError("x"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("viztracer") is not None, reason="it is installed")

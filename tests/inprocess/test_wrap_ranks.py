@@ -6,13 +6,15 @@ A fault cuts the connections of process groups and stores, and no others.
 from __future__ import annotations
 
 import asyncio
-import http.client
-import http.server
+import gc
 import queue
+import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +22,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from dist_ckpt_strategies.comm.teardown import num_undestroyed_groups, open_sockets
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
+from tests.support.groups import group_of_size
+from tests.support.processes import until
 from tests.support.ranks import allow_processes
 from tests.support.restarts import HOST, Wrappers, join_group, run_restartable
 
@@ -30,41 +35,28 @@ pytestmark = pytest.mark.multiprocess
 FAULTY = 2
 SIZE = 4
 LIMIT_S = 30.0
-"""From the fault to the next attempt; nothing else ends a wait in that time."""
+"""From a fault to the next attempt; nothing else ends a wait in that time."""
+
+NUM_FAULTS = 30
+SIZES = (1, 1000, 200_000, 2_000_000)
+THREADS_OF_A_GROUP = 6
+SOCKETS_OF_A_GROUP = 2
+"""At most, of one in which gloo has forgotten a buffer: it goes after the group's timeout."""
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"ok")
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
-        """Says nothing."""
+def require_results(results: list[Any]) -> list[Any]:
+    for result in results:
+        assert not isinstance(result, Exception), (result, getattr(result, "__notes__", []))
+    return results
 
 
-@pytest.fixture
-def http_port() -> Iterator[int]:
-    server = http.server.ThreadingHTTPServer((HOST, 0), _Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield int(server.server_address[1])
-    server.shutdown()
-    server.server_close()
+class Echo:
+    """A server of the rank and its client, on an epoll instance, as gloo's connections are."""
 
-
-class _Services:
-    """Connections of a rank that are none of torch's: an HTTP client, a server, and its client."""
-
-    def __init__(self, port: int) -> None:
-        self.client = http.client.HTTPConnection(HOST, port, timeout=30)
-        self.client.connect()
-        self.client.auto_open = 0
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.reader, self.writer = self._done(self._open())
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._reader, self._writer = self._run(self._open())
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -74,17 +66,12 @@ class _Services:
         server = await asyncio.start_server(echo, HOST, 0)
         return await asyncio.open_connection(HOST, server.sockets[0].getsockname()[1])
 
-    async def _echoed(self) -> bytes:
-        self.writer.write(b"ok\n")
-        line: bytes = await self.reader.readline()
-        return line
+    def answer(self) -> Any:
+        self._writer.write(b"ok\n")
+        return self._run(self._reader.readline())
 
-    def _done(self, what: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(what, self.loop).result(30)
-
-    def answer(self) -> list[bytes]:
-        self.client.request("GET", "/")
-        return [self.client.getresponse().read(), self._done(self._echoed())]
+    def _run(self, what: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(30)
 
 
 class _Slow(torch.utils.data.Dataset[torch.Tensor]):
@@ -96,34 +83,6 @@ class _Slow(torch.utils.data.Dataset[torch.Tensor]):
         return torch.zeros(1)
 
 
-def in_all_reduce() -> None:
-    dist.all_reduce(torch.ones(1000))
-
-
-def in_all_gather() -> None:
-    dist.all_gather([torch.empty(10) for _ in range(SIZE)], torch.ones(10))
-
-
-def in_barrier() -> None:
-    dist.barrier()
-
-
-def in_recv() -> None:
-    dist.recv(torch.ones(10), FAULTY)
-
-
-def in_objects() -> None:
-    dist.all_gather_object([None] * SIZE, "x")
-
-
-def in_new_group() -> None:
-    dist.new_group(list(range(SIZE)))
-
-
-def in_a_later_group() -> None:
-    dist.all_reduce(torch.ones(10), group=dist.new_group(list(range(SIZE))))
-
-
 def in_a_store_of_its_own() -> None:
     """The group cannot be made: nobody else comes."""
     own = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -132,22 +91,10 @@ def in_a_store_of_its_own() -> None:
     dist.init_process_group("interruptible_gloo", store=client, rank=0, world_size=SIZE)
 
 
-def in_the_store() -> None:
-    dist.distributed_c10d._get_default_store().get("never written")
-
-
-def in_sleep() -> None:
-    time.sleep(100)
-
-
 def in_a_lock() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
-
-
-def in_a_queue() -> None:
-    queue.Queue[int]().get()
 
 
 def in_a_loop() -> None:
@@ -162,40 +109,45 @@ def in_a_data_loader() -> None:
     next(iter(loader))
 
 
-PLACES: list[Callable[[], None]] = [
-    in_all_reduce,
-    in_all_gather,
-    in_barrier,
-    in_recv,
-    in_objects,
-    in_new_group,
-    in_a_later_group,
-    in_a_store_of_its_own,
-    in_the_store,
-    in_sleep,
-    in_a_lock,
-    in_a_queue,
-    in_a_loop,
-    in_a_data_loader,
-]
+def new_group() -> Any:
+    return dist.new_group(list(range(SIZE)))
 
 
-def one_fault_in_each_place(rank: int, wrapper: Wrappers, port: int, backend: str) -> list[Any]:
+PLACES: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(1000)),
+    "all_gather": lambda: dist.all_gather([torch.empty(9) for _ in range(SIZE)], torch.ones(9)),
+    "barrier": dist.barrier,
+    "recv": lambda: dist.recv(torch.ones(10), FAULTY),
+    "objects": lambda: dist.all_gather_object([None] * SIZE, "x"),
+    "new group": new_group,
+    "a later group": lambda: dist.all_reduce(torch.ones(10), group=new_group()),
+    "a store of its own": in_a_store_of_its_own,
+    "the store": lambda: dist.distributed_c10d._get_default_store().get("never written"),
+    "sleep": lambda: time.sleep(100),
+    "a lock": in_a_lock,
+    "a queue": lambda: queue.Queue[int]().get(),
+    "a loop": in_a_loop,
+    "a data loader": in_a_data_loader,
+}
+
+
+def one_fault_in_each_place(rank: int, wrapper: Wrappers, backend: str) -> list[Any]:
     """Body of a rank: in attempt ``i``, the faulty one raises while the others are in place i."""
     waits: list[float] = []
     causes: list[str] = []
-    services: list[_Services] = []
+    connections: list[Echo] = []
     attempts: Iterator[int] = iter(range(1000))
+    names = list(PLACES)
     since = [0.0]
 
     @wrapper(abort=CheckpointlessAbortManager.get_default_checkpointless_abort())
-    def block(call: HPCallWrapper | None = None) -> tuple[float, list[list[bytes]]]:
+    def block(call: HPCallWrapper | None = None) -> tuple[float, list[bytes]]:
         attempt = next(attempts)
         if attempt:
             waits.append(time.monotonic() - since[0])
             causes.append(call.last_fault.why if call else "")
-        services.append(_Services(port))
-        answers = [one.answer() for one in services]
+        connections.append(Echo())
+        answers = [one.answer() for one in connections]
         join_group(backend)
         dist.barrier()
         if attempt == len(PLACES):
@@ -203,13 +155,13 @@ def one_fault_in_each_place(rank: int, wrapper: Wrappers, port: int, backend: st
             dist.all_reduce(total)
             return float(total), answers
         if rank == FAULTY:
-            if PLACES[attempt] is in_a_later_group:
-                dist.new_group(list(range(SIZE)))
+            if names[attempt] == "a later group":
+                new_group()
             time.sleep(0.05)
             since[0] = time.monotonic()
             raise ValueError(f"fault {attempt}")
         since[0] = time.monotonic() + 0.05
-        PLACES[attempt]()
+        PLACES[names[attempt]]()
         raise AssertionError("nobody has interrupted this")
 
     allow_processes()
@@ -218,14 +170,102 @@ def one_fault_in_each_place(rank: int, wrapper: Wrappers, port: int, backend: st
 
 @pytest.mark.parametrize("backend", ["gloo", "interruptible_gloo"])
 def test_a_fault_ends_whatever_the_others_wait_for_and_cuts_no_other_connection(
-    backend: str, http_port: int
+    backend: str,
 ) -> None:
-    results = run_restartable(SIZE, one_fault_in_each_place, http_port, backend)
+    results = run_restartable(SIZE, one_fault_in_each_place, backend)
 
-    for result in results:
-        assert not isinstance(result, Exception), (result, result.__notes__)
-        total, answers, waits, causes = result
+    for total, answers, waits, causes in require_results(results):
         assert total == 6.0
-        assert answers == [[b"ok", b"ok\n"]] * (len(PLACES) + 1)
+        assert answers == [b"ok\n"] * (len(PLACES) + 1)
         assert causes == [f"ValueError: fault {attempt}" for attempt in range(len(PLACES))]
         assert max(waits) < LIMIT_S, dict(zip(PLACES, waits, strict=True))
+
+
+def in_collectives_until(until: float, dice: random.Random, size: int) -> None:
+    part = group_of_size(2)
+    data = torch.ones(size)
+    many = [torch.empty_like(data) for _ in range(SIZE)]
+    collectives: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(data),
+        lambda: dist.all_gather(many, data),
+        lambda: dist.broadcast(data, 0),
+        lambda: dist.all_reduce(data, group=part),
+        dist.barrier,
+    ]
+    while time.monotonic() < until:
+        dice.choice(collectives)()
+
+
+def many_faults(rank: int, wrapper: Wrappers) -> Any:
+    """Body of a rank: in each attempt another one raises at a random moment."""
+    ended: list[float] = []
+    waits: list[float] = []
+    counts: list[tuple[int, int, int]] = []
+
+    @wrapper()
+    def block(call: HPCallWrapper) -> int:
+        attempt = call.num_attempts - 1
+        if attempt:
+            waits.append(time.monotonic() - ended[-1])
+        num_threads = len(list(Path("/proc/self/task").iterdir()))
+        counts.append((num_threads, len(open_sockets()), num_undestroyed_groups()))
+        dice = random.Random(attempt)
+        faulty, delay_s, size = dice.randrange(SIZE), dice.random() * 0.1, dice.choice(SIZES)
+        try:
+            join_group()
+            if attempt == NUM_FAULTS:
+                return attempt
+            until = time.monotonic() + (delay_s if rank == faulty else 100)
+            in_collectives_until(until, dice, size)
+            raise ValueError("random")
+        finally:
+            ended.append(time.monotonic())
+
+    return block(), waits, counts
+
+
+def test_many_faults_in_collectives_are_survived_and_threads_and_sockets_do_not_grow() -> None:
+    results = run_restartable(SIZE, many_faults, timeout_s=250.0)
+
+    for returned, waits, counts in require_results(results):
+        assert returned == NUM_FAULTS
+        assert max(waits) < LIMIT_S
+        for one, of_a_group in enumerate((THREADS_OF_A_GROUP, SOCKETS_OF_A_GROUP)):
+            early = min(count[one] for count in counts[5:15])
+            late = min(count[one] - count[2] * of_a_group for count in counts[-10:])
+            assert late <= early + 2, counts
+
+
+def kept_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
+    """Body of a rank: a tensor of the first attempt's frame, and a group that the block kept."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    kept: list[Any] = []
+    said: list[Any] = []
+
+    @wrapper()
+    def block(call: HPCallWrapper) -> None:
+        join_group()
+        if not kept:
+            kept.append(dist.group.WORLD)
+            tensor = torch.ones(10)
+            held.append(weakref.ref(tensor))
+            dist.barrier()  # or the fault may find the other rank without what it is to hold
+            if rank == 0:
+                raise ValueError("the frame has to go")
+            dist.all_gather([torch.ones(10) for _ in range(2)], tensor)
+        said.append(held[0]() is None)
+        try:
+            kept[0].allreduce([torch.ones(1)])
+        except RuntimeError as error:
+            said.append(type(error).__name__)
+        dist.barrier()
+
+    block()
+    gc.collect()
+    until(lambda: not num_undestroyed_groups())
+    return said
+
+
+def test_of_an_attempt_its_frames_are_gone_and_its_groups_dead_and_destroyed_in_the_next() -> None:
+    expected = [True, "WaitReleasedError"]
+    assert run_restartable(2, kept_of_the_old_attempt) == [expected, expected]

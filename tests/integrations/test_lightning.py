@@ -1,11 +1,12 @@
-"""A training with real Lightning: faults of its ranks, and the same result to the bit."""
+"""Trainings with real Lightning: faults, preemption, and the same result to the bit."""
 
 from __future__ import annotations
 
-import json
+import os
 import random
-import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,68 +15,97 @@ import torch
 pl = pytest.importorskip("lightning.pytorch")
 boring = pytest.importorskip("lightning.pytorch.demos.boring_classes")
 
-from dist_ckpt_strategies import SavePolicy, TieredCheckpointManager  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+
+from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager  # noqa: E402
 from dist_ckpt_strategies.errors import StrategyError  # noqa: E402
-from dist_ckpt_strategies.inprocess import CheckpointlessFinalizeCleanup, HPCallWrapper, HPWrapper  # noqa: E402
+from dist_ckpt_strategies.inprocess import (  # noqa: E402
+    CheckpointlessAbortManager,
+    CheckpointlessFinalizeCleanup,
+    CudaHealthCheck,
+    HPCallWrapper,
+    HPWrapper,
+)
 from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
     CheckpointlessCallback,
     CheckpointlessCompatibleConnector,
+    FaultKind,
     FaultPoint,
-    HPFaultInjectionCallback,
     PlannedFault,
     TieredCheckpointCallback,
 )
-from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager, Tier  # noqa: E402
-from tests.integrations import lightning_job  # noqa: E402
-from tests.support.processes import finished  # noqa: E402
+from dist_ckpt_strategies.integrations.lightning_state import (  # noqa: E402
+    call_after_closure,
+    clear_tensor_hooks,
+)
+from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager  # noqa: E402
+from tests.integrations.lightning_training import QUIET, Model, fit, loader, notes  # noqa: E402
+from tests.support.ranks import RankDiedError, run_processes  # noqa: E402
+from tests.support.restarts import Wrappers, run_respawned  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
 
-ROOT = Path(__file__).parents[2]
+NUM_RANKS = 4
 FAULTS = [
-    {"rank": 1, "step": 2, "point": "forward", "kind": "exception"},
-    {"rank": 0, "step": 5, "point": "batch start", "kind": "exception"},
-    {"rank": 2, "step": 6, "point": "after the backward pass", "kind": "SIGKILL"},
-    {"rank": 3, "step": 8, "point": "before the optimizer's step", "kind": "exception"},
-    {"rank": 1, "step": 10, "point": "batch end", "kind": "exception"},
+    PlannedFault(1, 2, FaultPoint.FORWARD),
+    PlannedFault(0, 5, FaultPoint.BATCH_START),
+    PlannedFault(2, 6, FaultPoint.AFTER_BACKWARD, FaultKind.KILL),
+    PlannedFault(3, 8, FaultPoint.BEFORE_OPTIMIZER_STEP),
+    PlannedFault(1, 10, FaultPoint.BATCH_END),
 ]
 """Step 5 is the first of an epoch, step 10 begins when the last batch of one has ended."""
 
 
-def run_job(scratch: Path, faults: list[Any], **trainer: Any) -> dict[str, Any]:
-    """Four ranks under ``dist-ckpt run``: what they wrote down."""
-    scratch.mkdir()
-    task = scratch / "task.json"
-    fields = {"max_epochs": -1, **trainer}
-    task.write_text(json.dumps({"faults": faults, "progress_timeout_s": 60, "trainer": fields}))
-    variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    launcher = [sys.executable, "-P", "-m", "dist_ckpt_strategies.cli", "run", "--nproc", "4"]
-    script = Path(__file__).with_name("lightning_job.py")
-    finished(*launcher, script, task, limit_s=270, variables=variables)
-    lines = [
-        json.loads(line)
-        for path in sorted(scratch.glob("lines*"))
-        for line in path.read_text().splitlines()
-    ]
-    return {
-        "losses": {tuple(line) for line in lines if line[0] == "loss"},
-        "starts": sorted({tuple(line[1:]) for line in lines if line[0] == "start"}, key=str),
-        "finals": [json.loads((scratch / f"final{r}.json").read_text()) for r in range(4)],
-    }
+def under_torchrun(size: int) -> None:
+    """Lightning makes no processes of its own."""
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+
+
+def on_rank(rank: int, wrappers: Wrappers, scratch: Path, faults: list[PlannedFault]) -> Any:
+    under_torchrun(NUM_RANKS)
+    wrapper = wrappers(
+        abort=CheckpointlessAbortManager.get_default_checkpointless_abort(),
+        finalize=CheckpointlessFinalizeCleanup(),
+        health_check=CudaHealthCheck(),
+        checkpoint_manager=CheckpointManager(timeout_s=60),
+        progress_timeout_s=60,
+    )
+
+    def block(call: HPCallWrapper | None = None) -> Any:
+        torch.manual_seed(7 + rank)
+        strategy = DDPStrategy(
+            process_group_backend="interruptible_gloo",
+            find_unused_parameters=True,  # the same buckets in the first step of every attempt
+            timeout=timedelta(seconds=60),
+        )
+        model = Model(scratch / f"lines{rank}-{os.getpid()}")
+        options: Any = {"devices": NUM_RANKS, "strategy": strategy, "gradient_clip_val": 0.5}
+        data = loader(80, shuffle=True), loader(80)
+        return fit(
+            model, scratch, *data, faults=faults, call=call, max_steps=13, max_epochs=-1, **options
+        )
+
+    return wrapper(block)()
 
 
 @pytest.mark.multiprocess
 def test_exceptions_and_a_killed_rank_leave_the_result_as_it_is_without_them(
     tmp_path: Path,
 ) -> None:
-    undisturbed = run_job(tmp_path / "undisturbed", [], max_steps=13)
-    found = run_job(tmp_path / "faults", FAULTS, max_steps=13)
+    found = []
+    for name, faults in (("undisturbed", []), ("faults", FAULTS)):
+        (tmp_path / name).mkdir()
+        results, died = run_respawned(
+            NUM_RANKS, on_rank, tmp_path / name, faults, timeout_s=270 if faults else 120
+        )
+        assert died == [2] * bool(faults)
+        found.append((results, notes(tmp_path / name, "loss")))
 
-    assert len(undisturbed["losses"]) == 4 * 13
-    assert found["losses"] == undisturbed["losses"]
-    assert found["finals"] == undisturbed["finals"]
-    memory = {(rank, step, step) for rank in range(4) for step in (2, 5, 6, 8, 10)}
-    assert set(found["starts"]) == memory | {(rank, 0, None) for rank in range(4)}
+    assert len(found[0][1]) == NUM_RANKS * 13
+    assert found[1] == found[0]
+    steps: dict[int, int | None] = {0: None} | {step: step for step in (2, 5, 6, 8, 10)}
+    starts = {(rank, *start) for rank in range(NUM_RANKS) for start in steps.items()}
+    assert notes(tmp_path / "faults", "start") == starts
 
 
 LOOPS: list[dict[str, Any]] = [
@@ -88,53 +118,25 @@ LOOPS: list[dict[str, Any]] = [
 
 
 def run_alone(
-    scratch: Path,
-    faults: list[PlannedFault],
-    loops: dict[str, Any],
-    loaded: list[Any] | None = None,
+    scratch: Path, faults: list[PlannedFault], loops: dict[str, Any], *, is_tiered: bool = False
 ) -> Any:
-    """One rank in this process: its final state and counts, and the losses of all attempts.
-
-    With ``loaded`` a TieredCheckpointManager does the loading, and what it loads is put there.
-    """
+    """One rank in this process: its final state and counts, and the losses of all attempts."""
     scratch.mkdir()
     manager = CheckpointManager()
 
     def block(call: HPCallWrapper | None = None) -> Any:
         torch.manual_seed(3)
-        flags = CheckpointlessCallback(enable_inprocess=True, enable_checkpointless=True)
-        trainer: Any = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            callbacks=[
-                HPFaultInjectionCallback(faults, scratch),
-                flags,
-            ],
-            default_root_dir=scratch,
-            **lightning_job.QUIET,
-            **loops,
-        )
-        if loaded is None:
-            trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
-        else:
-            tiers = TieredCheckpointManager(
-                scratch / "run", recovery=manager, policy=SavePolicy(every_steps=2)
-            )
-            trainer.callbacks.append(TieredCheckpointCallback(tiers))
-        trainer.wrapper = call
-        model = lightning_job.Model(scratch / "lines")
-        batches = lightning_job.loader(shuffle=False, num_samples=20)
-        try:
-            trainer.fit(model, batches, batches)
-        finally:
-            if loaded is not None:
-                loaded.append(trainer.callbacks[-1].loaded)
-        return lightning_job.digest(model, trainer), trainer.global_step, trainer.current_epoch
+        callbacks = []
+        if is_tiered:
+            policy = SavePolicy(every_steps=2)
+            tiers = TieredCheckpointManager(scratch / "run", recovery=manager, policy=policy)
+            callbacks.append(TieredCheckpointCallback(tiers))
+        options: Any = {"callbacks": callbacks, "loads": not is_tiered, "devices": 1} | loops
+        data = loader(20), loader(20)
+        return fit(Model(scratch / "lines"), scratch, *data, faults=faults, call=call, **options)
 
     wrapper = HPWrapper(checkpoint_manager=manager, finalize=CheckpointlessFinalizeCleanup())
-    found = wrapper(block)()
-    lines = map(json.loads, (scratch / "lines").read_text().splitlines())
-    return found, {tuple(line) for line in lines if line[0] == "loss"}
+    return wrapper(block)(), notes(scratch, "loss")
 
 
 @pytest.mark.parametrize("loops", LOOPS, ids=str)
@@ -156,17 +158,47 @@ def test_faults_one_after_the_other_at_any_point_of_an_epoch_change_nothing(
 
 
 def test_a_manager_of_all_tiers_asks_memory_first(tmp_path: Path) -> None:
-    loops: dict[str, Any] = {"max_epochs": 3}
-    loaded: list[Any] = []
     faults = [PlannedFault(0, 3, FaultPoint.FORWARD), PlannedFault(0, 6, FaultPoint.AFTER_BACKWARD)]
-    undisturbed = run_alone(tmp_path / "undisturbed", [], loops)
+    undisturbed = run_alone(tmp_path / "undisturbed", [], LOOPS[0])
 
-    assert run_alone(tmp_path / "faults", faults, loops, loaded=loaded) == undisturbed
-    assert [one and (one.tier, one.iteration) for one in loaded] == [
-        None,
-        (Tier.MEMORY, 3),
-        (Tier.MEMORY, 6),
-    ]
+    assert run_alone(tmp_path / "faults", faults, LOOPS[0], is_tiered=True) == undisturbed
+    assert notes(tmp_path / "faults", "start") == {(0, 0, None), (0, 3, 3), (0, 6, 6)}
+
+
+def is_preempted(rank: int, root: Path, preempted_in: int | None) -> Any:
+    """Body of a rank, without a wrapper: the iteration that it began at, its losses and the end."""
+    under_torchrun(2)
+    torch.manual_seed(rank)
+    policy, options = SavePolicy(every_steps=2, keep_last=2), ManagerOptions(timeout_s=60)
+    callback = TieredCheckpointCallback(
+        TieredCheckpointManager(root / "run", policy=policy, options=options)
+    )
+    lines = root / f"lines{rank}"
+    lines.unlink(missing_ok=True)
+    model = Model(lines, 0.0, preempted_in)  # random numbers are not in these checkpoints
+    strategy = DDPStrategy(find_unused_parameters=True)
+    loops: Any = {"devices": 2, "strategy": strategy, "max_steps": 9, "max_epochs": -1}
+    state = fit(model, root, loader(32, shuffle=True), callbacks=[callback], **loops)
+    return callback.loaded and callback.loaded.iteration, lines.read_text().splitlines(), state
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(240)
+def test_a_preempted_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    for name in ("preempted", "undisturbed"):
+        (tmp_path / name).mkdir()
+    saved = TieredCheckpointManager(tmp_path / "preempted" / "run")
+    first = run_processes(2, is_preempted, tmp_path / "preempted", 4)
+    assert saved.all_steps()[-1] == 5  # in the second epoch
+    second = run_processes(2, is_preempted, tmp_path / "preempted", None)
+    undisturbed = run_processes(2, is_preempted, tmp_path / "undisturbed", None)
+
+    assert [isinstance(one, RankDiedError) and one.exit_code for one in first] == [143, 143]
+    for one, whole in zip(second, undisturbed, strict=True):
+        assert (one[0], whole[0]) == (5, None)
+        assert one[1] == whole[1][5:]
+        assert one[2] == whole[2]
+    assert saved.all_steps() == [6, 8]
 
 
 class Trainer:
@@ -220,15 +252,13 @@ def test_adapters_are_asked_for_once() -> None:
 
 
 def test_without_an_answer_from_memory_the_connector_loads_the_checkpoint(tmp_path: Path) -> None:
-    def fit(**options: Any) -> Any:
+    def trained(max_steps: int, **options: Any) -> Any:
         trainer: Any = pl.Trainer(
-            accelerator="cpu",
+            **QUIET,
             devices=1,
-            **lightning_job.QUIET,
-            num_sanity_val_steps=0,
             limit_val_batches=0,
             default_root_dir=tmp_path,
-            max_steps=options.pop("max_steps"),
+            max_steps=max_steps,
             callbacks=[CheckpointlessCallback(enable_inprocess=True, enable_checkpointless=True)],
         )
         trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
@@ -236,10 +266,34 @@ def test_without_an_answer_from_memory_the_connector_loads_the_checkpoint(tmp_pa
         trainer.fit(boring.BoringModel(), **options)
         return trainer
 
-    first = fit(max_steps=3)
-    first.save_checkpoint(tmp_path / "three.ckpt")
-    second = fit(max_steps=5, ckpt_path=tmp_path / "three.ckpt")
+    trained(3).save_checkpoint(tmp_path / "three.ckpt")
+    found = trained(5, ckpt_path=tmp_path / "three.ckpt")
 
-    assert second.global_step == 5
-    assert second.wrapper.wrapper.checkpoint_manager.global_step == 5
-    assert not any(torch.isnan(p).any() for p in second.lightning_module.parameters())
+    assert found.global_step == 5
+    assert found.wrapper.wrapper.checkpoint_manager.global_step == 5
+    assert not any(torch.isnan(p).any() for p in found.lightning_module.parameters())
+
+
+def test_a_call_comes_after_the_closure_and_in_the_place_of_an_earlier_one() -> None:
+    seen: list[str] = []
+    plugin = SimpleNamespace(_after_closure=lambda: seen.append("closure"))
+
+    call_after_closure(plugin, lambda: seen.append("first"))
+    call_after_closure(plugin, lambda: seen.append("second"))
+    plugin._after_closure()
+
+    assert seen == ["closure", "second"]
+    with pytest.raises(StrategyError, match="_after_closure"):
+        call_after_closure(object(), lambda: None)
+
+
+def test_hooks_are_taken_off_the_tensors_of_a_device() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    seen: list[Any] = []
+    tensor.register_hook(seen.append)  # type: ignore[no-untyped-call]
+
+    assert clear_tensor_hooks("meta") == 0
+    assert clear_tensor_hooks("cpu") >= 1
+    tensor.sum().backward()  # type: ignore[no-untyped-call]
+
+    assert seen == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -141,20 +142,25 @@ def use_global_checkpoints(rank: int, scratch: Path) -> dict[str, Any]:
         found["torch_dist"] = load_checkpoint(module, theirs, is_shared=False)
     found["zarr still"] = load_checkpoint(module, later)
 
-    found["digests"] = digests_are_compared(rank, module, later)
+    found["digests"] = digests_are_compared(module, later)
     return found
 
 
-def digests_are_compared(rank: int, module: Any, root: Path) -> list[bool]:
+def damage(array: Path) -> None:
+    """Change a chunk. Collective: world."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        chunk = min(array.glob("c*"))
+        chunk.write_bytes(bytes(byte ^ 1 for byte in chunk.read_bytes()))
+    dist.barrier()
+
+
+def digests_are_compared(module: Any, root: Path) -> list[bool]:
     """What ``--verify-integrity`` says of a format without digests, and of a damaged chunk."""
     megatron_lm.install(sharded_strategy=("zarr", 1), allow=[Unknown])
     with pytest.raises(StrategyError, match="--verify-integrity") as refused:
         save_checkpoint(module, 5.0, root.with_name("iter_0000005"), {}, verify_integrity=True)
-    dist.barrier()
-    if rank == 0:
-        chunk = min((root / "arrays" / "w").glob("c*"))
-        chunk.write_bytes(bytes(byte ^ 1 for byte in chunk.read_bytes()))
-    dist.barrier()
+    damage(root / "arrays" / "w")
     with pytest.raises(CorruptCheckpointError) as damaged:
         load_checkpoint(module, root, verify_integrity=True)
     return ["w" in str(damaged.value), "zarr" in str(refused.value)]
@@ -197,11 +203,7 @@ def use_manager(rank: int, scratch: Path) -> dict[str, Any]:
         for finalize in request.finalize_fns:
             finalize()
     manager.release()  # as at the end of the process; what is old has been removed
-    dist.barrier()
-    if rank == 0:
-        chunk = min((directory / "arrays" / "own").glob("c*"))
-        chunk.write_bytes(bytes(byte ^ 1 for byte in chunk.read_bytes()))
-    dist.barrier()
+    damage(directory / "arrays" / "own")
     found = load_checkpoint(module, directory)
     module.get_args = lambda: Namespace(ckpt_step=3)
     with pytest.raises(CorruptCheckpointError):  # it was asked for by name
@@ -229,30 +231,24 @@ def use_local_checkpoints(rank: int, scratch: Path, own: bool) -> list[Any]:
     tiered = TieredCheckpointManager(scratch / "global", local=kept, policy=policy)
     megatron_lm.install(allow=[Unknown], manager=tiered if own else None)
 
-    # The names are there for the ways in which Megatron-LM imports them.
-    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (  # noqa: PLC0415
-        LocalCheckpointManager as Manager,
-    )
+    # Whatever Megatron-LM imports is there.
+    nvrx = "nvidia_resiliency_ext.checkpointing.local"
+    managers = import_module(f"{nvrx}.ckpt_managers.local_manager")
+    strategies = import_module(f"{nvrx}.replication.strategies")
     from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import (  # noqa: F401, PLC0415
         GroupWrapper,
         parse_group_sequence,
     )
-    from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (  # noqa: PLC0415
-        CliqueReplicationStrategy,
-    )
 
-    strategy = CliqueReplicationStrategy.from_replication_params(1, 2)
-    manager = Manager(str(scratch / "local"), repl_strategy=strategy)
+    strategy = strategies.CliqueReplicationStrategy.from_replication_params(1, 2)
+    manager = managers.LocalCheckpointManager(str(scratch / "local"), repl_strategy=strategy)
     assert (manager is kept) == own
     assert manager.find_latest() == -1
 
-    from megatron.core.dist_checkpointing.tensor_aware_state_dict import (  # noqa: PLC0415
-        MCoreTensorAwareStateDict as Megatrons,
-    )
-
+    split_states = import_module("megatron.core.dist_checkpointing.tensor_aware_state_dict")
     cached = None
     for iteration in (2, 4):
-        split, cached = Megatrons.from_state_dict(
+        split, cached = split_states.MCoreTensorAwareStateDict.from_state_dict(
             state(float(iteration)),
             algo="fully_parallel",
             cached_metadata=cached,

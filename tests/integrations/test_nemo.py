@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
 from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
 from dist_ckpt_strategies.inprocess import (
-    Abort,
     CheckpointlessFinalizeCleanup,
     Compose,
     HPCallWrapper,
-    HPState,
     HPWrapper,
 )
 from dist_ckpt_strategies.integrations import nemo
 from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
-from dist_ckpt_strategies.integrations.nemo import (
-    auto_resume_class,
-    strategy_class,
-)
+from dist_ckpt_strategies.integrations.nemo import auto_resume_class, strategy_class
 from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS
 from dist_ckpt_strategies.recovery import CheckpointManager
+from tests.support.memory_provider import MemoryProvider
 from tests.support.pythons import Python
 
 TENSOR_AWARE_MODULE = TENSOR_AWARE_CLASS.rpartition(".")[0]
@@ -44,7 +42,7 @@ class Base:
         self.calls.append("setup")
 
     def setup_distributed(self) -> None:
-        self.calls.append(("setup_distributed", self.store))
+        self.calls.append(self.store)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool) -> None:
         self.calls.append((checkpoint, strict))
@@ -63,43 +61,32 @@ class Resume:
         self.calls.append((trainer, model))
 
 
-class PEFT:
-    """Named as NeMo's."""
-
-
-class Registering(Abort):
-    """An abort part that wants to know the trainer."""
+class Part:
+    """Of an abort, or a callback with hooks: wants to know the trainer."""
 
     trainer: Any = None
 
-    def __call__(self, state: HPState) -> HPState:
+    def __call__(self, state: Any) -> Any:
         return state
 
     def register_attributes(self, trainer: Any) -> None:
         self.trainer = trainer
 
-
-class Hooked:
-    """A callback with hooks, as HPFaultInjectionCallback has."""
-
-    trainer: Any = None
-
-    def register_hooks(self, trainer: Any) -> None:
-        self.trainer = trainer
+    register_hooks = register_attributes
 
 
 def made(*callbacks: Any) -> tuple[Any, Any]:
+    part: Any = Part()
+    finalize = CheckpointlessFinalizeCleanup()
     wrapper = HPWrapper(
-        abort=Compose(Registering()),
-        finalize=CheckpointlessFinalizeCleanup(),
-        checkpoint_manager=CheckpointManager(),
+        abort=Compose(part), finalize=finalize, checkpoint_manager=CheckpointManager()
     )
     trainer = SimpleNamespace(wrapper=HPCallWrapper(wrapper), callbacks=list(callbacks))
     return strategy_class(Base)(1, x=2), trainer
 
 
 def test_setting_up_tells_every_part_of_the_trainer() -> None:
-    hooked = Hooked()
+    hooked = Part()
     strategy, trainer = made(hooked)
 
     strategy.setup(trainer)
@@ -109,27 +96,21 @@ def test_setting_up_tells_every_part_of_the_trainer() -> None:
     assert strategy.calls == ["setup"]
     assert hooked.trainer is wrapper.finalize.trainer is wrapper.abort.instances[0].trainer
     assert strategy.get_wrapper() is trainer.wrapper
-
-
-@pytest.mark.parametrize(("callbacks", "expected"), [((), False), ((PEFT(),), True)])
-def test_a_peft_callback_makes_it_a_peft_training(callbacks: Any, expected: bool) -> None:
-    strategy, trainer = made(*callbacks)
-    strategy.setup(trainer)
-
-    assert strategy.is_peft() is expected
+    assert not strategy.is_peft()
+    trainer.callbacks.append(type("PEFT", (), {})())  # named as NeMo's
+    assert strategy.is_peft()
 
 
 def test_ranks_meet_over_the_base_store_under_keys_of_the_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     strategy, _ = made()
-    assert strategy.base_store is None
     strategy.setup_distributed()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     strategy.base_store = HashStore()
     strategy.setup_distributed()
 
-    (_, without), (_, store) = strategy.calls
+    without, store = strategy.calls
     store.set("a", "1")
     assert without is None
     assert strategy.base_store.get("attempt3/a") == b"1"
@@ -178,16 +159,37 @@ def test_neither_integrations_nor_managers_import_other_frameworks(
     assert done.stdout == "[] False\n", done.stderr
 
 
-@pytest.mark.skipif(find_spec("nemo") is not None, reason="NeMo is installed")
-@pytest.mark.parametrize("name", nemo.__all__)
-def test_without_nemo_the_error_says_what_to_install(name: str) -> None:
-    with pytest.raises(MissingDependencyError, match="pip install 'nemo_toolkit"):
-        getattr(nemo, name)
+@pytest.mark.parametrize(
+    ("framework", "module", "name", "package"),
+    [
+        *(("nemo", "nemo", name, "'nemo_toolkit") for name in nemo.__all__),
+        ("lightning", "lightning", "CheckpointlessCallback", "lightning"),
+    ],
+)
+def test_without_the_framework_the_error_says_what_to_install(
+    framework: str, module: str, name: str, package: str
+) -> None:
+    if find_spec(framework) is not None:
+        pytest.skip(f"{framework} is installed")
+    with pytest.raises(MissingDependencyError, match=f"pip install {package}"):
+        getattr(import_module(f"dist_ckpt_strategies.integrations.{module}"), name)
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Nothing"):
         _ = nemo.Nothing
+
+
+def test_a_manager_takes_a_trainer_that_has_a_state_provider() -> None:
+    trainer: Any = SimpleNamespace(state_provider=MemoryProvider({"p": {"x": torch.zeros(2)}}))
+    manager = CheckpointManager()
+
+    manager.save_checkpoint(trainer)
+
+    assert manager.checkpointless_recovery_feasible(trainer)
+    assert manager.try_checkpointless_load(trainer) is not None
+    with pytest.raises(StrategyError, match="SimpleNamespace: expected a StateProvider"):
+        manager.save_checkpoint(SimpleNamespace())
 
 
 def test_a_strategy_that_divides_the_state_is_not_taken_for_replicas() -> None:

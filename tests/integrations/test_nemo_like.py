@@ -1,4 +1,4 @@
-"""Recovery of Megatron-Core's state together with Lightning's loops, with real Lightning."""
+"""Recovery of Megatron-Core's state together with Lightning's loops, on one rank, as with NeMo."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.utils.data import DataLoader
 
-pl = pytest.importorskip("lightning.pytorch")
+pl: Any = pytest.importorskip("lightning.pytorch")
 
+from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 from megatron.core import num_microbatches_calculator, parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins  # noqa: E402
 from dist_ckpt_strategies.inprocess import CheckpointlessFinalizeCleanup, HPCallWrapper, HPWrapper  # noqa: E402
@@ -24,9 +35,164 @@ from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
     PlannedFault,
 )
 from dist_ckpt_strategies.integrations.nemo import strategy_class  # noqa: E402
-from tests.integrations import lightning_job, nemo_like  # noqa: E402
+from dist_ckpt_strategies.recovery import CheckpointManager  # noqa: E402
+from tests.integrations.lightning_training import QUIET, digest  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
+
+MICRO_BATCH, NUM_MICRO_BATCHES, NUM_SAMPLES = 2, 2, 60
+
+
+class Layers(MegatronModule):  # type: ignore[misc]
+    """Two, with dropout."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.layers(inputs)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """Megatron-Core's optimizer for Lightning, as NeMo's McoreDistributedOptimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.mcore_optimizer = optimizer
+        self.defaults = {}
+
+    param_groups = property(lambda self: self.mcore_optimizer.param_groups)
+    state = property(lambda self: self.mcore_optimizer.state)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        self.mcore_optimizer.step()
+        return loss
+
+
+class Model(pl.LightningModule):  # type: ignore[misc]
+    """Draws its micro-batches itself; keeps what it has seen."""
+
+    def __init__(self, seen: set[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def configure_model(self) -> None:
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=4,
+            num_attention_heads=1,
+            use_cpu_initialization=True,
+            gradient_accumulation_fusion=False,
+        )
+        self.chunk = DistributedDataParallel(
+            config, DistributedDataParallelConfig(use_distributed_optimizer=True), Layers(config)
+        )
+
+    def configure_optimizers(self) -> Any:
+        options = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True)
+        mcore = get_megatron_optimizer(options, [self.chunk], use_gloo_process_groups=False)
+        optimizer = Wrapped(mcore)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> torch.Tensor:
+        self.chunk.zero_grad_buffer()
+        self.trainer.optimizers[0].mcore_optimizer.zero_grad()
+        losses = []
+        for _ in range(NUM_MICRO_BATCHES):
+            batch, _, _ = next(dataloader_iter)
+            loss = self.chunk(batch).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            self.seen.add((self.global_step, float(loss.detach()).hex()))
+        self.chunk.finish_grad_sync()
+        return torch.stack(losses).mean()
+
+
+class Data(pl.LightningDataModule):  # type: ignore[misc]
+    """Says how many samples were consumed, and begins after them, as NeMo's; unless without."""
+
+    def __init__(self, has_state: bool) -> None:
+        super().__init__()
+        self.has_state, self.first = has_state, 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        inputs: Any = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(5))
+        starts = range(self.first, NUM_SAMPLES, MICRO_BATCH)
+        batches: Any = [list(range(start, start + MICRO_BATCH)) for start in starts]
+        return DataLoader(inputs, batch_sampler=batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        per_step = MICRO_BATCH * NUM_MICRO_BATCHES
+        return {"consumed_samples": self.trainer.global_step * per_step} if self.has_state else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["consumed_samples"]
+
+
+class Strategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """What of NeMo's strategy matters here."""
+
+    restore_checkpoint_after_setup = True
+    store: Any = None
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 4, MICRO_BATCH, 1)
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        self.megatron_parallel = [trainer.lightning_module.chunk]
+        trainer.fit_loop._skip_backward = True
+
+
+class Rates(pl.Callback):  # type: ignore[misc]
+    """Has a state that the ends of batches change."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.found.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found = list(state["found"])
+
+
+class FailingManager(CheckpointManager):
+    """Raises once in a step, right after the call of that name.
+
+    Args:
+        fault: step and name: ``vote`` or ``begin_update``.
+    """
+
+    def __init__(self, fault: tuple[int, str] | None) -> None:
+        super().__init__(enable_checksum=True)
+        self.fault = fault
+
+    def vote(self) -> None:
+        super().vote()
+        self._reach("vote")
+
+    def begin_update(self) -> None:
+        super().begin_update()
+        self._reach("begin_update")
+
+    def _reach(self, name: str) -> None:
+        if self.fault == (self.global_step or 0, name):
+            self.fault = None
+            raise ValueError("on purpose")
 
 
 @pytest.fixture(autouse=True)
@@ -41,72 +207,75 @@ def megatron() -> Iterator[None]:
 
 def run(
     scratch: Path,
-    inner: set[tuple[int, str]] = frozenset(),  # type: ignore[assignment]
-    outer: list[PlannedFault] = [],  # noqa: B006 - never changed
+    fault: tuple[int, str] | None = None,
+    faults: tuple[PlannedFault, ...] = (),
     *,
     has_state: bool = True,
-    callbacks: Any = (),
 ) -> Any:
-    """One rank in this process: what it has at the end, what it saw, where attempts began."""
+    """What there is at the end, and where attempts began, and why not from memory."""
     scratch.mkdir()
-    manager = nemo_like.FailingManager(inner)
-    seen: list[Any] = []
+    manager = FailingManager(fault)
+    seen: set[Any] = set()
     starts: list[Any] = []
 
-    class Start(pl.Callback):  # type: ignore[misc, name-defined]
+    class Start(pl.Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, *_: Any) -> None:
             starts.append((trainer.global_step, str(manager.last_failure)))
 
     def block(call: HPCallWrapper | None = None) -> Any:
         torch.manual_seed(3)
         flags = CheckpointlessCallback(enable_inprocess=True, enable_checkpointless=True)
-        fault = HPFaultInjectionCallback(outer, scratch)
+        rates = Rates()
         trainer: Any = pl.Trainer(
-            accelerator="cpu",
-            strategy=strategy_class(nemo_like.Strategy)(device="cpu"),
-            callbacks=[*(kind() for kind in callbacks), fault, flags, Start()],
+            strategy=strategy_class(Strategy)(device="cpu"),
+            callbacks=[rates, HPFaultInjectionCallback(faults, scratch), flags, Start()],
             default_root_dir=scratch,
             max_steps=7,
             max_epochs=-1,
-            **lightning_job.QUIET,
+            **QUIET,
         )
         trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
         trainer.wrapper = call
-        trainer.fit(nemo_like.Model(seen), datamodule=nemo_like.Data(60, has_state))
+        model = Model(seen)
+        trainer.fit(model, datamodule=Data(has_state))
         progress = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return nemo_like.digest(trainer), trainer.global_step, trainer.current_epoch, progress
+        counts = trainer.global_step, trainer.current_epoch, progress
+        return digest(model, trainer), counts, rates.found
 
     wrapper = HPWrapper(checkpoint_manager=manager, finalize=CheckpointlessFinalizeCleanup())
-    return wrapper(block)(), set(seen), starts
+    return (wrapper(block)(), seen), starts
 
 
 def test_faults_at_the_beginning_of_steps_change_nothing(tmp_path: Path) -> None:
-    outer = [PlannedFault(0, step, FaultPoint.BATCH_START) for step in (1, 3, 6)]
-    options: Any = {"callbacks": [nemo_like.Counter]}
+    faults = tuple(PlannedFault(0, step, FaultPoint.BATCH_START) for step in (1, 3, 6))
 
-    undisturbed, seen, _ = run(tmp_path / "undisturbed", **options)
-    found, seen_with_faults, starts = run(tmp_path / "faults", outer=outer, **options)
+    undisturbed, _ = run(tmp_path / "undisturbed")
+    found, starts = run(tmp_path / "faults", faults=faults)
 
-    assert (found, seen_with_faults) == (undisturbed, seen)
+    assert found == undisturbed
     assert [start for start, _ in starts] == [0, 1, 3, 6]
 
 
 @pytest.mark.parametrize(
-    ("inner", "outer", "has_state", "why"),
+    ("fault", "has_state", "why"),
     [
-        ({(2, "voted")}, [], True, "which only its trainer can complete"),
-        ({(2, "updating")}, [], True, "was interrupted in its update of step 2"),
-        (set(), [PlannedFault(0, 3, FaultPoint.BATCH_END)], True, "interrupted in its update"),
-        (set(), [PlannedFault(0, 3, FaultPoint.BATCH_START)], False, "Data has no state_dict"),
+        ((2, "vote"), True, "which only its trainer can complete"),
+        ((2, "begin_update"), True, "was interrupted in its update of step 2"),
+        (FaultPoint.BATCH_END, True, "interrupted in its update"),
+        (FaultPoint.BATCH_START, False, "Data has no state_dict"),
     ],
 )
 def test_where_no_rank_has_ended_the_step_or_the_data_has_no_state_memory_is_declined(
-    inner: Any, outer: Any, has_state: bool, why: str, tmp_path: Path
+    fault: Any, has_state: bool, why: str, tmp_path: Path
 ) -> None:
-    undisturbed, seen, _ = run(tmp_path / "undisturbed", has_state=has_state)
+    undisturbed, _ = run(tmp_path / "undisturbed", has_state=has_state)
 
-    found, seen_with_faults, starts = run(tmp_path / "faults", inner, outer, has_state=has_state)
+    if isinstance(fault, FaultPoint):
+        planned = (PlannedFault(0, 3, fault),)
+        found, starts = run(tmp_path / "faults", faults=planned, has_state=has_state)
+    else:
+        found, starts = run(tmp_path / "faults", fault)
 
     assert starts[1][0] == 0
     assert why in starts[1][1]
-    assert (found, seen_with_faults) == (undisturbed, seen)
+    assert found == undisturbed

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,14 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.entries import Failure, outcome
-from tests.support.nccl_rules import WATCHDOG_EXIT, NcclRules, join_nccl
-from tests.support.played_cuda import GARBAGE, Stream
-from tests.support.ranks import RankDiedError, run_processes
+from tests.support.nccl_rules import NcclRules, join_nccl
+from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.multiprocess
-
-SIZE = 2
-LIMIT_S = 40.0
 
 
 def tensor(number: float = 1.0, size: int = 4) -> torch.Tensor:
@@ -32,46 +26,16 @@ def synchronize(*works: Any) -> None:
     torch.cuda.synchronize()
 
 
-def on_rank(
-    rank: int, program: Callable[[int], Any], backend: str, queues: str, stuck_s: float
-) -> Any:
+def on_rank(rank: int, program: Callable[[int], Any], stuck_s: float) -> Any:
     NcclRules.stuck_s = stuck_s
-    join_nccl(backend, separate_queues=queues == "separate")
+    join_nccl()
     return outcome(lambda: program(rank))
 
 
 def run(
-    program: Callable[[int], Any],
-    *,
-    size: int = SIZE,
-    backend: str = "nccl",
-    queues: str = "one",
-    stuck_s: float = NcclRules.stuck_s,
+    program: Callable[[int], Any], size: int = 2, stuck_s: float = NcclRules.stuck_s
 ) -> list[Any]:
-    return run_processes(size, on_rank, program, backend, queues, stuck_s, timeout_s=LIMIT_S)
-
-
-def keeps_all_rules(rank: int) -> Any:
-    total, everyone = tensor(rank), [tensor(), tensor()]
-    dist.all_reduce(total)
-    dist.all_gather(everyone, tensor(rank))
-    first, got = tensor(7 + rank), tensor()
-    dist.all_reduce(first, dist.ReduceOp.MAX)
-    operations = [dist.P2POp(dist.irecv, got, 1 - rank), dist.P2POp(dist.isend, first, 1 - rank)]
-    synchronize(*dist.batch_isend_irecv(operations))
-    single = tensor(5)
-    (dist.recv if rank else dist.send)(single, 1 - rank)
-    dist.barrier()
-    objects: list[Any] = [None, None]
-    dist.all_gather_object(objects, f"of {rank}")
-    tensors = (total, *everyone, first, got, single)
-    return [t.cpu()[0].item() for t in tensors], objects
-
-
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_a_program_that_keeps_all_rules(backend: str) -> None:
-    expected = ([1.0, 0.0, 1.0, 8.0, 8.0, 5.0], ["of 0", "of 1"])
-    assert run(keeps_all_rules, backend=backend) == [expected, expected]
+    return run_processes(size, on_rank, program, stuck_s, timeout_s=40.0)
 
 
 def other_order(rank: int) -> None:
@@ -148,85 +112,6 @@ def test_what_breaks_a_rule_names_the_rule(
 ) -> None:
     waits = program in {both_send_first, first_use_by_a_subset, crossed_queues, aborts_one_by_one}
     stuck_s = 2.5 if waits else NcclRules.stuck_s
-    for found in run(program, size=size, stuck_s=stuck_s)[:2]:
+    for found in run(program, size, stuck_s)[:2]:
         assert isinstance(found, Failure), found
         assert found.text.startswith(rule), found
-
-
-def test_communicators_with_queues_of_their_own_may_cross() -> None:
-    assert run(crossed_queues, queues="separate") == [None, None]
-
-
-def late_copy(_rank: int) -> Any:
-    host, stream = torch.zeros(4), Stream()
-    found: Any = stream
-    with torch.cuda.stream(found):
-        host.copy_(tensor(3.0), non_blocking=True)
-    before = host.view(torch.uint8)[0].item()
-    stream.synchronize()
-    return before, host[0].item()
-
-
-def abort(rank: int) -> Any:
-    """Rank 1 never comes."""
-    dist.barrier()
-    if rank:
-        return None
-    mine, found = tensor(3), [tensor(), tensor()]
-    works = [dist.all_reduce(mine, async_op=True), dist.all_gather(found, tensor(), async_op=True)]
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
-    backend.abort()
-    synchronize(*works)
-    later = outcome(lambda: dist.all_reduce(mine))
-    return mine.tolist(), found[1].view(torch.uint8)[0].item(), later
-
-
-def test_a_copy_on_a_stream_has_landed_once_the_host_has_waited() -> None:
-    assert run(late_copy) == [(GARBAGE, 3.0)] * 2
-
-
-def test_abort_ends_pending_works_without_an_error_and_with_garbage() -> None:
-    (reduced, received, later), _ = run(abort)
-
-    assert reduced == [3.0] * 4
-    assert received == GARBAGE
-    assert "DistBackendError" in later.kinds
-
-
-def lose_a_peer(rank: int, how: str, handling: str) -> Any:
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = handling
-    join_nccl()
-    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=3))
-    dist.barrier(group=group)
-    if rank and how == "dies":
-        os._exit(9)
-    if rank:
-        return None
-    return outcome(lambda: synchronize(dist.all_reduce(tensor(), group=group, async_op=True)))
-
-
-@pytest.mark.parametrize(("how", "handling"), [("dies", "3"), ("dies", "0"), ("hangs", "3")])
-def test_the_watchdog_ends_the_survivors_of_a_rank(how: str, handling: str) -> None:
-    found, _ = run_processes(SIZE, lose_a_peer, how, handling, timeout_s=LIMIT_S)
-
-    if handling == "0":
-        assert found.text.startswith("watchdog: rank 1 has died"), found
-    else:
-        assert isinstance(found, RankDiedError)
-        assert found.exit_code == WATCHDOG_EXIT
-
-
-def limited_wait(rank: int) -> Any:
-    dist.barrier()
-    if rank:
-        return None
-    work: Any = dist.all_reduce(tensor(), async_op=True)
-    first = outcome(lambda: work.wait(timedelta(seconds=0.3)))
-    return first, outcome(lambda: dist.all_reduce(tensor()))
-
-
-def test_a_wait_with_a_limit_aborts_the_group() -> None:
-    (first, later), _ = run(limited_wait)
-
-    assert "timed out" in first.text
-    assert "was aborted" in later.text

@@ -1,0 +1,152 @@
+"""Local checkpoints with what was written for NVRx: states, queues and calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_ckpt_strategies import local
+from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from tests.support.kept import own_parameters
+from tests.support.queues import run_queue
+
+nvrx: Any = pytest.importorskip(
+    "nvidia_resiliency_ext.checkpointing.local.base_state_dict",
+    reason="needs nvidia-resiliency-ext: tox -e nvrx",
+)
+
+
+class _Own:
+    """The members that NVRx asks for, and no others."""
+
+    def __init__(self, weights: torch.Tensor, name: str) -> None:
+        self.name = name
+        self._weights: torch.Tensor | None = weights
+        self._like = torch.empty_like(weights, device="meta")
+
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        assert self._weights is not None
+        taken, self._weights = [self._weights], None
+        self._like = torch.empty(taken[0].shape, dtype=taken[0].dtype, device="meta")
+        return taken
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        assert self._weights is not None
+        return [self._weights]
+
+    @property
+    def is_hollow(self) -> bool:
+        return self._weights is None
+
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        (self._weights,) = tensor_data
+
+    def init_tensors(self) -> None:
+        self._weights = torch.empty_like(self._like, device="cpu")
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT002
+        (weights,) = self.tensors
+        self._weights = weights.to("cpu", non_blocking=non_blocking, copy=True)
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT002
+        pass
+
+
+class OfOurs(_Own, local.TensorAwareStateDict):
+    """As it is after the import was changed."""
+
+
+class OfTheirs(_Own, nvrx.TensorAwareStateDict):  # type: ignore[misc]
+    """As it was."""
+
+
+@pytest.mark.parametrize("kind", [OfOurs, OfTheirs])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_it_comes_back_as_it_was(kind: Any, is_async: bool, tmp_path: Path) -> None:
+    manager = LocalCheckpointManager(tmp_path, allow=[kind])
+    state = kind(torch.arange(6.0).reshape(2, 3), "mine")
+    (before,) = state.tensors
+    request = manager.save(state, 5, is_async)
+    if request is not None:
+        request.wait(30)
+    loaded, _ = manager.load()
+
+    assert next(iter(state.tensors)) is before
+    assert type(loaded) is kind
+    assert loaded.name == "mine"
+    assert torch.equal(next(iter(loaded.tensors)), before)
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_queue(tmp_path_factory.mktemp("queue"), "nvrx")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mode", ["temporal", "persistent"])
+def test_nvrxs_queue_finalises_a_local_save(mode: str, printed: str) -> None:
+    for rank in range(2):
+        assert f"{mode}, rank {rank}: finalised True, w [{float(rank)}]" in printed
+        assert f"{mode}, rank {rank}: refused: rank 1: " in printed
+
+
+def test_a_request_for_nvrx_is_finalised_with_the_one_it_was_made_of(tmp_path: Path) -> None:
+    manager = LocalCheckpointManager(tmp_path)
+    state = BasicTensorAwareStateDict({"w": torch.ones(3)})
+    saved = manager.save(state, 1, is_async=True)
+    assert saved is not None
+    request = saved.for_nvrx()
+    request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+    request.execute_finalize_fns(validate_matching_call_idx=False)
+
+    assert saved.done()
+    assert [path.suffix for path in tmp_path.rglob("iter_*")] == [".part"]
+    assert not Path(request.async_fn_args[0]).exists()
+
+
+MODULES = {
+    "BasicTensorAwareStateDict": "basic_state_dict",
+    "CliqueReplicationStrategy": "replication.strategies",
+    "ExchangePlan": "replication.group_utils",
+    "LazyCliqueReplicationStrategy": "replication.strategies",
+    "LazyReplicationStrategyBuilder": "replication.strategies",
+    "LocalCheckpointManager": "ckpt_managers.local_manager",
+    "ReplicationStrategy": "replication.strategies",
+    "TensorAwareStateDict": "base_state_dict",
+}
+LEFT_OUT = {
+    "ExchangePlan": {"plan"},  # ours is frozen
+    "LocalCheckpointManager": {"rank"},  # of no documented use
+}
+
+
+def named(parameter: inspect.Parameter) -> tuple[str, Any]:
+    return parameter.name, parameter.default
+
+
+def members_of(cls: Any) -> list[str]:
+    return [name for name, _ in inspect.getmembers(cls) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_member_is_there_with_the_parameters_it_had(name: str) -> None:
+    ours = getattr(local, name)
+    theirs = getattr(
+        import_module(f"nvidia_resiliency_ext.checkpointing.local.{MODULES[name]}"), name
+    )
+    for member in set(members_of(theirs)) - LEFT_OUT.get(name, set()):
+        own, their = getattr(ours, member), getattr(theirs, member)
+        if not callable(their) or member == "retrieve_execute":
+            continue
+        expected = [named(parameter) for parameter in own_parameters(their)]
+        assert [named(p) for p in own_parameters(own)[: len(expected)]] == expected, member
+    if name != "ExchangePlan":
+        expected = [named(parameter) for parameter in own_parameters(theirs)]
+        assert [named(p) for p in own_parameters(ours)[: len(expected)]] == expected
