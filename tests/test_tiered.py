@@ -353,3 +353,6 @@ def test_memory_is_tried_before_the_disks_and_its_refusal_is_reported(tmp_path: 
 def test_what_makes_no_sense_is_refused_at_once(policy: Any, options: Any) -> None:
     with pytest.raises(PlanError, match="expected"):
         TieredCheckpointManager("x", policy=SavePolicy(**policy), options=ManagerOptions(**options))
+    if "every_steps" in policy:
+        with pytest.raises(PlanError, match="expected"):
+            SavePolicy(**policy)

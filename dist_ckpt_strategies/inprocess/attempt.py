@@ -34,7 +34,7 @@ _CUT_PAUSE_S = 0.02
 
 
 class Attempt:
-    """One epoch of this process.
+    """One round of this process.
 
     Args:
         wrapper: with the settings.
@@ -54,7 +54,7 @@ class Attempt:
         self.fault: Fault | None = None
         self.lost: PeerError | None = None
         self.communication = Communication()
-        self.epoch = state.epoch
+        self.restart_round = state.restart_round
         self._wrapper = wrapper
         self._state = replace(state, communication=self.communication)
         self._coordinator = coordinator
@@ -65,7 +65,7 @@ class Attempt:
         self._aborted = threading.Event()
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(
-            target=self._watch, name=f"dist_ckpt-faults-{state.epoch}", daemon=True
+            target=self._watch, name=f"dist_ckpt-faults-{state.restart_round}", daemon=True
         )
 
     @property
@@ -86,7 +86,7 @@ class Attempt:
     def report(self, error: BaseException) -> None:
         """Say that the block of this rank has raised."""
         why = f"{type(error).__name__}: {text_of(error)}"
-        self._coordinator.report(self._state.rank, self.epoch, FaultMode.EXCEPTION, why)
+        self._coordinator.report(self._state.rank, self.restart_round, FaultMode.EXCEPTION, why)
 
     def hears_within(self, timeout_s: float) -> bool:
         """Whether a fault is known by then."""
@@ -111,7 +111,7 @@ class Attempt:
         except Exception as error:  # noqa: BLE001 - a client may raise anything
             self.lost = error if isinstance(error, PeerError) else _lost_by(error)
             why = f"the coordinator does not answer: {self.lost}"
-            fault = Fault(None, self.epoch, FaultMode.DEATH, why)
+            fault = Fault(None, self.restart_round, FaultMode.DEATH, why)
         if fault is None or self._over.is_set():
             return
         self.fault = fault
@@ -127,14 +127,14 @@ class Attempt:
         limit_s = self._wrapper.progress_timeout_s
         poll_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s / 4)
         while not self._over.is_set():
-            fault = self._coordinator.wait_fault(self.epoch, poll_s)
+            fault = self._coordinator.wait_fault(self.restart_round, poll_s)
             if fault is not None:
                 return fault
             silent_s = time.monotonic() - self._progress_at
             # A block that has returned waits for others, and need not make progress.
             if limit_s is not None and silent_s > limit_s and not self._interrupter.has_left:
                 why = f"no progress for {silent_s:.1f} s, {limit_s:g} s allowed"
-                self._coordinator.report(self._state.rank, self.epoch, FaultMode.HANG, why)
+                self._coordinator.report(self._state.rank, self.restart_round, FaultMode.HANG, why)
         return None
 
     def _stop(self, fault: Fault) -> None:
@@ -167,7 +167,9 @@ class Attempt:
         except Exception:
             # A step of the user's: the block is interrupted all the same, and where it cannot be,
             # this process ends.
-            logger.exception("epoch %d: abort failed; the restart continues", self.epoch)
+            logger.exception(
+                "restart round %d: abort failed; the restart continues", self.restart_round
+            )
         finally:
             self._aborted.set()
         while self.communication.is_ended and not self._interrupter.has_left:

@@ -1,7 +1,7 @@
 """The interface between a rank and the coordinator of a job: places, barriers, faults.
 
-An *epoch* is the number of one attempt of all ranks to run the function together. The coordinator
-counts; numbers grow, and may be skipped.
+A *restart round* is one attempt of all ranks to run the function together. The coordinator numbers
+them; numbers grow, and may be skipped.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class FaultMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why an epoch has ended.
+    """Why a round has ended.
 
     Attributes:
         global_rank: the rank that failed first; None if unknown.
-        epoch: number of the attempt that it ended.
+        restart_round: number of the attempt that it ended.
         mode: kind of fault.
         why: text for logs and errors.
     """
 
     global_rank: int | None
-    epoch: int
+    restart_round: int
     mode: FaultMode
     why: str
 
     def __str__(self) -> str:
         """One line for a log."""
         who = "a rank" if self.global_rank is None else f"rank {self.global_rank}"
-        return f"{who}: {self.mode} in epoch {self.epoch}: {self.why}"
+        return f"{who}: {self.mode} in restart round {self.restart_round}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,27 +114,27 @@ class Coordinator(Protocol):
         ...
 
     def barrier(self, timeout_s: float) -> int:
-        """Join the forming epoch; return its number once every rank of the world has joined.
+        """Join the forming round; return its number once every rank of the world has joined.
 
-        Faults while it forms only make it another epoch; the wait continues.
+        Faults while it forms only make it another round; the wait continues.
 
         Raises:
             PeerTimeoutError: ranks are missing; names them.
         """
         ...
 
-    def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
-        """The fault that ended ``epoch``, as soon as there is one; None after ``timeout_s``."""
+    def wait_fault(self, restart_round: int, timeout_s: float) -> Fault | None:
+        """The fault that ended a round, as soon as there is one; None after ``timeout_s``."""
         ...
 
-    def report(self, global_rank: int, epoch: int, mode: FaultMode, why: str) -> None:
-        """End ``epoch`` for all ranks. The first report counts; none against an ended epoch."""
+    def report(self, global_rank: int, restart_round: int, mode: FaultMode, why: str) -> None:
+        """End a round for all ranks. The first report counts; none against an ended round."""
         ...
 
-    def finish(self, epoch: int, timeout_s: float) -> bool:
+    def finish(self, restart_round: int, timeout_s: float) -> bool:
         """Say that this rank has returned from the block; wait for the others.
 
-        True once all have; False as soon as a fault ends the epoch.
+        True once all have; False as soon as a fault ends the round.
 
         Raises:
             PeerTimeoutError: neither happened in time.

@@ -23,7 +23,7 @@ class HPState:
     Attributes:
         rank: global rank of this process.
         world_size: number of ranks of the job.
-        epoch: the coordinator's number of the attempt.
+        restart_round: the coordinator's number of the attempt.
         attempt: number of attempts of this process, this one included.
         fault: the fault that ended the attempt.
         communication: process groups and connections that this process opened in the attempt.
@@ -31,7 +31,7 @@ class HPState:
 
     rank: int
     world_size: int
-    epoch: int
+    restart_round: int
     attempt: int
     fault: Fault | None = None
     communication: Communication | None = None

@@ -252,12 +252,12 @@ class Places:
         if value and self._lost.get(place) != value:
             self._lost[place] = value
             self._on_note(f"place {place}: {why}")
-            self._end_epoch(place, why)
+            self._end_round(place, why)
         is_waiting = self.place is None and not self._nodes.is_store_only
         if is_waiting and self._take(key, value):
             self.place = place
             if value:
-                self._end_epoch(place, why)  # which its workers may have joined meanwhile
+                self._end_round(place, why)  # which its workers may have joined meanwhile
         elif silent_s > self._nodes.ttl_s + self._nodes.wait_s:
             what = why if value else "no node has come"
             self.close(
@@ -321,14 +321,14 @@ class Places:
             raise PeerLostError(None, f"{self._key} of this node belongs to node {other} now")
         self._written = value
 
-    def _end_epoch(self, place: int, why: str) -> None:
+    def _end_round(self, place: int, why: str) -> None:
         """Have the others leave what they do with ranks of a place; no rank if none has joined."""
-        epoch = self._state.current()
+        restart_round = self._state.current()
         ranks = range(place * self._nodes.num_ranks, (place + 1) * self._nodes.num_ranks)
-        missing = self._state.without("arrived", epoch, ranks)
+        missing = self._state.without("arrived", restart_round, ranks)
         joined = [rank for rank in ranks if rank not in missing]
         if joined:
-            self._state.end(Fault(joined[0], epoch, FaultMode.DEATH, why))
+            self._state.end(Fault(joined[0], restart_round, FaultMode.DEATH, why))
         if self._state.has_finished():
             self.close(
                 GAVE_UP,

@@ -38,11 +38,11 @@ from dist_ckpt_strategies.inprocess.worker_process import start_heartbeat
 
 _OPEN, _DONE, _BROKEN = "open", "done", "broken"
 _NO_FAULT = "none"
-"""Replaces the fault of an epoch that all ranks have finished, so that no rank waits for one."""
+"""Replaces the fault of a round that all ranks have finished, so that no rank waits for one."""
 
 _MAX_WHY = 2000
 _MAX_NAMED = 64
-_EPOCHS_PER_ATTEMPT = 1_000_000
+_ROUNDS_PER_ATTEMPT = 1_000_000
 _LONGEST_SILENCE_S = 30.0
 """Of the launcher's store, where ``timeout_s`` of the options is not shorter."""
 
@@ -52,16 +52,16 @@ _MAX_REQUESTS_PER_S = 2000
 
 
 class RestartState:
-    """Reads and writes the state of epochs and workers; waits for nothing.
+    """Reads and writes the state of rounds and workers; waits for nothing.
 
     Args:
         store: of the job.
-        first_epoch: the number of the first epoch; the same for all.
+        first_round: the number of the first round; the same for all.
     """
 
-    def __init__(self, store: JobStore, first_epoch: int = 1) -> None:
+    def __init__(self, store: JobStore, first_round: int = 1) -> None:
         self._store = store
-        self._first = first_epoch
+        self._first = first_round
 
     def assign(self, worker: str, place: RankInfo) -> None:
         """Give a worker its place."""
@@ -84,84 +84,87 @@ class RestartState:
         return self._store.check([f"ready/{worker}"])
 
     def current(self) -> int:
-        """The forming or running epoch."""
-        return int(self._store.compare_set("epoch", "", str(self._first)))
+        """The forming or running round."""
+        return int(self._store.compare_set("restart_round", "", str(self._first)))
 
-    def join(self, epoch: int, worker: str, global_rank: int) -> int:
-        """Note that a worker has joined, once per epoch; how many have by now."""
+    def join(self, restart_round: int, worker: str, global_rank: int) -> int:
+        """Note that a worker has joined, once per round; how many have by now."""
         # First the key that the death of a worker is reported by, then the count.
-        self._store.set(f"joined/{worker}", str(epoch))
-        self._store.set(f"arrived/{epoch}/{global_rank}", worker)
-        return self._store.add(f"arrived/{epoch}")
+        self._store.set(f"joined/{worker}", str(restart_round))
+        self._store.set(f"arrived/{restart_round}/{global_rank}", worker)
+        return self._store.add(f"arrived/{restart_round}")
 
     def joined(self, worker: str) -> int | None:
-        """The last epoch that a worker has joined."""
+        """The last round that a worker has joined."""
         found = self._store.get(f"joined/{worker}")
         return None if found is None else int(found)
 
-    def is_done(self, epoch: int) -> bool:
-        """Whether all ranks have returned from the block in this epoch."""
-        return self._store.get(f"finish/{epoch}") == _DONE
+    def is_done(self, restart_round: int) -> bool:
+        """Whether all ranks have returned from the block in this round."""
+        return self._store.get(f"finish/{restart_round}") == _DONE
 
     def has_finished(self) -> bool:
         """Whether a wrapped block has ended on all ranks: a new process would run it again."""
         return self._store.check(["finished"])
 
     def end(self, fault: Fault) -> None:
-        """End the fault's epoch, unless it is no longer the current one."""
-        if self.current() != fault.epoch:
+        """End the fault's round, unless it is no longer the current one."""
+        if self.current() != fault.restart_round:
             return
         content = {"rank": fault.global_rank, "mode": fault.mode, "why": fault.why[:_MAX_WHY]}
-        self._store.compare_set(f"fault/{fault.epoch}", "", json.dumps(content))
-        self.settle(fault.epoch)
+        self._store.compare_set(f"fault/{fault.restart_round}", "", json.dumps(content))
+        self.settle(fault.restart_round)
 
-    def settle(self, epoch: int) -> bool:
-        """Complete the end of an epoch that a fault, or the return of all ranks, has ended.
+    def settle(self, restart_round: int) -> bool:
+        """Complete the end of a round that a fault, or the return of all ranks, has ended.
 
-        Every process that sees the end does this, as the one that ended the epoch may have died
-        between two writes. Call it only for an epoch that has ended.
+        Every process that sees the end does this, as the one that ended the round may have died
+        between two writes. Call it only for a round that has ended.
 
         Returns:
             Whether all ranks have finished it.
         """
-        self._store.compare_set(f"barrier/{epoch}", "", _BROKEN)
-        is_done = self._store.compare_set(f"finish/{epoch}", "", _BROKEN) == _DONE
+        self._store.compare_set(f"barrier/{restart_round}", "", _BROKEN)
+        is_done = self._store.compare_set(f"finish/{restart_round}", "", _BROKEN) == _DONE
         if is_done:
             self._store.set("finished", "1")
-            self._store.compare_set(f"fault/{epoch}", "", _NO_FAULT)
-        self._store.compare_set("epoch", str(epoch), str(epoch + 1))
+            self._store.compare_set(f"fault/{restart_round}", "", _NO_FAULT)
+        self._store.compare_set("restart_round", str(restart_round), str(restart_round + 1))
         return is_done
 
-    def fault(self, epoch: int) -> Fault | None:
-        """What ended an epoch; None before, and where all finished it."""
-        text = self._store.get(f"fault/{epoch}")
-        if text is None or self.settle(epoch):
+    def fault(self, restart_round: int) -> Fault | None:
+        """What ended a round; None before, and where all finished it."""
+        text = self._store.get(f"fault/{restart_round}")
+        if text is None or self.settle(restart_round):
             return None
         found = json.loads(text)
-        return Fault(found["rank"], epoch, FaultMode(found["mode"]), found["why"])
+        return Fault(found["rank"], restart_round, FaultMode(found["mode"]), found["why"])
 
-    def without(self, what: str, epoch: int, ranks: range) -> list[int]:
+    def without(self, what: str, restart_round: int, ranks: range) -> list[int]:
         """Ranks that have not "arrived" or "returned", by halves: few requests for few ranks."""
-        if self._store.check([f"{what}/{epoch}/{rank}" for rank in ranks]):
+        if self._store.check([f"{what}/{restart_round}/{rank}" for rank in ranks]):
             return []
         if len(ranks) == 1:
             return list(ranks)
         half = len(ranks) // 2
-        return [*self.without(what, epoch, ranks[:half]), *self.without(what, epoch, ranks[half:])]
+        return [
+            *self.without(what, restart_round, ranks[:half]),
+            *self.without(what, restart_round, ranks[half:]),
+        ]
 
 
 class StoreCoordinator:
     """One worker's Coordinator over the job's store.
 
-    A thread waits in the store for the barrier of an epoch, which any end of it breaks, and then
-    for its end. It waits for an epoch only once that is wanted: a thread that returned from the
+    A thread waits in the store for the barrier of a round, which any end of it breaks, and then
+    for its end. It waits for a round only once that is wanted: a thread that returned from the
     store while the interpreter exits would abort the process.
 
     Args:
         store: of the job; is closed with this.
         worker: the launcher's name for this process.
         place: in the job; None: the launcher assigns one, and its variables are set.
-        first_epoch: number of the first epoch; the same for all.
+        first_round: number of the first round; the same for all.
         host: server of the store, if it is in this process.
 
     Raises:
@@ -174,15 +177,15 @@ class StoreCoordinator:
         worker: str,
         place: RankInfo | None = None,
         *,
-        first_epoch: int = 1,
+        first_round: int = 1,
         host: Any = None,
     ) -> None:
         self._store = store
         self._host = host
         self._worker = worker
         self._place = place
-        self._state = RestartState(store, first_epoch)
-        self._joined = self._returned = (-1, 0)  # epoch, and how many had by then
+        self._state = RestartState(store, first_round)
+        self._joined = self._returned = (-1, 0)  # round, and how many had by then
         self._changed = threading.Condition()
         self._ended: dict[int, Fault | None] = {}
         self._lost: CheckpointError | None = None
@@ -208,78 +211,88 @@ class StoreCoordinator:
         deadline = time.monotonic() + timeout_s
         place = self.wait_rank(timeout_s)
         while True:
-            epoch = self._state.current()
-            if self._joined[0] != epoch:
-                self._joined = epoch, self._state.join(epoch, self._worker, place.global_rank)
-                self._want(epoch)
-            if self._passes(epoch, place, deadline):
-                return epoch
+            restart_round = self._state.current()
+            if self._joined[0] != restart_round:
+                self._joined = (
+                    restart_round,
+                    self._state.join(restart_round, self._worker, place.global_rank),
+                )
+                self._want(restart_round)
+            if self._passes(restart_round, place, deadline):
+                return restart_round
             if time.monotonic() > deadline:
-                raise self._timed_out(epoch, "joined", "arrived", place)
+                raise self._timed_out(restart_round, "joined", "arrived", place)
 
-    def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
+    def wait_fault(self, restart_round: int, timeout_s: float) -> Fault | None:
         """See Coordinator."""
-        if epoch < self._first_watched:
-            return self._state.fault(epoch)
-        self._want(epoch)
-        self._wait_until(lambda: self._ended.get(epoch) is not None, timeout_s)
-        return self._ended.get(epoch)
+        if restart_round < self._first_watched:
+            return self._state.fault(restart_round)
+        self._want(restart_round)
+        self._wait_until(lambda: self._ended.get(restart_round) is not None, timeout_s)
+        return self._ended.get(restart_round)
 
-    def report(self, global_rank: int | None, epoch: int, mode: FaultMode, why: str) -> None:
+    def report(
+        self, global_rank: int | None, restart_round: int, mode: FaultMode, why: str
+    ) -> None:
         """See Coordinator."""
-        self._state.end(Fault(global_rank, epoch, mode, why))
+        self._state.end(Fault(global_rank, restart_round, mode, why))
 
-    def finish(self, epoch: int, timeout_s: float) -> bool:
+    def finish(self, restart_round: int, timeout_s: float) -> bool:
         """See Coordinator."""
         place = self.wait_rank(timeout_s)
-        if self._returned[0] != epoch:
-            self._store.set(f"returned/{epoch}/{place.global_rank}", "1")
-            self._returned = (epoch, self._store.add(f"returned/{epoch}"))
+        if self._returned[0] != restart_round:
+            self._store.set(f"returned/{restart_round}/{place.global_rank}", "1")
+            self._returned = (restart_round, self._store.add(f"returned/{restart_round}"))
         if self._returned[1] == place.world_size:
-            self._store.compare_set(f"finish/{epoch}", "", _DONE)
+            self._store.compare_set(f"finish/{restart_round}", "", _DONE)
         for limit_s in _looks(time.monotonic() + timeout_s, place):
-            if self._store.check([f"finish/{epoch}"]):
-                is_done = self._state.settle(epoch)
-                self._wait_until(lambda: epoch in self._ended, timeout_s)
+            if self._store.check([f"finish/{restart_round}"]):
+                is_done = self._state.settle(restart_round)
+                self._wait_until(lambda: restart_round in self._ended, timeout_s)
                 return is_done
-            self._wait_until(lambda: epoch in self._ended, limit_s)
-        raise self._timed_out(epoch, "returned from the block", "returned", place)
+            self._wait_until(lambda: restart_round in self._ended, limit_s)
+        raise self._timed_out(restart_round, "returned from the block", "returned", place)
 
     def close(self) -> None:
-        """See Coordinator. The thread ends with its epoch, or with the store."""
+        """See Coordinator. The thread ends with its round, or with the store."""
         self._lose(PeerLostError(None, "this coordinator has been closed"))
         self._store.close()
 
-    def _passes(self, epoch: int, place: RankInfo, deadline: float) -> bool:
-        """Whether the barrier opened; False where the epoch has ended, or the time is over."""
-        # A rank on top of a full world has read an old epoch: it waits for the next one.
+    def _passes(self, restart_round: int, place: RankInfo, deadline: float) -> bool:
+        """Whether the barrier opened; False where the round has ended, or the time is over."""
+        # A rank on top of a full world has read an old round: it waits for the next one.
         is_counted = self._joined[1] <= place.world_size
         if self._joined[1] == place.world_size:
-            self._store.compare_set(f"barrier/{epoch}", "", _OPEN)
+            self._store.compare_set(f"barrier/{restart_round}", "", _OPEN)
         for limit_s in _looks(deadline, place):
-            barrier = self._store.get(f"barrier/{epoch}")
+            barrier = self._store.get(f"barrier/{restart_round}")
             if barrier == _BROKEN:
-                self._state.settle(epoch)
+                self._state.settle(restart_round)
                 return False
             if barrier == _OPEN and is_counted:
                 return True
-            if not is_counted and self._state.current() != epoch:
+            if not is_counted and self._state.current() != restart_round:
                 return False
             if barrier is None:
-                self._state.fault(epoch)  # settles what a reporter began and did not end
+                self._state.fault(restart_round)  # settles what a reporter began and did not end
             self._wait_until(
-                lambda: self._decided >= epoch if is_counted else epoch in self._ended, limit_s
+                lambda: (
+                    self._decided >= restart_round if is_counted else restart_round in self._ended
+                ),
+                limit_s,
             )
         return False
 
-    def _timed_out(self, epoch: int, what: str, key: str, place: RankInfo) -> PeerTimeoutError:
-        ranks = self._state.without(key, epoch, range(place.world_size))
+    def _timed_out(
+        self, restart_round: int, what: str, key: str, place: RankInfo
+    ) -> PeerTimeoutError:
+        ranks = self._state.without(key, restart_round, range(place.world_size))
         names = ", ".join(map(str, ranks[:_MAX_NAMED])) or "none"
         if len(ranks) > _MAX_NAMED:
             names += f" and {len(ranks) - _MAX_NAMED} more"
         return PeerTimeoutError(
             ranks[0] if ranks else None,
-            f"epoch {epoch}: not all ranks have {what} in time; missing: {names}",
+            f"restart round {restart_round}: not all ranks have {what} in time; missing: {names}",
         )
 
     def _wait_until(self, is_so: Callable[[], bool], timeout_s: float) -> None:
@@ -294,10 +307,10 @@ class StoreCoordinator:
                     return
                 self._changed.wait(left_s)
 
-    def _want(self, epoch: int) -> None:
-        """Have the thread watch this epoch, and all before it."""
+    def _want(self, restart_round: int) -> None:
+        """Have the thread watch this round, and all before it."""
         with self._changed:
-            self._wanted = max(self._wanted, epoch)
+            self._wanted = max(self._wanted, restart_round)
             self._changed.notify_all()
 
     def _lose(self, error: CheckpointError) -> None:
@@ -368,7 +381,7 @@ def coordinator_from_environment() -> Coordinator:
         place = replace(place_of(environment()), environment=())
     except ValueError as error:
         raise StrategyError(f"torchrun's variables: {error}") from error
-    # The agent's store outlives the processes: keys and epochs differ by attempt.
+    # The agent's store outlives the processes: keys and rounds differ by attempt.
     store = JobStore(host, port, prefix=f"dist_ckpt/{launch.attempt}", timeout_s=silence_s)
-    first_epoch = launch.attempt * _EPOCHS_PER_ATTEMPT + 1
-    return StoreCoordinator(store, launch.worker, place, first_epoch=first_epoch)
+    first_round = launch.attempt * _ROUNDS_PER_ATTEMPT + 1
+    return StoreCoordinator(store, launch.worker, place, first_round=first_round)

@@ -326,8 +326,8 @@ class Supervisor:
         if rank is None:
             self._lose_spare(worker.name, code, why)
             return
-        epoch = self._state.joined(worker.name)
-        if code == 0 and (epoch is None or self._state.is_done(epoch)):
+        restart_round = self._state.joined(worker.name)
+        if code == 0 and (restart_round is None or self._state.is_done(restart_round)):
             self._record("SUCCEEDED", rank)
             self._finish(rank)
             return
@@ -335,7 +335,7 @@ class Supervisor:
             why += " in the middle of the wrapped block"
         self._record("FAILED", rank, failure)
         self._failures[rank].append(failure)
-        self._replace(worker, rank, epoch, why)
+        self._replace(worker, rank, restart_round, why)
 
     def _finish(self, rank: int) -> None:
         self._finished.add(rank)
@@ -394,11 +394,13 @@ class Supervisor:
         self._on_note(f"a spare is gone: {why}; a new process waits in its place")
         self._start(None)
 
-    def _replace(self, worker: WorkerProcess, rank: int, epoch: int | None, why: str) -> None:
+    def _replace(
+        self, worker: WorkerProcess, rank: int, restart_round: int | None, why: str
+    ) -> None:
         mode = FaultMode.HANG if worker.is_hung else FaultMode.DEATH
-        if epoch is not None:
-            # First the end of the epoch, then the new place: no spare may join what has died.
-            self._state.end(Fault(rank, epoch, mode, why))
+        if restart_round is not None:
+            # First the end of the round, then the new place: no spare may join what has died.
+            self._state.end(Fault(rank, restart_round, mode, why))
             if self._state.has_finished():
                 raise RestartError(
                     f"rank {rank} died after a wrapped block had ended on all ranks: {why}; a "

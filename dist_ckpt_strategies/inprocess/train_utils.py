@@ -132,15 +132,15 @@ class AgentCoordinator:
         if address is not None and place.global_rank == 0 and self._hosted is None:
             self._hosted = host_store(*address)
         while True:
-            epoch = self._next_epoch(max(0.0, deadline - time.monotonic()))
-            if self.wait_fault(epoch, 0.0) is None:
-                self.call("past_barrier", epoch)
-                return epoch
+            restart_round = self._next_round(max(0.0, deadline - time.monotonic()))
+            if self.wait_fault(restart_round, 0.0) is None:
+                self.call("past_barrier", restart_round)
+                return restart_round
 
-    def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
+    def wait_fault(self, restart_round: int, timeout_s: float) -> Fault | None:
         """See Coordinator."""
         try:
-            found = self.call("wait_fault", epoch, timeout_s)
+            found = self.call("wait_fault", restart_round, timeout_s)
         except PeerTimeoutError:
             return None
         if found is None:
@@ -148,23 +148,23 @@ class AgentCoordinator:
         try:
             rank = found.get("rank")
             mode, why = FaultMode(found["mode"]), str(found.get("why", ""))
-            return Fault(None if rank is None else int(rank), epoch, mode, why)
+            return Fault(None if rank is None else int(rank), restart_round, mode, why)
         except (KeyError, ValueError, TypeError) as error:
             raise PeerError(None, f"the agent: wait_fault: no fault of ours: {found!r}") from error
 
-    def report(self, global_rank: int, epoch: int, mode: FaultMode, why: str) -> None:
+    def report(self, global_rank: int, restart_round: int, mode: FaultMode, why: str) -> None:
         """See Coordinator."""
-        self.call("report_fault", global_rank, epoch, mode.value, why)
+        self.call("report_fault", global_rank, restart_round, mode.value, why)
 
-    def finish(self, epoch: int, timeout_s: float) -> bool:
+    def finish(self, restart_round: int, timeout_s: float) -> bool:
         """See Coordinator.
 
         Over an agent this is the next barrier: a rank that has failed comes to it to run again, a
         rank that has returned to learn whether any failed. So False comes when all are there, and
-        the ``barrier`` after it returns the epoch that they have joined.
+        the ``barrier`` after it returns the round that they have joined.
         """
-        ahead = self._next_epoch(timeout_s)
-        if self.wait_fault(epoch, 0.0) is None:
+        ahead = self._next_round(timeout_s)
+        if self.wait_fault(restart_round, 0.0) is None:
             return True
         self._joined_ahead = ahead
         return False
@@ -181,6 +181,6 @@ class AgentCoordinator:
         except (ConnectionError, EOFError) as error:
             raise PeerLostError(None, f"the agent is gone: {name}: {error}") from error
 
-    def _next_epoch(self, timeout_s: float) -> int:
+    def _next_round(self, timeout_s: float) -> int:
         ahead, self._joined_ahead = self._joined_ahead, None
         return int(self.call("barrier", timeout_s)) if ahead is None else ahead

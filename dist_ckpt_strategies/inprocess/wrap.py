@@ -166,7 +166,7 @@ class HPCallWrapper:
         self.num_attempts = 0
         self.last_fault: Any = None
         self._coordinator: Coordinator | None = None
-        self._epoch = 0
+        self._round = 0
         self._first_step: Any = None
         self._attempt: Attempt | None = None
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
@@ -193,7 +193,7 @@ class HPCallWrapper:
         try:
             with (
                 self._interrupter.installed(),
-                rendezvous_by_attempt(lambda: self._epoch, self._note_store),
+                rendezvous_by_attempt(lambda: self._round, self._note_store),
             ):
                 while True:
                     result = self._attempted(fn, a, kw)
@@ -207,19 +207,19 @@ class HPCallWrapper:
             self.shutdown()
 
     def initialize_barrier(self) -> None:
-        """Join the forming epoch; return once all ranks have."""
-        self._epoch = self._opened().barrier(self.wrapper.barrier_timeout_s)
+        """Join the forming round; return once all ranks have."""
+        self._round = self._opened().barrier(self.wrapper.barrier_timeout_s)
         self.num_attempts += 1
         self.step_upon_restart = 0
         self._first_step = self._step()
-        update_environment({"TORCHELASTIC_RESTART_COUNT": str(self._epoch)})
+        update_environment({"TORCHELASTIC_RESTART_COUNT": str(self._round)})
         self._is_in_block = True
 
     def start_hp_fault_handling_thread(self) -> None:
         """Watch for faults from now on, and interrupt the function when there is one."""
         coordinator = self._opened()
         place = coordinator.wait_rank()
-        state = HPState(place.global_rank, place.world_size, self._epoch, self.num_attempts)
+        state = HPState(place.global_rank, place.world_size, self._round, self.num_attempts)
         self._attempt = Attempt(self.wrapper, state, coordinator, self._interrupter)
         self._attempt.start()
 
@@ -317,7 +317,7 @@ class HPCallWrapper:
             leaving = error
         attempt = self._running()
         self._is_in_block = False
-        if not self._opened().finish(attempt.epoch, self.wrapper.finish_timeout_s):
+        if not self._opened().finish(attempt.restart_round, self.wrapper.finish_timeout_s):
             attempt.wait_stopped()
             raise RankShouldRestart(attempt.fault)
         if leaving is not None:

@@ -74,9 +74,21 @@ def test_saves_and_shards_are_listed(session: Path) -> None:
     result = run("inspect", session)
 
     assert result.exit_code == 0
-    assert row_of(result, "100 ")[1:6] == ["4", "of", "4", "5", "run-7"]
-    first = row_of(result, file_of(session, 0, 100, 0).stem)
-    assert first[1:6] == ["0", "4", "0,", "1", "basic"]
+    file = file_of(session, 0, 100, 0)
+    save = row_of(result, "100 ")
+    assert save[1:6] == ["4", "of", "4", "5", "run-7"]
+    assert save[7:] == ["kB", file.stem.rpartition("_")[2]]
+    first = row_of(result, file.stem)
+    assert first[1:] == [
+        "0",
+        "4",
+        "0,",
+        "1",
+        "basic",
+        "3",
+        f"{file.stat().st_size / 1000:.1f}",
+        "kB",
+    ]
     assert "local       2 saves, 8 shards in 9 files" in result.stdout
 
 

@@ -41,6 +41,12 @@ def test_two_processes_report_as_one(written: Path, tmp_path: Path) -> None:
 
 
 def test_damage_is_reported_once(checkpoint: Path, tmp_path: Path) -> None:
+    damaged = f"{RNG}/shard_1.1_2.2.pt"
+    flip_bit(checkpoint / damaged, b"state")
+    verified = shared("verify", checkpoint)
+    assert (verified.returncode, verified.stderr) == (1, "")
+    assert verified.stdout.count(damaged) == 1
+
     (checkpoint / WEIGHT / "0.0").unlink()
     converted = shared("convert", checkpoint, tmp_path / "c", "--to", "zarr@2")
     assert (converted.returncode, converted.stdout) == (1, "")

@@ -54,13 +54,21 @@ def test_bad_options_are_wrong_usage(options: str, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_lines_come_behind_their_rank_and_the_limit_is_status_1(tmp_path: Path) -> None:
-    path = script(tmp_path, PRINTS + "sys.exit(9 if os.environ['RANK'] == '0' else 0)")
+    body = """
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+print(*map(os.environ.get, names))
+print("no end", end="", file=sys.stderr)
+sys.exit(9 if os.environ["RANK"] == "0" else 0)
+"""
+    path = script(tmp_path, PRINTS + body)
 
     done = ended(*RUN, "-n", "2", "--max-restarts", "1", path, "--nproc", "7")
 
     assert done.returncode == 1
     assert "[0] out --nproc 7\n" in done.stdout
     assert "[0] err\n" in done.stderr
+    assert "[1] 1 1 2 2 none\n" in done.stdout
+    assert "[1] no end\n" in done.stderr
     assert "dist-ckpt: rank 0 is gone: exit code 9; a new process takes its place" in done.stderr
     assert "error: 2 workers have died (rank 0 2x), 1 restarts are allowed" in done.stderr
 

@@ -181,6 +181,23 @@ def load_shards(rank: int, directory: Path) -> Action:
     return lambda _: attempt
 
 
+def exchange_states(rank: int, directory: Path) -> Action:
+    """Copies of states between the ranks of a clique, and back."""
+    cliques = CliqueReplicationStrategy.from_replication_params(1, 4, **_SMALL)
+    names = {member: f"state{member}" for member in cliques.global_ranks}
+    available = {m: [name for other, name in names.items() if other != m] for m in names}
+
+    def attempt() -> None:
+        mine = f"state{rank}"
+        states, ids = cliques.replicate(BasicTensorAwareStateDict(_values(rank)), mine)
+        plan = cliques.retrieve_plan(available, [mine])
+        found = cliques.retrieve_execute(plan, dict(zip(ids, states, strict=True)))
+        assert torch.equal(found[mine].state_dict["large"], _values(rank)["large"])
+
+    del directory
+    return lambda _: attempt
+
+
 def reshard_state(rank: int, _directory: Path) -> Action:
     """A state with shards, to another layout."""
 
@@ -236,6 +253,7 @@ OPERATIONS: dict[str, Operation] = {
     "local save": save_shards,
     "local save_async": partial(save_shards, is_async=True),
     "local load": load_shards,
+    "exchange states": exchange_states,
     "reshard": reshard_state,
     "recover from the first": partial(recover_where, 0),
     "recover from another": partial(recover_where, 2),

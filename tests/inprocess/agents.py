@@ -72,10 +72,14 @@ class Agents:
 
     def start_node(self, body: str, *options: str) -> Agent:
         """Start the agent of a node with one rank; returns once there is a store."""
-        job = ("--nproc_per_node", "1", "--rdzv-endpoint", self.endpoint)
-        agent = self.start(body, *job, "--node-ttl", str(NODE_TTL_S), *options)
+        agent = self.join(body, *options)
         until(lambda: self._has_store() or agent.poll() is not None)
         return agent
+
+    def join(self, body: str, *options: str) -> Agent:
+        """Like ``start_node``; returns at once."""
+        job = ("--nproc_per_node", "1", "--rdzv-endpoint", self.endpoint)
+        return self.start(body, *job, "--node-ttl", str(NODE_TTL_S), *options)
 
     def _has_store(self) -> bool:
         with socket.socket() as probe:

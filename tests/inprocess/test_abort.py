@@ -33,7 +33,7 @@ from dist_ckpt_strategies.inprocess.health_check import (
     HPState,
 )
 
-STATE = HPState(rank=1, world_size=4, epoch=3, attempt=2)
+STATE = HPState(rank=1, world_size=4, restart_round=3, attempt=2)
 
 
 class Noting(Abort):
@@ -156,7 +156,7 @@ def test_a_device_that_fails_or_stays_silent_is_not_healthy(
 
 def fault_of(rank: int) -> HPState:
     fault = Fault(rank, 3, FaultMode.EXCEPTION, "a test")
-    return HPState(rank=1, world_size=4, epoch=3, attempt=2, fault=fault)
+    return HPState(rank=1, world_size=4, restart_round=3, attempt=2, fault=fault)
 
 
 def test_only_this_ranks_faults_are_counted() -> None:

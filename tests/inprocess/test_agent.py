@@ -54,9 +54,11 @@ def test_every_documented_mode_restarts_the_block(mode: str) -> None:
     def block(call: HPCallWrapper) -> int:
         modes.append(call.last_fault and call.last_fault.mode)
         if call.num_attempts == 1:
-            epoch = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            restart_round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
             agent.answer(
-                0, "report_fault", {"global_rank": 0, "epoch": epoch, "mode": mode, "why": "ECC"}
+                0,
+                "report_fault",
+                {"global_rank": 0, "restart_round": restart_round, "mode": mode, "why": "ECC"},
             )
             time.sleep(LIMIT_S)
         return call.num_attempts

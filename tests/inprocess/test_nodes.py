@@ -116,7 +116,7 @@ def test_a_dead_worker_is_replaced_alone_and_too_many_of_all_nodes_end_the_job(
     agents: Agents,
 ) -> None:
     job = ("--nnodes", "2", "--max-restarts", "1")
-    nodes = [agents.start_node(WAITS, *job, "--node-rank", str(number)) for number in range(2)]
+    nodes = [agents.join(WAITS, *job, "--node-rank", str(number)) for number in range(2)]
     workers = [agents.worker(f"rank{rank}") for rank in range(2)]
 
     late = agents.start_node(WAITS, "--store-only", *job)

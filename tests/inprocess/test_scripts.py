@@ -109,7 +109,7 @@ def test_who_leaves_in_the_middle_of_the_block_says_why_and_ends_by_its_own_code
             rank.wait()
 
     assert [rank.returncode for rank in ranks] == [7, 3], texts
-    assert "rank 1: exception in epoch 3: SystemExit: 3" in texts[0]
+    assert "rank 1: exception in restart round 3: SystemExit: 3" in texts[0]
     assert not any("terminate called" in text for text in texts), texts
 
 

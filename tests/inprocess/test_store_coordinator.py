@@ -1,4 +1,4 @@
-"""Epochs over a store: no barrier opens too early, no fault is lost, no rank is held up."""
+"""Rounds over a store: no barrier opens too early, no fault is lost, no rank is held up."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_reporter_that_stops_between_two_writes_holds_up_no_rank(
         stopping(connect(), num_writes).end(Fault(2, 1, FaultMode.EXCEPTION, "boom"))
     if num_writes < 2:  # the fault is the second; a supervisor reports the death
         ranks[0].report(2, 1, FaultMode.DEATH, "killed")
-    else:  # the rank that failed does not return; if it did, the epoch could just as well be done
+    else:  # the rank that failed does not return; if it did, the round could just as well be done
         assert ranks[0].finish(1, LIMIT_S) is False
 
     faults = in_threads(*(lambda c=c: c.wait_fault(1, LIMIT_S) for c in ranks))
@@ -192,7 +192,7 @@ def test_a_joiner_that_dies_between_two_writes_opens_no_barrier(
     assert all_join(ranks) == [1 if joined is None else 2] * 2
 
 
-def test_a_spare_with_an_old_epoch_does_not_pass_its_open_barrier(connect: Connect) -> None:
+def test_a_spare_with_an_old_round_does_not_pass_its_open_barrier(connect: Connect) -> None:
     ranks = world(connect, 2)
     all_join(ranks)
     state = RestartState(connect())
@@ -204,7 +204,7 @@ def test_a_spare_with_an_old_epoch_does_not_pass_its_open_barrier(connect: Conne
         ranks[0].report(1, 1, FaultMode.DEATH, "killed")
         return ranks[0].barrier(LIMIT_S)
 
-    # The spare reads epoch 1, whose barrier is open, before any process has ended it.
+    # The spare reads round 1, whose barrier is open, before any process has ended it.
     assert in_threads(lambda: spare.barrier(LIMIT_S), end_it) == [2] * 2
 
 
@@ -232,30 +232,30 @@ class Life:
 
     def run(self) -> int:
         while True:
-            epoch = self._me.barrier(LIMIT_S)
-            assert self._state.without("arrived", epoch, range(self._size)) == []
+            restart_round = self._me.barrier(LIMIT_S)
+            assert self._state.without("arrived", restart_round, range(self._size)) == []
             time.sleep(self._rng.random() * 0.004)
-            if self._ends(epoch):
-                return epoch
-            assert self._me.wait_fault(epoch, LIMIT_S) is not None
+            if self._ends(restart_round):
+                return restart_round
+            assert self._me.wait_fault(restart_round, LIMIT_S) is not None
 
-    def _ends(self, epoch: int) -> bool:
-        fate = self._rng.random() if epoch < 8 else 1.0
+    def _ends(self, restart_round: int) -> bool:
+        fate = self._rng.random() if restart_round < 8 else 1.0
         if fate < 0.25:
-            self._me.report(self._rank, epoch, FaultMode.EXCEPTION, "fails")
+            self._me.report(self._rank, restart_round, FaultMode.EXCEPTION, "fails")
             return False
         if fate < 0.5:
             # The supervisor reports the death; and what the dead one has sent comes late.
-            self._state.end(Fault(self._rank, epoch, FaultMode.DEATH, "killed"))
-            name = f"{self._rank}.{epoch}"
+            self._state.end(Fault(self._rank, restart_round, FaultMode.DEATH, "killed"))
+            name = f"{self._rank}.{restart_round}"
             self._me = StoreCoordinator(self._connect(), name, place(self._rank, self._size))
-            self._me.report(self._rank, epoch - 1, FaultMode.EXCEPTION, "late")
+            self._me.report(self._rank, restart_round - 1, FaultMode.EXCEPTION, "late")
             return False
-        return self._me.finish(epoch, LIMIT_S)
+        return self._me.finish(restart_round, LIMIT_S)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_epoch(
+def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_round(
     connect: Connect, seed: int
 ) -> None:
     ends = in_threads(*(Life(connect, rank, 4, seed).run for rank in range(4)))

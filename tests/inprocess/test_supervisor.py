@@ -56,9 +56,10 @@ else:
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
         ("os._exit(0)", "exit code 0 in the middle of the wrapped block"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "no heartbeat for 5 s"),
     ],
 )
-def test_a_worker_that_dies_in_a_block_is_replaced_the_others_stay_and_its_children_go(
+def test_a_worker_that_dies_or_hangs_in_a_block_is_replaced_with_its_children_and_others_stay(
     agents: Agents, death: str, why: str
 ) -> None:
     body = f"""
@@ -80,11 +81,11 @@ def block(call: HPCallWrapper):
 
 print(block())
 """
-    code, text = agents.run(body, "--nproc", "2")
+    code, text = agents.run(body, "--nproc", "2", "--heartbeat-timeout", "5")
 
     assert code == 0
     assert f"rank 1 is gone: {why}" in text
-    assert f"[0] rank 1: death in epoch 1: {why}\n" in text
+    assert f"[0] rank 1: death in restart round 1: {why}\n" in text
     assert [len(agents.pids(name)) for name in ("rank0", "rank1", "child")] == [1, 2, 1]
 
 

@@ -114,7 +114,7 @@ def test_parts_are_called_in_order() -> None:
 
     class Manager:
         def on_fault(self, fault: Fault) -> None:
-            told.append(f"fault {fault.epoch}: {fault.why}")
+            told.append(f"fault {fault.restart_round}: {fault.why}")
 
     assert wrapper(**parts, checkpoint_manager=Manager())(fails_once)() == 2
     assert told == [

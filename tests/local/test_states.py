@@ -218,3 +218,18 @@ def test_cuda_tensors_go_to_the_cpu_and_back() -> None:
 
     assert [t.device.type for t in state.tensors] == ["cuda", "cpu"]
     assert state.state_dict["w"].tolist() == [0, 1, 2, 3]
+
+
+class OwnState(BasicTensorAwareStateDict):
+    """A user's class of states."""
+
+
+def test_a_class_that_is_not_allowed_is_refused_and_left_whole(tmp_path: Path) -> None:
+    state = OwnState({"w": torch.ones(2)})
+    with pytest.raises(UnsafeObjectError, match=r"test_states\.OwnState"):
+        LocalCheckpointManager(tmp_path).save(state, 5)
+    assert not state.is_hollow
+
+    state.pop_tensors()
+    with pytest.raises(PlanError, match="hollow"):
+        LocalCheckpointManager(tmp_path, allow=[OwnState]).save(state, 5)

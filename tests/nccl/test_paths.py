@@ -18,6 +18,7 @@ from dist_ckpt_strategies.comm.base import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
+from dist_ckpt_strategies.local import BasicTensorAwareStateDict
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.strategies.registry import StrategyAction, get_default_strategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
@@ -106,6 +107,25 @@ def save_and_load_fully_parallel(rank: int, root: Path, version: int) -> None:
     assert differences(rank, held, found) == []
 
 
+def replicate_and_retrieve(rank: int) -> None:
+    strategy = cliques(target_device="cuda")
+    own = BasicTensorAwareStateDict({"w": torch.full((3000,), float(rank), device="cuda")})
+    states, ids = strategy.replicate(own, f"id{rank}")
+    members = [rank % 2, rank % 2 + 2]
+    assert [state.state_dict["w"].cpu().unique().tolist() for state in states] == [
+        [float(member)] for member in members
+    ]
+    held = {
+        id_: BasicTensorAwareStateDict({"w": torch.full((3000,), float(id_[2:]), device="cuda")})
+        for id_ in ids
+    }
+    available = {one: ids for one in strategy.global_ranks if one >= 2}
+    plan = strategy.retrieve_plan(available, [] if rank >= 2 else ids)
+    got = strategy.retrieve_execute(plan, held)
+    found = {id_: state.state_dict["w"].unique().tolist() for id_, state in got.items()}
+    assert found == ({f"id{member}": [float(member)] for member in members} if rank < 2 else {})
+
+
 def lose_a_node(rank: int, root: str) -> None:
     manager = manager_of(rank, root, cliques(target_device="cuda"))
     assert save(manager, rank, 10) == ("ok", "None")
@@ -141,6 +161,7 @@ def all_paths(rank: int, root: Path, backend: str) -> None:
     join_nccl(backend)
     prepare(30)
     fail_on_one_rank(rank)
+    replicate_and_retrieve(rank)
     lose_a_node(rank, str(root / "local"))
     recover(rank, backend)
     is_mixed = backend != "nccl"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.entries import Failure, outcome
-from tests.support.nccl_rules import NcclRules, join_nccl
-from tests.support.ranks import run_processes
+from tests.support.nccl_rules import WATCHDOG_EXIT, NcclRules, join_nccl
+from tests.support.played_cuda import GARBAGE, Stream
+from tests.support.ranks import RankDiedError, run_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -26,16 +29,20 @@ def synchronize(*works: Any) -> None:
     torch.cuda.synchronize()
 
 
-def on_rank(rank: int, program: Callable[[int], Any], stuck_s: float) -> Any:
+def on_rank(rank: int, program: Callable[[int], Any], stuck_s: float, separate_queues: bool) -> Any:
     NcclRules.stuck_s = stuck_s
-    join_nccl()
+    join_nccl(separate_queues=separate_queues)
     return outcome(lambda: program(rank))
 
 
 def run(
-    program: Callable[[int], Any], size: int = 2, stuck_s: float = NcclRules.stuck_s
+    program: Callable[[int], Any],
+    size: int = 2,
+    stuck_s: float = NcclRules.stuck_s,
+    *,
+    separate_queues: bool = False,
 ) -> list[Any]:
-    return run_processes(size, on_rank, program, stuck_s, timeout_s=40.0)
+    return run_processes(size, on_rank, program, stuck_s, separate_queues, timeout_s=40.0)
 
 
 def other_order(rank: int) -> None:
@@ -115,3 +122,82 @@ def test_what_breaks_a_rule_names_the_rule(
     for found in run(program, size, stuck_s)[:2]:
         assert isinstance(found, Failure), found
         assert found.text.startswith(rule), found
+
+
+def test_communicators_with_queues_of_their_own_may_cross() -> None:
+    assert run(crossed_queues, separate_queues=True) == [None, None]
+
+
+def late_copy(_rank: int) -> Any:
+    host, stream = torch.zeros(4), Stream()
+    found: Any = stream
+    with torch.cuda.stream(found):
+        host.copy_(tensor(3.0), non_blocking=True)
+    before = host.view(torch.uint8)[0].item()
+    stream.synchronize()
+    return before, host[0].item()
+
+
+def test_a_copy_on_a_stream_has_landed_once_the_host_has_waited() -> None:
+    assert run(late_copy) == [(GARBAGE, 3.0)] * 2
+
+
+def abort(rank: int) -> Any:
+    """Rank 1 never comes."""
+    dist.barrier()
+    if rank:
+        return None
+    mine, found = tensor(3), [tensor(), tensor()]
+    works = [dist.all_reduce(mine, async_op=True), dist.all_gather(found, tensor(), async_op=True)]
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+    backend.abort()
+    synchronize(*works)
+    later = outcome(lambda: dist.all_reduce(mine))
+    return mine.tolist(), found[1].view(torch.uint8)[0].item(), later
+
+
+def test_abort_ends_pending_works_without_an_error_and_with_garbage() -> None:
+    (reduced, received, later), _ = run(abort)
+
+    assert reduced == [3.0] * 4
+    assert received == GARBAGE
+    assert "DistBackendError" in later.kinds
+
+
+def lose_a_peer(rank: int, how: str, handling: str) -> Any:
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = handling
+    join_nccl()
+    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=3))
+    dist.barrier(group=group)
+    if rank and how == "dies":
+        os._exit(9)
+    if rank:
+        return None
+    return outcome(lambda: synchronize(dist.all_reduce(tensor(), group=group, async_op=True)))
+
+
+@pytest.mark.parametrize(("how", "handling"), [("dies", "3"), ("dies", "0"), ("hangs", "3")])
+def test_the_watchdog_ends_the_survivors_of_a_rank(how: str, handling: str) -> None:
+    found, _ = run_processes(2, lose_a_peer, how, handling, timeout_s=40.0)
+
+    if handling == "0":
+        assert found.text.startswith("watchdog: rank 1 has died"), found
+    else:
+        assert isinstance(found, RankDiedError)
+        assert found.exit_code == WATCHDOG_EXIT
+
+
+def limited_wait(rank: int) -> Any:
+    dist.barrier()
+    if rank:
+        return None
+    work: Any = dist.all_reduce(tensor(), async_op=True)
+    first = outcome(lambda: work.wait(timedelta(seconds=0.3)))
+    return first, outcome(lambda: dist.all_reduce(tensor()))
+
+
+def test_a_wait_with_a_limit_aborts_the_group() -> None:
+    (first, later), _ = run(limited_wait)
+
+    assert "timed out" in first.text
+    assert "was aborted" in later.text

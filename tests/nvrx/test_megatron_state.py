@@ -43,10 +43,12 @@ def state_of(iteration: int, *, is_filled: bool = True) -> dict[str, Any]:
     data = rows(iteration) if is_filled else torch.zeros(6, 4, dtype=torch.bfloat16)
     content = {"seed": rank, "state": torch.tensor([rank, iteration])} if is_filled else None
     offset = (0, rank % 2, 2)
+    own = torch.full((3, rank + 1), float(iteration * is_filled))
     return {
         "iteration": iteration,
         "model": {
             "w": ShardedTensor.from_rank_offsets("w", data, offset, replica_id=rank // 2),
+            f"own.{rank}": ShardedTensor.from_rank_offsets(f"own.{rank}", own),
         },
         "rng": ShardedObject("rng", content, (dist.get_world_size(),), (rank,)),
     }
@@ -55,6 +57,8 @@ def state_of(iteration: int, *, is_filled: bool = True) -> dict[str, Any]:
 def require_loaded(found: dict[str, Any], iteration: int) -> None:
     rank = dist.get_rank()
     assert torch.equal(found["model"]["w"], rows(iteration))
+    own = found["model"][f"own.{rank}"]
+    assert torch.equal(own, torch.full((3, rank + 1), float(iteration)))
     assert (found["iteration"], found["rng"]["seed"]) == (iteration, rank)
     assert found["rng"]["state"].tolist() == [rank, iteration]
 

@@ -1,4 +1,4 @@
-"""A GPT of Megatron-Core with dropout, in a parallel layout, with faults."""
+"""A GPT of Megatron-Core with dropout and tied embeddings, in a parallel layout, with faults."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ SIZE = ModelSize(
     ffn_hidden=64,
     vocab=VOCABULARY,
     sequence_length=LENGTH,
+    ties_embeddings=True,
 )
 FAULTS = (
     (1, "gradients", 3, "exception"),

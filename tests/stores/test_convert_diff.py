@@ -15,8 +15,9 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from tests.cli.commands import run
-from tests.stores.commands import ONE_SERVER, write
+from tests.stores.commands import ONE_SERVER, cuts, write
 from tests.support.object_stores import ObjectStore
+from tests.support.sharding import differences, no_data, state_of
 
 SMALL_BLOCKS = ConvertOptions(max_memory_bytes=1, num_threads=2)
 """Blocks of 64 KiB; the arrays have 240 kB."""
@@ -44,7 +45,10 @@ def test_a_checkpoint_goes_to_a_store_and_back(
         found = diff(source, place, options=SMALL_BLOCKS)
         assert found.is_equal
         assert (found.num_arrays, found.num_objects) == (2, 2)
-        assert dist_ckpt_strategies.load({}, place) == {"iteration": 3}
+        loaded = dist_ckpt_strategies.load(state_of(0, cuts(), no_data), place)
+        assert isinstance(loaded, dict)
+        assert differences(0, cuts(), loaded) == []
+        assert loaded["iteration"] == 3
     assert diff(again, url).is_equal
     assert max(seen) == (there.nbytes, there.nbytes)
     inner = environment.place(bucket, "run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -92,8 +93,8 @@ def test_a_server_that_is_busy_slow_or_cuts_answers_is_asked_again(
     [
         (save, BUSY, (4, 100.0), "within 4 s"),
         (save, Fault(delay_s=30), (4, 100.0), "within 4 s"),
-        (save, Fault(delay_s=60), (120, 20.0), "timeout_s of the save or load"),
-        (load, Fault(delay_s=60), (120, 20.0), "timeout_s of the save or load"),
+        (save, Fault(delay_s=60), (120, 20.0), "unanswered.*timeout_s of the save or load"),
+        (load, Fault(delay_s=60), (120, 20.0), "unanswered.*timeout_s of the save or load"),
     ],
     ids=["busy", "silent", "silent for longer than peers wait", "the same in a load"],
 )
@@ -124,9 +125,9 @@ def test_a_server_that_fails_for_good_is_reported_in_time_by_all_ranks(
     for rank, result in enumerate(results):
         assert isinstance(result, Failure), (rank, result)
         assert StoreUnreachableError.__name__ in result.kinds, (rank, result)
-        assert url in result.text
-        assert said in result.text
-        assert result.seconds < 3 * store_s + 50
+        assert (f"{url}/" if store_s < peers_s else url) in result.text
+        assert re.search(said, result.text, re.DOTALL)
+        assert result.seconds < 3 * min(limits_s) + 50
     if act is save:
         with pytest.raises((IncompleteCheckpointError, CheckpointNotFoundError)):
             loaded_alone(url, 1)
@@ -239,6 +240,7 @@ def test_a_load_of_a_part_asks_for_little_more_than_it_needs(
     of_chunks = [r for r in proxy.requests if "/arrays/" in r.path]
     assert sum(r.nbytes for r in of_chunks) <= 1.1 * 4 * 2048 * 512
     assert len(of_chunks) <= 8
+    assert sum("/manifest/part" in r.path for r in proxy.requests) == 1
 
 
 @ONE_SERVER

@@ -19,7 +19,7 @@ class Agent:
         self.size = size
         self.master = master
         self.calls: list[str] = []
-        self.epoch = 1
+        self.restart_round = 1
         self.faults: dict[int, dict[str, Any]] = {}
         self._arrived: dict[int, set[int]] = {}
         self._passed: dict[int, int] = {}
@@ -56,18 +56,18 @@ class Agent:
         } | dict(zip(("MASTER_ADDR", "MASTER_PORT"), map(str, self.master), strict=False))
 
     def _barrier(self, rank: int, timeout_s: float) -> int | None:
-        """Waits in whatever epoch is the forming one; a fault takes all who wait to the next."""
-        if self.epoch in self._opened:
-            self.epoch += 1
+        """Waits in whatever round is the forming one; a fault takes all who wait to the next."""
+        if self.restart_round in self._opened:
+            self.restart_round += 1
 
         def is_open() -> bool:
             if self._newest(rank) > self._passed.get(rank, 0):
                 return True
-            arrived = self._arrived.setdefault(self.epoch, set())
+            arrived = self._arrived.setdefault(self.restart_round, set())
             arrived.add(rank)
             if len(arrived) < self.size:
                 return False
-            self._opened.add(self.epoch)
+            self._opened.add(self.restart_round)
             self._changed.notify_all()
             return True
 
@@ -77,22 +77,31 @@ class Agent:
         return self._passed[rank]
 
     def _newest(self, rank: int) -> int:
-        """The last epoch that has begun with this rank."""
-        return max((epoch for epoch in self._opened if rank in self._arrived[epoch]), default=0)
+        """The last round that has begun with this rank."""
+        return max(
+            (
+                restart_round
+                for restart_round in self._opened
+                if rank in self._arrived[restart_round]
+            ),
+            default=0,
+        )
 
-    def _past_barrier(self, rank: int, epoch: int) -> None:
-        assert epoch in self._opened
+    def _past_barrier(self, rank: int, restart_round: int) -> None:
+        assert restart_round in self._opened
 
-    def _report_fault(self, rank: int, global_rank: int, epoch: int, mode: str, why: str) -> None:
-        # Some may wait in the next barrier already: an epoch ends when all have come to that.
-        if epoch in self.faults or epoch + 1 in self._opened:
+    def _report_fault(
+        self, rank: int, global_rank: int, restart_round: int, mode: str, why: str
+    ) -> None:
+        # Some may wait in the next barrier already: a round ends when all have come to that.
+        if restart_round in self.faults or restart_round + 1 in self._opened:
             return
-        self.faults[epoch] = {"rank": global_rank, "mode": mode, "why": why}
-        self.epoch = max(self.epoch, epoch + 1)
+        self.faults[restart_round] = {"rank": global_rank, "mode": mode, "why": why}
+        self.restart_round = max(self.restart_round, restart_round + 1)
 
-    def _wait_fault(self, rank: int, epoch: int, timeout_s: float) -> dict[str, Any] | None:
-        self._changed.wait_for(lambda: epoch in self.faults, timeout_s)
-        return self.faults.get(epoch)
+    def _wait_fault(self, rank: int, restart_round: int, timeout_s: float) -> dict[str, Any] | None:
+        self._changed.wait_for(lambda: restart_round in self.faults, timeout_s)
+        return self.faults.get(restart_round)
 
 
 class AgentSocketClient:
@@ -109,19 +118,23 @@ class AgentSocketClient:
         return dict(self._ask("wait_rank_info", timeout_s=timeout_s))
 
     def barrier(self, timeout_s: float) -> int:
-        epoch = self._ask("barrier", timeout_s=timeout_s)
-        if epoch is None:
+        restart_round = self._ask("barrier", timeout_s=timeout_s)
+        if restart_round is None:
             raise TimeoutError(f"not all ranks came in {timeout_s:g} s")
-        return int(epoch)
+        return int(restart_round)
 
-    def past_barrier(self, epoch: int) -> None:
-        self._ask("past_barrier", epoch=epoch)
+    def past_barrier(self, restart_round: int) -> None:
+        self._ask("past_barrier", restart_round=restart_round)
 
-    def report_fault(self, global_rank: int, epoch: int, mode: str, why: str) -> None:
-        self._ask("report_fault", global_rank=global_rank, epoch=epoch, mode=mode, why=why)
+    def report_fault(self, global_rank: int, restart_round: int, mode: str, why: str) -> None:
+        self._ask(
+            "report_fault", global_rank=global_rank, restart_round=restart_round, mode=mode, why=why
+        )
 
-    def wait_fault(self, epoch: int, timeout_s: float) -> Mapping[str, Any] | None:
-        found: Mapping[str, Any] | None = self._ask("wait_fault", epoch=epoch, timeout_s=timeout_s)
+    def wait_fault(self, restart_round: int, timeout_s: float) -> Mapping[str, Any] | None:
+        found: Mapping[str, Any] | None = self._ask(
+            "wait_fault", restart_round=restart_round, timeout_s=timeout_s
+        )
         return found
 
     def _ask(self, call: str, **args: Any) -> Any:

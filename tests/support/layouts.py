@@ -63,8 +63,12 @@ def irregular() -> list[Cut]:
 
 
 def irregular_otherwise() -> list[Cut]:
-    """The same arrays in other layouts."""
-    return recut(irregular())
+    """The same arrays, cut elsewhere and as irregularly; the first for two ranks only."""
+    others = enumerate(irregular()[1:])
+    return [
+        in_runs("buffer", [300, 700, 1024], size=2),
+        *(at_random(c.key, c.shape, 3 + n, dtype=c.dtype, seed=50 + n) for n, c in others),
+    ]
 
 
 def empties() -> list[Cut]:

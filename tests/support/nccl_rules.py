@@ -36,6 +36,8 @@ from tests.support.played_cuda import (
 )
 from tests.support.processes import is_running
 
+WATCHDOG_EXIT = 86
+
 _c10d: Any = dist.distributed_c10d
 _BACKEND = "nccl_rules"
 _POLL_S = 0.002
@@ -77,7 +79,7 @@ class NcclWork(dist.Work):
                 self.error = error
             handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
             if isinstance(self.error, _WatchdogError) and handling != "0":
-                os._exit(86)
+                os._exit(WATCHDOG_EXIT)
         self.done.set()
 
     def _exchange(self) -> None:

@@ -53,7 +53,7 @@ _RESUMED_LAYOUTS = (ParallelLayout(tp=4), ParallelLayout(dp=2, pp=2), ParallelLa
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Sizes of a SwiGLU GPT with learned positions and an untied output layer."""
+    """Sizes of a SwiGLU GPT with learned positions."""
 
     num_layers: int = 4
     hidden: int = 256
@@ -62,6 +62,7 @@ class ModelSize:
     ffn_hidden: int = 512
     vocab: int = 256
     sequence_length: int = 64
+    ties_embeddings: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def build_model(size: ModelSize, layout: ParallelLayout) -> Float16Module:
         max_sequence_length=size.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=size.ties_embeddings,
         position_embedding_type="learned_absolute",
     )
     return Float16Module(config, model)
