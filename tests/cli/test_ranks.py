@@ -45,7 +45,7 @@ def test_damage_is_reported_once(checkpoint: Path, tmp_path: Path) -> None:
     flip_bit(checkpoint / damaged, b"state")
     verified = shared("verify", checkpoint)
     assert (verified.returncode, verified.stderr) == (1, "")
-    assert verified.stdout.count(damaged) == 1
+    assert verified.stdout.count("shard_1.1_2.2.pt") == 1
 
     (checkpoint / WEIGHT / "0.0").unlink()
     converted = shared("convert", checkpoint, tmp_path / "c", "--to", "zarr@2")

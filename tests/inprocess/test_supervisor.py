@@ -52,29 +52,29 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("death", "why"),
+    ("act", "mode", "why"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
-        ("os._exit(0)", "exit code 0 in the middle of the wrapped block"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "no heartbeat for 5 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "death", "killed by SIGKILL"),
+        ("os._exit(0)", "death", "exit code 0 in the middle of the wrapped block"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "hang", "no heartbeat for 5 s"),
     ],
 )
 def test_a_worker_that_dies_or_hangs_in_a_block_is_replaced_with_its_children_and_others_stay(
-    agents: Agents, death: str, why: str
+    agents: Agents, act: str, mode: str, why: str
 ) -> None:
     body = f"""
 from dist_ckpt_strategies.inprocess import HPCallWrapper, HPWrapper
 
 @HPWrapper()
 def block(call: HPCallWrapper):
-    if rank == "1" and is_first("death"):
+    if rank == "1" and is_first("fault"):
         child = os.fork()
         if not child:
             os.setpgid(0, 0)
             Path(f"child.{{os.getpid()}}").touch()
             time.sleep(600)
         wait_for(f"child.{{child}}")
-        {death}
+        {act}
     if rank == "0" and call.num_attempts == 1:
         time.sleep(600)
     return call.last_fault
@@ -85,7 +85,7 @@ print(block())
 
     assert code == 0
     assert f"rank 1 is gone: {why}" in text
-    assert f"[0] rank 1: death in restart round 1: {why}\n" in text
+    assert f"[0] rank 1: {mode} in restart round 1: {why}\n" in text
     assert [len(agents.pids(name)) for name in ("rank0", "rank1", "child")] == [1, 2, 1]
 
 

@@ -226,6 +226,6 @@ def test_what_is_no_checkpoint_is_refused_and_what_was_one_is_named(
             load_latest(None, [place], lambda path: path)
         if error is StorageError:
             assert isinstance(raised.value, StorageError)
-            assert raised.value.path == str(place)
+            assert raised.value.path == str(place.absolute())
         assert ".partial" not in str(raised.value)
         assert ".removed" not in str(raised.value)
