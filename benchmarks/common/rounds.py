@@ -93,8 +93,9 @@ def on_first_rank(step: Callable[..., object], *args: Any) -> None:
 
 
 def flush(directory: Path) -> None:
-    """Flush this rank's share of the files in a directory."""
+    """Flush the files in a directory, each rank its share; returns when all have. Collective."""
     flush_share(directory, dist.get_rank(), dist.get_world_size())
+    dist.barrier()
 
 
 def alternate(names: Sequence[str], repetitions: int) -> Iterator[tuple[int, str]]:
