@@ -295,12 +295,12 @@ def local_rank() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How this process finds the coordinator of its job.
+    """How this process finds the rendezvous of its job.
 
     Attributes:
         address: host and port of the launcher's store; None: there is none, a world of one.
         worker: what the launcher calls this process.
-        rank: its place as torchrun says; None where the supervisor assigns it.
+        rank: its place as torchrun says; None where the elastic agent assigns it.
         attempt: how often the launcher has restarted all of them.
         heartbeat_pipe: file descriptor and inode that heartbeats go to; None: no process listens.
         heartbeat_s: seconds between two of them.
@@ -314,7 +314,7 @@ class Launch:
     heartbeat_s: float = 1.0
 
 
-COORDINATOR, WORKER = _PREFIX + "COORDINATOR", _PREFIX + "WORKER"
+RENDEZVOUS, WORKER = _PREFIX + "RENDEZVOUS", _PREFIX + "WORKER"
 HEARTBEAT_PIPE, HEARTBEAT_S = _PREFIX + "HEARTBEAT_PIPE", _PREFIX + "HEARTBEAT_S"
 PLACE = _PREFIX + "PLACE"
 """``KEY=NODE``: the node of this process owns its place as long as that key names it."""
@@ -331,10 +331,10 @@ def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> 
         StrategyError: in another way, as one of several; or a variable makes no sense.
     """
     source = os.environ if environ is None else environ
-    if source.get(COORDINATOR):
+    if source.get(RENDEZVOUS):
         pipe = source.get(HEARTBEAT_PIPE)
         return Launch(
-            _parsed(COORDINATOR, source[COORDINATOR], _address),
+            _parsed(RENDEZVOUS, source[RENDEZVOUS], _address),
             source.get(WORKER, ""),
             heartbeat_pipe=None if not pipe else _parsed(HEARTBEAT_PIPE, pipe, _pipe),
             heartbeat_s=_parsed(HEARTBEAT_S, source.get(HEARTBEAT_S, "1"), float),
@@ -369,7 +369,7 @@ def place_from_environment() -> tuple[tuple[str, int], str, str] | None:
     if not text:
         return None
     key, _, node = text.partition("=")
-    return _parsed(COORDINATOR, os.environ.get(COORDINATOR, ""), _address), key, node
+    return _parsed(RENDEZVOUS, os.environ.get(RENDEZVOUS, ""), _address), key, node
 
 
 def claim_store_address() -> tuple[str, int] | None:

@@ -208,7 +208,7 @@ class TensorBytes:
     Args:
         tensors: they must not change while they are read. The work that the current streams of
             their devices have queued for them is waited for.
-        byte_offsets: where each begins, ascending; by default right behind the one before. What
+        byte_offsets: where each begins, ascending; by default right after the one before. What
             lies between them reads as zeros.
     """
 

@@ -43,7 +43,7 @@ def made(kind: type[CheckpointError]) -> CheckpointError:
     return kind("layer.w: broken", **details)
 
 
-def facts(error: CheckpointError) -> tuple[Any, ...]:
+def values(error: CheckpointError) -> tuple[Any, ...]:
     rank = error.rank if isinstance(error, PeerError) else None
     return (error.key, error.path, error.global_rank, error.message, str(error), error.args, rank)
 
@@ -64,7 +64,7 @@ def test_an_error_survives_pickling_copying_translation_and_the_way_to_a_peer(
                 assert isinstance(other, kind)
                 assert isinstance(other, PeerError) == isinstance(error, PeerError)
                 assert type(other).__name__ == type(error).__name__
-                assert facts(other) == facts(error)
+                assert values(other) == values(error)
             for other in copies:
                 assert isinstance(other, CheckpointingException) == (one is translated)
             assert all(other.__notes__[-1] == "seen while saving" for other in copies)

@@ -83,7 +83,9 @@ def changed(script: str, changes: dict[str, str]) -> str:
     return script
 
 
-def run_page(rank: int, _wrappers: Wrappers, script: str, size: int, torn: bool) -> list[str]:
+def run_page(
+    rank: int, _wrappers: Wrappers, script: str, size: int, interrupted: bool
+) -> list[str]:
     """Body of a rank: the steps that the script prints, started as torchrun starts it."""
     os.environ |= {
         "LOCAL_WORLD_SIZE": str(size),
@@ -92,7 +94,7 @@ def run_page(rank: int, _wrappers: Wrappers, script: str, size: int, torn: bool)
     }
     os.chdir(Path(script).parent)
     warnings.simplefilter("ignore")
-    if torn and rank == 1:
+    if interrupted and rank == 1:
         tear_once(4)
     printed = StringIO()
     on_cpu = mock.patch("torch.cuda.set_device")
@@ -106,20 +108,22 @@ def tear_once(step: int) -> None:
     update: Callable[[Any], None] = MegatronStateProvider.apply_update
     left = [ValueError("on purpose")]
 
-    def torn(self: Any) -> None:
+    def interrupted(self: Any) -> None:
         update(self)
         if self.step == step and left:
             raise left.pop()
 
-    setattr(MegatronStateProvider, "apply_update", torn)  # noqa: B010 - in this fork alone
+    setattr(MegatronStateProvider, "apply_update", interrupted)  # noqa: B010 - in this fork alone
 
 
-def printed_by(size: int, directory: Path, script: str, *, torn: bool = False) -> list[list[str]]:
+def printed_by(
+    size: int, directory: Path, script: str, *, interrupted: bool = False
+) -> list[list[str]]:
     """The steps that the script prints on each rank."""
     directory.mkdir(exist_ok=True)
     path = directory / "train.py"
     path.write_text(script)
-    found = run_restartable(size, run_page, str(path), size, torn, timeout_s=150)
+    found = run_restartable(size, run_page, str(path), size, interrupted, timeout_s=150)
     assert all(isinstance(one, list) for one in found), found
     return found
 
@@ -160,11 +164,11 @@ def test_the_script_for_megatron_continues_after_an_interrupted_update_and_from_
     script = changed(MEGATRON, ON_CPUS)
 
     expected = printed_by(4, tmp_path / "reference", script)
-    torn = printed_by(4, tmp_path / "torn", script, torn=True)
-    later = printed_by(4, tmp_path / "torn", script)
+    interrupted = printed_by(4, tmp_path / "interrupted", script, interrupted=True)
+    later = printed_by(4, tmp_path / "interrupted", script)
 
     assert all(len(steps) == 6 for steps in expected)
     for rank in range(4):
         # A rank of the other instance may have ended the step and said so, before it heard.
-        assert torn[rank] in (expected[rank], expected[rank][:4] + expected[rank][5:])
+        assert interrupted[rank] in (expected[rank], expected[rank][:4] + expected[rank][5:])
         assert later[rank][0].startswith("step 4: ")

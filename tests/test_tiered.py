@@ -212,8 +212,8 @@ def fails_to_describe_its_state(rank: int, root: str) -> str:
 
 
 def test_a_state_that_one_rank_cannot_make_is_an_error_on_all(tmp_path: Path) -> None:
-    for told in run_processes(2, fails_to_describe_its_state, str(tmp_path)):
-        assert "rank 1" in told
+    for text in run_processes(2, fails_to_describe_its_state, str(tmp_path)):
+        assert "rank 1" in text
 
 
 def outlasts_a_full_disk(rank: int, root: str) -> list[str]:
@@ -306,7 +306,7 @@ def test_steps_minutes_and_retention_are_as_the_policy_says(tmp_path: Path) -> N
     assert TieredCheckpointManager(tmp_path / "steps").latest_step() == 50
     assert TieredCheckpointManager(tmp_path / "minutes").all_steps() == [10]
     assert (first["minutes"], first["nbytes"]) == ([5, 10], {2 * 8 * 16 * 4})
-    assert second["minutes"] == []  # rank 0 alone is told
+    assert second["minutes"] == []  # rank 0 alone knows
     assert first["both"] == [True, True]
     assert first["waited"][0].startswith("step 4: training waited")
 

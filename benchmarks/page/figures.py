@@ -94,8 +94,8 @@ def draw(figure: Figure, directory: Path) -> None:
             _draw_panel(panel, axis, figure.baseline)
         axes[-1, 0].set_xlim(left=0)
         axes[-1, 0].set_xlabel(figure.axis)
-        facts = {"Date": None, "Creator": None, "Description": figure.digest}
-        canvas.savefig(path, format="svg", metadata=facts)
+        values = {"Date": None, "Creator": None, "Description": figure.digest}
+        canvas.savefig(path, format="svg", metadata=values)
         plt.close(canvas)
 
 

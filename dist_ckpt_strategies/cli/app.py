@@ -518,7 +518,7 @@ def run(
     Run the same command on each of several nodes. If a node is lost, a spare node takes its place.
     """
     from dist_ckpt_strategies.cli.run import nodes_of, ranks_of, run_script  # noqa: PLC0415
-    from dist_ckpt_strategies.inprocess.supervisor import Job, script_command  # noqa: PLC0415
+    from dist_ckpt_strategies.inprocess.elastic_agent import Job, script_command  # noqa: PLC0415
 
     if not is_module and not store_only and not Path(script).is_file():
         raise PlanError(f"SCRIPT: expected a Python file, found {script or 'nothing'}")

@@ -149,7 +149,7 @@ def _timings(samples: list[Sample], candidates: list[str], nbytes: int) -> list[
                     "shortest": min(own),
                     "longest": max(own),
                     "nbytes_per_second": nbytes / median,
-                    "floor_ratio": statistics.median(ratios),
+                    "baseline_ratio": statistics.median(ratios),
                 }
             )
     return timings
@@ -161,7 +161,7 @@ def _row(timing: dict[str, Any]) -> tuple[str, ...]:
         f"{timing['seconds']:.3f}",
         f"{timing['shortest']:.3f} - {timing['longest']:.3f}",
         f"{bytes_text(round(timing['nbytes_per_second']))}/s",
-        f"{timing['floor_ratio']:.2f}",
+        f"{timing['baseline_ratio']:.2f}",
     )
 
 

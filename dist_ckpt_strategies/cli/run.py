@@ -23,8 +23,8 @@ from torch.distributed.run import determine_local_world_size
 from dist_ckpt_strategies.cli.render import printable
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.errors import PeerLostError, PlanError
+from dist_ckpt_strategies.inprocess.elastic_agent import ElasticAgent, Job
 from dist_ckpt_strategies.inprocess.places import FENCED, NODE_MISSING, Nodes
-from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
 
 _LOOK_S = 0.2
 _DEFAULT_PORT = 29400
@@ -152,13 +152,13 @@ def run_script(job: Job, *, log_dir: str | None, redirects: str, tee: str) -> in
     run_id = job.nodes.run_id if job.nodes else "none"
     output = _Output(job.num_ranks, run_id, log_dir, redirects, tee)
     try:
-        supervisor = Supervisor(job, environment(), output.write_line, output.write_note)
+        agent = ElasticAgent(job, environment(), output.write_line, output.write_note)
     except PeerLostError as error:
         output.write_note(f"{error.message}; it has not come within --node-wait")
         os._exit(NODE_MISSING)  # as below
-    output.signals = supervisor.signals
+    output.signals = agent.signals
     try:
-        code = supervisor.run()
+        code = agent.run()
     except PeerLostError as error:
         output.write_note(error.message)
         code = FENCED

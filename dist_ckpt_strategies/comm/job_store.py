@@ -143,7 +143,7 @@ class JobStore:
 
     def _lost(self, why: str) -> PeerLostError:
         return PeerLostError(
-            None, f"the coordinator's store at {self._address} does not answer: {why}"
+            None, f"the rendezvous store at {self._address} does not answer: {why}"
         )
 
 

@@ -206,7 +206,7 @@ def _chunk_spans(array: ArraySpec, index: Shape, region: Region) -> ChunkSpans:
     chunk = array.chunk_region(index)
     part = chunk.intersect(region)
     assert part is not None  # noqa: S101 - cells yields only chunks that overlap
-    outer = max(0, part.ndim - 1)  # the dims behind these form one run in both frames
+    outer = max(0, part.ndim - 1)  # the dims after these form one run in both frames
     while outer and part.shape[outer] == chunk.shape[outer] == region.shape[outer]:
         outer -= 1
     span = math.prod(part.shape[outer:]) * array.dtype.itemsize

@@ -46,7 +46,7 @@ ZARR_JSON = "zarr.json"
 """The metadata of an array of format 2."""
 
 _END = "}}}"
-"""Of that file: what stands behind the key, the last value in it."""
+"""Of that file: what follows the key, the last value in it."""
 
 _MAX_COPY_NBYTES = 4 << 20
 _ABSENT = 2**64 - 1

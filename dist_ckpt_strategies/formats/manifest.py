@@ -39,7 +39,7 @@ HEADER = {"schema": SCHEMA, "version": _VERSION}
 DIGEST_NBYTES = 8
 
 INDEX_LEAD = b'{"digest":"'
-"""How the index begins; the digest of all that follows stands behind it."""
+"""How the index begins; the digest of all that follows comes next."""
 
 _DIGEST_HEX = 32
 

@@ -11,12 +11,6 @@ from dist_ckpt_strategies.inprocess.abort import (
     HPCheckpointingAbort,
     HPDataLoaderAbort,
 )
-from dist_ckpt_strategies.inprocess.coordinator import (
-    Coordinator,
-    Fault,
-    FaultMode,
-    RankInfo,
-)
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, Finalize
 from dist_ckpt_strategies.inprocess.health_check import (
     ChainedHealthCheck,
@@ -26,6 +20,12 @@ from dist_ckpt_strategies.inprocess.health_check import (
     HPState,
 )
 from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
+from dist_ckpt_strategies.inprocess.rendezvous import (
+    Fault,
+    FaultMode,
+    RankInfo,
+    RendezvousClient,
+)
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "CheckpointlessAbortManager",
     "CheckpointlessFinalizeCleanup",
     "Compose",
-    "Coordinator",
     "CudaHealthCheck",
     "Fault",
     "FaultCounter",
@@ -50,4 +49,5 @@ __all__ = [
     "HealthCheck",
     "RankInfo",
     "RankShouldRestart",
+    "RendezvousClient",
 ]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NoReturn
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, text_of
 from dist_ckpt_strategies.inprocess.abort import Compose, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter
+from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RendezvousClient
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.inprocess.wrap import HPWrapper
@@ -39,17 +39,17 @@ class Attempt:
     Args:
         wrapper: with the settings.
         state: of the attempt.
-        coordinator: reports faults, and is asked for them.
+        client: reports faults, and is asked for them.
         interrupter: of the block.
 
     Attributes:
         communication: all that this process opens to talk to its peers in the attempt.
         fault: what has ended it, None before.
-        lost: the error of a coordinator that does not answer, None before.
+        lost: the error of a rendezvous that does not answer, None before.
     """
 
     def __init__(
-        self, wrapper: HPWrapper, state: HPState, coordinator: Coordinator, interrupter: Interrupter
+        self, wrapper: HPWrapper, state: HPState, client: RendezvousClient, interrupter: Interrupter
     ) -> None:
         self.fault: Fault | None = None
         self.lost: PeerError | None = None
@@ -57,7 +57,7 @@ class Attempt:
         self.restart_round = state.restart_round
         self._wrapper = wrapper
         self._state = replace(state, communication=self.communication)
-        self._coordinator = coordinator
+        self._client = client
         self._interrupter = interrupter
         self._over = threading.Event()
         self._heard = threading.Event()
@@ -86,7 +86,7 @@ class Attempt:
     def report(self, error: BaseException) -> None:
         """Say that the block of this rank has raised."""
         why = f"{type(error).__name__}: {text_of(error)}"
-        self._coordinator.report(self._state.rank, self.restart_round, FaultMode.EXCEPTION, why)
+        self._client.report(self._state.rank, self.restart_round, FaultMode.EXCEPTION, why)
 
     def hears_within(self, timeout_s: float) -> bool:
         """Whether a fault is known by then."""
@@ -110,7 +110,7 @@ class Attempt:
             fault = self._awaited_fault()
         except Exception as error:  # noqa: BLE001 - a client may raise anything
             self.lost = error if isinstance(error, PeerError) else _lost_by(error)
-            why = f"the coordinator does not answer: {self.lost}"
+            why = f"the rendezvous does not answer: {self.lost}"
             fault = Fault(None, self.restart_round, FaultMode.DEATH, why)
         if fault is None or self._over.is_set():
             return
@@ -127,14 +127,14 @@ class Attempt:
         limit_s = self._wrapper.progress_timeout_s
         poll_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s / 4)
         while not self._over.is_set():
-            fault = self._coordinator.wait_fault(self.restart_round, poll_s)
+            fault = self._client.wait_fault(self.restart_round, poll_s)
             if fault is not None:
                 return fault
             silent_s = time.monotonic() - self._progress_at
             # A block that has returned waits for others, and need not make progress.
             if limit_s is not None and silent_s > limit_s and not self._interrupter.has_left:
                 why = f"no progress for {silent_s:.1f} s, {limit_s:g} s allowed"
-                self._coordinator.report(self._state.rank, self.restart_round, FaultMode.HANG, why)
+                self._client.report(self._state.rank, self.restart_round, FaultMode.HANG, why)
         return None
 
     def _stop(self, fault: Fault) -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _cuda: Any = torch.cuda
 _TOLERANCE = 1.2
 _SLACK_BYTES = 256 << 20
-_LEFTOVER_BYTES = 32 << 20
+_NOT_FREED_BYTES = 32 << 20
 
 
 class Finalize(ABC):
@@ -108,9 +108,9 @@ def memory_in_use() -> tuple[int, int]:
     return int(pages) * os.sysconf("SC_PAGE_SIZE"), cuda
 
 
-def has_leftovers(now: tuple[int, int], before: tuple[int, int]) -> bool:
+def has_kept_memory(now: tuple[int, int], before: tuple[int, int]) -> bool:
     """Whether an attempt has left so much behind that collecting its cycles is worth it."""
-    return max(now[0] - before[0], now[1] - before[1]) > _LEFTOVER_BYTES
+    return max(now[0] - before[0], now[1] - before[1]) > _NOT_FREED_BYTES
 
 
 def log_memory(attempt: int, now: tuple[int, int], first: tuple[int, int]) -> None:

@@ -13,7 +13,7 @@ from dist_ckpt_strategies.comm.abortable_waits import run_abandonable
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import local_rank
 from dist_ckpt_strategies.errors import HealthCheckError
-from dist_ckpt_strategies.inprocess.coordinator import Fault
+from dist_ckpt_strategies.inprocess.rendezvous import Fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class HPState:
     Attributes:
         rank: global rank of this process.
         world_size: number of ranks of the job.
-        restart_round: the coordinator's number of the attempt.
+        restart_round: the rendezvous's number of the attempt.
         attempt: number of attempts of this process, this one included.
         fault: the fault that ended the attempt.
         communication: process groups and connections that this process opened in the attempt.

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.inprocess.coordinator import Fault
+from dist_ckpt_strategies.inprocess.rendezvous import Fault
 
 T = TypeVar("T")
 

@@ -75,7 +75,7 @@ def kill_session(leader: int) -> bool:
         if not place.name.isdecimal():
             continue
         with suppress(OSError):  # it has ended since it was listed
-            # Behind the name, which may hold anything: state, parent, group, session.
+            # After the name, which may hold anything: state, parent, group, session.
             fields = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[3]) == leader and fields[0] != "Z":
                 is_found = True

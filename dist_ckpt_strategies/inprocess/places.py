@@ -21,8 +21,8 @@ from typing import Any
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PlanError, RestartError
-from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
-from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
+from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode
+from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState
 
 GAVE_UP, NODE_MISSING, FENCED = 1, 87, 88
 """Exit codes of an agent: all ended by an error; a node is missing; this node is out."""
@@ -325,7 +325,7 @@ class Places:
         """Have the others leave what they do with ranks of a place; no rank if none has joined."""
         restart_round = self._state.current()
         ranks = range(place * self._nodes.num_ranks, (place + 1) * self._nodes.num_ranks)
-        missing = self._state.without("arrived", restart_round, ranks)
+        missing = self._state.without("reached", restart_round, ranks)
         joined = [rank for rank in ranks if rank not in missing]
         if joined:
             self._state.end(Fault(joined[0], restart_round, FaultMode.DEATH, why))

@@ -17,22 +17,22 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.inprocess.coordinator import (
-    Coordinator,
+from dist_ckpt_strategies.inprocess.rendezvous import (
     Fault,
     FaultMode,
     RankInfo,
+    RendezvousClient,
     environment_of,
     place_of,
 )
-from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
+from dist_ckpt_strategies.inprocess.store_rendezvous import rendezvous_from_environment
 
 __all__ = ["HPAgentK8sAPIFactory", "wait_rank"]
 
 _CALLS = ("init", "wait_rank_info", "barrier", "past_barrier", "report_fault", "wait_fault")
 
 
-def wait_rank(*, hp_api_factory: Callable[[], Coordinator] | None = None) -> None:
+def wait_rank(*, hp_api_factory: Callable[[], RendezvousClient] | None = None) -> None:
     """Set RANK, WORLD_SIZE and the other variables of this process's place; a spare waits for it.
 
     Call it after the imports and before anything distributed. In processes that the script starts
@@ -43,20 +43,20 @@ def wait_rank(*, hp_api_factory: Callable[[], Coordinator] | None = None) -> Non
             does.
 
     Raises:
-        StrategyError: there is no coordinator; see coordinator_from_environment.
+        StrategyError: there is no rendezvous; see rendezvous_from_environment.
         PeerLostError: the launcher's store is gone.
     """
     if multiprocessing.current_process().name != "MainProcess":
         return
-    coordinator = (hp_api_factory or coordinator_from_environment)()
+    client = (hp_api_factory or rendezvous_from_environment)()
     try:
-        update_environment(environment_of(coordinator.wait_rank()))
+        update_environment(environment_of(client.wait_rank()))
     finally:
-        coordinator.close()
+        client.close()
 
 
 class HPAgentK8sAPIFactory:
-    """Creates coordinators over the agent of a cluster, as ``hp_api_factory`` of HPWrapper.
+    """Creates rendezvous clients over the agent of a cluster, as ``hp_api_factory`` of HPWrapper.
 
     Args:
         client: client of the agent, any object with the six calls of docs/recovery_agent.md; None:
@@ -67,8 +67,8 @@ class HPAgentK8sAPIFactory:
         self._client = client
         self._has_begun = False
 
-    def __call__(self) -> Coordinator:
-        """A coordinator over the client.
+    def __call__(self) -> RendezvousClient:
+        """A rendezvous client over that of the agent.
 
         Raises:
             MissingDependencyError: no client was given, and the agent's package is not installed.
@@ -90,15 +90,15 @@ class HPAgentK8sAPIFactory:
                 f"{type(self._client).__name__}: expected the calls of docs/recovery_agent.md, it "
                 f"lacks {', '.join(missing)}; give HPAgentK8sAPIFactory a client that translates"
             )
-        found = AgentCoordinator(self._client)
+        found = AgentRendezvous(self._client)
         if not self._has_begun:
             found.call("init")
         self._has_begun = True
         return found
 
 
-class AgentCoordinator:
-    """A Coordinator over the client of an agent; sets the variables that the agent gives.
+class AgentRendezvous:
+    """A RendezvousClient over the client of an agent; sets the variables that the agent gives.
 
     Args:
         client: see HPAgentK8sAPIFactory.
@@ -111,7 +111,7 @@ class AgentCoordinator:
         self._hosted: Any = None
 
     def wait_rank(self, timeout_s: float | None = None) -> RankInfo:
-        """See Coordinator."""
+        """See RendezvousClient."""
         if self._place is None:
             found = self.call("wait_rank_info", timeout_s)
             try:
@@ -122,7 +122,7 @@ class AgentCoordinator:
         return self._place
 
     def barrier(self, timeout_s: float) -> int:
-        """See Coordinator."""
+        """See RendezvousClient."""
         deadline = time.monotonic() + timeout_s
         place = self.wait_rank(timeout_s)
         # Rank 0 hosts the store of the process groups, unless the agent does. If it were hosted
@@ -138,7 +138,7 @@ class AgentCoordinator:
                 return restart_round
 
     def wait_fault(self, restart_round: int, timeout_s: float) -> Fault | None:
-        """See Coordinator."""
+        """See RendezvousClient."""
         try:
             found = self.call("wait_fault", restart_round, timeout_s)
         except PeerTimeoutError:
@@ -153,11 +153,11 @@ class AgentCoordinator:
             raise PeerError(None, f"the agent: wait_fault: no fault of ours: {found!r}") from error
 
     def report(self, global_rank: int, restart_round: int, mode: FaultMode, why: str) -> None:
-        """See Coordinator."""
+        """See RendezvousClient."""
         self.call("report_fault", global_rank, restart_round, mode.value, why)
 
     def finish(self, restart_round: int, timeout_s: float) -> bool:
-        """See Coordinator.
+        """See RendezvousClient.
 
         Over an agent this is the next barrier: a rank that has failed comes to it to run again, a
         rank that has returned to learn whether any failed. So False comes when all are there, and
@@ -170,7 +170,7 @@ class AgentCoordinator:
         return False
 
     def close(self) -> None:
-        """See Coordinator. Nothing: the client stays open."""
+        """See RendezvousClient. Nothing: the client stays open."""
 
     def call(self, name: str, *args: Any) -> Any:
         """Call the client; its errors become this package's."""

@@ -37,14 +37,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 if libc.prctl(1, signal.SIGKILL, 0, 0, 0):  # PR_SET_PDEATHSIG
     sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the supervisor has gone")
+    sys.exit("the elastic agent has gone")
 os.execv(sys.argv[2], sys.argv[2:])
 """
 """Run as ``python -c _TIED_EXEC PARENT COMMAND...``: the command, killed when the parent dies."""
 
 
 def start_heartbeat(launch: Launch) -> None:
-    """Send heartbeats from now on, where a supervisor reads them. Again: no change.
+    """Send heartbeats from now on, where an elastic agent reads them. Again: no change.
 
     The thread runs while the main thread computes or waits, in Python or in C code that releases
     the interpreter's lock. It stops with the process, whether that is stopped or dead.
@@ -61,7 +61,7 @@ def start_heartbeat(launch: Launch) -> None:
 
     def beat() -> None:
         pause = threading.Event()
-        with suppress(BrokenPipeError):  # the supervisor has gone
+        with suppress(BrokenPipeError):  # the elastic agent has gone
             while True:
                 _beat(fd, _BEAT)
                 pause.wait(launch.heartbeat_s)
@@ -88,7 +88,7 @@ def _is_pipe(fd: int, inode: int) -> bool:
 
 
 def _beat(fd: int, content: bytes) -> None:
-    with suppress(BlockingIOError):  # the supervisor is slow; enough is in the pipe
+    with suppress(BlockingIOError):  # the agent is slow; enough is in the pipe
         os.write(fd, content)
 
 
@@ -193,7 +193,7 @@ class WorkerProcess:
         return bool(select.select([self.beats], [], [], 0)[0]) and self.hear()
 
     def excuse(self) -> None:
-        """Count from now on: it was the supervisor that has not listened."""
+        """Count from now on: it was the agent that has not listened."""
         if self._last_beat is not None:
             self._last_beat = time.monotonic()
 

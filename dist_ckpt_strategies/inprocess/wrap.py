@@ -36,17 +36,17 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.attempt import Attempt
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode
 from dist_ckpt_strategies.inprocess.finalize import (
     Finalize,
-    has_leftovers,
+    has_kept_memory,
     log_memory,
     memory_in_use,
     release_free_memory,
 )
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
-from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
+from dist_ckpt_strategies.inprocess.rendezvous import FaultMode, RendezvousClient
+from dist_ckpt_strategies.inprocess.store_rendezvous import rendezvous_from_environment
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class HPWrapper:
         finalize: called with the state between two attempts.
         health_check: called with the state and the exception of the function; if it raises, this
             process ends. CudaHealthCheck, FaultCounter, ChainedHealthCheck.
-        hp_api_factory: creates the coordinator; None: the one that the environment names.
+        hp_api_factory: creates the rendezvous client; None: the one that the environment names.
         abort_timeout: longest time from a fault until the function has been left; then the process
             ends with code 86. None: 60.
         enabled: False: the function is not wrapped.
@@ -103,7 +103,7 @@ class HPWrapper:
     abort: Callable[[HPState], HPState] | None = Compose(HPAbortTorchDistributed())  # noqa: RUF009 - it has no state
     finalize: Finalize | Callable[..., Any] | None = None
     health_check: HealthCheck | Callable[..., Any] | None = None
-    hp_api_factory: Callable[[], Coordinator] | None = None
+    hp_api_factory: Callable[[], RendezvousClient] | None = None
     abort_timeout: float | None = None
     enabled: bool = True
     trace_file_path: str | None = None
@@ -165,7 +165,7 @@ class HPCallWrapper:
         self._is_in_block = False
         self.num_attempts = 0
         self.last_fault: Any = None
-        self._coordinator: Coordinator | None = None
+        self._client: RendezvousClient | None = None
         self._round = 0
         self._first_step: Any = None
         self._attempt: Attempt | None = None
@@ -184,7 +184,7 @@ class HPCallWrapper:
             RestartLimitError: all attempts are used up.
             HealthCheckError: this process cannot take part in another one.
             PeerTimeoutError: not all ranks joined, or returned, in time.
-            PeerLostError: the coordinator does not answer.
+            PeerLostError: the rendezvous does not answer.
         """
         self._opened()
         name = parameter_of(HPCallWrapper, fn)
@@ -217,10 +217,10 @@ class HPCallWrapper:
 
     def start_hp_fault_handling_thread(self) -> None:
         """Watch for faults from now on, and interrupt the function when there is one."""
-        coordinator = self._opened()
-        place = coordinator.wait_rank()
+        client = self._opened()
+        place = client.wait_rank()
         state = HPState(place.global_rank, place.world_size, self._round, self.num_attempts)
-        self._attempt = Attempt(self.wrapper, state, coordinator, self._interrupter)
+        self._attempt = Attempt(self.wrapper, state, client, self._interrupter)
         self._attempt.start()
 
     def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> Any:
@@ -271,27 +271,27 @@ class HPCallWrapper:
         self._require_fit(attempt.state, train_ex)
 
     def shutdown(self) -> None:
-        """Watch no longer, and give the coordinator up. Again does nothing."""
+        """Watch no longer, and close the rendezvous client. Again does nothing."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.end()
-        coordinator, self._coordinator = self._coordinator, None
-        if coordinator is not None:
-            coordinator.close()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     def ping(self) -> None:
         """The block makes progress; see ``progress_timeout_s``."""
         if self._attempt is not None:
             self._attempt.ping()
 
-    def _opened(self) -> Coordinator:
-        if self._coordinator is None:
-            self._coordinator = (self.wrapper.hp_api_factory or coordinator_from_environment)()
-            self._coordinator.wait_rank()
+    def _opened(self) -> RendezvousClient:
+        if self._client is None:
+            self._client = (self.wrapper.hp_api_factory or rendezvous_from_environment)()
+            self._client.wait_rank()
             register_interruptible_gloo()
             if torch.cuda.is_available():
                 outlive_nccl_errors()
-        return self._coordinator
+        return self._client
 
     def _attempted(
         self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]
@@ -352,7 +352,7 @@ class HPCallWrapper:
         release_free_memory()
         # Most of an attempt is freed without it. It goes through all objects of all libraries,
         # which takes longer than all else that a restart does.
-        if has_leftovers(memory_in_use(), self._memory_before):
+        if has_kept_memory(memory_in_use(), self._memory_before):
             gc.collect()
             release_free_memory()
         self._memory_before = memory_in_use()

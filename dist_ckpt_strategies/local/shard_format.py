@@ -165,7 +165,7 @@ def _checked_counts(numbers: Any, most: int) -> tuple[int, ...]:
 
 
 def encode_footer(shard: LocalShard, digests: Sequence[Digest]) -> bytes:
-    """What a file has behind its last buffer: the description, its digest, its size, MAGIC."""
+    """What a file has after its last buffer: the description, its digest, its size, MAGIC."""
     fields = {**shard.to_message(), "digests": [f"{digest:016x}" for digest in digests]}
     description = json.dumps(fields, separators=(",", ":")).encode()
     size = len(description).to_bytes(8, "little")

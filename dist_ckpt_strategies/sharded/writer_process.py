@@ -247,7 +247,7 @@ def _end_with(parent: int) -> None:
 
 
 def _memory(memories: dict[int, memoryview], handle: int) -> memoryview:
-    """What lies behind the descriptor; mapped once, as long as it is the same."""
+    """The memory of the descriptor; mapped once, as long as it is the same."""
     inode = os.fstat(handle).st_ino
     if inode not in memories:
         memories.clear()

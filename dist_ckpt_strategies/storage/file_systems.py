@@ -3,7 +3,7 @@
 Direct transfers go through buffers that the disk reads at once. Measured on an ext4 disk, two
 ranks, 290 files: writing and flushing this way takes 0.6-0.85 times as long as one buffered stream,
 and reading files that are not cached 1.0 times, where buffered reads of many files take 1.2-2.5
-times. What makes it fast is the huge page behind the buffer; with ordinary pages it is slower than
+times. What makes it fast is the huge page under the buffer; with ordinary pages it is slower than
 buffered writing.
 
 Source: open(2), O_DIRECT; the transparent huge page advice of madvise(2); cachestat(2); syncfs(2).
@@ -224,7 +224,7 @@ def available_nbytes() -> int:
 
 
 def _number(path: Path, name: str) -> int:
-    """The number behind a name in a file of ``/proc`` or ``/sys``; 0 where it has none."""
+    """The number after a name in a file of ``/proc`` or ``/sys``; 0 where it has none."""
     found = re.search(rf"^{name} +(\d+)", path.read_text(encoding="ascii"), re.MULTILINE)
     return int(found[1]) if found else 0
 

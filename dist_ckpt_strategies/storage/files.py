@@ -229,7 +229,7 @@ def pread_into(handle: int, byte_offset: int, target: Bytes) -> int:
 
 
 def write_buffered(handle: int, content: Bytes) -> None:
-    """Write every byte behind what was written last, a slice at a time."""
+    """Write every byte after what was written last, a slice at a time."""
     done = 0
     while done < content.size:
         raise_if_cancelled()

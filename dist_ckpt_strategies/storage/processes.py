@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 _STATE, _FLAGS, _STARTED = 0, 6, 19
-"""Where these stand in ``/proc/PID/stat``, counted behind the name; see proc(5)."""
+"""Where these stand in ``/proc/PID/stat``, counted after the name; see proc(5)."""
 
 _PF_EXITING = 0x4
 """In the flags of ``/proc/PID/stat``: the process ends, its connections are about to break off."""

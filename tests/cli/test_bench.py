@@ -40,7 +40,7 @@ def test_two_ranks_measure_every_candidate(tmp_path: Path) -> None:
         own = [x["seconds"] for x in found["samples"] if (x["step"], x["candidate"]) == which]
         assert len(own) == 2
         assert timing["seconds"] == statistics.median(own) > 0
-        assert timing["floor_ratio"] == 1 or timing["candidate"] != "one stream"
+        assert timing["baseline_ratio"] == 1 or timing["candidate"] != "one stream"
     assert found["nbytes"] == pytest.approx(2_000_000, rel=0.05)
     assert list(tmp_path.iterdir()) == []
 

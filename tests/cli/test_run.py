@@ -75,7 +75,7 @@ sys.exit(9 if os.environ["RANK"] == "0" else 0)
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_no_worker_is_left_when_the_supervisor_is_interrupted_or_killed(
+def test_no_worker_is_left_when_the_launcher_is_interrupted_or_killed(
     number: int, status: int, tmp_path: Path
 ) -> None:
     with begun(*RUN, "-n", "2", script(tmp_path, "time.sleep(300)")) as process:

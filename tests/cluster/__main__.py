@@ -64,7 +64,7 @@ def campaign(directory: Path, options: argparse.Namespace) -> int:
         if shape.save_every:
             say(f"{job.require_whole_checkpoints()} checkpoints are whole")
         if any(codes.values()):
-            say(job.told())
+            say(job.report())
     medians = {kind: round(statistics.median(found), 2) for kind, found in seconds.items()}
     counts = {kind: len(found) for kind, found in seconds.items()}
     say(json.dumps({"faults": counts, "median_s": medians, "exit codes": codes}))

@@ -204,7 +204,7 @@ class Job:
         try:
             return until(is_so, limit_s)
         except AssertionError:
-            raise TimeoutError(f"not within {limit_s:g} s: {self.told()}") from None
+            raise TimeoutError(f"not within {limit_s:g} s: {self.report()}") from None
 
     def go_on(self, since: float, num_steps: int = 3) -> float:
         """Wait until all ranks have done some steps more; seconds from ``since`` to the first.
@@ -248,7 +248,7 @@ class Job:
         """What the agents of a node have said."""
         return (self.shared / "logs" / name).read_text(errors="replace")
 
-    def told(self) -> str:
+    def report(self) -> str:
         """The ends of all agents' logs."""
         names = sorted(path.name for path in (self.shared / "logs").iterdir())
         ends = (f"--- {name}\n{self.log(name)[-3000:]}" for name in names)
@@ -267,7 +267,7 @@ class Job:
             for note in notes
             if note.digest != expected[note.rank][note.step]
         ]
-        assert not wrong, "\n".join([*wrong[:8], self.told()])
+        assert not wrong, "\n".join([*wrong[:8], self.report()])
 
     def require_whole_checkpoints(self) -> int:
         """Check the digests of all finished checkpoints that nodes share; how many there are."""

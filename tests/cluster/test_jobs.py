@@ -50,7 +50,7 @@ def test_a_job_continues_after_each_fault_as_if_there_had_been_none(cluster: Clu
     for name in ("exception", "worker_killed", "node_crashed", "frozen"):
         faults.happen(job, faults.ALL[name], random.Random(1))
 
-    assert job.finish() == dict.fromkeys((STORE, "a", "b", "c"), 0), job.told()
+    assert job.finish() == dict.fromkeys((STORE, "a", "b", "c"), 0), job.report()
     job.require_right()
     assert {note.what for note in job.read()} == {"begin", "memory", "step"}
 
@@ -66,7 +66,7 @@ def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(cluste
     assert job.busy() == ["a", "c"]
     job.require_right()
     cluster.crash("c")
-    assert job.codes() == {STORE: NODE_MISSING, "a": NODE_MISSING}, job.told()
+    assert job.codes() == {STORE: NODE_MISSING, "a": NODE_MISSING}, job.report()
     for name in (STORE, "a"):
         assert "node c" in job.log(name)
 
@@ -80,7 +80,7 @@ def test_a_lost_node_ends_a_job_whose_script_makes_groups_outside_of_the_wrapper
 
     cluster.crash("b")
 
-    assert job.codes() == {STORE: GAVE_UP, "a": GAVE_UP}, job.told()
+    assert job.codes() == {STORE: GAVE_UP, "a": GAVE_UP}, job.report()
     for name in (STORE, "a"):
         assert "node b:" in job.log(name)
         assert "start the script with torchrun" in job.log(name)

@@ -44,7 +44,7 @@ manager = CheckpointManager(timeout_s=TIMEOUT_S)
 
 
 class OrderedError(Exception):
-    """The exception that a rank raises where it is told to, by SIGUSR1."""
+    """The exception that a rank raises on SIGUSR1."""
 
 
 @HPWrapper(

@@ -178,7 +178,9 @@ KINDS: list[tuple[dict[int, Callable[[], BaseException]], type[Exception], str, 
 """Who raises what, and what the other ranks raise: its class, text and path."""
 
 
-def errors_of_all_kinds_are_told_to_the_others_as_far_as_they_can_be(comm: Communicator) -> None:
+def errors_of_all_kinds_are_reported_to_the_others_as_far_as_they_can_be(
+    comm: Communicator,
+) -> None:
     for raised, kind, text, path in KINDS if comm.size > 1 else ():
         error, own = failing(comm, raised), raised.get(comm.rank)
         assert isinstance(error, type(own()) if own else kind)
@@ -216,7 +218,7 @@ CHECKS: list[Check] = [
     where_no_rank_fails_each_has_its_own_result,
     a_failure_on_one_rank_reaches_all_of_them,
     where_several_fail_each_raises_its_own_and_the_others_the_first,
-    errors_of_all_kinds_are_told_to_the_others_as_far_as_they_can_be,
+    errors_of_all_kinds_are_reported_to_the_others_as_far_as_they_can_be,
     a_step_of_the_first_rank_is_done_by_it_alone_and_fails_on_all,
     an_interrupt_is_no_failure_to_agree_on,
 ]
@@ -247,7 +249,7 @@ def test_four_threads() -> None:
 # What only separate processes can show
 
 
-def what_cannot_be_told_is_an_error_on_all_ranks_which_stay_in_step(comm: Communicator) -> None:
+def what_cannot_be_reported_is_an_error_on_all_ranks_which_stay_in_step(comm: Communicator) -> None:
     with pytest.raises(CheckpointError) as caught:
         run_and_gather(comm, lambda: {1, 2} if comm.rank == 2 else [comm.rank])
     assert isinstance(caught.value, PeerError) == (comm.rank != 2)
@@ -271,7 +273,7 @@ def apart(comm: Communicator, step: Callable[[], None]) -> None:
 
 
 def ranks_in_different_steps_find_out(comm: Communicator) -> None:
-    """A failure is told; without one nothing can be asked afterwards."""
+    """A failure is reported; without one nothing can be asked afterwards."""
 
     def fail() -> None:
         raise CorruptCheckpointError("broken")
@@ -288,7 +290,7 @@ def ranks_in_different_steps_find_out(comm: Communicator) -> None:
 def test_four_processes() -> None:
     checks = [
         *CHECKS,
-        what_cannot_be_told_is_an_error_on_all_ranks_which_stay_in_step,
+        what_cannot_be_reported_is_an_error_on_all_ranks_which_stay_in_step,
         bytes_that_one_rank_has_no_room_for_are_an_error_on_all,
         ranks_in_different_steps_find_out,
     ]

@@ -1,4 +1,4 @@
-"""The backend interruptible_gloo: gloo's results, and waits that end when told to."""
+"""The backend interruptible_gloo: gloo's results, and waits that can be ended."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def released(rank: int) -> list[Any]:
     return found
 
 
-def test_a_wait_ends_when_it_is_told_to_or_at_its_limit() -> None:
+def test_a_wait_ends_when_it_is_ended_or_at_its_limit() -> None:
     """A future, and a pass over gradients, give the text of the error only."""
     (late,), (*found, _) = run_processes(2, released)
 

@@ -16,7 +16,7 @@ from dist_ckpt_strategies.core.chunk_grids import (
     irregular_chunk_shape,
     object_chunk_shape,
 )
-from tests.support.boxes import Split, splits
+from tests.support.regions import Split, splits
 
 
 def num_files(shape: Shape, chunk: Shape) -> int:
@@ -32,7 +32,7 @@ def flat(bounds: list[int], owners: list[int]) -> list[ShardPlacement]:
 def test_an_irregular_grid_has_chunks_of_at_least_one_element_and_few_files(
     split: Split, itemsize: int
 ) -> None:
-    placements = [ShardPlacement(box, rank) for rank, box in split.main]
+    placements = [ShardPlacement(region, rank) for rank, region in split.main]
     chunk = irregular_chunk_shape(split.shape, itemsize, placements)
 
     assert all(1 <= c <= n for c, n in zip(chunk, split.shape, strict=True))

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, cut_chunk
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from tests.support.boxes import regions_in
+from tests.support.regions import regions_in
 
-extents = st.one_of(st.integers(1, 40), st.sampled_from([97, 128, 1009, 4096, 12288, 25129, 50257]))
+lengths = st.one_of(st.integers(1, 40), st.sampled_from([97, 128, 1009, 4096, 12288, 25129, 50257]))
 
 
 @st.composite
 def chunked(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shape = tuple(draw(st.lists(extents, min_size=0, max_size=3)))
+    shape = tuple(draw(st.lists(lengths, min_size=0, max_size=3)))
     num = [draw(st.sampled_from([1, 1, 2, 3, 8])) for _ in shape]
     return shape, tuple(-(-n // k) for n, k in zip(shape, num, strict=True))
 
@@ -37,11 +37,11 @@ def test_inner_chunks_divide_the_chunk_and_are_small(
         return
     assert all(c % i == 0 for c, i in zip(cut.chunk_shape, cut.inner_shape, strict=True))
     assert math.prod(cut.inner_shape) * itemsize <= MAX_NBYTES
-    for now, before, extent, inner in zip(
+    for now, before, length, inner in zip(
         cut.chunk_shape, chunk, shape, cut.inner_shape, strict=True
     ):
         assert before <= now < before + inner
-        assert is_movable or now == before or before >= extent
+        assert is_movable or now == before or before >= length
 
 
 @settings(max_examples=100)
@@ -86,11 +86,11 @@ def test_another_layout_reads_little_more_than_it_needs(
         cut = cut_chunk(chunk, shape, 2, is_movable=False)
         assert cut is not None
         array = ArraySpec("w", shape, DType.BFLOAT16, cut.chunk_shape, inner_shape=cut.inner_shape)
-        box = Region((0, 0), divided(shape, wanted_axis, wanted_parts))
-        needed += box.numel * array.dtype.itemsize
-        for index in box.cells(array.chunk_shape):
+        region = Region((0, 0), divided(shape, wanted_axis, wanted_parts))
+        needed += region.numel * array.dtype.itemsize
+        for index in region.cells(array.chunk_shape):
             grid = InnerGrid.of(array, index)
-            runs = grid.runs(box, 8 * grid.stored_nbytes)
+            runs = grid.runs(region, 8 * grid.stored_nbytes)
             read += sum(run.num_chunks * grid.stored_nbytes for run in runs)
 
     is_change_of_axis = saved_parts > 1 and saved_axis != wanted_axis

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
-from tests.support.boxes import regions_in, shapes, times_covered
+from tests.support.regions import regions_in, shapes, times_covered
 
 
 @given(st.data())
@@ -35,17 +35,19 @@ def arrays(draw: st.DrawFn) -> ArraySpec:
 @given(arrays())
 def test_the_chunks_cover_the_array_exactly_once(array: ArraySpec) -> None:
     whole = Region.whole(array.shape)
-    boxes = [array.chunk_region(index).intersect(whole) for index in array.chunk_indices()]
+    regions = [array.chunk_region(index).intersect(whole) for index in array.chunk_indices()]
 
-    assert all(boxes)
-    assert (times_covered(array.shape, [box for box in boxes if box]) == 1).all()
-    assert len(boxes) == array.num_chunks
+    assert all(regions)
+    assert (times_covered(array.shape, [region for region in regions if region]) == 1).all()
+    assert len(regions) == array.num_chunks
 
 
 @given(st.data())
-def test_the_chunks_of_a_box_are_those_that_share_an_element_with_it(data: st.DataObject) -> None:
+def test_the_chunks_of_a_region_are_those_that_share_an_element_with_it(
+    data: st.DataObject,
+) -> None:
     array = data.draw(arrays())
-    box = data.draw(regions_in(array.shape))
-    touched = [i for i in array.chunk_indices() if array.chunk_region(i).intersect(box)]
+    region = data.draw(regions_in(array.shape))
+    touched = [i for i in array.chunk_indices() if array.chunk_region(i).intersect(region)]
 
-    assert list(box.cells(array.chunk_shape)) == touched
+    assert list(region.cells(array.chunk_shape)) == touched

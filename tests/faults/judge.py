@@ -20,7 +20,7 @@ Reference = Sequence[Sequence[str]]
 """By rank and step, the digest of the state of a run that nothing disturbs."""
 
 LOSSES = {Strike.KILL, Strike.WAKE}
-"""A rank falls silent: what the others were told by it before may differ."""
+"""A rank falls silent: what it sent to the others before may differ."""
 
 _SLACK_S = 20.0
 _LOST = {"PeerLostError", "PeerTimeoutError", "StoreUnreachableError"}
@@ -123,7 +123,7 @@ def check_disturbed_recovery(
 
 
 def _check_losses(event: Event | None, answers: Mapping[int, Any]) -> Iterator[str]:
-    """Nobody is lost but the rank that was hit; and what has come is an answer."""
+    """Only the rank that was hit is lost; what has come is an answer."""
     for rank, answer in answers.items():
         is_meant = event is not None and event.strike in LOSSES and rank == event.victim
         if not isinstance(answer, (Trained, Recovered)) and not (
@@ -210,7 +210,7 @@ def observed_global(
 ) -> tuple[Ledger, list[str]]:
     """The ledger after the global saves of a training, by what has a marker then.
 
-    ``may_differ``: a rank was lost, and the others may have been told otherwise.
+    ``may_differ``: a rank was lost, and the others may have heard otherwise.
     """
     succeeded = {
         next(iter(results.values())).directory: all(r.failure is None for r in results.values())
@@ -223,7 +223,7 @@ def observed_global(
     if may_differ:  # a rank that was lost may have taken the answer about a save with it
         succeeded |= dict.fromkeys(unknown, True)
     else:
-        wrong += [f"{name}: nobody has saved that" for name in unknown]
+        wrong += [f"{name}: no rank has saved that" for name in unknown]
     after = before.without_global(succeeded)
     for name, has_succeeded in succeeded.items():
         if name in finished:

@@ -134,7 +134,7 @@ class Ledger:
     def kept_copies(self, newest: SaveKey) -> set[CopyKey]:
         """Copies that have to be there once a local save is complete.
 
-        Its own, and those of as many saves before it as are kept; those that nobody can list do
+        Its own, and those of as many saves before it as are kept; those that no rank can list do
         not count, whatever their tensors.
         """
         earlier: dict[int, SaveKey] = {}

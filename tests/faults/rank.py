@@ -1,4 +1,4 @@
-"""One rank of a campaign: it trains, saves, recovers and tries operations, as it is told."""
+"""One rank of a campaign: it trains, saves, recovers and tries operations, as the driver says."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def _during(strike: Strike, chance: random.Random) -> During:
 def _saves(strike: Strike, during: During, steps: int, chance: random.Random) -> tuple[Save, ...]:
     """At least one, and what the event can strike at.
 
-    What is damaged afterwards is the newest, lest nobody should look at it. Nobody trains while a
+    What is damaged afterwards is the newest, so that it is looked at. No rank trains while a
     rank is silent.
     """
     is_local = chance.random() < _LOCAL_SHARE or strike in {Strike.DAMAGE_LOCAL, Strike.LOSE_NODE}

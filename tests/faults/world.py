@@ -1,4 +1,4 @@
-"""The processes of the ranks, as the driver sees them: started, told, waited for, killed."""
+"""The processes of the ranks, as the driver sees them: started, instructed, waited for, killed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class World:
 
         Args:
             orders: by rank.
-            timeout_s: by which all have answered, or, from when it is told to go on, a stopped one.
+            timeout_s: by which all have answered, or, from when it is to go on, a stopped one.
             nap_s: after so many seconds, or once all others have answered, that happens.
         """
         deadline = time.monotonic() + timeout_s

@@ -82,8 +82,8 @@ def chunk_file(root: Path, backend: tuple[str, int], key: str, index: str) -> Pa
 def region_of(key: str, shape: tuple[int, ...], chance: random.Random) -> tuple[Cut, Part]:
     """Any region of an array, as one shard of it; it may be empty."""
     low = tuple(chance.randrange(n + 1) for n in shape)
-    extent = tuple(chance.randint(0, n - a) for a, n in zip(low, shape, strict=True))
-    part = Part(0, low, extent)
+    length = tuple(chance.randint(0, n - a) for a, n in zip(low, shape, strict=True))
+    part = Part(0, low, length)
     return Cut(key, shape, torch.float32, (part,)), part
 
 

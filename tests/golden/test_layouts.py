@@ -32,7 +32,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def cuts(golden: GoldenSet, seed: int, size: int) -> list[Cut]:
-    """In boxes of all sizes; where layers are stacked, by layer as pipeline stages do."""
+    """In regions of all sizes; where layers are stacked, by layer as pipeline stages do."""
     found = []
     for key, whole in golden.tensors.items():
         shape, dtype = tuple(whole.shape), whole.dtype

@@ -66,8 +66,8 @@ def test_arrays_objects_and_common_state_are_what_was_saved(
 @pytest.mark.usefixtures("engine")
 def test_metadata_names_everything_and_what_it_names_can_be_loaded(golden: GoldenSet) -> None:
     tensors = dist_checkpointing.load_tensors_metadata(golden.checkpoint)
-    facts = {key: (tuple(t.global_shape), t.dtype) for key, t in tensors.items()}
-    assert facts == {key: (tuple(t.shape), t.dtype) for key, t in golden.tensors.items()}
+    values = {key: (tuple(t.global_shape), t.dtype) for key, t in tensors.items()}
+    assert values == {key: (tuple(t.shape), t.dtype) for key, t in golden.tensors.items()}
 
     asked = serialization.load_sharded_metadata(golden.checkpoint)
     assert asked.keys() == golden.tensors.keys() | golden.objects.keys()

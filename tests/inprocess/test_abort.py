@@ -22,7 +22,6 @@ from dist_ckpt_strategies.inprocess.abort import (
     HPCheckpointingAbort,
     HPDataLoaderAbort,
 )
-from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
 from dist_ckpt_strategies.inprocess.finalize import (
     CheckpointlessFinalizeCleanup,
 )
@@ -32,49 +31,52 @@ from dist_ckpt_strategies.inprocess.health_check import (
     FaultCounter,
     HPState,
 )
+from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode
 
 STATE = HPState(rank=1, world_size=4, restart_round=3, attempt=2)
 
 
 class Noting(Abort):
-    def __init__(self, told: list[str], name: str, error: Exception | None = None) -> None:
-        self.told = told
+    def __init__(self, calls: list[str], name: str, error: Exception | None = None) -> None:
+        self.calls = calls
         self.name = name
         self.error = error
 
     def __call__(self, state: HPState) -> HPState:
-        self.told.append(self.name)
+        self.calls.append(self.name)
         if self.error:
             raise self.error
         return state
 
 
 def test_all_parts_are_called_the_last_one_first_and_every_text_is_kept() -> None:
-    told: list[str] = []
+    calls: list[str] = []
     parts = Compose(
-        Noting(told, "a", ValueError("first")), Noting(told, "b"), Noting(told, "c", OSError("2nd"))
+        Noting(calls, "a", ValueError("first")),
+        Noting(calls, "b"),
+        Noting(calls, "c", OSError("2nd")),
     )
 
     with pytest.raises(RestartError, match="abort failed: OSError: 2nd; ValueError: first"):
         parts(STATE)
-    assert told == ["c", "b", "a"]
+    assert calls == ["c", "b", "a"]
 
 
 def test_buffers_of_transformer_engine_are_destroyed_after_the_communicators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As NVRx, whose abort lists are ported, demands it."""
-    told: list[str] = []
+    calls: list[str] = []
     base = types.ModuleType("transformer_engine.pytorch.module.base")
-    vars(base)["destroy_ub"] = lambda: told.append("buffers")
+    vars(base)["destroy_ub"] = lambda: calls.append("buffers")
     monkeypatch.setitem(sys.modules, base.__name__, base)
     default = CheckpointlessAbortManager.get_default_checkpointless_abort()
 
     CheckpointlessAbortManager.override_abort(
-        default, HPAbortTorchDistributed, Noting(told, "communicators")
+        default, HPAbortTorchDistributed, Noting(calls, "communicators")
     )(STATE)
 
-    assert told == ["communicators", "buffers"]
+    assert calls == ["communicators", "buffers"]
 
 
 def test_the_default_has_the_documented_parts_which_are_replaced_in_a_copy() -> None:

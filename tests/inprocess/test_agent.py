@@ -1,4 +1,4 @@
-"""The coordinator over an agent: four ranks, and an agent that speaks six calls over a socket."""
+"""The rendezvous client over an agent: four ranks, an agent that speaks six calls over a socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.inprocess.coordinator import FaultMode
+from dist_ckpt_strategies.inprocess.rendezvous import FaultMode
 from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory, wait_rank
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 from tests.support.agent import Agent, AgentSocketClient

@@ -20,7 +20,7 @@ HEARTBEAT = "dist-ckpt-heartbeat"
     [
         ({"WORLD_SIZE": "4"}, r"WORLD_SIZE is 4.*dist-ckpt run or torchrun"),
         *(
-            ({"DIST_CKPT_COORDINATOR": address}, "DIST_CKPT_COORDINATOR: expected host:port")
+            ({"DIST_CKPT_RENDEZVOUS": address}, "DIST_CKPT_RENDEZVOUS: expected host:port")
             for address in ("here", "host:", ":1", "host:x")
         ),
     ],

@@ -1,4 +1,4 @@
-"""Ranks without a common launcher: a coordinator's store that falls silent, or is gone."""
+"""Ranks without a common launcher: a rendezvous store that falls silent, or is gone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import PeerLostError
-from dist_ckpt_strategies.inprocess.coordinator import RankInfo
-from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
+from dist_ckpt_strategies.inprocess.rendezvous import RankInfo
+from dist_ckpt_strategies.inprocess.store_rendezvous import StoreRendezvous
 from dist_ckpt_strategies.inprocess.wrap import HPWrapper
 from tests.support.ranks import forkserver, run_processes
 
@@ -42,9 +42,9 @@ def store() -> Iterator[tuple[int | None, int]]:
     host.join()
 
 
-def coordinator(rank: int, port: int) -> StoreCoordinator:
+def client(rank: int, port: int) -> StoreRendezvous:
     store = JobStore("127.0.0.1", port, timeout_s=SILENCE_S)
-    return StoreCoordinator(store, f"worker{rank}", RankInfo(rank, rank, SIZE, SIZE))
+    return StoreRendezvous(store, f"worker{rank}", RankInfo(rank, rank, SIZE, SIZE))
 
 
 def loses_its_store(rank: int, store: tuple[int, int], number: int) -> float:
@@ -52,7 +52,7 @@ def loses_its_store(rank: int, store: tuple[int, int], number: int) -> float:
     pid, port = store
     stopped: list[float] = []
 
-    @HPWrapper(hp_api_factory=lambda: coordinator(rank, port), barrier_timeout_s=60)
+    @HPWrapper(hp_api_factory=lambda: client(rank, port), barrier_timeout_s=60)
     def block() -> None:
         time.sleep(0.5)  # until all are here
         stopped.append(time.monotonic())

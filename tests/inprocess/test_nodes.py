@@ -175,7 +175,7 @@ def test_a_commit_without_its_place_fails_on_all_ranks(tmp_path: Path) -> None:
 
 
 def _save_as_lost(_rank: int, address: str, directory: Path) -> str:
-    os.environ |= {"DIST_CKPT_COORDINATOR": address, "DIST_CKPT_PLACE": "place/0=lost"}
+    os.environ |= {"DIST_CKPT_RENDEZVOUS": address, "DIST_CKPT_PLACE": "place/0=lost"}
     with pytest.raises(StorageError) as caught:
         dist_ckpt_strategies.save({"step": 1}, directory)
     return str(caught.value)

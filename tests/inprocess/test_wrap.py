@@ -32,10 +32,10 @@ from dist_ckpt_strategies.inprocess.abort import (
     Compose,
     HPAbortTorchDistributed,
 )
-from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, memory_in_use
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import SIGNAL, Interrupter, RankShouldRestart
+from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.leaks import threads_left
@@ -98,26 +98,26 @@ def test_the_call_is_given_by_the_annotation_unless_the_caller_gives_one(block: 
     assert wrapper()(dict)() == {}
 
 
-def noting(told: list[str], name: str) -> Any:
+def noting(calls: list[str], name: str) -> Any:
     """A part that is given the state, and perhaps an error."""
 
     def part(state: HPState, *errors: BaseException | None) -> Any:
-        told.append(f"{name} {state.attempt} {errors or ''}")
+        calls.append(f"{name} {state.attempt} {errors or ''}")
         return (state, *errors) if errors else state
 
     return part
 
 
 def test_parts_are_called_in_order() -> None:
-    told: list[str] = []
-    parts = {name: noting(told, name) for name in ("abort", "finalize", "health_check")}
+    calls: list[str] = []
+    parts = {name: noting(calls, name) for name in ("abort", "finalize", "health_check")}
 
     class Manager:
         def on_fault(self, fault: Fault) -> None:
-            told.append(f"fault {fault.restart_round}: {fault.why}")
+            calls.append(f"fault {fault.restart_round}: {fault.why}")
 
     assert wrapper(**parts, checkpoint_manager=Manager())(fails_once)() == 2
-    assert told == [
+    assert calls == [
         "abort 1 ",
         "fault 1: ValueError: once",
         "finalize 1 ",
@@ -127,16 +127,16 @@ def test_parts_are_called_in_order() -> None:
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_communication_is_ended_first_where_that_is_asked_for(is_early: bool) -> None:
-    told: list[str] = []
+    calls: list[str] = []
 
     class Groups(HPAbortTorchDistributed):
         def __call__(self, state: HPState) -> HPState:
-            told.append("groups")
+            calls.append("groups")
             return super().__call__(state)
 
-    abort = Compose(Groups(), noting(told, "loaders"))
+    abort = Compose(Groups(), noting(calls, "loaders"))
     assert wrapper(abort=abort, early_abort_communicator=is_early)(fails_once)() == 2
-    assert told == (["groups", "loaders 1 "] if is_early else ["loaders 1 ", "groups"])
+    assert calls == (["groups", "loaders 1 "] if is_early else ["loaders 1 ", "groups"])
 
 
 def failing(state: HPState, *_: Any) -> Any:
@@ -196,19 +196,19 @@ def test_attempts_that_do_a_step_are_not_idle_and_steps_are_counted_anew() -> No
 
 
 def test_a_block_without_progress_is_interrupted_and_one_that_tells_of_it_is_not() -> None:
-    told: list[float] = []
+    calls: list[float] = []
 
     def block(call: HPCallWrapper) -> Any:
         if call.last_fault is None:
             for _ in range(40):
                 call.ping()
                 time.sleep(0.1)
-            told.append(time.monotonic())
+            calls.append(time.monotonic())
             time.sleep(100)
         return call.last_fault
 
     assert wrapper(progress_timeout_s=3.0)(block)().mode is FaultMode.HANG
-    assert time.monotonic() - told[0] < 60
+    assert time.monotonic() - calls[0] < 60
 
 
 def swallowing(call: Any) -> None:

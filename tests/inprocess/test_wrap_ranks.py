@@ -84,7 +84,7 @@ class _Slow(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def in_a_store_of_its_own() -> None:
-    """The group cannot be made: nobody else comes."""
+    """The group cannot be made: no other rank comes."""
     own = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     client = TCPStore(HOST, own.port, is_master=False, timeout=timedelta(seconds=100))
     dist.destroy_process_group()
@@ -162,7 +162,7 @@ def one_fault_in_each_place(rank: int, wrapper: Wrappers, backend: str) -> list[
             raise ValueError(f"fault {attempt}")
         since[0] = time.monotonic() + 0.05
         PLACES[names[attempt]]()
-        raise AssertionError("nobody has interrupted this")
+        raise AssertionError("nothing has interrupted this")
 
     allow_processes()
     return [*block(), waits, causes]

@@ -209,8 +209,8 @@ def use_manager(rank: int, scratch: Path) -> dict[str, Any]:
     with pytest.raises(CorruptCheckpointError):  # it was asked for by name
         load_checkpoint(module, directory)
     manager.close()
-    steps, told = manager.all_steps(), [one.step for one in metrics]
-    return {"found": found, "steps": steps, "told": told, "tracked": tracked}
+    steps, saved = manager.all_steps(), [one.step for one in metrics]
+    return {"found": found, "steps": steps, "saved": saved, "tracked": tracked}
 
 
 @pytest.mark.multiprocess
@@ -218,8 +218,8 @@ def test_a_manager_takes_the_checkpoints_of_megatron_lm(tmp_path: Path) -> None:
     first, second = run_processes(NUM_RANKS, use_manager, tmp_path, timeout_s=90)
 
     expected = {"found": 2.0, "steps": [2, 3], "tracked": [2, 3]}
-    assert first == expected | {"told": [1, 2, 3]}
-    assert second == expected | {"told": []}
+    assert first == expected | {"saved": [1, 2, 3]}
+    assert second == expected | {"saved": []}
 
 
 def use_local_checkpoints(rank: int, scratch: Path, own: bool) -> list[Any]:

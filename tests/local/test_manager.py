@@ -170,7 +170,7 @@ def test_sessions_are_kept_apart_and_foreign_files_count_as_absent(tmp_path: Pat
 
 
 class Unknown:
-    """A class that nobody has allowed."""
+    """A class that is not allowed."""
 
 
 def test_what_one_rank_asks_for_in_vain_is_refused_on_all(tmp_path: Path) -> None:

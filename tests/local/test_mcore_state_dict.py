@@ -192,7 +192,7 @@ def test_a_hollow_state_shows_what_it_holds_and_gives_no_data() -> None:
     assert set(state.state_dict) == {"a", "iteration"}
 
 
-# Every ``strict``: what is loaded, told and logged, and what is raised
+# Every ``strict``: what is loaded, reported and logged, and what is raised
 
 NUM_RANKS = 3
 MISSING = {"extra", "deep.extra o"}
@@ -201,7 +201,7 @@ LOGGING = {StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL}
 TELLING_UNEXPECTED = LOGGING | {StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL}
 TELLING_MISSING = {StrictHandling.LOG_ALL, StrictHandling.RETURN_ALL}
 REFUSING_UNEXPECTED = {
-    StrictHandling.ASSUME_OK_UNEXPECTED,  # what nobody has cannot be had
+    StrictHandling.ASSUME_OK_UNEXPECTED,  # what no rank has cannot be loaded
     StrictHandling.RAISE_UNEXPECTED,
     StrictHandling.RAISE_ALL,
 }
@@ -213,7 +213,7 @@ class Case:
 
     Attributes:
         is_less: some of what is stored is not wanted, on any rank.
-        asking: the ranks that want what nobody stored.
+        asking: the ranks that want what no rank stored.
     """
 
     algo: str
@@ -231,8 +231,8 @@ class Case:
 
 ASKING = (range(0), range(NUM_RANKS), range(1, 2))
 CASES = [
-    Case(*facts)
-    for facts in product(ALGORITHMS, StrictHandling, (True, False), (True, False), ASKING)
+    Case(*values)
+    for values in product(ALGORITHMS, StrictHandling, (True, False), (True, False), ASKING)
 ]
 
 
@@ -297,8 +297,8 @@ def run_cases(rank: int) -> list[Any]:
     return [outcome(lambda c=case: result_of(c, states[c.algo], listener)) for case in CASES]  # type: ignore[misc]
 
 
-def require_told(rank: int, case: Case, result: Any) -> None:
-    """What is there is loaded, and the rest is told."""
+def require_reported(rank: int, case: Case, result: Any) -> None:
+    """What is there is loaded, and the rest is reported."""
     missing = MISSING if case.is_less and case.strict in TELLING_MISSING else set()
     asked = UNEXPECTED if rank in case.asking else set()
     unexpected = asked if case.strict in TELLING_UNEXPECTED else set()
@@ -312,7 +312,7 @@ def require_told(rank: int, case: Case, result: Any) -> None:
 
 
 def require_refused(case: Case, error: Any) -> None:
-    """Whoever asked, the rank raises an error that names what was wrong."""
+    """Whichever rank asked, this one raises an error that names what was wrong."""
     assert isinstance(error, Failure)
     assert error.is_ours
     assert error.is_megatrons
@@ -327,4 +327,4 @@ def test_every_strictness_loads_what_is_there_and_tells_the_rest_or_raises_on_ev
             if case.is_refused:
                 require_refused(case, result)
             else:
-                require_told(rank, case, result)
+                require_reported(rank, case, result)

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.local.plan import (
     group_saves,
 )
 from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
-from tests.support.boxes import Split, regions_in, spec_of, splits, times_covered
+from tests.support.regions import Split, regions_in, spec_of, splits, times_covered
 
 WORLDS = st.integers(1, 8).flatmap(
     lambda size: st.tuples(
@@ -95,7 +95,7 @@ def test_the_newest_is_kept_and_as_many_before_it_as_asked_for(
     assert build_retention(saves, newest, number) == kept
 
 
-def test_saves_are_told_apart_by_id_and_world_and_the_newest_is_the_first() -> None:
+def test_saves_are_distinguished_by_id_and_world_and_the_newest_is_the_first() -> None:
     first, second, new = SaveId(5, "a"), SaveId(5, "b"), SaveId(9, "c")
     found = [(first, 0, 2), (second, 1, 2), (second, 0, 2), (first, 1, 3), (new, 1, 2), (new, 1, 2)]
 
@@ -136,19 +136,19 @@ def test_a_plan_says_what_a_rank_has_to_have_and_holders_share_the_load() -> Non
 
 
 @given(splits().filter(lambda split: split.main), st.data())
-def test_every_wanted_box_is_covered_once_by_parts_of_what_is_held(
+def test_every_wanted_region_is_covered_once_by_parts_of_what_is_held(
     split: Split, data: st.DataObject
 ) -> None:
     held = [request.shards for request in split.requests()]
-    box = data.draw(regions_in(split.shape))
+    region = data.draw(regions_in(split.shape))
     receiver = data.draw(st.integers(0, len(held) - 1))
     wanted: list[list[ShardSpec]] = [[] for _ in held]
-    wanted[receiver].append(spec_of(box, split.shape))
+    wanted[receiver].append(spec_of(region, split.shape))
 
     slices = list(build_reshard_plan(held, wanted))
 
     found = times_covered(split.shape, [one.region for one in slices])
-    assert (found == times_covered(split.shape, [box])).all()
+    assert (found == times_covered(split.shape, [region])).all()
     for one in slices:
         assert one.receiver == receiver
         assert one.source in [spec.id for spec in held[one.sender]]

@@ -29,7 +29,7 @@ from tests.local.clique_worlds import described, node_directory, run_threads
 
 
 class Unknown:
-    """A class that nobody has allowed."""
+    """A class that is not allowed."""
 
 
 def sharded() -> dict[str, Any]:

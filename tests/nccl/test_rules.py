@@ -1,4 +1,4 @@
-"""The rules of the process group that plays NCCL: a program that breaks one is told which."""
+"""The rules of the process group that plays NCCL: breaking one is an error that names it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ TIMEOUT_S = 40.0
 
 
 class Unknown:
-    """A class that nobody has allowed."""
+    """A class that is not allowed."""
 
 
 def rows(iteration: int) -> torch.Tensor:

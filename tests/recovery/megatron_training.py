@@ -186,7 +186,7 @@ def gradients(model: Any, optimizer: Any, step: int, num_micro_batches: int) -> 
 
 
 def _micro_batches(step: int, number: int) -> Iterator[torch.Tensor]:
-    """The same for all ranks of a replica, whoever asks and however often."""
+    """The same for all ranks of a replica, for every caller and every call."""
     generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
     for _ in range(number):
         yield torch.randint(VOCABULARY, (MICRO_BATCH, LENGTH + 1), generator=generator)

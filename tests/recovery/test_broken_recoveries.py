@@ -87,7 +87,7 @@ def test_a_recovery_that_breaks_off_ends_alike_on_all_ranks_and_leaves_the_cause
             lead = f"RestartError: rank {CULPRIT}: a recovery from memory broke off"
             assert first.startswith(lead), first
             assert what in first
-            # The cause is still told where nothing but its consequence is left to see.
+            # The cause is still reported where only its consequence is left.
             assert second.startswith("None: no rank has kept its state: ranks 0, 2, 3: has let its")
             assert what in second
             assert f"rank {LOST}: has no state" in second

@@ -104,7 +104,7 @@ def lose_in_turn(rank: int) -> list[Any]:
 
 @pytest.mark.multiprocess
 def test_a_lost_rank_gets_the_base_model_and_the_adapter_each_by_itself() -> None:
-    """Where nobody has the base model all know it; a damaged one is sent to nobody."""
+    """Where no rank has the base model all ranks see that; a damaged one is not sent."""
     served, lost, damaged = zip(*run_processes(3, lose_in_turn), strict=True)
 
     base_nbytes = 4 * (64 * 64 + 64)

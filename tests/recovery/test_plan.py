@@ -35,7 +35,7 @@ def shards_of(rank: int, num_shards: int = 2) -> tuple[ShardInfo, ...]:
     return (ShardInfo(f"shard/{shard}", 30_000, f"s{shard}"), WEIGHTS)
 
 
-def facts_of(
+def inputs_of(
     states: Sequence[tuple[int, Phase] | None], num_shards: int = 2
 ) -> tuple[RankInput, ...]:
     """Ranks at a step and phase, or without state; everybody knows all random states."""
@@ -101,7 +101,7 @@ def is_covered(inputs: Sequence[RankInput], target: int) -> bool:
 
 def has_plan(states: Sequence[tuple[int, Phase] | None], num_shards: int = 2) -> bool:
     """Whether ranks can go on; the plan is sound then, and else the reason names ranks."""
-    inputs = facts_of(states, num_shards)
+    inputs = inputs_of(states, num_shards)
     alive = [state for state in states if state is not None]
     target = max((s + (p >= Phase.COMMITTED) for s, p in alive), default=-1)
     if not (alive and is_covered(inputs, target)):
@@ -136,10 +136,10 @@ def test_plans_of_any_world_are_sound_or_say_who_is_missing(
     has_plan(states, num_shards)
 
 
-COMMITTED, TORN = (STEP, Phase.COMMITTED), (STEP, Phase.UPDATING)
+COMMITTED, INCONSISTENT = (STEP, Phase.COMMITTED), (STEP, Phase.UPDATING)
 WITHOUT_RANDOM_STATES = [
     replace(one, random_states=((STEP, range(1)),))
-    for one in facts_of([(STEP, Phase.RUNNING), None], num_shards=1)
+    for one in inputs_of([(STEP, Phase.RUNNING), None], num_shards=1)
 ]
 
 
@@ -147,10 +147,10 @@ WITHOUT_RANDOM_STATES = [
     ("inputs", "words"),
     [
         (
-            facts_of([COMMITTED, None, COMMITTED, TORN]),
+            inputs_of([COMMITTED, None, COMMITTED, INCONSISTENT]),
             r"shard/1: no rank holds it at step 6.*rank 1: died; rank 3: was interrupted",
         ),
-        (facts_of([None, None]), "ranks 0, 1: died"),
+        (inputs_of([None, None]), "ranks 0, 1: died"),
         (WITHOUT_RANDOM_STATES, f"random states of rank 1 .* {STEP}"),
     ],
 )
@@ -162,7 +162,7 @@ def test_what_no_rank_has_is_named_with_the_ranks_that_had_it(
 
 
 def test_who_has_its_own_random_states_keeps_them_and_others_ask_the_first_that_has_them() -> None:
-    inputs = facts_of([(STEP, Phase.RUNNING), None, (STEP, Phase.RUNNING), (STEP, Phase.RUNNING)])
+    inputs = inputs_of([(STEP, Phase.RUNNING), None, (STEP, Phase.RUNNING), (STEP, Phase.RUNNING)])
     own = replace(inputs[0], random_states=((STEP, range(1)), (STEP - 1, range(1, 2))))
     last = replace(inputs[3], random_states=((STEP, range(3, 4)),))
 
@@ -172,7 +172,7 @@ def test_who_has_its_own_random_states_keeps_them_and_others_ask_the_first_that_
 
 
 def test_objects_come_from_the_first_of_those_that_share_most_parts() -> None:
-    inputs = list(facts_of([(STEP, Phase.RUNNING)] * 5, num_shards=2))
+    inputs = list(inputs_of([(STEP, Phase.RUNNING)] * 5, num_shards=2))
     inputs[3] = replace(inputs[3], held=None)
     inputs[4] = replace(inputs[4], held=None, wanted=(ShardInfo("weights", 100_000, "w"),))
 

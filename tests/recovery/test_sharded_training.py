@@ -53,9 +53,9 @@ def train(manager: CheckpointManager, training: ShardedTraining, stop: str | Non
         manager.vote()
         reached("voted")
         with manager.updating():
-            if training.step == FAULT_STEP and stop == "torn":
+            if training.step == FAULT_STEP and stop == "updating":
                 training.moments["first"].zero_()
-                raise FaultError("torn")
+                raise FaultError("updating")
             training.apply_update()
         reached("updated")
         training.gather_weights()
@@ -77,12 +77,12 @@ def manager_at_final_gradients(manager: CheckpointManager) -> None:
 
 SCENES = {
     "forward": Scene((3,), ("forward",) * 4),
-    "gradients reduced, nobody voted": Scene((0,), ("forward",) * 4, reuses=True),
+    "gradients reduced, no rank voted": Scene((0,), ("forward",) * 4, reuses=True),
     "one has voted": Scene((0,), ("reduced", "voted", "reduced", "reduced")),
     "voted": Scene((0,), ("voted",) * 4),
-    "one shard is torn": Scene((3,), ("torn", "voted", "voted", "torn")),
-    "torn and reused": Scene((3,), ("torn", "voted", "voted", "torn"), reuses=True),
-    "all phases after the vote": Scene((3,), ("gathered", "gathered", "updated", "torn")),
+    "one shard is updating": Scene((3,), ("updating", "voted", "voted", "updating")),
+    "updating and reused": Scene((3,), ("updating", "voted", "voted", "updating"), reuses=True),
+    "all phases after the vote": Scene((3,), ("gathered", "gathered", "updated", "updating")),
     "updated": Scene((0,), ("updated",) * 4, reuses=True),
     "gathered": Scene((3,), ("gathered",) * 4),
     "one is in the next step": Scene((1,), ("ended", "gathered", "reduced", "updated")),

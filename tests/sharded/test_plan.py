@@ -1,4 +1,4 @@
-"""A save plan writes every element once, whoever holds it, within its bounds."""
+"""A save plan writes every element once, whichever ranks hold it, within its bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType, RankShards, Region
 from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, MAX_OBJECT_NBYTES, ChunkLayout
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
 from dist_ckpt_strategies.sharded.plan import SavePlan, build_manifest_plan, build_save_plan
-from tests.support.boxes import NUM_RANKS, Split, merged, regions_in, splits, times_covered
+from tests.support.regions import NUM_RANKS, Split, merged, regions_in, splits, times_covered
 
 some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))
 
@@ -69,7 +69,7 @@ def test_nothing_moves_where_the_shards_lie_on_a_regular_grid(split: Split) -> N
     assert plan.rounds == ()
     assert all(write.is_whole_shard for write in plan.writes)
     writers = {write.region: write.writer for write in plan.writes}
-    assert writers == {box: rank for rank, box in split.main}
+    assert writers == {region: rank for rank, region in split.main}
 
 
 @given(st.integers(1, 4), st.integers(1, 400), st.integers(0, 100), st.data())
@@ -146,14 +146,14 @@ def test_a_gap_is_always_refused_naming_the_key(split: Split, data: st.DataObjec
 def test_an_overlap_is_always_refused_naming_the_key_and_ranks(
     split: Split, data: st.DataObject
 ) -> None:
-    box = data.draw(regions_in(split.shape).filter(lambda box: box.numel))
+    region = data.draw(regions_in(split.shape).filter(lambda region: region.numel))
     rank = data.draw(st.integers(0, NUM_RANKS - 1))
-    doubled = Split(split.shape, (*split.main, (rank, box)), split.copies)
+    doubled = Split(split.shape, (*split.main, (rank, region)), split.copies)
 
     with pytest.raises(DuplicateWriterError, match=r"^layer\.w: ") as caught:
         build_save_plan(doubled.requests(key="layer.w"))
 
-    owners = {owner for owner, held in split.main if held.intersect(box)}
+    owners = {owner for owner, held in split.main if held.intersect(region)}
     assert f"rank {rank}" in str(caught.value)
     assert any(f"rank {owner}" in str(caught.value) for owner in owners)
 

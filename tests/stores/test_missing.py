@@ -1,4 +1,4 @@
-"""What is not there, or may not be reached, is told apart, and within the time that is set."""
+"""What is not there, or may not be reached, is distinguished, within the time that is set."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_wrong_or_no_credentials_are_said_to_be_that(
 def test_a_server_that_is_not_there_is_given_up_in_time(
     way: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nobody = ObjectStore(f"http://127.0.0.1:{free_port()}")
-    for name, value in nobody.variables.items():
+    unreachable = ObjectStore(f"http://127.0.0.1:{free_port()}")
+    for name, value in unreachable.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "2")
     started = time.monotonic()

@@ -58,7 +58,7 @@ def load_later(self: Any, state: Any, root: Any, async_strategy: str = "mcore") 
 
 
 class SaveWrapper:
-    """Of no class, and torch_dist unless it is told otherwise."""
+    """Of no class, and torch_dist by default."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ CASTS = {
 """Stored and wanted dtype, by the name of the array."""
 
 NUM_CONVERTED = 4 * 4
-"""Each is stored on a grid, in random boxes, by every rank, and in stacked layers."""
+"""Each is stored on a grid, in random regions, by every rank, and in stacked layers."""
 
 
 STRATEGIES: dict[tuple[str, int], Callable[..., Any]] = {
@@ -85,7 +85,7 @@ def cuts() -> list[Cut]:
             on_grid(f"{name}.grid", (8, 6), (4, 1), dtype=dtype),
             replicated(on_grid(f"{name}.all", (5, 4), (1, 1), size=1, dtype=dtype)),
             on_grid(f"{name}.layers", (4, 6), (4, 1), dtype=dtype, num_prepended=1),
-            at_random(f"{name}.boxes", (12, 9), 5, dtype=dtype),
+            at_random(f"{name}.regions", (12, 9), 5, dtype=dtype),
         )
     ]
 

@@ -214,7 +214,7 @@ def torch_dist_through_our_entries_is_torch_dist(rank: int, scratch: Path) -> No
         assert not list(root.glob("*.distcp"))
 
 
-def ranks_that_do_not_share_a_directory_are_told_so(rank: int, scratch: Path) -> None:
+def ranks_that_do_not_share_a_directory_get_an_error(rank: int, scratch: Path) -> None:
     """They have a directory each, under the same name as far as they can tell."""
     prepare(10)
     root = scratch / f"node{rank // 2}" / "c"
@@ -273,7 +273,7 @@ def test_nothing_has_to_be_registered(tmp_path: Path) -> None:
         one_rank_alone_reads_metadata_and_removes_arrays,
         groups_save_on_their_own_and_errors_name_global_ranks,
         torch_dist_through_our_entries_is_torch_dist,
-        ranks_that_do_not_share_a_directory_are_told_so,
+        ranks_that_do_not_share_a_directory_get_an_error,
         an_array_and_an_object_may_have_one_key,
     ],
 )

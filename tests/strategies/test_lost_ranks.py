@@ -46,7 +46,7 @@ PROMPT_S = 60.0
 """The timeout, the look-up of who is missing, and a slow machine; gloo would wait twice as long."""
 
 
-CUTS = [on_grid("regular", (8, 8), (2, 4)), at_random("boxes", (9, 9), 6)]
+CUTS = [on_grid("regular", (8, 8), (2, 4)), at_random("regions", (9, 9), 6)]
 
 
 def state_with(rank: int) -> dict[str, Any]:

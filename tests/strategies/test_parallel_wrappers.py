@@ -68,7 +68,7 @@ def cuts() -> list[Cut]:
         *(on_grid(f"all.{d}", (8, 4), (2, 1), dtype=d, num_replicas=4) for d in dtypes),
         on_grid("layers", (4, 6), (4, 1), num_replicas=2, num_prepended=1),
         on_grid("own", (4, 3), (4, 1)),
-        replicated(at_random("boxes", (12, 9), 5)),
+        replicated(at_random("regions", (12, 9), 5)),
     ]
 
 

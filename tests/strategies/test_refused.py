@@ -169,7 +169,7 @@ def wrong_states(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], s
 
 def states_that_do_not_fit(rank: int, scratch: Path) -> None:
     for entry in Entry:
-        for name, (state, facts, words) in wrong_states(rank).items():
+        for name, (state, values, words) in wrong_states(rank).items():
             # What Megatron-Core's own check finds it raises on rank 0 alone.
             for checked in (True, False) if entry is Entry.OURS else (False,):
                 if name == "no main replica" and not checked:
@@ -177,7 +177,7 @@ def states_that_do_not_fit(rank: int, scratch: Path) -> None:
                 root = scratch / f"{entry}.{name}.{checked}"
                 call = partial(save, entry, dict(state), root, validate_access_integrity=checked)
                 kind = DuplicateWriterError if name == "twice on 1" else CheckpointError
-                require_refused(call, kind, words, **facts)
+                require_refused(call, kind, words, **values)
                 assert not (root / "metadata.json").exists(), name
 
 

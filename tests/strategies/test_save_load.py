@@ -94,7 +94,7 @@ def save_and_load_all(rank: int, backend: tuple[str, int], scratch: Path) -> Non
     for number, (name, saved, wanted) in enumerate(layouts(backend)):
         for entry in Entry:
             if name == "empty" and entry is Entry.MEGATRON:
-                continue  # its own checks divide by the extent
+                continue  # its own checks divide by the length
             root, target = scratch / f"{name} {entry}", (zeros, no_data)[number % 2]
             save(entry, state_of(rank, saved), root, sharded_strategy=backend)
             for how in ({}, {"sharded_strategy": several_rounds}):

@@ -224,7 +224,7 @@ UNCHECKED = {"validate_access_integrity": False}
 
 
 def with_a_gap(rank: int) -> dict[str, Any]:
-    """Rank 1's half of the array is nobody's main replica."""
+    """Rank 1's half of the array has no main replica."""
     rows = torch.zeros(2, 3)
     return {"w": ShardedTensor("w", rows, rows.dtype, (2, 3), (4, 3), (2 * rank, 0), None, rank)}
 

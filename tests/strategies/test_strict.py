@@ -26,7 +26,7 @@ ASKED: dict[str, dict[int, list[str]]] = {
     "all": {rank: ["new", "new.o"] for rank in range(4)},
     "some": {2: ["new"], 3: ["new.o"]},
 }
-"""By rank, keys that nobody stored: of an array, of an object."""
+"""By rank, keys that no rank stored: of an array, of an object."""
 
 
 def stored(rank: int) -> dict[str, Any]:

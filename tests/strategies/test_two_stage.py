@@ -282,7 +282,7 @@ TORCH_DIST = ("torch_dist", 1)
 
 
 class Recorded:
-    """A load strategy that keeps what it was asked for, and fails on the ranks that it is told."""
+    """A load strategy that keeps what it was asked for, and fails on the given ranks."""
 
     def __init__(self, inner: Any, fails_on: tuple[int, ...] = ()) -> None:
         self.inner = inner

@@ -43,7 +43,7 @@ def _mounted(mount_point: Path, *what: str) -> Iterator[None]:
 
 @contextmanager
 def read_only(directory: Path) -> Iterator[None]:
-    """Nobody, root included, can write below the directory meanwhile; it is a mount point."""
+    """No user, root included, can write below the directory meanwhile; it is a mount point."""
     _require(_run("mount", "-o", "remount,ro", str(directory)), "remounting is not permitted here")
     try:
         yield

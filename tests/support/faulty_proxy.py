@@ -1,4 +1,4 @@
-"""A proxy before an object store that can be told to misbehave."""
+"""A proxy before an object store that misbehaves on request."""
 
 from __future__ import annotations
 

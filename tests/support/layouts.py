@@ -38,7 +38,7 @@ def scattered_otherwise() -> list[Cut]:
 
 
 def irregular() -> list[Cut]:
-    """Flat buffers with pads between, as ``dp_reshardable`` cuts them, and boxes in 2-D and 3-D."""
+    """Flat buffers with pads between, as ``dp_reshardable`` cuts them; regions in 2-D and 3-D."""
     pads = [100, 128, 411, 448, 512, 513, 1000, 1024]
     return [
         in_runs("buffer", pads),
@@ -54,11 +54,11 @@ def irregular() -> list[Cut]:
                 Part(0, (36,), (4,)),
             ),
         ),
-        at_random("boxes", (23, 17), 9),
-        at_random("boxes.of.bytes", (40, 30), 13, dtype=torch.uint8, seed=1),
-        at_random("boxes.in.3d", (9, 8, 7), 12, dtype=torch.float64, seed=2),
-        at_random("boxes.in.4d", (3, 4, 5, 6), 10, dtype=torch.complex64, seed=3),
-        replicated(at_random("boxes.held.by.all", (16, 16), 6, seed=4)),
+        at_random("regions", (23, 17), 9),
+        at_random("regions.of.bytes", (40, 30), 13, dtype=torch.uint8, seed=1),
+        at_random("regions.in.3d", (9, 8, 7), 12, dtype=torch.float64, seed=2),
+        at_random("regions.in.4d", (3, 4, 5, 6), 10, dtype=torch.complex64, seed=3),
+        replicated(at_random("regions.held.by.all", (16, 16), 6, seed=4)),
     ]
 
 
@@ -101,7 +101,7 @@ def recut(cuts: list[Cut], seed: int = 0) -> list[Cut]:
 
 
 def random_cut(key: str, shape: tuple[int, ...], dtype: torch.dtype, chance: random.Random) -> Cut:
-    """An array on a grid, or in boxes of any size."""
+    """An array on a grid, or in regions of any size."""
     if chance.random() < 0.3:
         return at_random(key, shape, chance.randint(1, 10), dtype=dtype, seed=chance.randrange(99))
     grid = tuple(chance.choice([g for g in (1, 2, 3, 4) if n % g == 0]) for n in shape)

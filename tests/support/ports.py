@@ -20,7 +20,7 @@ _claims: list[BinaryIO] = []
 
 
 def free_port() -> int:
-    """A port that nobody listens on and that nobody else is given while this process lives."""
+    """A port that is free, and given to no other test while this process lives."""
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if _is_free(port) and claim(port):
             return port
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 def claim(port: int) -> bool:
-    """Whether nobody else among the tests of this machine has this port; from now on we have it."""
+    """Whether no other test of this machine has this port; from now on we have it."""
     directory = Path(tempfile.gettempdir()) / f"dist-ckpt-test-ports-{os.getuid()}"
     directory.mkdir(exist_ok=True)
     held = (directory / str(port)).open("ab")

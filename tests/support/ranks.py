@@ -34,7 +34,7 @@ _PRELOADED = (
     "dist_ckpt_strategies.strategies.tensorstore",
     "dist_ckpt_strategies.cli.demo.rank",
     "dist_ckpt_strategies.inprocess.wrap",
-    "dist_ckpt_strategies.inprocess.store_coordinator",
+    "dist_ckpt_strategies.inprocess.store_rendezvous",
     "dist_ckpt_strategies.local",
     "dist_ckpt_strategies.recovery.latest",
     "hypothesis",
@@ -167,7 +167,7 @@ class Processes:
         return found
 
     def send(self, rank: int, item: Any) -> None:
-        """Send something through the pipe; that nobody is there any more is seen later."""
+        """Send something through the pipe; an ended process is noticed later."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self._running[rank][0].send(item)
 

@@ -1,4 +1,4 @@
-"""Ranks that run a block again in place: real processes, a coordinator over a real store."""
+"""Ranks that run a block again in place: real processes, a rendezvous over a real store."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
-from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
-from dist_ckpt_strategies.inprocess.store_coordinator import RestartState, StoreCoordinator
+from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState, StoreRendezvous
 from dist_ckpt_strategies.inprocess.wrap import HPWrapper
 from tests.support.ranks import run_processes
 
@@ -38,7 +38,7 @@ def run_respawned(
     died: list[int] = []
 
     def on_death(rank: int) -> None:
-        """As the supervisor: first the end of what it had joined, then the new process."""
+        """As the elastic agent: first the end of what it had joined, then the new process."""
         died.append(rank)
         joined = state.joined(f"worker{rank}.{died.count(rank)}")
         assert len(died) <= _MAX_DEATHS, died
@@ -89,12 +89,12 @@ class Wrappers:
     def settings(self, successor: str = "") -> dict[str, Any]:
         """What HPWrapper is given."""
 
-        def coordinator() -> StoreCoordinator:
+        def client() -> StoreRendezvous:
             store = JobStore(HOST, self.port)
-            return StoreCoordinator(store, self.worker + successor, self.place)
+            return StoreRendezvous(store, self.worker + successor, self.place)
 
         return {
-            "hp_api_factory": coordinator,
+            "hp_api_factory": client,
             "barrier_timeout_s": 100.0,
             "finish_timeout_s": 100.0,
             "abort_timeout": 60.0,

@@ -135,13 +135,13 @@ def on_grid(  # noqa: PLR0913
     num_prepended: int = 0,
 ) -> Cut:
     """The array in equal parts, dealt to ``size`` ranks in turn, each part to several of them."""
-    extents = tuple(n // g for n, g in zip(shape, grid, strict=True))
+    lengths = tuple(n // g for n, g in zip(shape, grid, strict=True))
     cells = product(*map(range, grid))
     parts = [
         Part(
             (number + replica) % size,
-            tuple(i * e for i, e in zip(cell, extents, strict=True)),
-            extents,
+            tuple(i * e for i, e in zip(cell, lengths, strict=True)),
+            lengths,
             replica,
         )
         for number, cell in enumerate(cells)
@@ -159,21 +159,21 @@ def at_random(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Cut:
-    """The array in boxes of all sizes, each with a random rank."""
+    """The array in regions of all sizes, each with a random rank."""
     chance = random.Random(f"{key} {seed}")
-    boxes = [((0,) * len(shape), shape)]
+    regions = [((0,) * len(shape), shape)]
     for _ in range(num_parts - 1):
-        box = boxes.pop(chance.randrange(len(boxes)))
-        boxes.extend(_halves(box, chance))
-    parts = [Part(chance.randrange(size), offset, extent) for offset, extent in sorted(boxes)]
+        region = regions.pop(chance.randrange(len(regions)))
+        regions.extend(_halves(region, chance))
+    parts = [Part(chance.randrange(size), offset, length) for offset, length in sorted(regions)]
     return Cut(key, shape, dtype, tuple(parts))
 
 
-def _halves(box: tuple[Shape, Shape], chance: random.Random) -> list[tuple[Shape, Shape]]:
-    offset, shape = box
-    dims = [dim for dim, extent in enumerate(shape) if extent > 1]
+def _halves(region: tuple[Shape, Shape], chance: random.Random) -> list[tuple[Shape, Shape]]:
+    offset, shape = region
+    dims = [dim for dim, length in enumerate(shape) if length > 1]
     if not dims:
-        return [box]
+        return [region]
     dim = chance.choice(dims)
     at = chance.randrange(1, shape[dim])
     below, above = _with(shape, dim, at), _with(shape, dim, shape[dim] - at)

@@ -18,10 +18,10 @@ from dist_ckpt_strategies.tools.plan_convert import (
     build_convert_plan,
 )
 
-EXTENTS = st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple)
+LENGTHS = st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple)
 
 
-@given(EXTENTS, st.integers(16, 600), st.data())
+@given(LENGTHS, st.integers(16, 600), st.data())
 def test_blocks_are_bounded_and_follow_each_other_in_c_order(
     shape: tuple[int, ...], max_nbytes: int, data: st.DataObject
 ) -> None:

@@ -27,12 +27,12 @@ def some_arrays(draw: st.DrawFn) -> list[ArraySpec]:
     arrays = []
     for number in range(draw(st.integers(1, 6))):
         shape = draw(st.lists(st.sampled_from([1, 2, 3, 7, 64, 1000]), max_size=3).map(tuple))
-        chunk = tuple(draw(st.integers(1, extent)) for extent in shape)
+        chunk = tuple(draw(st.integers(1, length)) for length in shape)
         dtype = draw(st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.BOOL]))
         array = ArraySpec(f"a{number}", shape, dtype, chunk, is_raw=draw(st.booleans()))
         if draw(st.booleans()):
             parts = [draw(st.sampled_from([1, 2, 4])) for _ in chunk]
-            inner = tuple(-(-extent // n) for extent, n in zip(chunk, parts, strict=True))
+            inner = tuple(-(-length // n) for length, n in zip(chunk, parts, strict=True))
             padded = tuple(i * n for i, n in zip(inner, parts, strict=True))
             array = replace(array, chunk_shape=padded, inner_shape=inner, is_raw=True)
         arrays.append(array)
@@ -47,10 +47,10 @@ def some_wants(draw: st.DrawFn) -> Case:
     for _ in range(draw(st.integers(0, 8))):
         number = draw(st.integers(0, len(arrays) - 1))
         array = arrays[number]
-        offset = tuple(draw(st.integers(0, extent - 1)) for extent in array.shape)
+        offset = tuple(draw(st.integers(0, length - 1)) for length in array.shape)
         shape = tuple(
-            draw(st.integers(1, extent - start))
-            for extent, start in zip(array.shape, offset, strict=True)
+            draw(st.integers(1, length - start))
+            for length, start in zip(array.shape, offset, strict=True)
         )
         regions.append((number, Region(offset, shape)))
     ranks = range(draw(st.integers(1, 8)))

@@ -1,6 +1,6 @@
-"""The interface between a rank and the coordinator of a job: places, barriers, faults.
+"""The interface between a rank and the rendezvous of a job: places, barriers, faults.
 
-A *restart round* is one attempt of all ranks to run the function together. The coordinator numbers
+A *restart round* is one attempt of all ranks to run the function together. The rendezvous numbers
 them; numbers grow, and may be skipped.
 """
 
@@ -98,11 +98,11 @@ def place_of(variables: Mapping[str, object]) -> RankInfo:
     return RankInfo(**numbers, environment=tuple(rest))
 
 
-class Coordinator(Protocol):
+class RendezvousClient(Protocol):
     """One rank's connection to the other ranks that does not need a process group.
 
     Methods may be called from several threads at the same time; none blocks another. Each raises
-    PeerLostError if the coordinator is gone. docs/design/recovery.md has the protocol.
+    PeerLostError if the rendezvous is gone. docs/design/recovery.md has the protocol.
     """
 
     def wait_rank(self, timeout_s: float | None = None) -> RankInfo:

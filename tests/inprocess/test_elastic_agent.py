@@ -111,7 +111,7 @@ def test_a_signal_reaches_the_workers_and_one_that_ignores_it_is_killed_with_its
     body = f"""
 import subprocess
 def end(number, frame):
-    print("told", flush=True)
+    print("asked", flush=True)
     sys.exit(0)
 signal.signal({int(number)}, end if rank == "0" else signal.SIG_IGN)
 if rank == "1":
@@ -126,7 +126,7 @@ time.sleep(600)
     agent.send_signal(number)
 
     assert agents.code(agent) == code
-    assert agents.output(agent).count("[0] told\n") == 1
+    assert agents.output(agent).count("[0] asked\n") == 1
     assert len(agents.pids("child")) == 1
     agents.require_ended()
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for arrays cut into boxes that ranks hold."""
+"""Hypothesis strategies for arrays cut into regions that ranks hold."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NUM_RANKS = 4
 
 @dataclass(frozen=True)
 class Split:
-    """An array, and which rank holds which box of it."""
+    """An array, and which rank holds which region of it."""
 
     shape: Shape  # of the array, in elements
-    # rank and box of each main replica; together they are the array.
+    # rank and region of each main replica; together they are the array.
     main: tuple[tuple[int, Region], ...]
-    # rank and box of further replicas and of empty shards.
+    # rank and region of further replicas and of empty shards.
     copies: tuple[tuple[int, Region], ...] = ()
 
     def requests(self, key: str = "w", num_ranks: int = NUM_RANKS) -> list[RankShards]:
         """What each rank brings to a save."""
         held: dict[int, list[ShardSpec]] = defaultdict(list)
-        for boxes, is_main in ((self.main, True), (self.copies, False)):
-            for rank, box in boxes:
-                held[rank].append(spec_of(box, self.shape, key=key, is_main=is_main))
+        for regions, is_main in ((self.main, True), (self.copies, False)):
+            for rank, region in regions:
+                held[rank].append(spec_of(region, self.shape, key=key, is_main=is_main))
         return [RankShards(rank, tuple(held[rank])) for rank in range(num_ranks)]
 
 
@@ -62,32 +62,32 @@ def shapes(max_ndim: int = 4, max_size: int = 12) -> st.SearchStrategy[Shape]:
 
 @st.composite
 def regions_in(draw: st.DrawFn, shape: Shape) -> Region:
-    """A box inside an array, now and then an empty one."""
-    offset, extent = [], []
+    """A region inside an array, now and then an empty one."""
+    offset, length = [], []
     for size in shape:
         start = draw(st.integers(0, size))
         offset.append(start)
-        extent.append(draw(st.integers(0, size - start)))
-    return Region(tuple(offset), tuple(extent))
+        length.append(draw(st.integers(0, size - start)))
+    return Region(tuple(offset), tuple(length))
 
 
 @st.composite
-def irregular_boxes(draw: st.DrawFn, shape: Shape) -> list[Region]:
+def irregular_regions(draw: st.DrawFn, shape: Shape) -> list[Region]:
     """The array cut at random, again and again."""
-    boxes = [Region.whole(shape)] if math.prod(shape) else []
-    for _ in range(draw(st.integers(0, 7)) if boxes else 0):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dims = [dim for dim, size in enumerate(box.shape) if size > 1]
+    regions = [Region.whole(shape)] if math.prod(shape) else []
+    for _ in range(draw(st.integers(0, 7)) if regions else 0):
+        region = regions.pop(draw(st.integers(0, len(regions) - 1)))
+        dims = [dim for dim, size in enumerate(region.shape) if size > 1]
         if not dims:
-            boxes.append(box)
+            regions.append(region)
             continue
         dim = draw(st.sampled_from(dims))
-        boxes.extend(cut(box, dim, draw(st.integers(1, box.shape[dim] - 1))))
-    return boxes
+        regions.extend(cut(region, dim, draw(st.integers(1, region.shape[dim] - 1))))
+    return regions
 
 
 @st.composite
-def grid_boxes(draw: st.DrawFn, shape: Shape) -> list[Region]:
+def grid_regions(draw: st.DrawFn, shape: Shape) -> list[Region]:
     """The chunks of a regular grid, the last of a dim cut short."""
     chunk = [draw(st.integers(max(1, -(-size // 4)), max(1, size))) for size in shape]
     spans = [range(0, size, step) for size, step in zip(shape, chunk, strict=True)]
@@ -105,28 +105,28 @@ def grid_boxes(draw: st.DrawFn, shape: Shape) -> list[Region]:
 def splits(draw: st.DrawFn, *, regular: bool = False) -> Split:
     """An array whose main replicas are spread over the ranks, with copies and empty shards."""
     shape = draw(shapes())
-    boxes = draw(grid_boxes(shape) if regular else irregular_boxes(shape))
+    regions = draw(grid_regions(shape) if regular else irregular_regions(shape))
     ranks = st.integers(0, NUM_RANKS - 1)
-    main = tuple((draw(ranks), box) for box in boxes)
-    copied = draw(st.lists(st.sampled_from(boxes), max_size=3)) if boxes else []
+    main = tuple((draw(ranks), region) for region in regions)
+    copied = draw(st.lists(st.sampled_from(regions), max_size=3)) if regions else []
     empty = Region((0,) * len(shape), (0,) * len(shape))
-    copies = [(draw(ranks), box) for box in copied]
-    if shape and (not boxes or draw(st.booleans())):
+    copies = [(draw(ranks), region) for region in copied]
+    if shape and (not regions or draw(st.booleans())):
         copies.append((draw(ranks), empty))
     return Split(shape, main, tuple(copies))
 
 
-def cut(box: Region, dim: int, at: int) -> tuple[Region, Region]:
-    """The box as two, the first ``at`` elements long along ``dim``."""
-    first = (*box.shape[:dim], at, *box.shape[dim + 1 :])
-    rest = (*box.shape[:dim], box.shape[dim] - at, *box.shape[dim + 1 :])
-    offset = (*box.offset[:dim], box.offset[dim] + at, *box.offset[dim + 1 :])
-    return Region(box.offset, first), Region(offset, rest)
+def cut(region: Region, dim: int, at: int) -> tuple[Region, Region]:
+    """The region as two, the first ``at`` elements long along ``dim``."""
+    first = (*region.shape[:dim], at, *region.shape[dim + 1 :])
+    rest = (*region.shape[:dim], region.shape[dim] - at, *region.shape[dim + 1 :])
+    offset = (*region.offset[:dim], region.offset[dim] + at, *region.offset[dim + 1 :])
+    return Region(region.offset, first), Region(offset, rest)
 
 
-def times_covered(shape: Shape, boxes: list[Region]) -> npt.NDArray[np.int_]:
-    """How many of the boxes hold each element, counted one by one."""
+def times_covered(shape: Shape, regions: list[Region]) -> npt.NDArray[np.int_]:
+    """How many of the regions hold each element, counted one by one."""
     count = np.zeros(shape, np.int_)
-    for box in boxes:
-        count[box.slices()] += 1
+    for region in regions:
+        count[region.slices()] += 1
     return count

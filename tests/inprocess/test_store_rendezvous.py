@@ -13,8 +13,8 @@ import pytest
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
-from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
-from dist_ckpt_strategies.inprocess.store_coordinator import RestartState, StoreCoordinator
+from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState, StoreRendezvous
 
 LIMIT_S = 60.0
 
@@ -83,11 +83,11 @@ def connect() -> Iterator[Connect]:
     time.sleep(0.05)
 
 
-def world(connect: Connect, size: int) -> list[StoreCoordinator]:
-    return [StoreCoordinator(connect(), f"w{r}", place(r, size)) for r in range(size)]
+def world(connect: Connect, size: int) -> list[StoreRendezvous]:
+    return [StoreRendezvous(connect(), f"w{r}", place(r, size)) for r in range(size)]
 
 
-def all_join(ranks: list[StoreCoordinator]) -> list[object]:
+def all_join(ranks: list[StoreRendezvous]) -> list[object]:
     return in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
 
 
@@ -116,12 +116,12 @@ def test_waits_that_time_out_name_the_ranks_that_are_missing(connect: Connect) -
     with pytest.raises(PeerTimeoutError, match="missing: 1, 2, 3"):
         ranks[0].finish(1, 0.05)
     with pytest.raises(PeerTimeoutError, match="worker spare"):
-        StoreCoordinator(connect(), "spare").wait_rank(0.02)
+        StoreRendezvous(connect(), "spare").wait_rank(0.02)
 
 
 def test_of_a_large_world_a_few_of_the_missing_are_named(connect: Connect) -> None:
     with pytest.raises(PeerTimeoutError, match=r"missing: 1, 2, .*, 64 and 935 more"):
-        StoreCoordinator(connect(), "w0", place(0, 1000)).barrier(0.02)
+        StoreRendezvous(connect(), "w0", place(0, 1000)).barrier(0.02)
 
 
 @pytest.mark.parametrize("num_writes", [None, *range(2, 6)])
@@ -164,7 +164,7 @@ def test_a_reporter_that_stops_between_two_writes_holds_up_no_rank(
 
     with suppress(StoppedError):
         stopping(connect(), num_writes).end(Fault(2, 1, FaultMode.EXCEPTION, "boom"))
-    if num_writes < 2:  # the fault is the second; a supervisor reports the death
+    if num_writes < 2:  # the fault is the second; an elastic agent reports the death
         ranks[0].report(2, 1, FaultMode.DEATH, "killed")
     else:  # the rank that failed does not return; if it did, the round could just as well be done
         assert ranks[0].finish(1, LIMIT_S) is False
@@ -183,7 +183,7 @@ def test_a_joiner_that_dies_between_two_writes_opens_no_barrier(
     with suppress(StoppedError):
         stopping(connect(), num_writes).join(1, "dead", 1)
     joined = state.joined("dead")
-    if joined is not None:  # what a supervisor does about a death
+    if joined is not None:  # what an elastic agent does about a death
         state.end(Fault(1, joined, FaultMode.DEATH, "killed"))
     ranks = world(connect, 2)
 
@@ -196,7 +196,7 @@ def test_a_spare_with_an_old_round_does_not_pass_its_open_barrier(connect: Conne
     ranks = world(connect, 2)
     all_join(ranks)
     state = RestartState(connect())
-    spare = StoreCoordinator(connect(), "spare", place(1, 2))
+    spare = StoreRendezvous(connect(), "spare", place(1, 2))
 
     def end_it() -> int:
         while state.joined("spare") is None:
@@ -209,7 +209,7 @@ def test_a_spare_with_an_old_round_does_not_pass_its_open_barrier(connect: Conne
 
 
 def test_closing_ends_waits(connect: Connect) -> None:
-    rank = StoreCoordinator(connect(), "w0", place(0, 1))
+    rank = StoreRendezvous(connect(), "w0", place(0, 1))
     rank.barrier(LIMIT_S)
 
     def close() -> None:
@@ -228,7 +228,7 @@ class Life:
         self._rank = rank
         self._size = size
         self._rng = random.Random(seed * 100 + rank)
-        self._me = StoreCoordinator(connect(), f"{rank}", place(rank, size))
+        self._me = StoreRendezvous(connect(), f"{rank}", place(rank, size))
 
     def run(self) -> int:
         while True:
@@ -245,10 +245,10 @@ class Life:
             self._me.report(self._rank, restart_round, FaultMode.EXCEPTION, "fails")
             return False
         if fate < 0.5:
-            # The supervisor reports the death; and what the dead one has sent comes late.
+            # The elastic agent reports the death; and what the dead one has sent comes late.
             self._state.end(Fault(self._rank, restart_round, FaultMode.DEATH, "killed"))
             name = f"{self._rank}.{restart_round}"
-            self._me = StoreCoordinator(self._connect(), name, place(self._rank, self._size))
+            self._me = StoreRendezvous(self._connect(), name, place(self._rank, self._size))
             self._me.report(self._rank, restart_round - 1, FaultMode.EXCEPTION, "late")
             return False
         return self._me.finish(restart_round, LIMIT_S)

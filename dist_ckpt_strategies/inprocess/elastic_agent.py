@@ -35,14 +35,8 @@ from torch.distributed.elastic.multiprocessing.errors import (  # noqa: TID251 -
 )
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
-from dist_ckpt_strategies.config import COORDINATOR, PLACE
+from dist_ckpt_strategies.config import PLACE, RENDEZVOUS
 from dist_ckpt_strategies.errors import PeerLostError, RestartError, RestartLimitError, text_of
-from dist_ckpt_strategies.inprocess.coordinator import (
-    Fault,
-    FaultMode,
-    RankInfo,
-    environment_of,
-)
 from dist_ckpt_strategies.inprocess.node_guard import NodeGuard
 from dist_ckpt_strategies.inprocess.places import (
     FENCED,
@@ -52,7 +46,13 @@ from dist_ckpt_strategies.inprocess.places import (
     Places,
     connected_store,
 )
-from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
+from dist_ckpt_strategies.inprocess.rendezvous import (
+    Fault,
+    FaultMode,
+    RankInfo,
+    environment_of,
+)
+from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState
 from dist_ckpt_strategies.inprocess.worker_process import WorkerProcess, reason_of
 
 _HOST = "127.0.0.1"
@@ -68,7 +68,7 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a supervisor runs.
+    """What an elastic agent runs.
 
     Attributes:
         command: program and arguments of every worker.
@@ -92,12 +92,12 @@ class Job:
     event_log_handler: str = "null"
 
 
-class Supervisor:
+class ElasticAgent:
     """Starts and replaces the workers of one node. Linux only; call ``run`` in the main thread.
 
     Args:
         job: what to run.
-        environment: variables of the workers, to which the supervisor adds its own.
+        environment: variables of the workers, to which the agent adds its own.
         on_line: called with a worker's rank or "spare", "stdout" or "stderr", and each line that
             the worker writes there.
         on_note: called with a text when something happens to a worker.
@@ -134,7 +134,7 @@ class Supervisor:
                 lambda: self._post(self._start_as_spare),
                 lambda text: self._post(partial(on_note, text)),
             )
-            self._keeper = threading.Thread(
+            self._renewal = threading.Thread(
                 target=self._keep_place, args=(self._places,), name="dist-ckpt-place", daemon=True
             )
             self._store = connected_store(job.nodes)
@@ -194,7 +194,7 @@ class Supervisor:
     def _run_as_one_of_several(self, places: Places) -> None:
         if self._guard is not None:
             self._selector.register(self._guard.fired, selectors.EVENT_READ, self._fence)
-        self._keeper.start()
+        self._renewal.start()
         try:
             try:
                 self._run_until_the_end()
@@ -473,7 +473,7 @@ class Supervisor:
     def _end_all(self) -> None:
         """Signal the workers that still run, wait for ``grace_s``, and kill the rest.
 
-        A signal to the supervisor is passed on; a second one ends the waiting. A
+        A signal to the agent is passed on; a second one ends the waiting. A
         callback that raises does not keep any of them alive.
         """
         with ExitStack() as ending:
@@ -493,7 +493,7 @@ class Supervisor:
     def _leave(self, places: Places) -> None:
         """Give up the place, and all that keeps it."""
         places.stop()
-        self._keeper.join(_AWAY_S if self._is_fenced() else None)
+        self._renewal.join(_AWAY_S if self._is_fenced() else None)
         if not self._is_fenced():
             places.shutdown()
         if self._guard is not None:
@@ -536,7 +536,7 @@ def _environment(job: Job, given: Mapping[str, str], address: tuple[str, int]) -
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        COORDINATOR: f"{host}:{port}",
+        RENDEZVOUS: f"{host}:{port}",
     }
 
 

@@ -1,4 +1,4 @@
-"""The restart state of a job in its launcher's store, and the coordinator over it.
+"""The restart state of a job in its launcher's store, and the rendezvous client over it.
 
 docs/design/recovery.md has the keys, and why each is written when.
 """
@@ -26,11 +26,11 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.inprocess.coordinator import (
-    Coordinator,
+from dist_ckpt_strategies.inprocess.rendezvous import (
     Fault,
     FaultMode,
     RankInfo,
+    RendezvousClient,
     environment_of,
     place_of,
 )
@@ -91,8 +91,8 @@ class RestartState:
         """Note that a worker has joined, once per round; how many have by now."""
         # First the key that the death of a worker is reported by, then the count.
         self._store.set(f"joined/{worker}", str(restart_round))
-        self._store.set(f"arrived/{restart_round}/{global_rank}", worker)
-        return self._store.add(f"arrived/{restart_round}")
+        self._store.set(f"reached/{restart_round}/{global_rank}", worker)
+        return self._store.add(f"reached/{restart_round}")
 
     def joined(self, worker: str) -> int | None:
         """The last round that a worker has joined."""
@@ -141,7 +141,7 @@ class RestartState:
         return Fault(found["rank"], restart_round, FaultMode(found["mode"]), found["why"])
 
     def without(self, what: str, restart_round: int, ranks: range) -> list[int]:
-        """Ranks that have not "arrived" or "returned", by halves: few requests for few ranks."""
+        """Ranks that have not "reached" or "returned", by halves: few requests for few ranks."""
         if self._store.check([f"{what}/{restart_round}/{rank}" for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -153,8 +153,8 @@ class RestartState:
         ]
 
 
-class StoreCoordinator:
-    """One worker's Coordinator over the job's store.
+class StoreRendezvous:
+    """One worker's RendezvousClient over the job's store.
 
     A thread waits in the store for the barrier of a round, which any end of it breaks, and then
     for its end. It waits for a round only once that is wanted: a thread that returned from the
@@ -194,7 +194,7 @@ class StoreCoordinator:
         threading.Thread(target=self._follow, name="dist-ckpt-fault-watch", daemon=True).start()
 
     def wait_rank(self, timeout_s: float | None = None) -> RankInfo:
-        """See Coordinator."""
+        """See RendezvousClient."""
         if self._place is None:
             self._store.set(f"ready/{self._worker}", "1")
             self._store.wait(f"assign/{self._worker}", timeout_s)
@@ -207,7 +207,7 @@ class StoreCoordinator:
         return self._place
 
     def barrier(self, timeout_s: float) -> int:
-        """See Coordinator."""
+        """See RendezvousClient."""
         deadline = time.monotonic() + timeout_s
         place = self.wait_rank(timeout_s)
         while True:
@@ -221,10 +221,10 @@ class StoreCoordinator:
             if self._passes(restart_round, place, deadline):
                 return restart_round
             if time.monotonic() > deadline:
-                raise self._timed_out(restart_round, "joined", "arrived", place)
+                raise self._timed_out(restart_round, "joined", "reached", place)
 
     def wait_fault(self, restart_round: int, timeout_s: float) -> Fault | None:
-        """See Coordinator."""
+        """See RendezvousClient."""
         if restart_round < self._first_watched:
             return self._state.fault(restart_round)
         self._want(restart_round)
@@ -234,11 +234,11 @@ class StoreCoordinator:
     def report(
         self, global_rank: int | None, restart_round: int, mode: FaultMode, why: str
     ) -> None:
-        """See Coordinator."""
+        """See RendezvousClient."""
         self._state.end(Fault(global_rank, restart_round, mode, why))
 
     def finish(self, restart_round: int, timeout_s: float) -> bool:
-        """See Coordinator."""
+        """See RendezvousClient."""
         place = self.wait_rank(timeout_s)
         if self._returned[0] != restart_round:
             self._store.set(f"returned/{restart_round}/{place.global_rank}", "1")
@@ -254,8 +254,8 @@ class StoreCoordinator:
         raise self._timed_out(restart_round, "returned from the block", "returned", place)
 
     def close(self) -> None:
-        """See Coordinator. The thread ends with its round, or with the store."""
-        self._lose(PeerLostError(None, "this coordinator has been closed"))
+        """See RendezvousClient. The thread ends with its round, or with the store."""
+        self._lose(PeerLostError(None, "this rendezvous client has been closed"))
         self._store.close()
 
     def _passes(self, restart_round: int, place: RankInfo, deadline: float) -> bool:
@@ -352,14 +352,14 @@ def _looks(deadline: float, place: RankInfo) -> Iterator[float]:
     yield 0.0
 
 
-def coordinator_from_environment() -> Coordinator:
-    """The coordinator of this process, whose heartbeats begin with this call.
+def rendezvous_from_environment() -> RendezvousClient:
+    """The rendezvous client of this process, whose heartbeats begin with this call.
 
-    Under ``dist-ckpt run`` it uses the supervisor's store, under torchrun the agent's. Torchrun
+    Under ``dist-ckpt run`` it uses the launcher's store, under torchrun the agent's. Torchrun
     reports exceptions only: when a process dies, it restarts them all. Without either, and with no
     WORLD_SIZE above 1, the job is this process alone.
 
-    ``wait_rank`` sets the variables of a place that the supervisor assigns, so that
+    ``wait_rank`` sets the variables of a place that the elastic agent assigns, so that
     ``init_process_group`` finds the other ranks.
 
     Raises:
@@ -371,12 +371,12 @@ def coordinator_from_environment() -> Coordinator:
     if launch.address is None:
         own = host_store()
         alone = RankInfo(0, 0, 1, 1)
-        return StoreCoordinator(JobStore(own.host, own.port), launch.worker, alone, host=own)
+        return StoreRendezvous(JobStore(own.host, own.port), launch.worker, alone, host=own)
     host, port = launch.address
     silence_s = min(_LONGEST_SILENCE_S, options_from_environment().timeout_s)
     if launch.rank is None:
         store = JobStore(host, port, timeout_s=silence_s)
-        return StoreCoordinator(store, launch.worker)
+        return StoreRendezvous(store, launch.worker)
     try:
         place = replace(place_of(environment()), environment=())
     except ValueError as error:
@@ -384,4 +384,4 @@ def coordinator_from_environment() -> Coordinator:
     # The agent's store outlives the processes: keys and rounds differ by attempt.
     store = JobStore(host, port, prefix=f"dist_ckpt/{launch.attempt}", timeout_s=silence_s)
     first_round = launch.attempt * _ROUNDS_PER_ATTEMPT + 1
-    return StoreCoordinator(store, launch.worker, place, first_round=first_round)
+    return StoreRendezvous(store, launch.worker, place, first_round=first_round)
