@@ -9,7 +9,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,20 +105,20 @@ class CheckpointManager:
         self._why = "has no state"
         self._is_filling = False
         self._timeout_s = timeout_s
-        self._kept: InMemoryCheckpoint | None = None
+        self._in_memory: InMemoryCheckpoint | None = None
         self._random: dict[tuple[int, int], bytes] = {}  # of the last steps, by rank and step
         self._commit: StepCommit | None = None
         self._restores = False
 
     @property
     def global_step(self) -> int | None:
-        """The step that the in-memory state is in; None where none is kept."""
-        return None if self._kept is None else self._kept.step
+        """The step that the in-memory state is in; None without one."""
+        return None if self._in_memory is None else self._in_memory.step
 
     @property
     def phase(self) -> Phase | None:
-        """How far the in-memory state is within its step; None where none is kept."""
-        return None if self._kept is None else self._kept.phase
+        """How far the in-memory state is within its step; None without one."""
+        return None if self._in_memory is None else self._in_memory.phase
 
     @property
     def rng_states(self) -> list[RandomState] | None:
@@ -147,7 +147,7 @@ class CheckpointManager:
         found = provider_of(provider)
         flat_shards(found.parts())  # what could not be sent is refused here, not at the fault
         dump_objects(found.objects())
-        self._kept = InMemoryCheckpoint(found, found.step, Phase.RUNNING)
+        self._in_memory = InMemoryCheckpoint(found, found.step, Phase.RUNNING)
         self._commit = StepCommit(group, replica_group, timeout_s=self._timeout_s)
 
     def begin_step(self) -> None:
@@ -156,13 +156,13 @@ class CheckpointManager:
         Raises:
             RestartError: nothing is tracked, or the step before has not ended.
         """
-        kept, commit = self._tracked(Phase.RUNNING)
+        checkpoint, commit = self._tracked(Phase.RUNNING)
         if commit.is_new:
-            self._begin_attempt(kept, commit)
-        elif kept.step != kept.provider.step:
+            self._begin_attempt(checkpoint, commit)
+        elif checkpoint.step != checkpoint.provider.step:
             raise RestartError(
-                f"step {kept.provider.step} begins, expected {kept.step}; call begin_step, vote, "
-                "updating and end_step once for each step"
+                f"step {checkpoint.provider.step} begins, expected {checkpoint.step}; call "
+                "begin_step, vote, updating and end_step once for each step"
             )
 
     def vote(self) -> None:
@@ -174,18 +174,18 @@ class CheckpointManager:
         Raises:
             RestartError: some rank commits another step; on all ranks alike.
         """
-        kept, commit = self._tracked(Phase.RUNNING)
-        after = kept.step + 1
+        checkpoint, commit = self._tracked(Phase.RUNNING)
+        after = checkpoint.step + 1
         content = self._random[global_rank(), after] = pickle.dumps(capture_random_states())
-        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.GRADS_FINAL)
+        self._in_memory = replace(checkpoint, phase=Phase.GRADS_FINAL)
         self._replicate(commit, after, content)
         # A rank that has committed knows that all have reached this, and replicated theirs before.
-        if not commit.should_commit(kept.step):
+        if not commit.should_commit(checkpoint.step):
             raise RestartError(
-                f"commit of step {kept.step}: some rank commits another one; load the same "
+                f"commit of step {checkpoint.step}: some rank commits another one; load the same "
                 "checkpoint on all ranks, and start at the same step"
             )
-        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.COMMITTED)
+        self._in_memory = replace(checkpoint, phase=Phase.COMMITTED)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -203,14 +203,14 @@ class CheckpointManager:
 
         Where a block has no place for ``updating()``; ``end_update`` or ``abandon_update`` follows.
         """
-        kept, _ = self._tracked(Phase.COMMITTED)
+        checkpoint, _ = self._tracked(Phase.COMMITTED)
         self.parameter_update_lock.acquire()
-        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATING)
+        self._in_memory = replace(checkpoint, phase=Phase.UPDATING)
 
     def end_update(self) -> None:
         """Give the lock back: this rank's shard and objects are those of the next step."""
-        kept, _ = self._tracked(Phase.UPDATING)
-        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATED)
+        checkpoint, _ = self._tracked(Phase.UPDATING)
+        self._in_memory = replace(checkpoint, phase=Phase.UPDATED)
         self.parameter_update_lock.release()
 
     def abandon_update(self) -> None:
@@ -224,10 +224,10 @@ class CheckpointManager:
 
     def end_step(self) -> None:
         """Note that the step is over: the weights are gathered. Gives back a lock that is held."""
-        kept, _ = self._tracked(Phase.UPDATED)
-        self._kept = InMemoryCheckpoint(kept.provider, kept.step + 1, Phase.RUNNING)
-        kept.provider.set_step(kept.step + 1)
-        self._forget_random_states(kept.step + 1)
+        checkpoint, _ = self._tracked(Phase.UPDATED)
+        self._in_memory = replace(checkpoint, step=checkpoint.step + 1, phase=Phase.RUNNING)
+        checkpoint.provider.set_step(checkpoint.step + 1)
+        self._forget_random_states(checkpoint.step + 1)
         self._record_checksums()
         self.abandon_update()
 
@@ -249,14 +249,14 @@ class CheckpointManager:
         Of a state that is tracked, nothing but that: how far it is within its step stays known.
         """
         provider = provider_of(trainer)
-        if self._kept is None or self._kept.provider is not provider:
-            self._kept = InMemoryCheckpoint(provider, provider.step, Phase.RUNNING)
+        if self._in_memory is None or self._in_memory.provider is not provider:
+            self._in_memory = InMemoryCheckpoint(provider, provider.step, Phase.RUNNING)
             self.store_rng_states()
         self._record_checksums()
 
     def delete_checkpoint(self) -> None:
         """Forget the in-memory state and its random states, and collect what they leave."""
-        if self._kept is not None:
+        if self._in_memory is not None:
             self._why = "has let its state go when delete_checkpoint was called"
         self._release()
         gc.collect()
@@ -270,33 +270,37 @@ class CheckpointManager:
         counts keeps its live state: it needs its gradients. With checksums, a state that is not
         what it was stays too: a copy would pass for whole.
         """
-        kept = self._kept
-        if not self.enable_offload or kept is None or isinstance(kept.provider, HeldTensors):
+        checkpoint = self._in_memory
+        if (
+            not self.enable_offload
+            or checkpoint is None
+            or isinstance(checkpoint.provider, HeldTensors)
+        ):
             return
-        if kept.phase is Phase.GRADS_FINAL:
-            logger.info("step %d may be committed or not: its state is not moved", kept.step)
+        if checkpoint.phase is Phase.GRADS_FINAL:
+            logger.info("step %d may be committed or not: its state is not moved", checkpoint.step)
             return
-        if kept.damage(self._checksums()):
+        if checkpoint.damage(self._checksums()):
             return
-        if kept.phase is Phase.COMMITTED:
+        if checkpoint.phase is Phase.COMMITTED:
             try:
                 self._finish_step()
             except RestartError as error:  # only its trainer could: it is inconsistent now
-                logger.warning("step %d is not finished: %s", kept.step, error)
-        kept = self._kept
-        assert kept is not None  # noqa: S101 - finishing a step keeps it
-        is_whole = kept.phase is not Phase.UPDATING  # otherwise nothing but its step counts
-        shards = self._shards_of(kept.provider) if is_whole else {}
+                logger.warning("step %d is not finished: %s", checkpoint.step, error)
+        checkpoint = self._in_memory
+        assert checkpoint is not None  # noqa: S101 - finishing a step keeps it
+        is_whole = checkpoint.phase is not Phase.UPDATING  # otherwise nothing but its step counts
+        shards = self._shards_of(checkpoint.provider) if is_whole else {}
         every = [tensor for tensors in shards.values() for tensor in tensors.values()]
         copies = iter(HostSnapshot().take(every))
         copied = {shard_id: dict(zip(names, copies)) for shard_id, names in shards.items()}  # noqa: B905 - as many as there are names
         host = HeldTensors(
             lambda: copied,
-            step=kept.step,
-            gathered=kept.provider.gathered_parts(),
-            objects=copy.deepcopy(dict(kept.provider.objects())),
+            step=checkpoint.step,
+            gathered=checkpoint.provider.gathered_parts(),
+            objects=copy.deepcopy(dict(checkpoint.provider.objects())),
         )
-        self._kept = InMemoryCheckpoint(host, kept.step, kept.phase)
+        self._in_memory = InMemoryCheckpoint(host, checkpoint.step, checkpoint.phase)
         self._record_checksums()  # of the copy, which need not have all that the state has
 
     def checkpointless_recovery_feasible(
@@ -381,7 +385,7 @@ class CheckpointManager:
 
     def _let_go(self) -> None:
         """Release everything after a recovery that was refused."""
-        if self._kept is not None:
+        if self._in_memory is not None:
             why = str(self.last_failure)[:_MAX_WHY]
             self._why = f"has let its state go when a recovery was refused: {why}"
         self._release()
@@ -419,7 +423,7 @@ class CheckpointManager:
         return Recovery(
             comm,
             new,
-            self._kept,
+            self._in_memory,
             why=self._why,
             random_states=self._random,
             checksums=self._checksums(),
@@ -447,43 +451,44 @@ class CheckpointManager:
 
     def _finish_step(self) -> None:
         """Update the in-memory state from its gradients; interrupted, it counts as inconsistent."""
-        kept = self._kept
-        assert kept is not None  # noqa: S101 - only called for a state that is kept
+        checkpoint = self._in_memory
+        assert checkpoint is not None  # noqa: S101 - only called for a state that is kept
         with self.parameter_update_lock:
-            self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATING)
-            kept.provider.apply_update()
-            self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATED)
+            self._in_memory = replace(checkpoint, phase=Phase.UPDATING)
+            checkpoint.provider.apply_update()
+            self._in_memory = replace(checkpoint, phase=Phase.UPDATED)
 
     def _adopt(self, new: StateProvider, step: int, random_states: dict[int, bytes]) -> None:
         for rank, content in random_states.items():
             self._random[rank, step] = content
         self._forget_random_states(step)
-        self._kept = InMemoryCheckpoint(new, step, Phase.RUNNING)
+        self._in_memory = InMemoryCheckpoint(new, step, Phase.RUNNING)
         self._commit = None
         self._restores = True
         self.load_rng_states()
         self._record_checksums()
 
     def _release(self) -> None:
-        self._kept = None
+        self._in_memory = None
         self._commit = None
         self._restores = False
         self._random.clear()
         self.checksum_manager.clear()
 
     def _tracked(self, phase: Phase) -> tuple[InMemoryCheckpoint, StepCommit]:
-        if self._kept is None or self._commit is None:
+        checkpoint, commit = self._in_memory, self._commit
+        if checkpoint is None or commit is None:
             raise RestartError("no state is tracked; call track(provider) first")
-        if self._kept.phase is not phase:
+        if checkpoint.phase is not phase:
             raise RestartError(
-                f"step {self._kept.step}: it is {self._kept.phase.name}, expected {phase.name}"
+                f"step {checkpoint.step}: it is {checkpoint.phase.name}, expected {phase.name}"
             )
-        return self._kept, self._commit
+        return checkpoint, commit
 
-    def _begin_attempt(self, kept: InMemoryCheckpoint, commit: StepCommit) -> None:
+    def _begin_attempt(self, checkpoint: InMemoryCheckpoint, commit: StepCommit) -> None:
         """The beginning of the first step: the one point that no earlier commit covers."""
-        step = kept.provider.step
-        self._kept = InMemoryCheckpoint(kept.provider, step, Phase.RUNNING)
+        step = checkpoint.provider.step
+        self._in_memory = InMemoryCheckpoint(checkpoint.provider, step, Phase.RUNNING)
         if self._restores:
             self.load_rng_states()
             self._restores = False
@@ -499,5 +504,9 @@ class CheckpointManager:
         self._random = {key: found for key, found in self._random.items() if key[1] >= before}
 
     def _record_checksums(self) -> None:
-        if self.enable_checksum and self._kept is not None and self._kept.phase is Phase.RUNNING:
-            self.checksum_manager.record(self._kept.step, self._kept.provider.parts())
+        if (
+            self.enable_checksum
+            and self._in_memory is not None
+            and self._in_memory.phase is Phase.RUNNING
+        ):
+            self.checksum_manager.record(self._in_memory.step, self._in_memory.provider.parts())

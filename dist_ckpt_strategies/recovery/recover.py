@@ -65,7 +65,7 @@ class Recovery:
     Args:
         comm: the ranks that recover together.
         new: the state to be filled; it may have the tensors of the kept one, or be the same object.
-        kept: what this rank has in memory; None if nothing, and ``why`` in words.
+        in_memory: what this rank has in memory; None if nothing, and ``why`` in words.
         why: see above.
         random_states: that this rank knows; None if the state has none.
         checksums: digests of the in-memory state, which is refused if it differs; all
@@ -77,7 +77,7 @@ class Recovery:
         self,
         comm: Communicator,
         new: StateProvider,
-        kept: InMemoryCheckpoint | None,
+        in_memory: InMemoryCheckpoint | None,
         *,
         why: str = "has no state",
         random_states: RandomStates | None,
@@ -86,7 +86,7 @@ class Recovery:
     ) -> None:
         self._comm = comm
         self._new = new
-        self._kept = kept
+        self._in_memory = in_memory
         self._why = why
         self._random_states = random_states
         self._checksums = checksums
@@ -175,14 +175,14 @@ class Recovery:
 
     def _input(self) -> RankInput:
         self._wanted = flat_shards(self._shards_of(self._new))
-        held, why, kept = None, self._why, self._kept
-        if kept is not None:
-            self._held = flat_shards(self._shards_of(kept.provider))
-            damage = kept.damage(self._checksums)
+        held, why, checkpoint = None, self._why, self._in_memory
+        if checkpoint is not None:
+            self._held = flat_shards(self._shards_of(checkpoint.provider))
+            damage = checkpoint.damage(self._checksums)
             if damage:
                 logger.error("the in-memory state is damaged and not used: %s", "; ".join(damage))
             shards = () if damage else tuple(shard.inputs() for shard in self._held.values())
-            held, why = HeldState(kept.step, kept.phase, shards), "".join(damage[:1])
+            held, why = HeldState(checkpoint.step, checkpoint.phase, shards), "".join(damage[:1])
         return RankInput(
             tuple(shard.inputs() for shard in self._wanted.values()),
             tuple(sorted(self._new.gathered_parts())),
@@ -212,7 +212,9 @@ class Recovery:
             except CheckpointError as error:
                 return [str(error), [], {}]
         # Asked for after the step is finished: an update may replace tensors by new ones.
-        provider = None if self._kept is None or role is Role.RECEIVE else self._kept.provider
+        provider = (
+            None if self._in_memory is None or role is Role.RECEIVE else self._in_memory.provider
+        )
         self._held = {} if provider is None else self._flat(provider)
         self._wanted = self._flat(self._new)
         for copy in plan.copies:

@@ -69,9 +69,9 @@ def train(manager: CheckpointManager, training: ShardedTraining, stop: str | Non
 def manager_at_final_gradients(manager: CheckpointManager) -> None:
     """In the vote, but not out of it: the others may be."""
     manager.vote()
-    kept = manager._kept
+    kept = manager._in_memory
     assert kept is not None
-    manager._kept = type(kept)(kept.provider, kept.step, type(kept.phase).GRADS_FINAL)
+    manager._in_memory = type(kept)(kept.provider, kept.step, type(kept.phase).GRADS_FINAL)
     raise FaultError("reduced")
 
 
