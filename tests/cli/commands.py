@@ -22,9 +22,10 @@ def run(*args: Any, answer: str = "") -> Result:
     return CliRunner().invoke(app, [*map(str, args)], input=answer)
 
 
-def json_of(*args: Any) -> dict[str, Any]:
-    """What a command prints with ``--json``, and nothing else."""
+def json_of(*args: Any, code: int | None = None) -> dict[str, Any]:
+    """What a command prints with ``--json``, and nothing else; its exit status, if given."""
     result = run(*args, "--json")
+    assert result.exit_code == (result.exit_code if code is None else code)
     assert result.stdout
     assert result.stderr == ""
     found: dict[str, Any] = json.loads(result.stdout)

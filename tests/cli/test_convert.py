@@ -117,7 +117,7 @@ def test_each_difference_is_reported_and_ends_with_status_1(
     assert result.exit_code == 1, result.stderr
     assert text in result.stdout
     assert f"{written} and {checkpoint} DIFFER\n" in result.stdout
-    assert json_of("diff", written, checkpoint)["equal"] is False
+    assert json_of("diff", written, checkpoint, code=1)["equal"] is False
 
 
 LARGE = 2**62
@@ -144,7 +144,8 @@ def test_values_are_compared_to_the_bit_and_measured(
         write_array(tmp_path / name, values, key="v", chunk=(3,))
         write_marker(tmp_path / name, "zarr")
 
-    (found,) = json_of("diff", tmp_path / "one", tmp_path / "two", "--keys", "v")["arrays"]
+    places = (tmp_path / "one", tmp_path / "two")
+    (found,) = json_of("diff", *places, "--keys", "v", code=1)["arrays"]
 
     assert (found["index"], found["num_differing"]) == (first, num_differing)
     assert found["max_abs_difference"] == largest

@@ -73,7 +73,7 @@ def test_yes_does_not_ask_and_unfinished_ones_go_by_age(root: Path) -> None:
 
 
 def test_a_dry_run_only_shows(root: Path) -> None:
-    found = json_of("prune", root, "--keep-every", "2", "--dry-run")
+    found = json_of("prune", root, "--keep-every", "2", "--dry-run", code=0)
 
     assert found["dry_run"] is True
     assert [one["name"] for one in found["removed"]] == ["iter_0000001"]
