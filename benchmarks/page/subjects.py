@@ -128,7 +128,8 @@ SUBJECTS: Final = (
         "reshard",
         "Loads in another layout",
         "Baseline: each rank reads its bytes from its own file. `read` and `from the device` are "
-        "the bytes read by all ranks, divided by the bytes requested.",
+        "the bytes read by all ranks, divided by the bytes requested. Megatron-Core never divides "
+        "a parameter along another axis than before; rows to columns shows what that would cost.",
         READ_SHARES,
         TORCH_DIST,
         (
@@ -183,7 +184,7 @@ class Goal:
     """The largest value that is good enough, for the rows of a candidate in a subject.
 
     Values are ratios to the baseline ``of``, or those of the column with that title. The steps
-    that count begin with ``step``.
+    that count begin with ``step``, their labels with ``case``.
     """
 
     text: str
@@ -192,12 +193,17 @@ class Goal:
     candidate: str
     of: str
     step: str = ""
+    case: str = ""
 
     def values(self, rows: Sequence[Row]) -> list[float]:
         """The medians that the goal is about."""
         found = []
         for row in rows:
-            if row.candidate == self.candidate and row.step.startswith(self.step):
+            if (
+                row.candidate == self.candidate
+                and row.step.startswith(self.step)
+                and row.label.startswith(self.case)
+            ):
                 if self.of in row.more:
                     found.append(row.more[self.of])
                 elif self.of in row.ratios:
@@ -216,10 +222,11 @@ GOALS: Final = (
     Goal("zarr 2: save to memory, of raw", 1.6, "save_load", "zarr 2", RAW_PLAIN, "save"),
     Goal("zarr 2: cold load, of raw", 1.08, "save_load", "zarr 2", RAW_FLUSHED, "load cold"),
     Goal("zarr 2: warm load, of raw", 1.6, "save_load", "zarr 2", RAW_FLUSHED, "load warm"),
-    Goal("two-stage load, of fully parallel", 0.35, "two_stage", "two-stage, zarr 1", PARALLEL),
+    Goal("two-stage load in memory, of fully parallel", 0.35, "two_stage", "two-stage, zarr 1",
+         PARALLEL, "load warm"),
     Goal("two-stage load, of the baseline", 1.5, "two_stage", "two-stage, zarr 1", "baseline"),
-    Goal("another layout: bytes read, of those needed", 1.1, "reshard", "zarr 2", "read"),
-    Goal("another layout, of torch_dist", 0.33, "reshard", "zarr 2", TORCH_DIST),
+    Goal("TP2 to TP4: bytes read, of those needed", 1.1, "reshard", "zarr 2", "read", case="TP"),
+    Goal("TP2 to TP4: load, of torch_dist", 0.33, "reshard", "zarr 2", TORCH_DIST, case="TP"),
     Goal("local: blocking part, of memcpy", 1.3, "local_replicated", "local manager",
          LOCAL_BASELINE, "blocking"),
     Goal("local: save, of exchange and write", 1.5, "local_replicated", "local manager",
