@@ -159,7 +159,8 @@ def open_output(out: Path, script: str) -> Iterator[Output]:
     stem = Path(script).stem
     with out.open("w") as file:
         output = Output(file)
-        output.write("run", **_run_facts(["python", f"benchmarks/{stem}.py", *sys.argv[1:]]))
+        shown = [out.name if argument == str(out) else argument for argument in sys.argv[1:]]
+        output.write("run", **_about_run(["python", f"benchmarks/{stem}.py", *shown]))
         yield output
     for text in stem_tables(stem, Found(tuple(output.lines))):
         print(text)  # noqa: T201
@@ -169,7 +170,7 @@ def _stop(signal_number: int, _frame: object) -> NoReturn:
     raise SystemExit(128 + signal_number)
 
 
-def _run_facts(command: Iterable[str]) -> dict[str, Any]:
+def _about_run(command: Iterable[str]) -> dict[str, Any]:
     """Commit, command, versions and machine."""
     installed = {package.name: package.version for package in distributions()}
     return {

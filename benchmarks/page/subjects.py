@@ -80,7 +80,7 @@ class Subject:
             baseline = baseline if is_disk else RAW_PLAIN
         rounds: dict[str, dict[int, Line]] = {}
         for line in samples:
-            values = line.get("values", line)  # older runs have them beside the other fields
+            values = line["values"]
             if values.get(name) is not None:
                 rounds.setdefault(line["candidate"], {})[line["repetition"]] = values
         if self.stem == "two_stage":
