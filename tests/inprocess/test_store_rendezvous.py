@@ -132,7 +132,7 @@ def test_a_fault_while_a_barrier_forms_moves_the_ranks_that_wait_however_much_of
     state = RestartState(connect())
 
     def break_off() -> int:
-        while state.without("arrived", 1, range(2)) != [1]:
+        while state.without("reached", 1, range(2)) != [1]:
             time.sleep(0.001)
         reporter = state if num_writes is None else stopping(connect(), num_writes)
         with suppress(StoppedError):
@@ -233,7 +233,7 @@ class Life:
     def run(self) -> int:
         while True:
             restart_round = self._me.barrier(LIMIT_S)
-            assert self._state.without("arrived", restart_round, range(self._size)) == []
+            assert self._state.without("reached", restart_round, range(self._size)) == []
             time.sleep(self._rng.random() * 0.004)
             if self._ends(restart_round):
                 return restart_round
