@@ -25,7 +25,7 @@ def run(*args: Any, answer: str = "") -> Result:
 def json_of(*args: Any, code: int | None = None) -> dict[str, Any]:
     """What a command prints with ``--json``, and nothing else; its exit status, if given."""
     result = run(*args, "--json")
-    assert result.exit_code == (result.exit_code if code is None else code)
+    assert code in {None, result.exit_code}, result.exit_code
     assert result.stdout
     assert result.stderr == ""
     found: dict[str, Any] = json.loads(result.stdout)
