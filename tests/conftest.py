@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.pythons import Python
-
 # torch looks up the name of every peer that a store's client connects to. Where no name server
 # answers, that takes 5 s; /etc/hosts is still read.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
@@ -28,9 +26,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU where there is none."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-
-
-@pytest.fixture
-def plain_python() -> Python:
-    """Runs scripts that start without anything of this package imported."""
-    return Python()

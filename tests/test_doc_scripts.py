@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import ROOT, expected_outputs, python_blocks
-from tests.support.processes import finished
-from tests.support.pythons import Python
+from tests.support.processes import finished, run_script
 
 _BETWEEN = "--- next block ---"
 
@@ -196,9 +195,7 @@ CHANGES = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
-    name: str, plain_python: Python, tmp_path: Path
-) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
     page = ROOT / name
     before, after = SCRIPTS[name]
     script = tmp_path / "page.py"
@@ -209,7 +206,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
         code = code.replace(old, new)
     script.write_text(code)
 
-    done = plain_python.run(script)
+    done = run_script(script)
 
     assert done.returncode == 0, done.stderr
     printed = done.stdout.split(f"{_BETWEEN}\n")[1:-1]

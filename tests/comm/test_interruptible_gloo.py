@@ -24,7 +24,7 @@ from dist_ckpt_strategies.comm.interruptible_gloo import (
 )
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from tests.support.entries import outcome
-from tests.support.pythons import Python
+from tests.support.processes import run_script
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -240,12 +240,10 @@ def busy_machine() -> Iterator[None]:
             process.wait()
 
 
-def test_a_process_ends_well_though_a_thread_of_gloo_is_held_up(
-    tmp_path: Path, plain_python: Python
-) -> None:
+def test_a_process_ends_well_though_a_thread_of_gloo_is_held_up(tmp_path: Path) -> None:
     script = tmp_path / "exits.py"
     script.write_text(EXITS)
     with busy_machine():
         for _ in range(8):
-            done = plain_python.run(script)
+            done = run_script(script)
             assert done.returncode == 0, done.stderr

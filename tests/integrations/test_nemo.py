@@ -25,7 +25,7 @@ from dist_ckpt_strategies.integrations.nemo import auto_resume_class, strategy_c
 from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.memory_provider import MemoryProvider
-from tests.support.pythons import Python
+from tests.support.processes import run_script
 
 TENSOR_AWARE_MODULE = TENSOR_AWARE_CLASS.rpartition(".")[0]
 
@@ -139,9 +139,7 @@ def test_looking_for_a_checkpoint_is_put_off_until_it_is_forced() -> None:
     assert resume.calls[1:] == [(plain, None)]
 
 
-def test_neither_integrations_nor_managers_import_other_frameworks(
-    plain_python: Python, tmp_path: Path
-) -> None:
+def test_neither_integrations_nor_managers_import_other_frameworks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
@@ -154,7 +152,7 @@ def test_neither_integrations_nor_managers_import_other_frameworks(
         f"print(sorted(names & frameworks), {TENSOR_AWARE_MODULE!r} in sys.modules)\n"
     )
 
-    done = plain_python.run(script)
+    done = run_script(script)
 
     assert done.stdout == "[] False\n", done.stderr
 

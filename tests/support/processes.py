@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+_ROOT = Path(__file__).resolve().parents[2]
 _T = TypeVar("_T")
 
 
@@ -21,24 +23,37 @@ def until(is_so: Callable[[], _T], limit_s: float = 150.0) -> _T:
     return found
 
 
-def finished(
+def ended(
     *command: str | Path,
     cwd: Path | None = None,
     variables: Mapping[str, str] | None = None,
     limit_s: float = 250.0,
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has ended with status 0, with these variables in its environment."""
-    done = subprocess.run(
+    """A command that has ended, with these variables in its environment."""
+    return subprocess.run(
         [*map(str, command)],
         cwd=cwd,
         env={**os.environ, **(variables or {})},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=limit_s,
         check=False,
     )
+
+
+def finished(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A command that has ended with status 0; see ``ended``."""
+    done = ended(*command, **options)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return done
+
+
+def run_script(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """A script that has ended, which finds only what it imports itself, where the script is."""
+    variables = {"PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    command = (sys.executable, "-W", "ignore", script, *args)
+    return ended(*command, cwd=script.parent, variables=variables)
 
 
 def is_running(pid: int) -> bool:
