@@ -55,11 +55,7 @@ def test_every_documented_mode_restarts_the_block(mode: str) -> None:
         modes.append(call.last_fault and call.last_fault.mode)
         if call.num_attempts == 1:
             restart_round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-            agent.answer(
-                0,
-                "report_fault",
-                {"global_rank": 0, "restart_round": restart_round, "mode": mode, "why": "ECC"},
-            )
+            agent.answer(0, "report_fault", (0, restart_round, mode, "ECC"))
             time.sleep(LIMIT_S)
         return call.num_attempts
 
@@ -100,7 +96,7 @@ def test_without_a_client_the_agents_package_is_needed(monkeypatch: pytest.Monke
 def test_a_place_that_makes_no_sense_is_refused(agent: Agent) -> None:
     class Odd(AgentSocketClient):
         def wait_rank_info(self, timeout_s: float | None) -> dict[str, str]:
-            return {**super().wait_rank_info(timeout_s), "RANK": "first"}
+            return {**self.ask("wait_rank_info", timeout_s), "RANK": "first"}
 
     me = HPAgentK8sAPIFactory(Odd(agent.port, 0))()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from socketserver import ThreadingMixIn
 from typing import Any
 from xmlrpc.client import ServerProxy
@@ -35,10 +36,10 @@ class Agent:
         self._server.shutdown()
         self._server.server_close()
 
-    def answer(self, rank: int, call: str, args: Mapping[str, Any]) -> Any:
+    def answer(self, rank: int, call: str, args: Sequence[Any]) -> Any:
         with self._changed:
             self.calls.append(call)
-            found = getattr(self, f"_{call}")(rank, **args)
+            found = getattr(self, f"_{call}")(rank, *args)
             self._changed.notify_all()
             return found
 
@@ -46,14 +47,10 @@ class Agent:
         assert 0 <= rank < self.size
 
     def _wait_rank_info(self, rank: int, timeout_s: float | None) -> dict[str, str]:
-        size = str(self.size)
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "JOB": "7",
-        } | dict(zip(("MASTER_ADDR", "MASTER_PORT"), map(str, self.master), strict=False))
+        place = {"RANK": rank, "LOCAL_RANK": rank, "JOB": 7}
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), self.size)
+        master = dict(zip(("MASTER_ADDR", "MASTER_PORT"), self.master, strict=False))
+        return {name: str(value) for name, value in (place | sizes | master).items()}
 
     def _barrier(self, rank: int, timeout_s: float) -> int | None:
         """Waits in whatever round is the forming one; a fault takes all who wait to the next."""
@@ -78,14 +75,7 @@ class Agent:
 
     def _newest(self, rank: int) -> int:
         """The last round that has begun with this rank."""
-        return max(
-            (
-                restart_round
-                for restart_round in self._opened
-                if rank in self._arrived[restart_round]
-            ),
-            default=0,
-        )
+        return max((n for n in self._opened if rank in self._arrived[n]), default=0)
 
     def _past_barrier(self, rank: int, restart_round: int) -> None:
         assert restart_round in self._opened
@@ -105,39 +95,22 @@ class Agent:
 
 
 class AgentSocketClient:
-    """One rank's client of an Agent."""
+    """One rank's client of an Agent: what it is asked, it asks the agent."""
 
     def __init__(self, port: int, rank: int) -> None:
         self._port = port
         self._rank = rank
 
-    def init(self) -> None:
-        self._ask("init")
-
-    def wait_rank_info(self, timeout_s: float | None) -> Mapping[str, str]:
-        return dict(self._ask("wait_rank_info", timeout_s=timeout_s))
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        return partial(self.ask, call)
 
     def barrier(self, timeout_s: float) -> int:
-        restart_round = self._ask("barrier", timeout_s=timeout_s)
+        restart_round = self.ask("barrier", timeout_s)
         if restart_round is None:
             raise TimeoutError(f"not all ranks came in {timeout_s:g} s")
         return int(restart_round)
 
-    def past_barrier(self, restart_round: int) -> None:
-        self._ask("past_barrier", restart_round=restart_round)
-
-    def report_fault(self, global_rank: int, restart_round: int, mode: str, why: str) -> None:
-        self._ask(
-            "report_fault", global_rank=global_rank, restart_round=restart_round, mode=mode, why=why
-        )
-
-    def wait_fault(self, restart_round: int, timeout_s: float) -> Mapping[str, Any] | None:
-        found: Mapping[str, Any] | None = self._ask(
-            "wait_fault", restart_round=restart_round, timeout_s=timeout_s
-        )
-        return found
-
-    def _ask(self, call: str, **args: Any) -> Any:
+    def ask(self, call: str, *args: Any) -> Any:
         # A connection for each question: several threads of a rank ask at once.
         with ServerProxy(f"http://127.0.0.1:{self._port}", allow_none=True) as server:
             return server.answer(self._rank, call, args)
