@@ -1,30 +1,23 @@
-"""Calls as the reference of another package states them."""
+"""Calls that are to be made here as they are made of another package."""
 
 from __future__ import annotations
 
-import inspect
+from inspect import Parameter, signature
 from typing import Any
 
 
-def require_understood(function: Any, parameters: str) -> None:
-    """A call takes the parameters that a reference states, without self, and asks for no more."""
-    own = own_parameters(function)
-    theirs = [part.partition("=") for part in parameters.split(", ") if part]
-    assert [_starred(one) for one in own[: len(theirs)]] == [name for name, _, _ in theirs]
-    for parameter, (name, _, default) in zip(own, theirs, strict=False):
-        assert name.startswith("*") or parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        assert not default or repr(parameter.default) == default
-    for parameter in own[len(theirs) :]:
-        is_optional = parameter.default is not parameter.empty
-        assert is_optional or parameter.kind is parameter.VAR_KEYWORD
-
-
-def own_parameters(function: Any) -> list[inspect.Parameter]:
+def own_parameters(function: Any) -> list[Parameter]:
     """The parameters of a call, without self."""
-    own = list(inspect.signature(function).parameters.values())
+    own = list(signature(function).parameters.values())
     return own[1:] if own and own[0].name == "self" else own
 
 
-def _starred(parameter: inspect.Parameter) -> str:
-    stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
-    return stars.get(parameter.kind, "") + parameter.name
+def require_understood(function: Any, theirs: list[Parameter]) -> None:
+    """A call takes the other's parameters, with the defaults that those have, and needs no more."""
+    own = own_parameters(function)
+    taken, more = own[: len(theirs)], own[len(theirs) :]
+    assert [(one.name, one.kind) for one in taken] == [(one.name, one.kind) for one in theirs]
+    for one, other in zip(taken, theirs, strict=True):
+        assert other.default in (Parameter.empty, one.default)
+    for one in more:
+        assert one.default is not Parameter.empty or one.kind is Parameter.VAR_KEYWORD
