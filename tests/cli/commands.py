@@ -38,13 +38,6 @@ def issues_of(address: str | Path) -> list[tuple[str, str | None, str]]:
     return [(one["problem"], one["key"], one["path"]) for one in issues]
 
 
-def ended(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """A process that has ended, with whatever status."""
-    return subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-
-
 def begun(*command: str | Path, **variables: str) -> subprocess.Popen[str]:
     """A process with these variables in its environment, and a pipe to each of its streams."""
     return subprocess.Popen(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import PROGRAM, begun, ended, run
-from tests.support.processes import until
+from tests.cli.commands import PROGRAM, begun, run
+from tests.support.processes import ended, until
 
 CANDIDATES = ("one stream", "zarr 1", "zarr 2", "torch_dist")
 

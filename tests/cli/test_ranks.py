@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import LIMIT_S, PROGRAM, begun, ended, json_of, run
+from tests.cli.commands import LIMIT_S, PROGRAM, begun, json_of, run
 from tests.support.checkpoints import RNG, WEIGHT, flip_bit
-from tests.support.processes import is_running, until
+from tests.support.processes import ended, is_running, until
 
 pytestmark = pytest.mark.multiprocess
 

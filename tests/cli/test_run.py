@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import LIMIT_S, PROGRAM, begun, ended, run
-from tests.support.processes import is_running, until
+from tests.cli.commands import LIMIT_S, PROGRAM, begun, run
+from tests.support.processes import ended, is_running, until
 
 RUN = (*PROGRAM, "run")
 START = """
