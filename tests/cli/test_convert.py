@@ -20,11 +20,11 @@ from tests.support.checkpoints import (
     RNG,
     SCALAR,
     WEIGHT,
+    random_values,
     write_array,
     write_marker,
     write_object,
 )
-from tests.support.samples import random_values
 
 
 def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> None:

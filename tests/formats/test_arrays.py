@@ -36,7 +36,9 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.support.checkpoints import (
+    Values,
     golden_archives,
+    random_values,
     unpack,
     write_array,
     write_marker,
@@ -44,7 +46,6 @@ from tests.support.checkpoints import (
     write_object,
 )
 from tests.support.leaks import threads_left
-from tests.support.samples import Values, random_values, same_bytes
 from tests.support.sharding import (
     ALL_DTYPES,
     Cut,
@@ -259,7 +260,8 @@ def test_arrays_of_other_writers_are_read_and_bad_chunks_are_named(
     directory = write_foreign(tmp_path, values, **WAYS[name])
     bad = directory / ("0/1" if name == "nested" else "0.1")
 
-    assert same_bytes(read(tmp_path, values, engine), values)
+    found = read(tmp_path, values, engine)
+    assert (found.dtype, found.tobytes()) == (values.dtype, values.tobytes())
     content = bad.read_bytes()
     if "compressors" in WAYS[name]:
         for damaged in (content[: len(content) // 2], b"", b"\x01" * len(content)):

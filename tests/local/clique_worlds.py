@@ -22,7 +22,7 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
 )
 from dist_ckpt_strategies.local.plan import build_cliques
-from tests.support.tensors import bits
+from tests.support.tensors import bits, noise
 from tests.support.thread_ranks import ThreadCommunicator, ThreadWorld, run_ranks
 
 RANKS_PER_NODE = 2
@@ -59,15 +59,6 @@ def node_directory(root: str, node: int) -> Path:
 def holder_directory(root: str, rank: int) -> Path:
     """Where a rank keeps its shards."""
     return node_directory(root, rank // RANKS_PER_NODE) / str(rank)
-
-
-def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor of any bit patterns."""
-    generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    high = 2 if dtype is torch.bool else 256
-    content = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
-    return content.view(dtype).reshape(shape)
 
 
 def values_of(rank: int, iteration: int) -> dict[str, Any]:

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.core.array import DType
-from tests.support.samples import Values, random_values
+from dist_ckpt_strategies.core.array import DType, Shape
+from tests.support.tensors import noise
 
+Values = npt.NDArray[Any]
 WEIGHT = "decoder.weight"  # float32, 4 x 6 in six chunks of 2 x 2: 16 bytes each
 NESTED = "model/layers/0/bias"
 SCALAR = "scale"
@@ -66,6 +68,12 @@ def write_foreign_checkpoint(root: Path) -> Path:
     write_object(root / "common.pt", {"iteration": 7})
     write_marker(root, "torch_dist")
     return root
+
+
+def random_values(shape: Shape, dtype: DType) -> Values:
+    """An array of any bits."""
+    tensor = noise(shape, getattr(torch, dtype.value), 0)
+    return tensor.view(torch.uint8).numpy().view(dtype.numpy)
 
 
 def write_marker(root: Path, backend: str) -> None:

@@ -1,4 +1,4 @@
-"""Tensors whose elements do not simply lie in C order."""
+"""Tensors of any bits, and tensors whose elements do not simply lie in C order."""
 
 from __future__ import annotations
 
@@ -56,6 +56,15 @@ LAYOUTS: dict[str, Layout] = {
     "at an offset": at_an_odd_byte,
     "parameter": needs_grad,
 }
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Every kind of bit pattern: NaNs with payloads, infinities, subnormals, negative zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    high = 2 if dtype is torch.bool else 256
+    content = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
+    return content.view(dtype).reshape(shape)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
