@@ -15,8 +15,8 @@ from tests.faults.files import Files, damaged_copies, local_copies
 from tests.faults.oracle import Ledger, Place, Status
 from tests.faults.schedule import Event, Store, Strike
 from tests.support.faulty_proxy import FaultyProxy
+from tests.support.folders import Folder, folder_in_bucket, folder_on_disk
 from tests.support.object_stores import moto
-from tests.support.places import AnyPlace, BucketPlace, DirectoryPlace
 
 _MAX_DELAY_S = 0.25
 _MAX_OUTAGE_S = 0.6
@@ -31,10 +31,11 @@ class Outside:
     root: Path
     server: FaultyProxy
 
-    def places(self) -> list[AnyPlace]:
-        return [DirectoryPlace(self.root / "global"), BucketPlace(self.server.store, "campaign")]
+    def places(self) -> list[Folder]:
+        in_bucket = folder_in_bucket(self.server.store, "campaign")
+        return [folder_on_disk(self.root / "global"), in_bucket]
 
-    def place_of(self, event: Event) -> AnyPlace:
+    def place_of(self, event: Event) -> Folder:
         return self.places()[event.store is Store.OBJECTS]
 
     def finished(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
 from tests.cli.commands import issues_of
-from tests.support.places import AnyPlace
+from tests.support.folders import Folder
 from tests.support.sharding import Cut, on_grid, state_of
 
 ONE_SERVER = pytest.mark.parametrize("store", ["moto"], indirect=True)
@@ -45,8 +45,8 @@ class Files:
         inner: where its other files are.
     """
 
-    top: AnyPlace
-    inner: AnyPlace
+    top: Folder
+    inner: Folder
 
     @property
     def address(self) -> str:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.stores.commands import Files, write
 from tests.support.faulty_proxy import FaultyProxy
+from tests.support.folders import folder_in_bucket, folder_on_disk
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
-from tests.support.places import BucketPlace, DirectoryPlace
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,14 +71,15 @@ def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
     """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
     if request.param == "directory":
-        place = DirectoryPlace(tmp_path / "run" / "iter_0000003")
+        place = folder_on_disk(tmp_path / "run" / "iter_0000003")
         write(place.address)
         return Files(place, place)
     store = _used(_store(request), monkeypatch)
     bucket = _new_bucket(store, request.node.name)
-    top = BucketPlace(store, bucket, "run/iter_0000003")
+    path = "run/iter_0000003"
+    top = folder_in_bucket(store, bucket, path)
     write(top.address)
-    return Files(top, BucketPlace(store, bucket, store.place(bucket, top.path)))
+    return Files(top, folder_in_bucket(store, bucket, store.place(bucket, path)))
 
 
 def _store(request: pytest.FixtureRequest) -> ObjectStore:

@@ -2,62 +2,46 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
 
 from tests.support.object_stores import ObjectStore
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryPlace:
-    """Files below a directory."""
+class Folder:
+    """Where files are; ``address`` is the directory or URL."""
 
-    root: Path
-
-    @property
-    def address(self) -> str:
-        return str(self.root)
+    def __init__(self, address: str, spec: dict[str, Any]) -> None:
+        self.address = address
+        self._files = ts.KvStore.open(spec).result()
 
     def names(self) -> list[str]:
-        paths = (Path(at) / name for at, _, names in os.walk(self.root) for name in names)
-        return sorted(str(path.relative_to(self.root)) for path in paths)
+        return sorted(name.decode() for name in self._files.list().result())
 
     def read(self, name: str) -> bytes:
-        return (self.root / name).read_bytes()
+        return bytes(self._files[name])
 
     def put(self, name: str, content: bytes) -> None:
-        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / name).write_bytes(content)
+        self._files[name] = content
 
     def delete(self, name: str) -> None:
-        (self.root / name).unlink()
+        del self._files[name]
 
 
-@dataclass(frozen=True, slots=True)
-class BucketPlace:
-    """Objects below a prefix of a bucket."""
-
-    store: ObjectStore
-    bucket: str
-    path: str = "run"
-
-    @property
-    def address(self) -> str:
-        return f"s3://{self.bucket}/{self.path}"
-
-    def names(self) -> list[str]:
-        found = (n.partition(f"{self.path}/") for n in self.store.names(self.bucket))
-        return [rest for before, slash, rest in found if slash and not before]
-
-    def read(self, name: str) -> bytes:
-        return self.store.read(self.bucket, f"{self.path}/{name}")
-
-    def put(self, name: str, content: bytes) -> None:
-        self.store.put(self.bucket, f"{self.path}/{name}", content)
-
-    def delete(self, name: str) -> None:
-        self.store.delete(self.bucket, f"{self.path}/{name}")
+def folder_on_disk(root: Path) -> Folder:
+    return Folder(str(root), {"driver": "file", "path": f"{root}/"})
 
 
-AnyPlace = DirectoryPlace | BucketPlace
+def folder_in_bucket(store: ObjectStore, bucket: str, path: str = "run") -> Folder:
+    """A folder for which the environment has the keys of the store."""
+    spec = {
+        "driver": "s3",
+        "endpoint": store.endpoint,
+        "aws_region": "us-east-1",
+        "aws_credentials": {"type": "environment"},
+        "bucket": bucket,
+        "path": f"{path}/",
+    }
+    return Folder(f"s3://{bucket}/{path}", spec)
