@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import TCPStore
 from dist_ckpt_strategies.comm.teardown import num_undestroyed_groups, open_sockets
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
-from tests.support.groups import group_of_size
 from tests.support.processes import until
 from tests.support.ranks import allow_processes
 from tests.support.restarts import HOST, Wrappers, join_group, run_restartable
@@ -182,7 +181,7 @@ def test_a_fault_ends_whatever_the_others_wait_for_and_cuts_no_other_connection(
 
 
 def in_collectives_until(until: float, dice: random.Random, size: int) -> None:
-    part = group_of_size(2)
+    part = dist.new_subgroups(2)[0]
     data = torch.ones(size)
     many = [torch.empty_like(data) for _ in range(SIZE)]
     collectives: list[Callable[[], Any]] = [

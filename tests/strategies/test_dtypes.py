@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
@@ -24,7 +25,6 @@ from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoad
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy, ZarrLoadShardedStrategy
 from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused, save
-from tests.support.groups import group_of_size
 from tests.support.ranks import allow_torch_dist
 from tests.support.sharding import (
     ALL_DTYPES,
@@ -72,7 +72,8 @@ def loaders(backend: tuple[str, int], options: Options | None = None) -> dict[st
     plain = partial(STRATEGIES[backend], options=options)
     found = {"plain": plain(), "wrapped": FullyParallelLoadStrategyWrapper(plain())}
     if backend[0] == "zarr":
-        for name, group in {"two-stage": None, "two-stage in pairs": group_of_size(2)}.items():
+        groups = {"two-stage": None, "two-stage in pairs": dist.new_subgroups(2)[0]}
+        for name, group in groups.items():
             found[name] = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=plain())
     return found
 

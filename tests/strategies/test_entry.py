@@ -31,7 +31,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused, save
-from tests.support.groups import group_of_size
 from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import (
     Cut,
@@ -170,7 +169,7 @@ def one_rank_alone_reads_metadata_and_removes_arrays(rank: int, scratch: Path) -
 def groups_save_on_their_own_and_errors_name_global_ranks(rank: int, scratch: Path) -> None:
     """Two halves of the world save a checkpoint each, at the same time."""
     half, within = divmod(rank, 2)
-    group = group_of_size(2)
+    group = dist.new_subgroups(2)[0]
     saver, loader = ZarrSaveShardedStrategy(group=group), ZarrLoadShardedStrategy(group=group)
     cut = at_random(f"half.{half}", (12, 10), 7, size=2)
     root, elsewhere = scratch / f"half.{half}", scratch / f"objects.{half}"

@@ -45,7 +45,6 @@ from tests.support.entries import (
     require_refused,
     save,
 )
-from tests.support.groups import group_of_size
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
     Cut,
@@ -176,11 +175,11 @@ def loaders(entry: Entry) -> dict[str, dict[str, Any]]:
     """How a rank may load: by itself, sharing the reading, in Megatron-Core's wrapper."""
     if entry is Entry.MEGATRON:
         return {"plain": {}}
-    wrapper = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), group_of_size(4))
+    wrapper = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), dist.new_subgroups(4)[0])
     return {
         "plain": {},
         "two-stage": {
-            "sharded_strategy": TwoStageDataParallelLoadShardedStrategy(group_of_size(2))
+            "sharded_strategy": TwoStageDataParallelLoadShardedStrategy(dist.new_subgroups(2)[0])
         },
         "wrapped": {"sharded_strategy": wrapper},
     }

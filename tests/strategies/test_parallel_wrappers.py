@@ -28,7 +28,6 @@ from dist_ckpt_strategies.strategies.zarr import (
     ZarrSaveShardedStrategy,
 )
 from tests.support.entries import Entry, load, require_on_ranks, save
-from tests.support.groups import group_of_size
 from tests.support.sharding import (
     Cut,
     at_random,
@@ -84,7 +83,7 @@ def full_state(rank: int, data: Any) -> dict[str, Any]:
 
 def save_and_load(rank: int, entry: Entry, size: int, scratch: Path) -> None:
     """Over all strategies; a node is lost before the load."""
-    group = group_of_size(size)
+    group = dist.new_subgroups(size)[0]
     for kind, (saver, loader) in strategies(scratch).items():
         root, state = scratch / kind, full_state(rank, part_of)
         wrapper = FullyParallelSaveStrategyWrapper(saver, group)

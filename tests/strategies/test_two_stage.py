@@ -39,7 +39,6 @@ from tests.support.entries import (
     require_refused,
     save,
 )
-from tests.support.groups import group_of_size
 from tests.support.ranks import RankDiedError, allow_torch_dist, run_processes
 from tests.support.sharding import (
     Cut,
@@ -81,7 +80,7 @@ def every_rank_gets_what_it_requests(rank: int, root: Path) -> None:
     save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
     objects_stored = {"shared/shard_0_1", *(f"own.state/shard_{n}_4" for n in range(4))}
     for size in (1, 2, 4):
-        strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(size))
+        strategy = TwoStageDataParallelLoadShardedStrategy(dist.new_subgroups(size)[0])
         for data in (no_data, zeros):
             wanted = state_of(rank, cuts(), data) | objects(rank, empty=True)
             loaded = dist_checkpointing.load(wanted, str(root), sharded_strategy=strategy)
@@ -112,7 +111,7 @@ def count_reads(rank: int, root: Path, backend: tuple[str, int]) -> Any:
     prepare(60)
     vars(two_stage_load)["page_cache_of"] = lambda _: None
     save(Entry.OURS, replicas(rank, empty=False), root, sharded_strategy=backend)
-    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(4))
+    strategy = TwoStageDataParallelLoadShardedStrategy(dist.new_subgroups(4)[0])
     strategy.load(replicas(rank, empty=True), root)  # imports what is imported once
     dist.barrier()
     before = read_nbytes()
@@ -149,7 +148,7 @@ def lose_rank(rank: int, root: Path) -> Any:
     prepare(60)
     save(Entry.OURS, replicas(rank, empty=False), root)
     prepare(4)
-    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(4))
+    strategy = TwoStageDataParallelLoadShardedStrategy(dist.new_subgroups(4)[0])
     strategy.maybe_init_gloo_group()
     dist.barrier()
     if rank == 3:
@@ -216,7 +215,7 @@ def test_memory_beside_the_tensors_is_bounded(tmp_path: Path) -> None:
 def the_functions_of_megatron_core_0_15_work(rank: int, root: Path) -> None:
     state = replicas(rank, empty=False)
     save(Entry.OURS, state, root)
-    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(2))
+    strategy = TwoStageDataParallelLoadShardedStrategy(dist.new_subgroups(2)[0])
     metas = [
         _ShardedTensorMetadata(rank, state[key].without_data(), other, (0, 1))
         for key in ("w3", "w1")
@@ -319,7 +318,7 @@ def torch_dist_is_asked_once_per_group_for_each_shard_and_object(rank: int, root
         for size, data in product((1, 2, 4), (zeros, no_data)):
             base = Recorded(TorchDistLoadShardedStrategy())
             strategy = TwoStageDataParallelLoadShardedStrategy(
-                group_of_size(size), base_strategy=base
+                dist.new_subgroups(size)[0], base_strategy=base
             )
             wanted = state_of(rank, regular_cuts(), data) | objects(rank, empty=True)
             loaded = dist_checkpointing.load(wanted, str(root), sharded_strategy=strategy)
@@ -337,7 +336,7 @@ def torch_dist_is_asked_once_per_group_for_each_shard_and_object(rank: int, root
 def a_failure_of_the_base_is_raised_on_all(rank: int, root: Path) -> None:
     """Any strategy will do; it must not be one of ours, which are not called this way."""
     save(Entry.OURS, state_of(rank, regular_cuts()) | objects(rank), root)
-    group = group_of_size(2)
+    group = dist.new_subgroups(2)[0]
 
     def load(base: Any, state: dict[str, Any]) -> Any:
         strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=base)
