@@ -18,7 +18,6 @@ import pytest
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
-from tests.support.host_streams import host_streams
 from tests.support.pages import ROOT, python_blocks
 from tests.support.processes import finished
 from tests.support.restarts import Wrappers, run_restartable
@@ -98,7 +97,7 @@ def run_page(
         tear_once(4)
     printed = StringIO()
     on_cpu = mock.patch("torch.cuda.set_device")
-    with cpu_stand_ins(), host_streams(), on_cpu, redirect_stdout(printed):
+    with cpu_stand_ins(), on_cpu, redirect_stdout(printed):
         runpy.run_path(script, run_name="__main__")
     return [line for line in printed.getvalue().splitlines() if line.startswith("step ")]
 

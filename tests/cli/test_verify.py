@@ -13,6 +13,7 @@ import pytest
 import zarr
 
 from tests.cli.commands import issues_of, json_of, run
+from tests.golden.sets import NAMES, GoldenSet
 from tests.support.checkpoints import (
     ARRAYS,
     EMPTY,
@@ -20,8 +21,6 @@ from tests.support.checkpoints import (
     RNG,
     WEIGHT,
     flip_bit,
-    golden_archives,
-    unpack,
     write_foreign_checkpoint,
     write_metadata,
     write_object,
@@ -139,12 +138,9 @@ def test_a_directory_that_may_not_be_listed_is_not_called_damaged(
     assert "cannot be listed: Permission denied" in result.output.replace("\n", "")
 
 
-GOLDEN = golden_archives()
-
-
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_megatron_wrote_has_no_issues(tmp_path: Path, name: str) -> None:
-    root = unpack(GOLDEN[name], tmp_path)
+    root = GoldenSet.unpack(name, tmp_path).checkpoint
     assert issues_of(root) == []
     assert {one["kind"] for one in json_of("inspect", root)["stale_files"]} <= {"locks"}
 

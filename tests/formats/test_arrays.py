@@ -35,11 +35,10 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from tests.golden.sets import TP4, GoldenSet
 from tests.support.checkpoints import (
     Values,
-    golden_archives,
     random_values,
-    unpack,
     write_array,
     write_marker,
     write_metadata,
@@ -313,7 +312,7 @@ def test_what_cannot_be_decoded_is_an_error_that_says_so(
 
 
 def test_descriptions_have_the_bytes_that_megatron_wrote(tmp_path: Path) -> None:
-    old = unpack(golden_archives()["m0123_tp4_modelonly"], tmp_path)
+    old = Path(GoldenSet.unpack(TP4, tmp_path).checkpoint)
     state: dict[str, Any] = {}
     for path in old.glob("*/.zarray"):
         fields, key = json.loads(path.read_bytes()), path.parent.name

@@ -30,14 +30,8 @@ def flat(unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
 
 
 @pytest.fixture(params=list(Engine))
-def engine(request: pytest.FixtureRequest, registries: None) -> Engine:
-    found: Engine = request.param
-    register_engine(found)
-    return found
-
-
-@pytest.fixture
-def registries() -> Iterator[None]:
-    """On leaving, Megatron-Core's registry and ours are as they were."""
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Each engine registered in turn; on leaving, the registries are as they were."""
     with fresh_registries():
-        yield
+        register_engine(request.param)
+        yield request.param

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    apply_factories,
-    is_main_replica,
-)
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.cli.demo.main import ModelSize, ParallelLayout
 from dist_ckpt_strategies.cli.demo.rank import build_model
+from tests.support.entries import Entry, save
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -91,30 +86,8 @@ class Trainee:
         self.optimizer.load_state_dict(loaded["optimizer"])
 
 
-def gather_whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """On rank 0 every global tensor, put together from all main replicas; elsewhere none.
-
-    Factories are applied in place. Collective over the world.
-    """
-    apply_factories(state)
-    shards = [
-        (shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().clone())
-        for shard in nested_values(state)
-        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
-    ]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, shards)
-    return assembled(shard for found in gathered for shard in found)
-
-
-def assembled(shards: Iterable[tuple[str, Any, Any, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Whole tensors; every element has to be given exactly once."""
-    whole: dict[str, torch.Tensor] = {}
-    times: dict[str, torch.Tensor] = {}
-    for key, shape, index, data in shards:
-        whole.setdefault(key, torch.empty(shape, dtype=data.dtype))[index] = data
-        times.setdefault(key, torch.zeros(shape, dtype=torch.int32))[index] += 1
-    wrong = [key for key, counts in times.items() if not bool((counts == 1).all())]
-    if wrong:
-        raise ValueError(f"not every element is held exactly once: {wrong}")
-    return whole
+def whole_tensors(state: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
+    """Every global tensor of a state, which is saved to a new directory. Collective: world."""
+    save(Entry.MEGATRON, state, root)
+    found = dist_checkpointing.load_plain_tensors(str(root))
+    return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -22,8 +23,7 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.formats.objects import allowing
 from dist_ckpt_strategies.megatron.types import default_allowed
-from tests.support.checkpoints import unpack
-from tests.support.sharding import same_bits
+from tests.support.sharding import Cut, Part, same_bits
 
 _HERE = Path(__file__).parent / "data"
 
@@ -44,7 +44,7 @@ class GoldenSet:
     @classmethod
     def unpack(cls, name: str, target: Path) -> GoldenSet:
         """The set of that name, unpacked below ``target``."""
-        unpack(_HERE / f"{name}.tar.xz", target)
+        shutil.unpack_archive(_HERE / f"{name}.tar.xz", target, filter="data")
         return cls(target / name)
 
     @property
@@ -56,6 +56,10 @@ class GoldenSet:
     def tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = torch.load(self.folder / "expected.pt", weights_only=True)
         return found
+
+    def part_of(self, cut: Cut, part: Part) -> torch.Tensor:
+        """The content of a part of an array."""
+        return self.tensors[cut.key][part.slices()].reshape(part.shape[cut.num_prepended :])
 
     @cached_property
     def objects(self) -> dict[str, Any]:
@@ -108,12 +112,3 @@ def load_along(route: Route, state_dict: Any, checkpoint: str, **options: Any) -
     wrapper = FullyParallelLoadStrategyWrapper(base)
     with cpu_stand_ins():
         return load(state_dict, checkpoint, wrapper, **options)
-
-
-def require_done(results: Iterable[Any]) -> list[Any]:
-    """The results of ``run_processes``, once none of them is an exception."""
-    found = list(results)
-    errors = [result for result in found if isinstance(result, BaseException)]
-    if errors:
-        raise errors[0]
-    return found

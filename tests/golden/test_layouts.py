@@ -14,19 +14,9 @@ from tests.golden.sets import (
     Route,
     load_along,
     register_engine,
-    require_done,
 )
-from tests.support.ranks import run_processes
-from tests.support.sharding import (
-    Cut,
-    at_random,
-    held_by,
-    no_data,
-    on_grid,
-    same_bits,
-    state_of,
-    zeros,
-)
+from tests.support.ranks import done_by
+from tests.support.sharding import Cut, at_random, differences, no_data, on_grid, state_of, zeros
 
 pytestmark = pytest.mark.multiprocess
 
@@ -52,13 +42,8 @@ def load_every_cut(rank: int, golden: GoldenSet, engine: Engine, size: int) -> l
         for seed, data in enumerate((zeros, no_data)):
             asked = cuts(golden, seed, size)
             found = load_along(route, state_of(rank, asked, data), golden.checkpoint)
-            wrong += [
-                f"{route}, seed {seed}: {name}"
-                for name, cut, part in held_by(rank, asked)
-                if not same_bits(
-                    found[name], golden.tensors[cut.key][part.slices()].reshape(found[name].shape)
-                )
-            ]
+            names = differences(rank, asked, found, golden.part_of)
+            wrong += [f"{route}, seed {seed}: {name}" for name in names]
     return wrong
 
 
@@ -69,6 +54,4 @@ def load_every_cut(rank: int, golden: GoldenSet, engine: Engine, size: int) -> l
 def test_every_set_loads_bit_exactly_at_other_layouts(
     unpacked: Callable[[str], GoldenSet], name: str, size: int, engine: Engine
 ) -> None:
-    results = run_processes(size, load_every_cut, unpacked(name), engine, size)
-
-    assert require_done(results) == [[]] * size
+    assert done_by(size, load_every_cut, unpacked(name), engine, size) == [[]] * size

@@ -76,18 +76,6 @@ def test_metadata_names_everything_and_what_it_names_can_be_loaded(golden: Golde
     assert found.keys() >= golden.objects.keys()
 
 
-@pytest.mark.usefixtures("registries")
-def test_common_state_reads_the_same_with_megatron_cores_strategy_and_ours(
-    golden: GoldenSet,
-) -> None:
-    dist_ckpt_strategies.register(replace=True)
-    theirs = described(dist_checkpointing.load_common_state_dict(golden.checkpoint))
-    dist_ckpt_strategies.register(replace_common=True, replace=True)
-
-    assert described(dist_checkpointing.load_common_state_dict(golden.checkpoint)) == theirs
-    assert described(TorchCommonLoadStrategy().load_common(golden.checkpoint)) == theirs
-
-
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("prefix", ["optimizer", "decoder."])
 def test_removing_a_prefix_leaves_everything_else_as_it_was(

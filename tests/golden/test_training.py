@@ -17,7 +17,7 @@ from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import CheckpointError, StrategyError
 from dist_ckpt_strategies.formats.objects import dump_object, load_content
 from dist_ckpt_strategies.tools.upgrade import upgraded_common
-from tests.golden.gpt import Trainee, gather_whole, parallel
+from tests.golden.gpt import Trainee, parallel, whole_tensors
 from tests.golden.sets import (
     FLAT,
     RESHARDABLE,
@@ -27,9 +27,8 @@ from tests.golden.sets import (
     differing,
     load_along,
     register_engine,
-    require_done,
 )
-from tests.support.ranks import run_processes
+from tests.support.ranks import done_by, run_processes
 
 NUM_ROWS = 128
 AS_IT_IS = "as it is"
@@ -59,7 +58,7 @@ def step_of(trainee: Trainee) -> list[float]:
 
 
 def train_on(
-    rank: int, checkpoint: str, layout: ParallelLayout, route: Route
+    _rank: int, checkpoint: str, layout: ParallelLayout, route: Route, root: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
     """Body of a rank: the whole state as loaded, and after one step."""
     register_engine(Engine.TENSORSTORE)
@@ -67,10 +66,9 @@ def train_on(
         trainee = Trainee.build(layout, NUM_ROWS)
         loaded = load_along(route, trainee.state(is_loading=True), checkpoint)
         trainee.take_over(loaded)
-        resumed = gather_whole(trainee.state(is_loading=False))
+        resumed = whole_tensors(trainee.state(is_loading=False), root / "resumed")
         steps = step_of(trainee)
-        trained = gather_whole(trainee.state(is_loading=False))
-        return (resumed, trained, steps) if rank == 0 else ({}, {}, steps)
+        return resumed, whole_tensors(trainee.state(is_loading=False), root / "trained"), steps
 
 
 def stepped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -120,9 +118,8 @@ def test_the_state_and_the_next_step_are_those_of_the_expected_tensors(
         report = upgrade(golden.checkpoint, checkpoint, to)
         assert (report.num_arrays, report.num_objects) == (68, 20)
 
-    results = require_done(
-        run_processes(layout.num_ranks, train_on, checkpoint, layout, route, timeout_s=120)
-    )
+    task = (checkpoint, layout, route, tmp_path)
+    results = done_by(layout.num_ranks, train_on, *task)
 
     resumed, trained, steps = results[0]
     expected = renamed(golden.tensors)
@@ -134,9 +131,11 @@ def test_the_state_and_the_next_step_are_those_of_the_expected_tensors(
 
 
 @pytest.mark.multiprocess
-def test_without_the_upgrade_the_optimizer_cannot_be_loaded(flat: GoldenSet) -> None:
-    layout = ParallelLayout(tp=1, pp=1, dp=1)
-    (result,) = run_processes(1, train_on, flat.checkpoint, layout, Route.OURS)
+def test_without_the_upgrade_the_optimizer_cannot_be_loaded(
+    flat: GoldenSet, tmp_path: Path
+) -> None:
+    task = (flat.checkpoint, ParallelLayout(), Route.OURS, tmp_path)
+    (result,) = run_processes(1, train_on, *task)
 
     assert isinstance(result, CheckpointError), result
     assert f"{PREFIX}param." in str(result)
@@ -189,7 +188,7 @@ def test_steps_that_only_the_parameters_have_go_to_the_groups() -> None:
 
 
 def load_weights(
-    rank: int, golden: GoldenSet, layout: ParallelLayout, num_rows: int
+    _rank: int, golden: GoldenSet, layout: ParallelLayout, num_rows: int, root: Path
 ) -> dict[str, torch.Tensor]:
     register_engine(Engine.TENSORSTORE)
     with parallel(layout):
@@ -197,8 +196,7 @@ def load_weights(
         asked: dict[str, Any] = {"model": model.sharded_state_dict()}
         loaded = load_along(Route.MEGATRON, asked, golden.checkpoint)
         model.load_state_dict(loaded["model"], strict=True)
-        whole = gather_whole(model.sharded_state_dict())
-        return whole if rank == 0 else {}
+        return whole_tensors(model.sharded_state_dict(), root)
 
 
 @pytest.mark.multiprocess
@@ -206,12 +204,12 @@ def load_weights(
     ("name", "tp", "num_rows"), [(TP4, 2, 104), (RESHARDABLE, 4, 128), (FLAT, 4, 256)]
 )
 def test_weights_are_bit_identical_whatever_the_vocabularys_padding(
-    unpacked: Callable[[str], GoldenSet], name: str, tp: int, num_rows: int
+    unpacked: Callable[[str], GoldenSet], name: str, tp: int, num_rows: int, tmp_path: Path
 ) -> None:
-    layout, golden = ParallelLayout(tp=tp), unpacked(name)
-    results = run_processes(tp, load_weights, golden, layout, num_rows, timeout_s=120)
+    golden = unpacked(name)
+    task = (golden, ParallelLayout(tp=tp), num_rows, tmp_path / "loaded")
+    found = done_by(tp, load_weights, *task)[0]
 
-    found = require_done(results)[0]
     expected = {k: t for k, t in golden.tensors.items() if not k.startswith("optimizer.")}
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
         resized = torch.zeros((num_rows, 64), dtype=torch.bfloat16)

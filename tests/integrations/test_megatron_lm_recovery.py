@@ -31,7 +31,6 @@ from tests.recovery.megatron_training import (
     gradients,
     schedule_of,
 )
-from tests.support.host_streams import host_streams
 from tests.support.restarts import Wrappers, run_respawned
 from tests.support.tensors import bits
 
@@ -113,7 +112,7 @@ def on_rank(rank: int, wrappers: Wrappers, task: Task, parses_first: bool) -> An
     if parses_first:
         variables.set_global_variables(arguments())
     manager, limits = CheckpointManager(timeout_s=60), wrappers.settings() | {"max_attempts": 4}
-    with cpu_stand_ins(), host_streams():
+    with cpu_stand_ins():
         return megatron_lm_recovery.restarting(pretrain, manager, **limits)()
 
 

@@ -10,15 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import UnsafeObjectError
-from dist_ckpt_strategies.local import (
-    CliqueReplicationStrategy,
-    LocalCheckpointManager,
-)
+from dist_ckpt_strategies.local import CliqueReplicationStrategy
 from dist_ckpt_strategies.megatron.types import tensor_aware_class
+from tests.local.test_mcore_state_dict import manager_of, require_equal
+from tests.local.test_mcore_state_dict import state_of as shared_state_of
 from tests.support.ranks import run_processes
 
 pytest.importorskip("nvidia_resiliency_ext", reason="needs nvidia-resiliency-ext: tox -e nvrx")
@@ -33,44 +31,12 @@ class Unknown:
     """A class that is not allowed."""
 
 
-def rows(iteration: int) -> torch.Tensor:
-    """This rank's half of an array, as two neighbours divide it."""
-    return (torch.arange(48.0).reshape(12, 4) + iteration).chunk(2)[dist.get_rank() % 2].bfloat16()
-
-
 def state_of(iteration: int, *, is_filled: bool = True) -> dict[str, Any]:
+    """Replicated rows, and a tensor of its own shape on each rank."""
     rank = dist.get_rank()
-    data = rows(iteration) if is_filled else torch.zeros(6, 4, dtype=torch.bfloat16)
-    content = {"seed": rank, "state": torch.tensor([rank, iteration])} if is_filled else None
-    offset = (0, rank % 2, 2)
     own = torch.full((3, rank + 1), float(iteration * is_filled))
-    return {
-        "iteration": iteration,
-        "model": {
-            "w": ShardedTensor.from_rank_offsets("w", data, offset, replica_id=rank // 2),
-            f"own.{rank}": ShardedTensor.from_rank_offsets(f"own.{rank}", own),
-        },
-        "rng": ShardedObject("rng", content, (dist.get_world_size(),), (rank,)),
-    }
-
-
-def require_loaded(found: dict[str, Any], iteration: int) -> None:
-    rank = dist.get_rank()
-    assert torch.equal(found["model"]["w"], rows(iteration))
-    own = found["model"][f"own.{rank}"]
-    assert torch.equal(own, torch.full((3, rank + 1), float(iteration)))
-    assert (found["iteration"], found["rng"]["seed"]) == (iteration, rank)
-    assert found["rng"]["state"].tolist() == [rank, iteration]
-
-
-def manager_of(root: str) -> LocalCheckpointManager:
-    size = dist.get_world_size()
-    strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=TIMEOUT_S)
-    return LocalCheckpointManager(
-        Path(root) / f"node{dist.get_rank() * 2 // size}",
-        repl_strategy=strategy,
-        timeout_s=TIMEOUT_S,
-    )
+    state = shared_state_of(2, iteration, is_filled=is_filled)
+    return state | {"own": ShardedTensor.from_rank_offsets(f"own.{rank}", own)}
 
 
 def save_and_load(rank: int, root: str, algo: str) -> list[str]:
@@ -93,7 +59,9 @@ def save_and_load(rank: int, root: str, algo: str) -> list[str]:
         assert type(loaded) is megatrons
         loaded.restore_tensor_device()
         wanted = state_of(2, is_filled=False)
-        require_loaded(loaded.to_state_dict(wanted, algo=algo), 2)
+        found = loaded.to_state_dict(wanted, algo=algo)
+        require_equal(found, 2, 2)
+        assert torch.equal(found["own"], torch.full((3, rank + 1), 2.0))
     strange = state_of(3)
     strange["rng"].data = Unknown() if rank == 2 else None
     state, _ = megatrons.from_state_dict(strange, "atomic")
@@ -115,7 +83,7 @@ def test_megatrons_state_is_saved_lost_and_found_again(algo: str, tmp_path: Path
 def replicate(rank: int) -> list[Any]:
     from nvidia_resiliency_ext.checkpointing.local.replication import group_utils  # noqa: PLC0415
 
-    state, _ = tensor_aware_class().from_state_dict(state_of(1), "atomic")
+    state, _ = tensor_aware_class().from_state_dict(state_of(rank + 1), "atomic")
     group: Any = group_utils.GroupWrapper(dist.group.WORLD)
     strategy = CliqueReplicationStrategy(group, timeout_s=TIMEOUT_S)
     copies, ids = strategy.replicate(state, f"part {rank}")
@@ -126,9 +94,9 @@ def replicate(rank: int) -> list[Any]:
 
 
 def first_value(state: Any) -> float:
-    return float(state.sharded_state_dict["model"]["w"].data[0, 0])
+    return float(state.sharded_state_dict["own"].data[0, 0])
 
 
 def test_a_clique_of_nvrxs_group_exchanges_states_of_megatrons() -> None:
-    common = [["part 0", "part 1"], [True, True], [1.0, 25.0]]
-    assert run_processes(2, replicate) == [[*common, 25.0], [*common, 1.0]]
+    common = [["part 0", "part 1"], [True, True], [1.0, 2.0]]
+    assert run_processes(2, replicate) == [[*common, 2.0], [*common, 1.0]]

@@ -15,7 +15,6 @@ from dist_ckpt_strategies.inprocess import (
 )
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.recovery.megatron_training import FAULTS, NUM_STEPS, Task, train
-from tests.support.host_streams import host_streams
 from tests.support.restarts import Wrappers, run_respawned
 
 pytest.importorskip("einops", reason="Megatron-Core needs it for instances of its optimizer")
@@ -29,7 +28,7 @@ def on_rank(rank: int, wrappers: Wrappers, task: Task) -> dict[str, str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("ignore")
     manager = CheckpointManager(enable_checksum=True, timeout_s=60)
-    with cpu_stand_ins(), host_streams():
+    with cpu_stand_ins():
         wrapper = wrappers(
             abort=CheckpointlessAbortManager.get_default_checkpointless_abort(),
             finalize=CheckpointlessFinalizeCleanup(),

@@ -13,10 +13,14 @@ from xmlrpc.server import SimpleXMLRPCServer
 _TICK_S = 0.01
 
 
-class Agent:
+class Agent(ThreadingMixIn, SimpleXMLRPCServer):
     """The agent of one job; a thread for each question, as each has a connection of its own."""
 
+    daemon_threads = True
+    request_queue_size = 128
+
     def __init__(self, size: int, master: tuple[str, int] | tuple[()] = ()) -> None:
+        super().__init__(("127.0.0.1", 0), allow_none=True, logRequests=False)
         self.size = size
         self.master = master
         self.calls: list[str] = []
@@ -26,15 +30,14 @@ class Agent:
         self._passed: dict[int, int] = {}
         self._opened: set[int] = set()
         self._changed = threading.Condition()
-        self._server = _Server(("127.0.0.1", 0), allow_none=True, logRequests=False)
         answer: Any = self.answer
-        self._server.register_function(answer, "answer")
-        self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, args=(_TICK_S,), daemon=True).start()
+        self.register_function(answer, "answer")
+        self.port = int(self.server_address[1])
+        threading.Thread(target=self.serve_forever, args=(_TICK_S,), daemon=True).start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
 
     def answer(self, rank: int, call: str, args: Sequence[Any]) -> Any:
         with self._changed:
@@ -114,8 +117,3 @@ class AgentSocketClient:
         # A connection for each question: several threads of a rank ask at once.
         with ServerProxy(f"http://127.0.0.1:{self._port}", allow_none=True) as server:
             return server.answer(self._rank, call, args)
-
-
-class _Server(ThreadingMixIn, SimpleXMLRPCServer):
-    daemon_threads = True
-    request_queue_size = 128

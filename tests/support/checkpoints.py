@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import tarfile
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -121,22 +120,6 @@ def write_metadata(directory: Path, **changes: Any) -> None:
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ".zarray").write_text(json.dumps({**fields, **changes}))
-
-
-def golden_archives() -> dict[str, Path]:
-    """The checkpoints that Megatron-Core itself wrote, packed, by name.
-
-    They are looked up here without importing Megatron-Core, as tests.golden.sets does.
-    """
-    found = (Path(__file__).parents[1] / "golden" / "data").glob("m*.tar.xz")
-    return {path.name.removesuffix(".tar.xz"): path for path in sorted(found)}
-
-
-def unpack(archive: Path, target: Path) -> Path:
-    """Unpack one of them below a directory; returns the checkpoint's directory."""
-    with tarfile.open(archive) as tar:
-        tar.extractall(target, filter="data")
-    return target / archive.name.removesuffix(".tar.xz") / "ckpt"
 
 
 def flip_bit(path: Path, within: bytes) -> None:

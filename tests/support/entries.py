@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CheckpointError, PeerError
-from tests.support.ranks import run_processes
+from tests.support.ranks import done_by
 
 ZARR = ("zarr", 1)
 
@@ -98,24 +98,21 @@ def require_failure_everywhere(
     With None for ``culprit``, any rank may be the one that failed.
     """
     for rank, result in enumerate(results):
-        assert isinstance(result, Failure), (rank, result)
-        assert result.is_ours, (rank, result)
-        assert result.is_megatrons, (rank, result)
-        assert kind.__name__ in result.kinds, (rank, result)
-        if culprit is not None:
-            assert result.global_rank == culprit, (rank, result)
-        culprit_here = result.global_rank
-        assert result.text.startswith(f"rank {culprit_here}: "), (rank, result)
-        assert (PeerError.__name__ in result.kinds) == (rank != culprit_here), (rank, result)
-        for name in names:
-            assert name in result.text, (rank, name, result)
+        found = require_failure(result, kind, *names)
+        assert culprit in {None, found.global_rank}, (rank, found)
+        assert found.text.startswith(f"rank {found.global_rank}: "), (rank, found)
+        assert (PeerError.__name__ in found.kinds) == (rank != found.global_rank), (rank, found)
 
 
 def require_refused(
     action: Callable[[], Any], kind: type[Exception], *words: str, **fields: Any
 ) -> Failure:
     """The action raises an error of that class, in both families, with those words and fields."""
-    found = outcome(action)
+    return require_failure(outcome(action), kind, *words, **fields)
+
+
+def require_failure(found: Any, kind: type[Exception], *words: str, **fields: Any) -> Failure:
+    """It is an error of that class, in both families, with those words and fields."""
     assert isinstance(found, Failure), f"expected a {kind.__name__}: {words}; found {found}"
     assert kind.__name__ in found.kinds, found
     assert found.is_ours, found
@@ -127,10 +124,8 @@ def require_refused(
 
 def require_on_ranks(size: int, act: Callable[..., None], *args: Any) -> None:
     """``act(rank, *args)`` raises nothing on any rank, with the strategies registered."""
-    for result in run_processes(size, _run_registered, act, args, timeout_s=150.0):
-        if isinstance(result, Exception):
-            raise result
-        assert result is None, result
+    found = done_by(size, _run_registered, act, args, timeout_s=150.0)
+    assert found == [None] * size
 
 
 def _run_registered(rank: int, act: Callable[..., None], args: tuple[Any, ...]) -> None:

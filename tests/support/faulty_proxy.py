@@ -42,35 +42,35 @@ DENIED = Fault(status=403, content=b"<Error><Code>AccessDenied</Code><Message>No
 Decide = Callable[[Request], Fault]
 
 
-class FaultyProxy:
+class FaultyProxy(ThreadingHTTPServer):
     """Passes requests on to a server, each with the fault that is decided for it.
 
     Clients use ``store`` in place of the server. While it ``is_down``, connections are closed
     without an answer, those whose request was passed on too.
     """
 
+    daemon_threads = True
+    request_queue_size = 128  # who comes on top of it is heard a second later
+
     def __init__(self, store: ObjectStore) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.decide: Decide = lambda _: NONE
         self.is_down = False
         self.requests: list[Request] = []
+        self.store = replace(store, endpoint=f"http://127.0.0.1:{self.server_port}")
         self._target = urlsplit(store.endpoint)
         self._ended = threading.Event()
         self._noting = threading.Lock()
-        self._server = _Server(self)
-        port = self._server.server_address[1]
-        self.store = replace(store, endpoint=f"http://127.0.0.1:{port}")
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Let no request wait any longer."""
         self._ended.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
 
     @contextmanager
     def faulty(self, decide: Decide) -> Iterator[None]:
@@ -102,13 +102,13 @@ class FaultyProxy:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: _Server
+    server: FaultyProxy
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
         """Nothing."""
 
     def _pass_on(self) -> None:
-        proxy = self.server.proxy
+        proxy = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         request = Request(self.command, self.path, len(body))
         fault = proxy.fault_of(request)
@@ -142,12 +142,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or is_cut
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _pass_on  # noqa: N815 - names there
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128  # who comes on top of it is heard a second later
-
-    def __init__(self, proxy: FaultyProxy) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.proxy = proxy

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ports import HOST, claim, free_port
+from tests.support.processes import until
 
 _START_S = 200.0
-_PAUSE_S = 0.05
 _CEPH_PORTS = 1300
 _SCRIPTS = Path(__file__).parents[2].parent / "shared" / "tools"
 _CEPH = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool", "curl")
@@ -176,15 +175,10 @@ def _ceph_port() -> int:
 
 
 def _await_port(port: int, process: subprocess.Popen[bytes] | None) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
-        try:
-            socket.create_connection((HOST, port), timeout=1).close()
-        except OSError:
-            if process is not None and process.poll() is not None:
-                raise OSError(f"the server ended with {process.returncode}") from None
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_PAUSE_S)
-        else:
-            return
+    def is_open() -> bool:
+        if process is not None and process.poll() is not None:
+            raise OSError(f"the server ended with {process.returncode}")
+        with socket.socket() as found:
+            return found.connect_ex((HOST, port)) == 0
+
+    until(is_open, _START_S)

@@ -9,6 +9,9 @@ ROOT = Path(__file__).parents[2]
 _SINGLE = ("README.md", "CHANGELOG.md", "benchmarks/README.md")
 PAGES = sorted([*(ROOT / name for name in _SINGLE), *(ROOT / "docs").rglob("*.md")])
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_WITH_OUTPUT = re.compile(
+    r"^```python\n.*?^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+)
 
 
 def page_id(page: Path) -> str:
@@ -27,13 +30,4 @@ def python_blocks(page: Path) -> list[str]:
 
 def expected_outputs(page: Path) -> list[str | None]:
     """For each python block the text block right behind it, which is what it prints."""
-    found: list[str | None] = []
-    text = page.read_text()
-    for match in _FENCE.finditer(text):
-        if match[1] != "python":
-            continue
-        follower = re.match(
-            r"\n\n```text\n(.*?)^```$", text[match.end() :], re.MULTILINE | re.DOTALL
-        )
-        found.append(follower[1] if follower else None)
-    return found
+    return [match[1] for match in _WITH_OUTPUT.finditer(page.read_text())]

@@ -52,14 +52,18 @@ def finished(*command: str | Path, **options: Any) -> subprocess.CompletedProces
 def run_script(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """A script that has ended, which finds only what it imports itself, where the script is."""
     variables = {"PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    command = (sys.executable, "-W", "ignore", script, *args)
-    return ended(*command, cwd=script.parent, variables=variables)
+    python = (sys.executable, "-W", "ignore")
+    return ended(*python, script, *args, cwd=script.parent, variables=variables)
 
 
 def is_running(pid: int) -> bool:
     """Whether a process has not ended; one that waits for its parent has."""
+    return process_state(pid) not in {"", "Z", "X"}
+
+
+def process_state(pid: int) -> str:
+    """The letter that the system has for it; nothing where there is no such process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in {"Z", "X"}
+        return ""

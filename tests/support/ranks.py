@@ -118,6 +118,15 @@ def run_processes(
             processes.end(*range(size), farewell_s=farewell_s)
 
 
+def done_by(size: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """The results of ``run_processes``; what a rank raised is raised."""
+    results = run_processes(size, body, *args, **options)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
 def _results(
     processes: Processes, task: tuple[Any, ...], on_death: Callable[[int], None] | None
 ) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 from megatron.core.dist_checkpointing.strategies import base
 
@@ -13,19 +14,14 @@ from dist_ckpt_strategies.strategies.registry import _REGISTERED
 @contextmanager
 def fresh_registries() -> Iterator[None]:
     """Ours is empty and Megatron-Core's holds its own strategies; both are restored at the end."""
-    theirs = {action: dict(found) for action, found in base.default_strategies.items()}
-    ours = dict(_REGISTERED)
-    _REGISTERED.clear()
-    for action, found in theirs.items():
-        base.default_strategies[action] = {
-            key: strategy
-            for key, strategy in found.items()
-            if not type(strategy).__module__.startswith("dist_ckpt_strategies")
-        }
-    try:
+    theirs = {
+        action: {key: s for key, s in found.items() if not _is_ours(s)}
+        for action, found in base.default_strategies.items()
+    }
+    changed = mock.patch.dict(base.default_strategies, theirs)
+    with changed, mock.patch.dict(_REGISTERED, clear=True):
         yield
-    finally:
-        base.default_strategies.clear()
-        base.default_strategies.update(theirs)
-        _REGISTERED.clear()
-        _REGISTERED.update(ours)
+
+
+def _is_ours(strategy: object) -> bool:
+    return type(strategy).__module__.startswith("dist_ckpt_strategies")

@@ -7,7 +7,7 @@ different batches and different dropout masks; their gradients are averaged over
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,6 @@ _BETAS = (0.9, 0.95)
 _EPS = 1e-8
 
 
-def _nothing() -> None:
-    """What happens half-way through a pass, usually."""
-
-
 class TinyGpt(nn.Module):
     """Embeddings, two causal blocks with dropout, logits."""
 
@@ -36,26 +32,15 @@ class TinyGpt(nn.Module):
         super().__init__()
         self.words = nn.Embedding(VOCAB, WIDTH)
         self.places = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 1, 4 * WIDTH, batch_first=True, norm_first=True)
-            for _ in range(2)
-        )
+        block = nn.TransformerEncoderLayer(WIDTH, 1, 4 * WIDTH, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        in_forward: Callable[[], None] = _nothing,
-        in_backward: Callable[[], None] = _nothing,
-    ) -> torch.Tensor:
-        """Logits for every place; the callables are called half-way through each pass."""
-        first, second = self.blocks
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits for every place."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        x = first(self.words(tokens) + self.places.weight[: tokens.shape[1]], mask, is_causal=True)
-        in_forward()
-        if x.requires_grad:
-            x.register_hook(lambda _grad: in_backward())
-        logits: torch.Tensor = self.head(second(x, mask, is_causal=True))
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        logits: torch.Tensor = self.head(self.blocks(x, mask, is_causal=True))
         return logits
 
 
@@ -71,16 +56,11 @@ class Groups:
 
 def make_groups(num_shards: int) -> Groups:
     """This rank's groups. Collective: world."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    num_replicas = size // num_shards
-    replicas = [
-        dist.new_group([r * num_shards + s for s in range(num_shards)]) for r in range(num_replicas)
-    ]
-    twins = [
-        dist.new_group([r * num_shards + s for r in range(num_replicas)]) for s in range(num_shards)
-    ]
-    shard = rank % num_shards
-    return Groups(shard, num_shards, replicas[rank // num_shards], twins[shard])
+    world = range(dist.get_world_size())
+    replica, _ = dist.new_subgroups(num_shards)
+    of_shards = [list(world[shard::num_shards]) for shard in range(num_shards)]
+    twins, _ = dist.new_subgroups_by_enumeration(of_shards)
+    return Groups(dist.get_rank() % num_shards, num_shards, replica, twins)
 
 
 class ShardedTraining:
@@ -113,15 +93,11 @@ class ShardedTraining:
         self.num_updates = 0
         torch.manual_seed(1000 * seed + dist.get_rank())
 
-    def forward_backward(
-        self,
-        in_forward: Callable[[], None] = _nothing,
-        in_backward: Callable[[], None] = _nothing,
-    ) -> float:
+    def forward_backward(self) -> float:
         """The loss on a batch of this rank's own; its gradients are ready."""
         self.grads.zero_()
         tokens = torch.randint(VOCAB, (2, LENGTH + 1))
-        logits = self.model(tokens[:, :-1], in_forward, in_backward)
+        logits = self.model(tokens[:, :-1])
         loss = functional.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
@@ -173,6 +149,17 @@ def step_once(training: ShardedTraining) -> None:
     training.set_step(training.step + 1)
 
 
+def undisturbed(_rank: int, num_shards: int, seed: int, num_steps: int) -> list[str]:
+    """Body of a rank: the digests of the state before each step, and of the last one."""
+    torch.set_num_threads(1)
+    training = ShardedTraining(make_groups(num_shards), seed=seed)
+    digests = [state_digest(training)]
+    for _ in range(num_steps):
+        step_once(training)
+        digests.append(state_digest(training))
+    return digests
+
+
 def state_digest(training: ShardedTraining) -> str:
     """Of all tensors, of the objects, and of the state of the random numbers."""
     found = hashlib.sha256(f"{training.step} {training.objects()}".encode())
@@ -180,6 +167,23 @@ def state_digest(training: ShardedTraining) -> str:
     for tensor in tensors:
         found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:24]
+
+
+def to_global(training: ShardedTraining) -> dict[str, Any]:
+    """What a global checkpoint holds; the tensors are filled in place by a load."""
+    # Megatron-Core takes seconds, and not every training is saved.
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor  # noqa: PLC0415
+
+    groups, size, rank = training.groups, dist.get_world_size(), dist.get_rank()
+    replica = rank // groups.num_shards
+    state: dict[str, Any] = {
+        name: ShardedTensor.from_rank_offsets(
+            f"optimizer.{name}", tensor, (0, groups.shard, groups.num_shards), replica_id=replica
+        )
+        for name, tensor in shards_of(training).items()
+    }
+    state["random"] = ShardedObject("random", torch.get_rng_state(), (size,), (rank,))
+    return state | {"step": training.step, "objects": dict(training.objects())}
 
 
 def to_local(training: ShardedTraining) -> BasicTensorAwareStateDict:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from tests.support.tensors import bits
+from tests.support.tensors import bits, noise
 
 Shape = tuple[int, ...]
 
@@ -55,13 +54,8 @@ class Cut:
 
 @lru_cache(maxsize=64)
 def whole(cut: Cut) -> torch.Tensor:
-    """The array's content, to be read only: random bits by its key, NaNs of every payload too."""
-    generator = torch.Generator().manual_seed(zlib.crc32(cut.key.encode()))
-    nbytes = math.prod(cut.shape) * torch.empty(0, dtype=cut.dtype).element_size()
-    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-    if cut.dtype is torch.bool:
-        data &= 1
-    return data.view(cut.dtype).reshape(cut.shape)
+    """The array's content, to be read only: random bits by its key."""
+    return noise(cut.shape, cut.dtype, zlib.crc32(cut.key.encode()))
 
 
 def part_of(cut: Cut, part: Part) -> torch.Tensor:
@@ -110,12 +104,17 @@ def state_of(
     return {name: sharded(cut, part, data(cut, part)) for name, cut, part in held_by(rank, cuts)}
 
 
-def differences(rank: int, cuts: Iterable[Cut], loaded: dict[str, Any]) -> list[str]:
-    """Names of the parts of a rank that did not come back bit for bit."""
+def differences(
+    rank: int,
+    cuts: Iterable[Cut],
+    loaded: Mapping[str, Any],
+    data: Callable[[Cut, Part], torch.Tensor] = part_of,
+) -> list[str]:
+    """Names of the parts of a rank that did not come back bit for bit as ``data`` gives them."""
     return [
         name
         for name, cut, part in held_by(rank, cuts)
-        if not same_bits(loaded[name], part_of(cut, part))
+        if not same_bits(loaded[name], data(cut, part))
     ]
 
 

@@ -140,6 +140,11 @@ def cpu_stand_ins() -> Iterator[None]:
         (torch.cuda, "manual_seed", torch.default_generator.manual_seed),
         (torch.cuda, "get_rng_state", get_rng_state),
         (torch.cuda, "set_rng_state", set_rng_state),
+        # Its optimizer with several instances has streams.
+        (torch.cuda, "Stream", lambda **_: torch.cpu.Stream()),
+        (torch.cuda, "current_stream", torch.cpu.current_stream),
+        (torch.cuda, "default_stream", torch.cpu.current_stream),
+        (torch.cuda, "stream", torch.cpu.stream),
         (megatron_random, "_get_cuda_rng_state", get_rng_state),
         (megatron_random, "_set_cuda_rng_state", set_rng_state),
         (megatron_optimizer, "Adam", FusedLayoutAdam),
