@@ -151,6 +151,9 @@ def train(rank: Rank, call: HPCallWrapper | None = None) -> None:
     is_loaded = rank.manager.try_checkpointless_load(training) is not None
     rank.note("loaded", from_memory=is_loaded)
     rank.manager.track(training, replica_group=groups.twins)
+    first = training.model.blocks.layers[0]
+    first.register_forward_hook(lambda *_: rank.reach(training.step, Point.FORWARD))
+    first.register_full_backward_pre_hook(lambda *_: rank.reach(training.step, Point.BACKWARD))
     while (number := training.step) < rank.task.num_steps:
         if call is not None:
             call.ping()
@@ -172,10 +175,7 @@ def step(
 ) -> None:
     """One step of a training that can be recovered. Collective."""
     manager.begin_step()
-    loss = training.forward_backward(
-        in_forward=lambda: reach(Point.FORWARD), in_backward=lambda: reach(Point.BACKWARD)
-    )
-    on_loss(loss)
+    on_loss(training.forward_backward())
     training.reduce_gradients()
     reach(Point.BEFORE_COMMIT)
     manager.vote()

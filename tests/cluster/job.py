@@ -11,18 +11,11 @@ from pathlib import Path
 from subprocess import Popen
 from typing import TypeVar
 
-import torch
-
 from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.cluster.namespaces import ROOT, Cluster
 from tests.support.processes import until
-from tests.support.ranks import run_processes
-from tests.support.sharded_training import (
-    ShardedTraining,
-    make_groups,
-    state_digest,
-    step_once,
-)
+from tests.support.ranks import done_by
+from tests.support.sharded_training import undisturbed
 
 T = TypeVar("T")
 SEED = 11
@@ -261,7 +254,7 @@ class Job:
         num_steps = 128
         while num_steps < max(note.step for note in notes):
             num_steps *= 2  # few different ones
-        expected = undisturbed(self.shape.world_size, self.shape.num_shards, num_steps)
+        expected = reference(self.shape.world_size, self.shape.num_shards, num_steps)
         wrong += [
             f"another state than undisturbed: {note}"
             for note in notes
@@ -292,19 +285,6 @@ def twice_written(notes: Iterable[Note]) -> Iterable[str]:
 
 
 @cache
-def undisturbed(world_size: int, num_shards: int, num_steps: int) -> list[list[str]]:
+def reference(world_size: int, num_shards: int, num_steps: int) -> list[list[str]]:
     """By rank and step, the digest of the state in a training without faults."""
-    found = run_processes(world_size, _train, num_shards, num_steps, timeout_s=LIMIT_S)
-    failed = [one for one in found if isinstance(one, Exception)]
-    assert not failed, failed
-    return found
-
-
-def _train(_rank: int, num_shards: int, num_steps: int) -> list[str]:
-    torch.set_num_threads(1)
-    training = ShardedTraining(make_groups(num_shards), seed=SEED)
-    digests = [state_digest(training)]
-    for _ in range(num_steps):
-        step_once(training)
-        digests.append(state_digest(training))
-    return digests
+    return done_by(world_size, undisturbed, num_shards, SEED, num_steps, timeout_s=LIMIT_S)

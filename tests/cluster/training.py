@@ -27,8 +27,8 @@ from tests.support.sharded_training import (
     ShardedTraining,
     from_local,
     make_groups,
-    shards_of,
     state_digest,
+    to_global,
     to_local,
 )
 
@@ -99,20 +99,10 @@ def local_checkpoints() -> Any:
 
 def save_globally(training: ShardedTraining) -> None:
     """Into a directory of the step, which all nodes share; again where the step is done again."""
-    from megatron.core.dist_checkpointing import ShardedTensor  # noqa: PLC0415
-
     import dist_ckpt_strategies  # noqa: PLC0415 - with Megatron-Core
 
-    shard, replica = training.groups.shard, dist.get_rank() // NUM_SHARDS
-    state: dict[str, object] = {
-        name: ShardedTensor.from_rank_offsets(
-            name, tensor, (0, shard, NUM_SHARDS), replica_id=replica
-        )
-        for name, tensor in shards_of(training).items()
-    }
     directory = SHARED / "global" / f"iter_{training.step:07d}"
-    state["step"] = training.step
-    dist_ckpt_strategies.save(state, directory, ("zarr", 2), overwrite=True)
+    dist_ckpt_strategies.save(to_global(training), directory, ("zarr", 2), overwrite=True)
 
 
 def has_ended(step: int) -> bool:

@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.config import LocalOptions
 from dist_ckpt_strategies.local import (
-    BasicTensorAwareStateDict,
-    CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
-    LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
 from dist_ckpt_strategies.recovery import CheckpointManager
@@ -27,8 +23,18 @@ from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedSaveShardedStrategy,
 )
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from tests.local.clique_worlds import (
+    cliques,
+    described,
+    loaded,
+    manager_of,
+    once,
+    state_of,
+    values_of,
+)
 from tests.support.memory_provider import MemoryProvider
-from tests.support.sharding import Cut, Part, no_data, on_grid, replicated, state_of, zeros
+from tests.support.sharding import Cut, Part, no_data, on_grid, replicated, zeros
+from tests.support.sharding import state_of as sharded_state_of
 
 LIMIT_S = 6.0  # how long the ranks wait for each other
 _SMALL: dict[str, Any] = {"timeout_s": LIMIT_S, "max_bucket_bytes": 4096}
@@ -53,7 +59,7 @@ def _cuts() -> list[Cut]:
 
 def _saved(rank: int) -> dict[str, Any]:
     """Arrays in order and not, an object of each rank, and common state."""
-    state: dict[str, Any] = state_of(rank, _cuts())
+    state: dict[str, Any] = sharded_state_of(rank, _cuts())
     across = torch.arange(64, dtype=torch.float32).reshape(8, 8).t()
     state["across"] = ShardedTensor.from_rank_offsets("across", across, (0, rank, 4))
     state["object"] = ShardedObject("object", {"of rank": rank, "x": "y" * 9000}, (4,), (rank,))
@@ -63,7 +69,7 @@ def _saved(rank: int) -> dict[str, Any]:
 
 def _wanted(rank: int, *, has_data: bool) -> dict[str, Any]:
     """The same to load, cut otherwise."""
-    state: dict[str, Any] = state_of(rank, _cuts(), zeros if has_data else no_data)
+    state: dict[str, Any] = sharded_state_of(rank, _cuts(), zeros if has_data else no_data)
     rows = torch.zeros(32, 2) if has_data else torch.zeros(2, 32).t()
     state["across"] = ShardedTensor.from_rank_offsets("across", rows, (1, rank, 4))
     state["object"] = ShardedObject("object", None, (4,), ((rank + 1) % 4,))
@@ -136,32 +142,16 @@ def load_local_replicated(rank: int, directory: Path) -> Action:
 
 
 def _lose_a_node(rank: int, directory: Path) -> None:
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(directory / "node1")
-    dist.barrier()
-
-
-def _values(rank: int) -> dict[str, Any]:
-    return {
-        "small": [torch.arange(5 + rank), torch.zeros(3, 4).t()],
-        "large": torch.arange(9000, dtype=torch.float32) + rank,
-        "text": "x",
-    }
-
-
-def _cliques() -> CliqueReplicationStrategy:
-    return CliqueReplicationStrategy.from_replication_params(2, 2, **_SMALL)
+    once(rank, lambda: shutil.rmtree(directory / "node1"))
 
 
 def save_shards(rank: int, _directory: Path, *, is_async: bool = False) -> Action:
     """Save each rank's state to its node, and copies to another."""
-    cliques = _cliques()
+    strategy = cliques(**_SMALL)
 
     def attempt(root: Path) -> None:
-        node = root / f"node{rank // 2}"
-        manager = LocalCheckpointManager(node, repl_strategy=cliques, timeout_s=LIMIT_S)
-        request = manager.save(BasicTensorAwareStateDict(_values(rank)), 3, is_async=is_async)
+        manager = manager_of(rank, str(root), strategy, **_SMALL)
+        request = manager.save(state_of(rank, 3), 3, is_async=is_async)
         if request is not None:
             request.wait()
 
@@ -172,27 +162,26 @@ def load_shards(rank: int, directory: Path) -> Action:
     """Load the states after one node has been lost."""
     save_shards(rank, directory)(directory)()
     _lose_a_node(rank, directory)
-    node = directory / f"node{rank // 2}"
-    manager = LocalCheckpointManager(node, repl_strategy=_cliques(), **_SMALL)
+    manager = manager_of(rank, str(directory), cliques(**_SMALL), **_SMALL)
 
     def attempt() -> None:
-        assert torch.equal(manager.load()[0].state_dict["large"], _values(rank)["large"])
+        assert loaded(manager, rank) == "3"
 
     return lambda _: attempt
 
 
 def exchange_states(rank: int, directory: Path) -> Action:
     """Copies of states between the ranks of a clique, and back."""
-    cliques = CliqueReplicationStrategy.from_replication_params(1, 4, **_SMALL)
-    names = {member: f"state{member}" for member in cliques.global_ranks}
+    strategy = cliques(4, 1, **_SMALL)
+    names = {member: f"state{member}" for member in strategy.global_ranks}
     available = {m: [name for other, name in names.items() if other != m] for m in names}
 
     def attempt() -> None:
         mine = f"state{rank}"
-        states, ids = cliques.replicate(BasicTensorAwareStateDict(_values(rank)), mine)
-        plan = cliques.retrieve_plan(available, [mine])
-        found = cliques.retrieve_execute(plan, dict(zip(ids, states, strict=True)))
-        assert torch.equal(found[mine].state_dict["large"], _values(rank)["large"])
+        states, ids = strategy.replicate(state_of(rank, 3), mine)
+        plan = strategy.retrieve_plan(available, [mine])
+        found = strategy.retrieve_execute(plan, dict(zip(ids, states, strict=True)))
+        assert described(found[mine].state_dict) == described(values_of(rank, 3))
 
     del directory
     return lambda _: attempt

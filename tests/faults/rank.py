@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -17,15 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.local import (
-    CliqueReplicationStrategy,
-    LocalCheckpointManager,
-)
+from dist_ckpt_strategies.local import CliqueReplicationStrategy, LocalCheckpointManager
 from dist_ckpt_strategies.recovery import load_latest
 from tests.faults.injection import Trap, armed
 from tests.faults.operations import LIMIT_S, OPERATIONS, Action
@@ -41,6 +37,7 @@ from tests.support.sharded_training import (
     state_digest,
     step_once,
     take,
+    to_global,
     to_local,
 )
 
@@ -48,8 +45,8 @@ NUM_KEPT = 2
 HOST = "127.0.0.1"
 _FORMAT = ("zarr", 2)
 _COPIES = 2
-_NUM_SHARDS = 2
-_SEED = 11
+NUM_SHARDS = 2
+SEED = 11
 _OTHER_SEED = 99
 
 
@@ -110,12 +107,12 @@ class Rank:
             world_size=NUM_RANKS,
             timeout=limit,
         )
-        self._training = ShardedTraining(make_groups(_NUM_SHARDS), seed=_SEED)
+        self._training = ShardedTraining(make_groups(NUM_SHARDS), seed=SEED)
         made = CliqueReplicationStrategy.from_replication_params(jump, _COPIES, timeout_s=timeout_s)
         self._clique = made.local_group
 
     def begin(self) -> str:
-        self._training = ShardedTraining(self._training.groups, seed=_SEED)
+        self._training = ShardedTraining(self._training.groups, seed=SEED)
         return state_digest(self._training)
 
     def train(
@@ -124,8 +121,7 @@ class Rank:
         """Train and save; every save that was begun is waited for."""
         self._limit(timeout_s)
         digests: dict[int, str] = {}
-        results: list[SaveResult] = []
-        running: list[tuple[Save, int, str, Callable[[], Any]]] = []
+        begun: list[tuple[Save, int, str, Any]] = []
         training, manager = self._training, self._manager(timeout_s)
 
         def work() -> None:
@@ -134,18 +130,17 @@ class Rank:
                 directory = checkpoint_at(address, training.step)
                 for save in (one for one in saves if one.after_steps == number):
                     where = "" if save.tier is Tier.LOCAL else directory
-                    begun = outcome(lambda: self._save(save, where, timeout_s, manager))  # noqa: B023
-                    if begun is None or isinstance(begun, Failure):
-                        results.append(SaveResult(save, training.step, where, begun))
-                    else:
-                        running.append((save, training.step, where, begun.wait))
+                    saved = outcome(lambda: self._save(save, where, timeout_s, manager))  # noqa: B023
+                    begun.append((save, training.step, where, saved))
                 if number < steps:
                     step_once(training)
 
         with armed(trap, self._root) as calls:
             failure = outcome(work)
-            for save, iteration, where, wait in running:
-                ended = outcome(wait)
+            results = []
+            for save, iteration, where, saved in begun:
+                is_running = not (saved is None or isinstance(saved, Failure))
+                ended = outcome(saved.wait) if is_running else saved
                 failed = ended if isinstance(ended, Failure) else None
                 results.append(SaveResult(save, iteration, where, failed))
         self._leave_lost_peers([failure, *(result.failure for result in results)])
@@ -233,21 +228,6 @@ def spoil(training: ShardedTraining) -> None:
     torch.manual_seed(_OTHER_SEED)
 
 
-def to_global(training: ShardedTraining) -> dict[str, Any]:
-    """What a global checkpoint holds; the tensors are filled in place by a load."""
-    groups = training.groups
-    replica = dist.get_rank() // groups.num_shards
-    state: dict[str, Any] = {
-        name: ShardedTensor.from_rank_offsets(
-            f"optimizer.{name}", tensor, (0, groups.shard, groups.num_shards), replica_id=replica
-        )
-        for name, tensor in shards_of(training).items()
-    }
-    size, rank = dist.get_world_size(), dist.get_rank()
-    state["random"] = ShardedObject("random", torch.get_rng_state(), (size,), (rank,))
-    return state | {"step": training.step, "objects": dict(training.objects())}
-
-
 def run_rank(
     rank: int, root: Path, store_port: int, variables: Mapping[str, str], pipe: Connection
 ) -> None:
@@ -266,13 +246,3 @@ def run_rank(
             os._exit(0)  # groups of ranks that were lost may never come down
         answer = outcome(lambda: getattr(own, name)(*args))  # noqa: B023 - called here
         pipe.send(answer)
-
-
-def undisturbed(rank: int, num_steps: int) -> list[str]:
-    """Body of a rank: the digests of the state before each step, and of the last one."""
-    training = ShardedTraining(make_groups(_NUM_SHARDS), seed=_SEED)
-    digests = [state_digest(training)]
-    for _ in range(num_steps):
-        step_once(training)
-        digests.append(state_digest(training))
-    return digests

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from typer.testing import CliRunner
-
 from dist_ckpt_strategies import prune
-from dist_ckpt_strategies.cli.app import app
+from tests.cli.commands import run
 from tests.faults import judge
 from tests.faults.changes import Change, run_changes
 from tests.faults.files import local_copies
@@ -28,7 +26,7 @@ from tests.faults.judge import LOSSES, Reference
 from tests.faults.operations import OPERATIONS
 from tests.faults.oracle import NUM_RANKS, Found, Ledger
 from tests.faults.outside import Outside, object_server
-from tests.faults.rank import NUM_KEPT, Recovered, Trained, undisturbed
+from tests.faults.rank import NUM_KEPT, NUM_SHARDS, SEED, Recovered, Trained
 from tests.faults.schedule import (
     MAX_STEPS,
     Attempt,
@@ -39,7 +37,8 @@ from tests.faults.schedule import (
     build_event,
 )
 from tests.faults.world import ViolationError, World
-from tests.support.ranks import RankDiedError, run_processes
+from tests.support.ranks import RankDiedError, done_by
+from tests.support.sharded_training import undisturbed
 
 TIMEOUT_S = 60.0  # more than the machine may stand still for, and than a store is given to answer
 SHORT_TIMEOUT_S = 2.5  # of waits for peers while one falls silent
@@ -169,7 +168,7 @@ class Run:
         """``dist-ckpt verify`` of every finished global checkpoint agrees with the ledger."""
         issues = {}
         for name in self._ledger.global_:
-            result = CliRunner().invoke(app, ["verify", name, "--json"])
+            result = run("verify", name, "--json")
             found = json.loads(result.stdout or "{}").get("issues", ())
             # 3: a marker may say another backend now
             if result.exit_code not in {0, 1, 3} or (result.exit_code and not found):
@@ -286,7 +285,7 @@ def run_campaign(
 
 def _run_job(campaign: Campaign, scratch: Path, watch: Watch, tally: Tally) -> None:
     num_steps = 2 * MAX_STEPS * (campaign.num_events + 10)
-    reference = run_processes(NUM_RANKS, undisturbed, num_steps)
+    reference = done_by(NUM_RANKS, undisturbed, NUM_SHARDS, SEED, num_steps)
     with ExitStack() as stack:
         root = scratch / "disk"
         (root / "global").mkdir(parents=True)
@@ -295,20 +294,20 @@ def _run_job(campaign: Campaign, scratch: Path, watch: Watch, tally: Tally) -> N
         stack.enter_context(mock.patch.dict(os.environ, variables))  # for verify and prune
         world = World(root, variables, TIMEOUT_S)
         stack.callback(world.kill, *range(NUM_RANKS))
-        run = Run(world, Outside(root, server), reference)
-        run.start()
+        job = Run(world, Outside(root, server), reference)
+        job.start()
         for number in count():
             if tally.events.total() == campaign.num_events:
                 break
             event = build_event(campaign.seed, number)
             with _named(campaign, event, watch):
-                if happened := run.happen(event):
+                if happened := job.happen(event):
                     tally.events[happened] += 1
-        run.finish()
+        job.finish()
         for number in range(campaign.num_attempts):
             attempt = build_attempt(campaign.seed, number, list(OPERATIONS), list(TARGETS))
             with _named(campaign, attempt, watch):
-                run.attempt(attempt)
+                job.attempt(attempt)
             tally.attempts[attempt.operation] += 1
 
 

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.faults.oracle import NUM_RANKS
 from tests.faults.rank import HOST, run_rank
+from tests.support.processes import process_state
 from tests.support.ranks import Processes
 
 _POLL_S = 0.02
@@ -75,25 +76,19 @@ class World:
         while waiting := [rank for rank in orders if rank not in answers]:
             answers |= self._processes.receive(waiting, _POLL_S)
             now = time.monotonic()
-            still = [r for r in waiting if r not in answers and self._is_stopped(r)]
+            pids = {rank: self._processes.pid(rank) for rank in waiting if rank not in answers}
+            still = [rank for rank, pid in pids.items() if process_state(pid) == "T"]
             are_last = len(answers) + len(still) == len(orders)
             for rank in still:
                 if are_last or now - asleep.setdefault(rank, now) >= nap_s:
-                    os.kill(self._processes.pid(rank), signal.SIGCONT)
+                    os.kill(pids[rank], signal.SIGCONT)
                     deadline = now + timeout_s
             if now > deadline:
-                raise self._stuck([rank for rank in waiting if rank not in answers], timeout_s)
+                raise self._stuck(list(pids), timeout_s)
         return answers
 
     def kill(self, *ranks: int) -> None:
         self._processes.end(*ranks)
-
-    def _is_stopped(self, rank: int) -> bool:
-        try:
-            text = Path(f"/proc/{self._processes.pid(rank)}/stat").read_text()
-        except OSError:
-            return False
-        return text.rpartition(")")[2].split()[0] == "T"
 
     def _stuck(self, ranks: list[int], timeout_s: float) -> ViolationError:
         for rank in self._processes.ranks():

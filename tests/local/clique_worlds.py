@@ -37,9 +37,8 @@ Outcome = tuple[str, str]
 
 def cliques(factor: int = 2, jump: int = RANKS_PER_NODE, **options: Any) -> Any:
     """A strategy. Collective."""
-    return CliqueReplicationStrategy.from_replication_params(
-        jump, factor, timeout_s=TIMEOUT_S, max_bucket_bytes=4096, **options
-    )
+    options = {"timeout_s": TIMEOUT_S, "max_bucket_bytes": 4096} | options
+    return CliqueReplicationStrategy.from_replication_params(jump, factor, **options)
 
 
 def manager_of(
