@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,8 +23,10 @@ _claims: list[BinaryIO] = []
 def free_port() -> int:
     """A port that is free, and given to no other test while this process lives."""
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        if _is_free(port) and claim(port):
-            return port
+        with socket.socket() as found, suppress(OSError):
+            found.bind((HOST, port))
+            if claim(port):
+                return port
     raise OSError(f"none of the ports {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
@@ -38,13 +41,4 @@ def claim(port: int) -> bool:
         held.close()
         return False
     _claims.append(held)
-    return True
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as found:
-        try:
-            found.bind((HOST, port))
-        except OSError:
-            return False
     return True

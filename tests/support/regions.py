@@ -35,16 +35,9 @@ class Split:
         return [RankShards(rank, tuple(held[rank])) for rank in range(num_ranks)]
 
 
-def spec_of(
-    region: Region,
-    array_shape: Shape,
-    *,
-    key: str = "w",
-    dtype: DType = DType.FLOAT32,
-    is_main: bool = True,
-) -> ShardSpec:
+def spec_of(region: Region, shape: Shape, *, key: str = "w", is_main: bool = True) -> ShardSpec:
     """A shard's description in one line."""
-    return ShardSpec(ShardId(key, region), array_shape, dtype, is_main, may_mismatch=False)
+    return ShardSpec(ShardId(key, region), shape, DType.FLOAT32, is_main, may_mismatch=False)
 
 
 def merged(*requests: list[RankShards]) -> list[RankShards]:
