@@ -28,7 +28,7 @@ from dist_ckpt_strategies.local import (
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support import sharding
-from tests.support.entries import Failure, outcome, prepare, require_on_ranks
+from tests.support.entries import Failure, outcome, require_on_ranks
 from tests.support.ranks import run_processes
 from tests.support.sharding import on_grid
 from tests.support.silence import silent_disk
@@ -225,21 +225,20 @@ def interrupt(*_: object) -> None:
 
 
 def interrupt_a_load(rank: int, root: Path, version: int) -> None:
-    """The tensors are left alone afterwards; a single thread reads one after the other."""
-    prepare(60, options=dist_ckpt_strategies.Options(io_threads=1, timeout_s=60))
-    dist_ckpt_strategies.save(state_of(rank), root, ("zarr", version))
+    """The tensors are left alone afterwards."""
+    names = [f"w{number}" for number in range(20)]
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(64)) for key in names}
+    dist_ckpt_strategies.save(state, root, ("zarr", version))
     signal.signal(signal.SIGALRM, interrupt)
-    state = state_of(rank)
-    tensors = [value.data for value in state.values() if isinstance(value, ShardedTensor)]
-    with before_calls(lambda _, path: time.sleep(0.5 * (str(root) in path)), ["preadv"]):
-        signal.setitimer(signal.ITIMER_REAL, 0.6)
+    with before_calls(lambda _, path: time.sleep(0.2 * (str(root) in path)), ["preadv"]):
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(Interruption):
             dist_ckpt_strategies.load(state, root)
-        time.sleep(1.0)  # for the call that was under way
-        for tensor in tensors:
-            tensor.fill_(-1.0)
+        time.sleep(0.5)  # for the calls that were under way
+        for tensor in state.values():
+            tensor.data.fill_(-1.0)
         time.sleep(2.0)
-    assert all(bool((tensor == -1.0).all()) for tensor in tensors)
+    assert all(bool((tensor.data == -1.0).all()) for tensor in state.values())
 
 
 @each_version
