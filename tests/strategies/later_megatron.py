@@ -60,19 +60,12 @@ def load_later(self: Any, state: Any, root: Any, async_strategy: str = "mcore") 
 class SaveWrapper:
     """Of no class, and torch_dist by default."""
 
-    def __init__(
-        self,
-        strategy: Any,
-        parallelization_group: Any = None,
-        do_cache_distribution: bool = False,  # noqa: FBT002 - Megatron's signature
-        backend: str = "torch_dist",
-        version: int = 1,
-    ) -> None:
-        self.base_strategy = strategy
-        self.parallelization_group = parallelization_group or dist.group.WORLD
-        self.do_cache_distribution = do_cache_distribution
-        self.backend, self.version = backend, version
-        self.cached_distribution = None
+    parallelization_group: Any = None
+    cached_distribution: Any = None
+    do_cache_distribution = False
+
+    def __init__(self, strategy: Any, backend: str = "torch_dist", version: int = 1) -> None:
+        self.base_strategy, self.backend, self.version = strategy, backend, version
 
     apply_saving_parallelization = (
         fully_parallel.FullyParallelSaveStrategyWrapper.apply_saving_parallelization

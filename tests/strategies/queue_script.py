@@ -45,12 +45,9 @@ for name, stand_in in STAND_INS.items():
 
 def main(rank: int, directory: str, port: int) -> None:
     """One rank: for each kind of queue and format a save that succeeds and one that fails."""
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "DIST_CKPT_TIMEOUT_S": "60",
-    }
-    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
+    os.environ["DIST_CKPT_TIMEOUT_S"] = "60"
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", address, rank=rank, world_size=NUM_RANKS)
     dist_ckpt_strategies.register()
     use_tensorstore(Path(directory))
     for is_persistent in (False, True):

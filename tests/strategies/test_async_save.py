@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CoverageError, PlanError, SaveTimeoutError, StorageError
-from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused
 from tests.support.layouts import irregular, irregular_otherwise
 from tests.support.processes import is_running, until
@@ -74,11 +73,9 @@ def tensors_may_be_overwritten_as_soon_as_the_call_returns(
         handle.wait()
         handle.wait()  # once more changes nothing
         asked = {"o": ShardedObject("o", None, (4,), (rank,))}
-        two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
-        for how in ({}, {"sharded_strategy": two_stage}):
-            loaded = load(Entry.OURS, state_of(rank, wanted, no_data) | asked, root / name, **how)
-            assert differences(rank, wanted, loaded) == []
-            assert (int(loaded["iteration"]), loaded["o"]["t"].tolist()) == (7, [rank] * 3)
+        loaded = load(Entry.OURS, state_of(rank, wanted, no_data) | asked, root / name)
+        assert differences(rank, wanted, loaded) == []
+        assert (int(loaded["iteration"]), loaded["o"]["t"].tolist()) == (7, [rank] * 3)
 
 
 def a_failure_reaches_every_rank_and_publishes_nothing(

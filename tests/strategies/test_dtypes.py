@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.nn import Parameter
 
 from dist_ckpt_strategies import LocalOptions, Options
@@ -24,8 +22,8 @@ from dist_ckpt_strategies.errors import DTypeMismatchError, PlanError
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy, ZarrLoadShardedStrategy
+from tests.strategies.test_two_stage import memory_nbytes
 from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused, save
-from tests.support.ranks import allow_torch_dist
 from tests.support.sharding import (
     ALL_DTYPES,
     Cut,
@@ -72,8 +70,10 @@ def loaders(backend: tuple[str, int], options: Options | None = None) -> dict[st
     plain = partial(STRATEGIES[backend], options=options)
     found = {"plain": plain(), "wrapped": FullyParallelLoadStrategyWrapper(plain())}
     if backend[0] == "zarr":
-        groups = {"two-stage": None, "two-stage in pairs": dist.new_subgroups(2)[0]}
-        for name, group in groups.items():
+        for name, group in {
+            "two-stage": None,
+            "two-stage in pairs": dist.new_subgroups(2)[0],
+        }.items():
             found[name] = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=plain())
     return found
 
@@ -191,37 +191,6 @@ def test_given_tensors_are_filled_in_their_own_dtype_or_refused_on_every_rank(
     require_on_ranks(4, act, backend, tmp_path / "c1")
 
 
-def load_over_torch_dist(rank: int, root: Path) -> None:
-    """A base strategy that is not ours converts by itself, and says which dtypes are stored."""
-    allow_torch_dist()
-    cut = replicated(on_grid("w", (8, 6), (1, 1), size=1, dtype=torch.bfloat16), size=2)
-    part, theirs = cut.parts[rank], ("torch_dist", 1)
-    base = TorchDistLoadShardedStrategy()
-    strategy = TwoStageDataParallelLoadShardedStrategy(None, base_strategy=base)
-
-    def load_into(data: torch.Tensor, how: Any, **options: Any) -> Any:
-        wanted = {"w": sharded(cut, part, data, dtype=torch.float32)}
-        return load(Entry.OURS, wanted, root, sharded_strategy=how, **options, **UNCHECKED)["w"]
-
-    with cpu_stand_ins():
-        state = {"w": sharded(cut, part, content(cut, part))}
-        save(Entry.MEGATRON, state, root, sharded_strategy=theirs)
-        for layout in ("dense", "transposed"):
-            data = LAYOUTS[layout](torch.full((8, 6), 7.0))
-            assert load_into(data, strategy) is data
-            assert same_bits(data, content(cut, part).float())
-        for how in (strategy, theirs):
-            data = torch.full((8, 6), 7.0)
-            require_refused(partial(load_into, data, how, strict_dtype=True), DTypeMismatchError)
-            assert (data == 7).all()
-
-
-def test_tensors_are_filled_over_a_base_strategy_of_another_kind(tmp_path: Path) -> None:
-    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
-    (tmp_path / "c").mkdir()
-    require_on_ranks(2, load_over_torch_dist, tmp_path / "c")
-
-
 def load_every_pair(rank: int, backend: tuple[str, int], root: Path) -> None:
     """Every array in every dtype, many at once, padded, into memory with gaps, in small reads."""
     arrays = [on_grid(str(d), (6, 5), (1, 1), size=1, dtype=d) for d in ALL_DTYPES]
@@ -255,13 +224,9 @@ def load_large(rank: int, backend: tuple[str, int], root: Path) -> None:
     }
     strategy = STRATEGIES[backend](options=Options(timeout_s=60, max_inflight_bytes=32 << 20))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = peak_nbytes()
+    before = memory_nbytes("VmHWM")
     load(Entry.OURS, wanted, root, sharded_strategy=strategy)
-    assert peak_nbytes() - before < 128 << 20  # the stored form of all together is 256 MiB
-
-
-def peak_nbytes() -> int:
-    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    assert memory_nbytes("VmHWM") - before < 128 << 20  # the stored form of all together is 256 MiB
 
 
 @pytest.mark.parametrize("act", [load_every_pair, load_large])

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
@@ -34,6 +35,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from tests.support.disks import fill_disk, read_only, tiny_ext4, tiny_tmpfs
 from tests.support.entries import (
     Entry,
     Failure,
@@ -314,3 +316,48 @@ def test_common_state_that_cannot_be_written_is_raised_on_every_rank(
     results = run_processes(4, fail_in_common, entry, TIMEOUT_S, how, root)
     names = (str(root / "common.pt"),)
     require_failure_everywhere(results, kind=StorageError, culprit=0, names=names)
+
+
+# Disks that are full or read-only
+
+
+def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> None:
+    save, save_async = dist_ckpt_strategies.save, dist_ckpt_strategies.save_async
+    state = full_state(rank)
+    save(state, root / "good", backend)
+
+    def require_failures(name: str, reason: str) -> None:
+        for call in (
+            lambda: save(state, root / f"{name} now", backend),
+            lambda: save_async(state, root / f"{name} async", backend).wait(),
+        ):
+            assert require_refused(call, StorageError, reason).seconds < TIMEOUT_S / 2
+
+    def on_rank_0(step: Callable[[], Any]) -> None:
+        if rank == 0:
+            step()
+        dist.barrier()
+
+    for left_nbytes in (0, 40 << 10):  # the second is enough for some of the files
+        on_rank_0(partial(fill_disk, root, leaving_nbytes=left_nbytes))
+        require_failures(f"full {left_nbytes}", "no space left")
+        on_rank_0((root / ".ballast").unlink)
+    with read_only(root) if rank == 0 else nullcontext():
+        dist.barrier()
+        require_failures("locked", "read-only")
+        dist.barrier()
+    loaded = load(Entry.OURS, full_state(rank, no_data), root / "good")
+    assert differences(rank, own_cuts(), loaded) == []
+
+
+@pytest.mark.parametrize(
+    ("disk", "backend"),
+    [(tiny_ext4, ("zarr", 1)), (tiny_tmpfs, ("zarr", 2))],
+    ids=["ext4", "tmpfs"],
+)
+def test_a_full_or_read_only_disk_fails_every_rank_and_leaves_the_checkpoint_before(
+    disk: Any, backend: tuple[str, int], tmp_path: Path
+) -> None:
+    with disk(tmp_path / "disk") as root:
+        require_on_ranks(4, on_bad_disks, root, backend)
+        assert [path.parent.name for path in root.glob("*/metadata.json")] == ["good"]

@@ -15,9 +15,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import LocalOptions
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
@@ -32,6 +37,7 @@ pytestmark = pytest.mark.multiprocess
 
 NUM_RANKS = 4
 BACKEND = ("local_replicated", 1)
+each_algo = pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
 
 
 def state_of(tp: int, value: float, *, is_filled: bool = True) -> dict[str, Any]:
@@ -95,7 +101,7 @@ def through_megatron(rank: int, root: str, algo: str) -> None:
     require_loaded(found, 2, 1.0)
 
 
-@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
+@each_algo
 def test_megatrons_save_and_load_find_it_and_a_lost_node_is_restored(
     algo: str, tmp_path: Path
 ) -> None:
@@ -164,8 +170,12 @@ def test_a_kill_anywhere_in_an_overwrite_leaves_the_old_or_the_new_checkpoint(
     assert set(values) == {1.0, 2.0}
 
 
-def with_a_function(rank: int, root: str) -> None:
-    """All ranks see one checkpoint directory; their shards are elsewhere."""
+def with_a_function(rank: int, root: str, algo: str) -> None:
+    """All ranks see one checkpoint directory; their shards are elsewhere.
+
+    Megatron-Core's wrappers share the work among ranks that hold the same.
+    """
+    pairs = dist.new_subgroups(2)[0]
 
     def node_directory(global_rank: int) -> Path:
         return Path(root) / f"disk{global_rank // 2}"
@@ -174,22 +184,29 @@ def with_a_function(rank: int, root: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     saver = LocalReplicatedSaveShardedStrategy(
-        local=LocalOptions(replication_jump=1), replication_jump=2, node_directory=node_directory
+        local=LocalOptions(replication_jump=1, algo=algo),
+        replication_jump=2,
+        node_directory=node_directory,
     )
-    dist_checkpointing.save(state_of(2, 5.0), str(directory), saver)
+    wrapped = FullyParallelSaveStrategyWrapper(saver, pairs)
+    dist_checkpointing.save(state_of(2, 5.0), str(directory), wrapped)
     dist.barrier()
     assert sorted(path.name for path in directory.iterdir()) == ["common.pt", "metadata.json"]
     loader = LocalReplicatedLoadShardedStrategy(node_directory=node_directory)
     lose_node_of(0, Path(root) / "disk1")
     wanted = state_of(2, 5.0, is_filled=False)
-    require_loaded(dist_checkpointing.load(wanted, str(directory), loader), 2, 5.0)
+    for way in (loader, FullyParallelLoadStrategyWrapper(loader, pairs)):
+        with cpu_stand_ins():  # the wrapper moves what it exchanges to CUDA
+            found = dist_checkpointing.load(state_of(2, 5.0, is_filled=False), str(directory), way)
+        require_loaded(found, 2, 5.0)
     lose_node_of(0, Path(root) / "disk0")
     with pytest.raises(CheckpointNotFoundError, match="no local checkpoint below"):
         loader.load({key: wanted[key] for key in ("w", "b")}, directory)
 
 
-def test_a_function_may_choose_the_directory_of_a_node(tmp_path: Path) -> None:
-    assert run_processes(NUM_RANKS, with_a_function, str(tmp_path)) == [None] * NUM_RANKS
+@each_algo
+def test_a_function_may_choose_the_directory_of_a_node(algo: str, tmp_path: Path) -> None:
+    assert run_processes(NUM_RANKS, with_a_function, str(tmp_path), algo) == [None] * NUM_RANKS
 
 
 def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: str) -> int:

@@ -22,6 +22,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
 )
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support.entries import (
     Entry,
     Failure,
@@ -32,6 +33,7 @@ from tests.support.entries import (
     require_refused,
     save,
 )
+from tests.support.ports import free_port
 from tests.support.processes import until
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import at_random, differences, no_data, on_grid, state_of
@@ -80,15 +82,19 @@ def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -
 
 
 def lose_rank_in_save(rank: int, entry: Entry, culprit: int, number: int, scratch: Path) -> Any:
+    """The save fails on the others, and so do a save and a load after it."""
+    state = state_of(rank, CUTS)
+    two_stage = TwoStageDataParallelLoadShardedStrategy(None, timeout_s=TIMEOUT_S)
+    save(Entry.OURS, state, scratch / "good")
+    two_stage.maybe_init_gloo_group()
     prepare(TIMEOUT_S)
-    state = state_with(rank)
-
-    def twice() -> Any:
-        first = outcome(partial(save, entry, state, scratch / "c"))
-        return first, outcome(partial(save, Entry.OURS, state_of(rank, CUTS), scratch / "d"))
-
+    calls = (
+        partial(save, entry, state_with(rank), scratch / "c"),
+        partial(save, Entry.OURS, state, scratch / "d"),
+        partial(two_stage.load, state, scratch / "good"),
+    )
     with signal_when_writing(number, is_here=rank == culprit):
-        return survive(rank, culprit, scratch, twice)
+        return survive(rank, culprit, scratch, lambda: [outcome(call) for call in calls])
 
 
 def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
@@ -133,10 +139,13 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
 ) -> None:
     results = run_processes(4, lose_rank_in_save, entry, culprit, number, tmp_path)
 
-    pairs = [result for result in results if isinstance(result, tuple)]
-    assert all(isinstance(found, Failure) and found.seconds < PROMPT_S for _, found in pairs), pairs
+    for result in results:
+        for later in result[1:] if isinstance(result, list) else ():
+            assert isinstance(later, Failure), later
+            assert PeerError.__name__ in later.kinds, later
+            assert later.seconds < PROMPT_S, later
     assert not (tmp_path / "d" / "metadata.json").exists()
-    firsts = [result[0] if isinstance(result, tuple) else result for result in results]
+    firsts = [result[0] if isinstance(result, list) else result for result in results]
     survivors = require_survivors_raised(firsts, culprit)
     late = [failure for failure in survivors if PeerTimeoutError.__name__ in failure.kinds]
     for failure in late:
@@ -149,23 +158,13 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
     require_on_ranks(4, require_incomplete_and_replaceable, tmp_path / "c")
 
 
-def stop_host_of_store(rank: int, scratch: Path) -> Any:
+def stop_host_of_store(rank: int, port: int, scratch: Path) -> Any:
     """As without a launcher: rank 0 hosts the key-value store, and rank 0 is what stops."""
     prepare(TIMEOUT_S)
-    port = scratch / "port"
     dist.barrier()
     dist.destroy_process_group()
-    limit = timedelta(seconds=100)
-    store: Any
-    make: Any = vars(dist)["TCPStore"]
-    if rank == 0:
-        store = make("127.0.0.1", 0, 4, is_master=True, wait_for_workers=False, timeout=limit)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-    else:
-        until(port.exists)
-        store = make("127.0.0.1", int(port.read_text()), 4, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
+    limit, address = timedelta(seconds=100), f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", address, rank=rank, world_size=4, timeout=limit)
     with signal_when_writing(signal.SIGSTOP, is_here=rank == 0):
         return survive(rank, 0, scratch, partial(save, Entry.OURS, state_with(rank), scratch / "c"))
 
@@ -173,7 +172,7 @@ def stop_host_of_store(rank: int, scratch: Path) -> Any:
 def test_a_stopped_rank_that_hosts_the_key_value_store_does_not_hang_the_others(
     tmp_path: Path,
 ) -> None:
-    stopped, *others = run_processes(4, stop_host_of_store, tmp_path)
+    stopped, *others = run_processes(4, stop_host_of_store, free_port(), tmp_path)
 
     assert isinstance(stopped, RankDiedError)
     for failure in others:

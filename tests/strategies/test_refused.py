@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CoverageError,
     DuplicateWriterError,
     PlanError,
     StorageError,
@@ -104,9 +106,6 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
     require_refused(partial(loads, new, verify="all"), StrategyError, "one of off, read, full")
 
 
-DATA = torch.ones(2)
-
-
 class Unpicklable:
     """Something whose own code fails when it is pickled."""
 
@@ -118,17 +117,29 @@ def one_object(*args: Any, **options: Any) -> dict[str, Any]:
     return {"o": ShardedObject("o", *args, **options)}
 
 
-def one_tensor(offset: int, replica_id: Any = 0) -> dict[str, Any]:
-    places = (2,), (8,), (offset,), (4,)
-    return {"w": ShardedTensor("w", DATA, DATA.dtype, *places, replica_id)}
+def one_tensor(
+    offset: int, replica_id: Any = 0, size: int = 8, dtype: Any = torch.float32
+) -> dict[str, Any]:
+    data = torch.ones(2, dtype=dtype)
+    return {"w": ShardedTensor("w", data, dtype, (2,), (size,), (offset,), None, replica_id)}
 
 
-def with_other_data(rank: int, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+def with_other_data(rank: int, change: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
     state = state_of(rank, [on_grid("w", (8, 4), (4, 1))])
     if rank == 1:
         (tensor,) = state.values()
         tensor.data = change(tensor.data)
     return state
+
+
+ONLY_CHECKED = {"no main replica"}
+"""Otherwise nothing says that there should have been an object."""
+
+ONLY_UNCHECKED = {"hole", "overlap", "other shape", "other dtype"}
+"""Megatron-Core's own check would find these first, and says it in other words."""
+
+TWICE = DuplicateWriterError
+KINDS = {"twice on 1": TWICE, "overlap": TWICE, "hole": CoverageError}
 
 
 def wrong_states(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
@@ -138,7 +149,9 @@ def wrong_states(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], s
     """
     bad, of_o, of_w = rank == 1, {"key": "o"}, {"key": "w"}
     w_of_1, says = of_w | {"global_rank": 1}, "but the ShardedTensor says"
+    odd = Unpicklable() if bad else 1
     nope = "o/shard_1_4 cannot be saved: ValueError: nope"
+    size, dtype = (16, torch.float16) if rank == 2 else (8, torch.float32)
     no_replica = "w: expected a number or several as replica_id, found None"
     grid, place, replica = (1,) if rank == 0 else (2,), (min(rank, 1),), max(0, rank - 1)
     again = ShardedObject("o", rank, (4,), (rank,), replica_id=int(not bad))
@@ -146,11 +159,10 @@ def wrong_states(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], s
         "shape": (with_other_data(rank, lambda data: data.reshape(4, 2)), w_of_1, says),
         "dtype": (with_other_data(rank, torch.Tensor.double), w_of_1, says),
         "same size": (with_other_data(rank, lambda data: data.view(torch.int32)), w_of_1, says),
-        "unpicklable": (
-            one_object(Unpicklable() if bad else 1, (4,), (rank,)),
-            {"global_rank": 1},
-            nope,
-        ),
+        "none": (with_other_data(rank, lambda _: None), w_of_1, "rank 1: w: "),
+        "sparse": (with_other_data(rank, torch.Tensor.to_sparse), w_of_1, "rank 1: w: "),
+        "meta": (with_other_data(rank, lambda data: data.to("meta")), w_of_1, "rank 1: w: "),
+        "unpicklable": (one_object(odd, (4,), (rank,)), {"global_rank": 1}, nope),
         "twice": (one_object(rank, (1,), (0,)), of_o, " rank 1"),
         "gap": (one_object(rank, (5,), (rank,)), of_o, " rank 1"),
         "no main replica": (one_object(rank, (4,), (rank % 2,), replica_id=1), of_o, ""),
@@ -163,22 +175,26 @@ def wrong_states(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], s
         "number": ({"o": ShardedObject(5, rank, (4,), (rank,))}, {}, ""),
         "no replica": (one_tensor(2 * rank, None if bad else 0), w_of_1, no_replica),
         "before w": (one_tensor(2 * rank - 2), of_w, "w: rank "),
-        "beyond w": (one_tensor(2 * rank + 2), of_w, "w: rank "),
+        "beyond w": (one_tensor(2 * rank + 2), of_w, "w: rank 3 holds [8:10]"),
+        "hole": (one_tensor(2 * rank, size=9), of_w, "w: main replicas cover 8 of 9"),
+        "overlap": (one_tensor(min(2 * rank, 5)), of_w, "and [5:7] on rank 3"),
+        "other shape": (one_tensor(2 * rank, size=size), of_w, "(16,) on rank 2, (8,) on rank 0"),
+        "other dtype": (one_tensor(2 * rank, dtype=dtype), of_w, "on rank 2,"),
     }
 
 
 def states_that_do_not_fit(rank: int, scratch: Path) -> None:
-    for entry in Entry:
-        for name, (state, values, words) in wrong_states(rank).items():
-            # What Megatron-Core's own check finds it raises on rank 0 alone.
-            for checked in (True, False) if entry is Entry.OURS else (False,):
-                if name == "no main replica" and not checked:
-                    continue  # nothing says that there should have been an object
-                root = scratch / f"{entry}.{name}.{checked}"
-                call = partial(save, entry, dict(state), root, validate_access_integrity=checked)
-                kind = DuplicateWriterError if name == "twice on 1" else CheckpointError
-                require_refused(call, kind, words, **values)
-                assert not (root / "metadata.json").exists(), name
+    """What Megatron-Core's own check finds it raises on rank 0 alone; ours is called with it."""
+    for (entry, checked), (name, (state, values, words)) in product(
+        ((Entry.OURS, True), (Entry.OURS, False), (Entry.MEGATRON, False)),
+        wrong_states(rank).items(),
+    ):
+        if name in (ONLY_UNCHECKED if checked else ONLY_CHECKED):
+            continue
+        root = scratch / f"{entry}.{name}.{checked}"
+        call = partial(save, entry, dict(state), root, validate_access_integrity=checked)
+        require_refused(call, KINDS.get(name, CheckpointError), words, **values)
+        assert not (root / "metadata.json").exists(), name
 
 
 @pytest.mark.parametrize(

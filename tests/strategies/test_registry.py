@@ -142,9 +142,14 @@ def test_an_own_registration_works_before_and_after_a_save(
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
     if comes_first == "save":
         dist_ckpt_strategies.save(dict(state), tmp_path / "before", key[1:])
+        assert not (tmp_path / "before" / "own").exists()
+        (tmp_path / "before" / "metadata.json").unlink()
+    files = set(tmp_path.rglob("*"))
     register_default_strategy(*key, own)
-    dist_ckpt_strategies.save(dict(state), tmp_path / "after", key[1:])
-    assert [path.parent.name for path in tmp_path.glob("*/own")] == ["after"]
+    for name in ("before", "after"):
+        dist_ckpt_strategies.save(dict(state), tmp_path / name, key[1:])
+        assert (tmp_path / name / "own").exists()
+    assert files <= set(tmp_path.rglob("*")), "nothing is removed unasked"
     with pytest.raises(StrategyExistsError, match="replace=True"):
         register_default_strategy(*key, Own())
     with pytest.raises(StrategyExistsError, match="Own"):

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from torch.nn import Parameter
 
 from dist_ckpt_strategies import Options
-from dist_ckpt_strategies.errors import (
-    CoverageError,
-    DuplicateWriterError,
-    PlanError,
-    ShapeMismatchError,
-    StrategyError,
-)
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import (
+    Format2LoadShardedStrategy,
+    Format2SaveShardedStrategy,
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+)
 from tests.support.entries import Entry, load, require_on_ranks, require_refused, save
 from tests.support.layouts import (
     empties,
@@ -87,19 +92,52 @@ def layouts(backend: tuple[str, int]) -> Iterator[tuple[str, list[Cut], list[Cut
         yield f"random {seed}", *random_layouts(seed)
 
 
+STRATEGIES: dict[tuple[str, int], tuple[Any, Any]] = {
+    ("zarr", 1): (ZarrSaveShardedStrategy, ZarrLoadShardedStrategy),
+    ("zarr", 2): (Format2SaveShardedStrategy, Format2LoadShardedStrategy),
+}
+SMALL = Options(max_inflight_bytes=64, io_threads=1, timeout_s=60)
+"""So little memory that every chunk is assembled in a round of its own."""
+
+
+def objects(rank: int, *, is_filled: bool) -> dict[str, Any]:
+    """One that all ranks hold alike, and one of each rank."""
+    own, everyones = ([rank], {"of": "all"}) if is_filled else (None, None)
+    return {
+        "own": ShardedObject("o/own", own, (4,), (rank,)),
+        "all": ShardedObject("o/all", everyones, (1,), (0,), replica_id=rank),
+    }
+
+
 def save_and_load_all(rank: int, backend: tuple[str, int], scratch: Path) -> None:
-    several_rounds = TwoStageDataParallelLoadShardedStrategy(
-        dist.group.WORLD, max_inflight_bytes=20_000
-    )
-    for number, (name, saved, wanted) in enumerate(layouts(backend)):
-        for entry in Entry:
-            if name == "empty" and entry is Entry.MEGATRON:
-                continue  # its own checks divide by the length
-            root, target = scratch / f"{name} {entry}", (zeros, no_data)[number % 2]
-            save(entry, state_of(rank, saved), root, sharded_strategy=backend)
-            for how in ({}, {"sharded_strategy": several_rounds}):
-                loaded = load(entry, state_of(rank, wanted, target), root, **how)
-                assert differences(rank, wanted, loaded) == [], (root, how)
+    """Plainly and with little memory, in Megatron-Core's wrappers, and so that ranks share reads.
+
+    The last two in groups of several sizes.
+    """
+    saver, loader = STRATEGIES[backend]
+    groups = [dist.new_subgroups(size)[0] for size in (2, 4, 1)]
+    wrapped = [FullyParallelSaveStrategyWrapper(saver(), group) for group in groups]
+    savers = cycle([backend, saver(options=SMALL), *wrapped])
+    for number, (layout, entry) in enumerate(product(layouts(backend), Entry)):
+        name, saved, wanted = layout
+        if name == "empty" and entry is Entry.MEGATRON:
+            continue  # its own checks divide by the length
+        root, group = scratch / f"{name} {entry}", groups[number % 3]
+        state: dict[str, Any] = state_of(rank, saved)
+        save(entry, state | objects(rank, is_filled=True), root, sharded_strategy=next(savers))
+        ways: list[Any] = [
+            None,
+            TwoStageDataParallelLoadShardedStrategy(group, max_inflight_bytes=20_000),
+        ]
+        if not name.startswith("random"):  # gloo exchanges tensors of few dtypes
+            ways.append(FullyParallelLoadStrategyWrapper(loader(), group))
+        for strategy in ways:
+            asked = state_of(rank, wanted, (zeros, no_data)[number // 2 % 2])
+            asked |= objects(rank, is_filled=False)
+            with cpu_stand_ins():  # the wrapper moves what it exchanges to CUDA
+                loaded = load(entry, asked, root, sharded_strategy=strategy, strict="raise_all")
+            assert differences(rank, wanted, loaded) == [], (root, strategy)
+            assert (loaded["own"], loaded["all"]) == ([rank], {"of": "all"}), (root, strategy)
 
 
 @pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
@@ -125,16 +163,6 @@ def only_main_replicas_are_written(rank: int, entry: Entry, root: Path) -> None:
         tensor.replica_id = (0, tensor.replica_id, 0)
     save(entry, state, root)
     assert differences(rank, [cut], load(entry, state_of(rank, [cut], no_data), root)) == []
-
-
-def staging_memory_may_be_small(rank: int, entry: Entry, root: Path) -> None:
-    """So little that every chunk is assembled in a round of its own."""
-    small = ZarrSaveShardedStrategy(
-        options=Options(max_inflight_bytes=64, io_threads=1, timeout_s=60)
-    )
-    save(entry, state_of(rank, irregular()), root, sharded_strategy=small)
-    loaded = load(entry, state_of(rank, irregular(), no_data), root)
-    assert differences(rank, irregular(), loaded) == []
 
 
 def the_default_device_makes_no_difference(rank: int, entry: Entry, root: Path) -> None:
@@ -214,24 +242,14 @@ def a_shard_may_be_wanted_twice_and_data_has_its_local_shape(
     require_refused(partial(load, entry, {"w": replaced}, root), PlanError, said)
 
 
-def load_directly_on_device_copies_into_the_callers_data(
-    rank: int, entry: Entry, root: Path
-) -> None:
+def load_directly_on_device_fills_the_callers_data(rank: int, entry: Entry, root: Path) -> None:
     cut = on_grid("w", (8, 4), (4, 1), dtype=torch.bfloat16)
-    part = cut.parts[rank]
     save(entry, state_of(rank, [cut]), root)
-    options: dict[str, Any] = {
-        "sharded_strategy": TensorStoreLoadShardedStrategy(load_directly_on_device=True),
-        "validate_access_integrity": False,
-    }
-    own, wider = torch.ones(2, 4, dtype=torch.bfloat16), Parameter(torch.ones(2, 4))
-    wanted = {"own": sharded(cut, part, own), "wider": sharded(cut, part, wider, dtype=wider.dtype)}
-    loaded = load(entry, wanted, root, **options)
-    assert (loaded["own"] is own, loaded["wider"] is wider) == (True, True)
-    assert same_bits(own, part_of(cut, part))
-    assert same_bits(wider, part_of(cut, part).float())
-    nothing = partial(load, entry, {"w": sharded(cut, part, None)}, root, **options)
-    require_refused(nothing, StrategyError, "w: load_directly_on_device needs a ShardedTensor")
+    directly = TensorStoreLoadShardedStrategy(load_directly_on_device=True)
+    loads = partial(load, entry, root=root, sharded_strategy=directly)
+    assert differences(rank, [cut], loads(state_of(rank, [cut], zeros))) == []
+    said = "w: load_directly_on_device needs a ShardedTensor"
+    require_refused(partial(loads, state_of(rank, [cut], no_data)), StrategyError, said)
 
 
 def a_vocabulary_that_grew_or_shrank_is_padded_or_clipped(
@@ -254,10 +272,6 @@ def a_vocabulary_that_grew_or_shrank_is_padded_or_clipped(
         for target in (None, torch.ones(per_rank, 4)):
             wanted = {"w": sharded(cut, part, target, allow_shape_mismatch=True)}
             assert same_bits(load(entry, wanted, root)["w"], padded[part.slices()]), per_rank
-    cut, part = vocabulary(5)
-    grown = partial(load, entry, {"w": sharded(cut, part, None)}, root)
-    said = "vocab: shape (12, 4) in the checkpoint, (20, 4) requested"
-    require_refused(grown, ShapeMismatchError, said)
 
 
 BAD_KEYS = (
@@ -284,50 +298,14 @@ def keys_that_no_file_system_takes_are_refused_by_name(rank: int, entry: Entry, 
     assert not list(root.rglob("metadata.json"))
 
 
-def cut_1d(key: str, size: int, *parts: tuple[int, int, int], dtype: Any = torch.float32) -> Cut:
-    return Cut(key, (size,), dtype, tuple(Part(rank, (a,), (n,)) for rank, a, n in parts))
-
-
-def shards_that_do_not_make_up_their_array_are_refused(rank: int, entry: Entry, root: Path) -> None:
-    """A gap, an overlap and ranks that disagree; Megatron's own checks are off."""
-    own, odd = (rank, 2 * rank, 2), rank == 2
-    half = torch.float16 if odd else torch.float32
-    other_shape = "w: array_shape (16,) on rank 2, (8,) on rank 0"
-    cases: list[tuple[Cut, Any, str]] = [
-        (
-            cut_1d("gap", 10, (0, 0, 4), (1, 5, 5)),
-            CoverageError,
-            "gap: main replicas cover 9 of 10",
-        ),
-        (cut_1d("overlap", 10, (0, 0, 6), (3, 5, 5)), DuplicateWriterError, "and [5:10] on rank 3"),
-        (cut_1d("outside", 10, (2, 0, 11)), CoverageError, "outside: rank 2 holds [0:11]"),
-        (cut_1d("w", 8 + 8 * odd, own), PlanError, other_shape),
-        (cut_1d("w", 8, own, dtype=half), PlanError, "on rank 2,"),
-    ]
-    for found, kind, words in cases:
-        call = partial(save, entry, state_of(rank, [found], zeros), root / words[:3])
-        require_refused(partial(call, validate_access_integrity=False), kind, words)
-
-
-def tensors_without_plain_memory_are_refused(rank: int, entry: Entry, root: Path) -> None:
-    cut, fine = on_grid("w", (8, 4), (4, 1)), torch.ones(2, 4)
-    bad = {"none": None, "sparse": fine.to_sparse(), "meta": torch.ones(2, 4, device="meta")}
-    for name, data in bad.items():
-        state = {"w": sharded(cut, cut.parts[rank], data if rank == 1 else fine)}
-        require_refused(partial(save, entry, state, root / name), PlanError, "rank 1: w: ")
-
-
 CHECKS: tuple[Callable[[int, Entry, Path], None], ...] = (
     only_main_replicas_are_written,
-    staging_memory_may_be_small,
     the_default_device_makes_no_difference,
     tensors_of_any_memory_layout_are_saved_and_filled,
     a_shard_may_be_wanted_twice_and_data_has_its_local_shape,
-    load_directly_on_device_copies_into_the_callers_data,
+    load_directly_on_device_fills_the_callers_data,
     a_vocabulary_that_grew_or_shrank_is_padded_or_clipped,
     keys_that_no_file_system_takes_are_refused_by_name,
-    shards_that_do_not_make_up_their_array_are_refused,
-    tensors_without_plain_memory_are_refused,
 )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import StorageTimeoutError
@@ -26,12 +28,14 @@ from dist_ckpt_strategies.local import (
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support import sharding
-from tests.support.entries import Failure, outcome
+from tests.support.entries import Failure, outcome, require_on_ranks
 from tests.support.ranks import run_processes
 from tests.support.sharding import on_grid
 from tests.support.silence import silent_disk
+from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
+each_version = pytest.mark.parametrize("version", [1, 2])
 
 NUM_RANKS = 4
 CULPRIT = 2
@@ -110,7 +114,7 @@ def uses_global(rank: int, root: str, version: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@each_version
 def test_saves_and_loads_raise_on_every_rank_in_time(tmp_path: Path, version: int) -> None:
     require_all_raised(run_processes(NUM_RANKS, uses_global, str(tmp_path), version))
 
@@ -171,22 +175,15 @@ def test_no_system_call_is_made_on_the_main_thread(tmp_path: Path) -> None:
 
 
 _EXITS = """
-import sys, torch
-from pathlib import Path
-from dist_ckpt_strategies.errors import StorageTimeoutError
-from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from tests.support import sharding
-from tests.support.sharding import on_grid
-from tests.support.silence import silent_disk
+import sys
+from tests.strategies.test_silent_storage import *
 
-root = Path(sys.argv[1])
-disk = silent_disk(root, int(sys.argv[2]))
-disk.__enter__()
-try:
+disk = silent_disk(Path(sys.argv[1]), int(sys.argv[2]))
+disk.__enter__()  # until the process ends
+with pytest.raises(StorageTimeoutError):
     state = BasicTensorAwareStateDict({"w": torch.ones(1 << 20)})
-    LocalCheckpointManager(root, timeout_s=2).save(state, 1)
-except StorageTimeoutError:
-    print("raised", flush=True)
+    LocalCheckpointManager(sys.argv[1], timeout_s=2).save(state, 1)
+print("raised", flush=True)
 """
 
 
@@ -197,3 +194,55 @@ def test_the_process_ends_though_a_thread_still_waits_for_the_disk(
     command = [sys.executable, "-c", _EXITS, str(tmp_path), str(first)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "raised\n"
+
+
+# Loads whose peers are late, or that are interrupted
+
+
+def load_late(rank: int, root: Path) -> None:
+    """One rank begins later than storage may take, and sooner than a peer may."""
+    dist_ckpt_strategies.save(state_of(rank), root)
+    manager = LocalCheckpointManager(root.with_name("local"), timeout_s=TIMEOUT_S)
+    manager.save(BasicTensorAwareStateDict({"x": torch.ones(10) * rank}), 5, is_async=False)
+    strategy = TwoStageDataParallelLoadShardedStrategy(None, timeout_s=TIMEOUT_S)
+    load = partial(dist_ckpt_strategies.load, state_of(rank), root)
+    for act in (partial(load, timeout_s=TIMEOUT_S), partial(load, strategy), manager.load):
+        dist.barrier()
+        time.sleep(0.85 * TIMEOUT_S * rank)
+        act()
+
+
+def test_a_peer_that_is_late_is_not_taken_for_silent_storage(tmp_path: Path) -> None:
+    require_on_ranks(2, load_late, tmp_path / "c")
+
+
+class Interruption(BaseException):
+    """What a signal handler raises."""
+
+
+def interrupt(*_: object) -> None:
+    raise Interruption
+
+
+def interrupt_a_load(rank: int, root: Path, version: int) -> None:
+    """The tensors are left alone afterwards."""
+    names = [f"w{number}" for number in range(20)]
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(64)) for key in names}
+    dist_ckpt_strategies.save(state, root, ("zarr", version))
+    signal.signal(signal.SIGALRM, interrupt)
+    with before_calls(lambda _, path: time.sleep(0.2 * (str(root) in path)), ["preadv"]):
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(Interruption):
+            dist_ckpt_strategies.load(state, root)
+        time.sleep(0.5)  # for the calls that were under way
+        for tensor in state.values():
+            tensor.data.fill_(-1.0)
+        time.sleep(2.0)
+    assert all(bool((tensor.data == -1.0).all()) for tensor in state.values())
+
+
+@each_version
+def test_an_interrupted_load_leaves_the_tensors_alone_afterwards(
+    tmp_path: Path, version: int
+) -> None:
+    require_on_ranks(1, interrupt_a_load, tmp_path / "c", version)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -15,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch._C._distributed_c10d import FileStore
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
+from dist_ckpt_strategies.errors import DTypeMismatchError, PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import (
     TwoStageDataParallelLoadShardedStrategy,
     _ShardedTensorMetadata,
@@ -30,64 +28,34 @@ from dist_ckpt_strategies.strategies.two_stage import (
 )
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from dist_ckpt_strategies.two_stage import load as two_stage_load
+from tests.strategies.test_save_load import objects
 from tests.support.entries import (
     Entry,
     Failure,
+    load,
     outcome,
     prepare,
     require_on_ranks,
     require_refused,
     save,
 )
-from tests.support.ranks import RankDiedError, allow_torch_dist, run_processes
+from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import (
     Cut,
-    at_random,
     differences,
+    held_by,
     no_data,
     on_grid,
+    part_of,
     replicated,
+    same_bits,
+    sharded,
     state_of,
     zeros,
 )
+from tests.support.tensors import dense, transposed
 
 pytestmark = pytest.mark.multiprocess
-
-DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.bool)
-
-
-def cuts() -> list[Cut]:
-    some = [at_random(f"r{n}", (17, 9), n, dtype=dtype) for n, dtype in enumerate(DTYPES)]
-    return [
-        *some,
-        on_grid("grid", (8, 6), (2, 2)),
-        on_grid("rows", (8, 6), (4, 1)),
-        on_grid("everyone", (600, 1000), (1, 1), num_replicas=4),
-        on_grid("vector", (4,), (1,), num_replicas=4),
-    ]
-
-
-def objects(rank: int, *, empty: bool = False) -> dict[str, Any]:
-    return {
-        "shared": ShardedObject(
-            "shared", None if empty else {"of": "all"}, (1,), (0,), replica_id=rank
-        ),
-        "own": ShardedObject("own.state", None if empty else [rank], (4,), (rank,)),
-    }
-
-
-def every_rank_gets_what_it_requests(rank: int, root: Path) -> None:
-    save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
-    objects_stored = {"shared/shard_0_1", *(f"own.state/shard_{n}_4" for n in range(4))}
-    for size in (1, 2, 4):
-        strategy = TwoStageDataParallelLoadShardedStrategy(dist.new_subgroups(size)[0])
-        for data in (no_data, zeros):
-            wanted = state_of(rank, cuts(), data) | objects(rank, empty=True)
-            loaded = dist_checkpointing.load(wanted, str(root), sharded_strategy=strategy)
-            assert differences(rank, cuts(), loaded) == []
-            assert (loaded["shared"], loaded["own"]) == ({"of": "all"}, [rank])
-        names = strategy.load_sharded_metadata(str(root)).keys()
-        assert names == {*(cut.key for cut in cuts()), *objects_stored}
 
 
 def replicas(rank: int, *, empty: bool) -> dict[str, Any]:
@@ -142,28 +110,6 @@ def test_each_byte_is_read_once_and_all_ranks_read_about_the_same(
         assert report == results[0][0]
         assert counted <= 1.1 * nbytes / 4 + SMALL_FILES_NBYTES / 4
     assert sum(counted for _, counted in results) <= 1.02 * nbytes + SMALL_FILES_NBYTES
-
-
-def lose_rank(rank: int, root: Path) -> Any:
-    prepare(60)
-    save(Entry.OURS, replicas(rank, empty=False), root)
-    prepare(4)
-    strategy = TwoStageDataParallelLoadShardedStrategy(dist.new_subgroups(4)[0])
-    strategy.maybe_init_gloo_group()
-    dist.barrier()
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return outcome(partial(strategy.load, replicas(rank, empty=True), str(root)))
-
-
-def test_a_rank_that_dies_is_a_peer_error_in_time(tmp_path: Path) -> None:
-    *survivors, lost = run_processes(4, lose_rank, tmp_path / "c")
-
-    assert isinstance(lost, RankDiedError)
-    for failure in survivors:
-        assert isinstance(failure, Failure), failure
-        assert PeerError.__name__ in failure.kinds
-        assert failure.seconds < 50
 
 
 MIB = 1 << 20
@@ -310,20 +256,21 @@ def regular_cuts() -> list[Cut]:
 
 
 def torch_dist_is_asked_once_per_group_for_each_shard_and_object(rank: int, root: Path) -> None:
+    """Its tensors are converted by the strategy over it."""
     allow_torch_dist()
     # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.
     with cpu_stand_ins():
-        state = state_of(rank, regular_cuts()) | objects(rank)
+        state = state_of(rank, regular_cuts()) | objects(rank, is_filled=True)
         save(Entry.MEGATRON, state, root, sharded_strategy=TORCH_DIST)
         for size, data in product((1, 2, 4), (zeros, no_data)):
             base = Recorded(TorchDistLoadShardedStrategy())
             strategy = TwoStageDataParallelLoadShardedStrategy(
                 dist.new_subgroups(size)[0], base_strategy=base
             )
-            wanted = state_of(rank, regular_cuts(), data) | objects(rank, empty=True)
+            wanted = state_of(rank, regular_cuts(), data) | objects(rank, is_filled=False)
             loaded = dist_checkpointing.load(wanted, str(root), sharded_strategy=strategy)
             assert differences(rank, regular_cuts(), loaded) == []
-            assert (loaded["shared"], loaded["own"]) == ({"of": "all"}, [rank])
+            assert (loaded["own"], loaded["all"]) == ([rank], {"of": "all"})
             everyones: list[Any] = [None] * 4
             dist.all_gather_object(everyones, base.asked)
             first = rank // size * size
@@ -331,24 +278,36 @@ def torch_dist_is_asked_once_per_group_for_each_shard_and_object(rank: int, root
             shards = [shard for asked in calls for shard in asked]
             assert len(shards) == len(set(shards))
             assert all(calls)
+        some = held_by(rank, regular_cuts()[6:8])  # one that all ranks share, and one that none do
+        for (_, cut, part), layout in product(some, (dense, transposed)):
+            given = layout(torch.full(part.shape, 7.0, dtype=torch.float64))
+            wanted = {"w": sharded(cut, part, given, dtype=given.dtype)}
+            for how in (strategy, TORCH_DIST):
+                strictly = partial(load, Entry.OURS, wanted, root, strict_dtype=True)
+                require_refused(partial(strictly, sharded_strategy=how), DTypeMismatchError)
+                assert (given == 7).all()
+            assert load(Entry.OURS, wanted, root, sharded_strategy=strategy)["w"] is given
+            assert same_bits(given, part_of(cut, part).double())
 
 
 def a_failure_of_the_base_is_raised_on_all(rank: int, root: Path) -> None:
     """Any strategy will do; it must not be one of ours, which are not called this way."""
-    save(Entry.OURS, state_of(rank, regular_cuts()) | objects(rank), root)
+    save(Entry.OURS, state_of(rank, regular_cuts()) | objects(rank, is_filled=True), root)
     group = dist.new_subgroups(2)[0]
 
-    def load(base: Any, state: dict[str, Any]) -> Any:
+    def load_over(base: Any, state: dict[str, Any]) -> Any:
         strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=base)
         return strategy.load(state, str(root))
 
     wanted = partial(state_of, rank, regular_cuts(), zeros)
-    found = load(Recorded(ZarrLoadShardedStrategy()), wanted() | objects(rank, empty=True))
+    found = load_over(
+        Recorded(ZarrLoadShardedStrategy()), wanted() | objects(rank, is_filled=False)
+    )
     assert differences(rank, regular_cuts(), found) == []
     alone = partial(ZarrLoadShardedStrategy().load_by, Communicator())  # needs no peers
     base = SimpleNamespace(load=alone)
-    failed = outcome(partial(load, Recorded(base, (2,)), wanted()))
-    bad = partial(load, Recorded(base), wanted() | ({"bad": "no shard"} if rank == 3 else {}))
+    failed = outcome(partial(load_over, Recorded(base, (2,)), wanted()))
+    bad = partial(load_over, Recorded(base), wanted() | ({"bad": "no shard"} if rank == 3 else {}))
     refused = require_refused(bad, PlanError, global_rank=3)
     assert isinstance(failed, Failure)
     for failure, culprit in ((failed, 2), (refused, 3)):
@@ -360,7 +319,6 @@ def a_failure_of_the_base_is_raised_on_all(rank: int, root: Path) -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        every_rank_gets_what_it_requests,
         the_functions_of_megatron_core_0_15_work,
         a_rank_outside_its_group_is_named,
         torch_dist_is_asked_once_per_group_for_each_shard_and_object,
