@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies.comm.job_store import JobStore, host_store
+from dist_ckpt_strategies.comm.job_store import JobStore
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
 from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState, StoreRendezvous
+from tests.support.ports import HOST
 
 LIMIT_S = 60.0
 
@@ -70,17 +71,9 @@ Connect = Callable[[], JobStore]
 
 
 @pytest.fixture
-def connect() -> Iterator[Connect]:
-    """Makes clients of one store; on leaving, threads that still wait there are let go."""
-    host = host_store()
-
-    def make() -> JobStore:
-        return JobStore(host.host, host.port, timeout_s=LIMIT_S)
-
-    yield make
-    state = RestartState(make())
-    state.end(Fault(None, state.current(), FaultMode.DEATH, "the test is over"))
-    time.sleep(0.05)
+def connect(store_port: int) -> Connect:
+    """Makes clients of one store."""
+    return lambda: JobStore(HOST, store_port, timeout_s=LIMIT_S)
 
 
 def world(connect: Connect, size: int) -> list[StoreRendezvous]:
