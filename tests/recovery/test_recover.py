@@ -28,7 +28,6 @@ ALL_KNOWN = {(rank, step): b"%d at %d" % (rank, step) for rank in range(4) for s
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor of random numbers that the dtype can hold."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randint(0, 2 if dtype is torch.bool else 100, tuple(shape), generator=generator)
     return numbers.to(dtype)
