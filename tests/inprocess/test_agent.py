@@ -73,7 +73,9 @@ class Client:
 
     def wait_fault(self, restart_round: int, timeout_s: float) -> Mapping[str, Any] | None:
         fault = self._state.wait_fault(restart_round, timeout_s)
-        return fault and {"rank": fault.global_rank, "mode": str(fault.mode), "why": fault.why}
+        if fault is None:
+            return None
+        return {"rank": fault.global_rank, "mode": str(fault.mode), "why": fault.why}
 
 
 @pytest.mark.parametrize("mode", ["exception", "death", "hang", "unhealthy"])

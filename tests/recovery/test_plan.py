@@ -67,6 +67,9 @@ def require_sound(inputs: Sequence[RankInput], plan: RecoveryPlan) -> None:
             is_before = state.phase <= Phase.GRADS_FINAL and state.step == plan.target
             assert is_updated or is_before
         require_whole(inputs[rank], rank, plan)
+    if not plan.needs_gather:  # the weights are those of the target where the step has ended
+        holders = [state for r, state in enumerate(held) if "weights" in plan.local_shards(r)]
+        assert all(state is not None and state.step == plan.target for state in holders)
     for copy in plan.copies:
         assert plan.roles[copy.source] is not Role.RECEIVE
     for source in (*plan.object_sources, *plan.random_sources):
