@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -53,9 +52,7 @@ def test_a_job_continues_after_each_fault_as_if_there_had_been_none(cluster: Clu
 
     assert job.finish() == dict.fromkeys((STORE, "a", "b", "c"), 0), job.report()
     job.require_right()
-    kinds = Counter(note.what for note in job.read())
-    assert {*kinds} == {"begin", "memory", "step"}
-    assert kinds["begin"] == job.shape.world_size  # what is not lost keeps its state
+    assert {note.what for note in job.read()} == {"begin", "memory", "step"}
 
 
 def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(cluster: Cluster) -> None:
@@ -67,7 +64,7 @@ def test_a_lost_place_waits_for_a_spare_node_and_without_one_the_job_ends(cluste
 
     job.go_on(since)
     assert job.busy() == ["a", "c"]
-    assert len({note.process for note in job.read()}) == 3
+    assert len({note.process for note in job.read()}) == 3  # that of node a stays
     job.require_right()
     cluster.crash("c")
     assert job.codes() == {STORE: NODE_MISSING, "a": NODE_MISSING}, job.report()
