@@ -25,8 +25,6 @@ FREEZE, THAW = map(to_node, (Cluster.freeze, Cluster.thaw))
 
 
 def signalled(number: int) -> Fault:
-    """A worker gets a signal."""
-
     def fault(job: Job, draw: random.Random) -> Iterator[None]:
         job.signal(draw.randrange(job.shape.world_size), number)
         yield
@@ -80,8 +78,6 @@ def clique_crashed(job: Job, draw: random.Random) -> Iterator[None]:
 
 
 def bad_link(*, is_lossy: bool) -> Fault:
-    """What a node sends and is sent is lost, or slow."""
-
     def fault(job: Job, draw: random.Random) -> Iterator[None]:
         name = draw.choice(job.busy())
         if is_lossy:

@@ -48,7 +48,6 @@ class Shape:
         num_shards: that the state is cut into; ranks a multiple of it apart hold the same.
         save_every: steps from a local checkpoint to the next; 0: none are made.
         wait_s: for a node.
-        script: what the ranks run.
     """
 
     num_nodes: int = 2
@@ -58,7 +57,6 @@ class Shape:
     num_shards: int = 2
     save_every: int = 0
     wait_s: float = 60.0
-    script: str = "training.py"
 
     @property
     def world_size(self) -> int:
@@ -88,8 +86,6 @@ class Note:
 
 
 class Job:
-    """A job of one shape, whose nodes' names are those of the cluster."""
-
     def __init__(self, cluster: Cluster, shape: Shape) -> None:
         self.cluster, self.shape = cluster, shape
         self.shared = cluster.directory / "shared"
@@ -117,7 +113,7 @@ class Job:
                 "node-ttl": TTL_S,
                 "node-wait": shape.wait_s,
             }
-            role = "--store-only" if name == STORE else str(ROOT / "tests/cluster" / shape.script)
+            role = "--store-only" if name == STORE else str(ROOT / "tests/cluster/training.py")
             self.agents[name] = self.cluster.nodes[name].start(
                 *("bash", "-c", _AGAIN, "agent", sys.executable, "-W", "ignore"),
                 *("-m", "dist_ckpt_strategies.cli", "run"),
@@ -153,7 +149,6 @@ class Job:
         return self.notes
 
     def workers(self) -> dict[int, Note]:
-        """The last note of each rank."""
         return {note.rank: note for note in self.read()}
 
     def step(self) -> int:
@@ -165,7 +160,6 @@ class Job:
         return sorted({note.node for note in self.workers().values()})
 
     def idle(self) -> list[str]:
-        """The spare nodes."""
         return sorted({*self.cluster.nodes} - {*self.busy(), STORE})
 
     def spares(self, name: str) -> list[int]:
@@ -179,7 +173,6 @@ class Job:
         return [pid for pid in ready - taken if node.is_running(pid)]
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to the process of a rank."""
         name, _, pid = self.workers()[rank].process
         self.cluster.nodes[name].kill(number, pid)
 
@@ -238,7 +231,6 @@ class Job:
         return {name: one.wait() for name, one in running.items()}
 
     def log(self, name: str) -> str:
-        """What the agents of a node have said."""
         return (self.shared / "logs" / name).read_text(errors="replace")
 
     def report(self) -> str:

@@ -105,7 +105,6 @@ class Node:
         _run(*self.enter, "bash", "-c", f"kill -{int(number)} {pids}")
 
     def is_running(self, pid: int) -> bool:
-        """Whether the node has a process of this number."""
         return Path(f"/proc/{self.pid}/root/proc/{pid}").exists()
 
     def end(self) -> None:
@@ -155,7 +154,6 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take everything down."""
         for name in list(self.nodes):
             self.kill(name)
         self._switch.communicate(timeout=_LIMIT_S)
@@ -193,17 +191,14 @@ class Cluster:
         self._ip(f"link set {self.nodes[name].port} nomaster")
 
     def freeze(self, name: str) -> None:
-        """Stop everything that runs on a node."""
         self.nodes[name].kill(signal.SIGSTOP, -1)
 
     def thaw(self, name: str) -> None:
-        """End ``freeze``."""
         self.nodes[name].kill(signal.SIGCONT, -1)
         for process in self.nodes[name].processes:  # nsenter stops itself where its child is
             process.send_signal(signal.SIGCONT)
 
     def replug(self, name: str) -> None:
-        """End ``unplug``."""
         self._ip(f"link set {self.nodes[name].port} master br0")
 
     def partition(self, *groups: Sequence[str]) -> None:
@@ -226,7 +221,6 @@ class Cluster:
         self._tc("qdisc", "add", "dev", self.nodes[name].port, "root", *shape)
 
     def mend(self, name: str) -> None:
-        """End ``lossy`` and ``slow``."""
         port = self.nodes[name].port
         found = _run(*self._enter, "tc", "qdisc", "show", "dev", port)
         for kind, place in (("clsact", "clsact"), ("tbf", "root")):
@@ -234,7 +228,6 @@ class Cluster:
                 self._tc("qdisc", "del", "dev", port, place)
 
     def _ip(self, *commands: str) -> None:
-        """Commands of ``ip`` on the switch."""
         content = "".join(f"{command}\n" for command in commands)
         _run(*self._enter, "ip", "-batch", "-", content=content)
 

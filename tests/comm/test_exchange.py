@@ -102,25 +102,3 @@ def test_a_block_that_changes_on_the_way_is_an_error_on_every_rank() -> None:
         assert CorruptCheckpointError.__name__ in error.kinds, error
         assert "other from rank 0 arrived damaged" in error.text
         assert (error.global_rank, error.key) == (2, "w")
-
-
-@pytest.mark.parametrize("layout", [lambda t: t, lambda t: t.t(), lambda t: t[::2], torch.conj])
-def test_tensors_of_any_layout_are_read_and_filled_as_flat_bytes(
-    layout: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    source = layout(torch.arange(48).reshape(6, 8).to(torch.complex64) * (1 + 2j))
-    expected = source.resolve_conj().contiguous().view(torch.uint8).reshape(-1)
-    first, second = torch.ones(3), torch.empty(0)
-    flat = TensorBytes([first, second, source], [0, 64, 64])
-    target = layout(torch.zeros(6, 8, dtype=torch.complex64))
-    filled = TensorBytes([torch.zeros(3), second, target], [0, 64, 64])
-    for start in range(0, flat.nbytes, 50):
-        buffer = torch.full((min(50, flat.nbytes - start),), 9, dtype=torch.uint8)
-        filled.write(start, flat.read(start, buffer))
-    filled.write_back()
-
-    whole = flat.read(0, torch.full((flat.nbytes,), 9, dtype=torch.uint8))
-    assert torch.equal(whole[64:], expected)
-    assert not whole[12:64].any()
-    assert torch.equal(target, source)
-    assert torch.equal(filled.tensors[0], first)

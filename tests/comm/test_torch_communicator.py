@@ -69,7 +69,6 @@ def meet_for_something_else(rank: int) -> None:
 
 
 def name_global_ranks(rank: int) -> None:
-    """As the members of subgroups."""
     for members in ([1, 3], [3, 2, 0], [2]):
         group = dist.new_group(members)
         if rank not in members:

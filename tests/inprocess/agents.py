@@ -16,7 +16,6 @@ from tests.support.processes import is_running, until
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 200
 Agent = subprocess.Popen[str]
-NODE_TTL_S = 8.0
 
 VARIABLES = {
     "PYTHONPATH": str(ROOT),
@@ -79,7 +78,7 @@ class Agents:
     def join(self, body: str, *options: str) -> Agent:
         """Like ``start_node``; returns at once."""
         job = ("--nproc_per_node", "1", "--rdzv-endpoint", self.endpoint)
-        return self.start(body, *job, "--node-ttl", str(NODE_TTL_S), *options)
+        return self.start(body, *job, "--node-ttl", "8", *options)
 
     def _has_store(self) -> bool:
         with socket.socket() as probe:

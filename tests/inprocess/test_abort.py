@@ -113,8 +113,6 @@ def test_cleaning_up_can_be_repeated_and_lets_the_trainer_go() -> None:
 
 
 class FakeCuda:
-    """Devices that answer, fail or stay silent."""
-
     def __init__(self, num_devices: int, answer: Callable[[int], Any]) -> None:
         self.is_initialized = lambda: True
         self.device_count = lambda: num_devices

@@ -1,11 +1,10 @@
-"""Nodes of a job as commands: agents that die, stop, or lose the store; and their ranks."""
+"""Nodes of a job as commands: agents that stop, leave, or do not fit; lost nodes: tests/cluster."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 import dist_ckpt_strategies
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import StorageError
-from tests.inprocess.agents import NODE_TTL_S, Agents
+from tests.inprocess.agents import Agents
 from tests.support.ports import HOST
 from tests.support.processes import is_running, until
 from tests.support.ranks import run_processes
@@ -29,49 +28,6 @@ wait_for("go", 600)
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 print(*map(os.environ.get, names))
 """
-
-TRAINS = """
-from datetime import timedelta
-import torch, torch.distributed as dist
-from dist_ckpt_strategies.inprocess import HPCallWrapper, HPWrapper
-from dist_ckpt_strategies.inprocess.train_utils import wait_rank
-
-wait_rank()
-
-@HPWrapper(barrier_timeout_s=150)
-def block(call: HPCallWrapper):
-    dist.init_process_group("interruptible_gloo", timeout=timedelta(seconds=900))
-    is_over = torch.zeros(1)
-    while not is_over:
-        dist.all_reduce(torch.ones(1))
-        dist.broadcast(is_over := torch.tensor([float(Path("go").exists())]), 0)
-        Path(f"trains{os.environ['RANK']}.{os.getpid()}").touch()
-    return call.num_attempts
-
-print("pid", os.getpid(), "attempts", block())
-"""
-
-
-def test_a_lost_node_is_replaced_by_a_spare_one_and_the_other_process_stays(
-    agents: Agents,
-) -> None:
-    job = ("--nnodes", "2", "--spare-nodes", "1")
-    first = agents.start_node(TRAINS, *job, "--node-rank", "0")
-    lost = agents.start_node(TRAINS, *job, "--node-rank", "1")
-    stays = agents.worker("trains0")
-    spare = agents.start_node(TRAINS, *job)
-    agents.worker("spare")
-
-    lost.kill()
-    until(lambda: len(agents.pids("trains1")) == 2)
-    agents.go()
-
-    assert [agents.code(agent) for agent in (first, spare)] == [0, 0]
-    assert f"[0] pid {stays} attempts 2\n" in agents.output(first)
-    assert re.search(r"\[1\] pid \d+ attempts 1\n", agents.output(spare))
-    assert re.search(
-        r"place 1: node \S+:" + str(lost.pid) + " no longer renews its place", agents.output(spare)
-    )
 
 
 def test_a_stopped_agent_loses_its_workers_before_its_place_and_is_out_once_it_goes_on(
@@ -96,20 +52,6 @@ def test_a_stopped_agent_loses_its_workers_before_its_place_and_is_out_once_it_g
     assert f"[0] 0 0 1 1 0 {HOST}\n" in agents.output(spare)
     (log,) = agents.directory.glob("logs/none_*/attempt_0/0/stdout.log")
     assert log.read_text() == f"0 0 1 1 0 {HOST}\n"
-
-
-def test_all_agents_end_when_the_store_is_silent(agents: Agents) -> None:
-    job = ("--nnodes", "2")
-    store = agents.start_node(WAITS, "--store-only", *job)
-    nodes = [agents.start_node(WAITS, *job) for _ in range(2)]
-    workers = [agents.worker(f"rank{rank}") for rank in range(2)]
-
-    begun = time.monotonic()
-    os.kill(store.pid, signal.SIGSTOP)
-
-    until(lambda: not any(map(is_running, workers)))
-    assert time.monotonic() - begun < NODE_TTL_S + 10.0  # half of it, if nothing else runs
-    assert [agents.code(node) for node in nodes] == [88, 88]
 
 
 def test_a_dead_worker_is_replaced_alone_and_too_many_of_all_nodes_end_the_job(
@@ -140,6 +82,25 @@ def test_a_node_that_is_missing_ends_the_others_with_a_code_of_its_own(agents: A
     assert agents.code(agent) == 87
     assert not is_running(worker)
     assert "place 1: no node has come" in agents.output(agent)
+
+
+def test_a_lost_node_ends_a_job_whose_script_makes_groups_outside_of_the_wrapper(
+    agents: Agents,
+) -> None:
+    body = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+Path(f"joined{rank}.{os.getpid()}").touch()
+wait_for("never")
+"""
+    first, lost = (agents.start_node(body, "--nnodes", "2", "--node-rank", n) for n in "01")
+    for rank in range(2):
+        agents.worker(f"joined{rank}")
+
+    lost.kill()
+
+    assert agents.code(first) == 1
+    assert re.search(r"no longer renews(?s:.*)start the script with torchrun", agents.output(first))
 
 
 def test_an_agent_that_leaves_hands_over_and_those_that_do_not_fit_are_refused(

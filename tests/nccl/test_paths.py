@@ -157,7 +157,6 @@ def recover(rank: int, backend: str) -> None:
 
 
 def all_paths(rank: int, root: Path, backend: str) -> None:
-    """Body of a rank."""
     join_nccl(backend)
     prepare(30)
     fail_on_one_rank(rank)

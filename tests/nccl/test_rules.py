@@ -143,7 +143,6 @@ def test_a_copy_on_a_stream_has_landed_once_the_host_has_waited() -> None:
 
 
 def abort(rank: int) -> Any:
-    """Rank 1 never comes."""
     dist.barrier()
     if rank:
         return None

@@ -55,15 +55,12 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Task:
-    """The directory of all ranks, their layout, and the faults, each of which happens once."""
-
     directory: Path
     tp: int
     pp: int
     faults: tuple[tuple[int, str, int, str], ...] = FAULTS
 
     def reach(self, step: int, point: str, rank: int) -> None:
-        """The rank has come to that point."""
         for fault in self.faults:
             if fault[:3] == (step, point, rank) and self._is_first(fault):
                 if fault[3] == "exception":
@@ -82,7 +79,6 @@ class Task:
             file.write(f"{step} {loss.hex()}\n")
 
     def losses(self) -> dict[tuple[int, int], set[str]]:
-        """By rank and step."""
         found: dict[tuple[int, int], set[str]] = defaultdict(set)
         for path in self.directory.glob("losses*"):
             for line in path.read_text().splitlines():

@@ -34,8 +34,6 @@ NUM_RANKS = 2
 
 
 class Run:
-    """A training that saves locally and globally, as one rank sees it."""
-
     def __init__(self, root: str) -> None:
         self.rank = dist.get_rank()
         self.global_root = Path(root) / "global"
@@ -179,7 +177,6 @@ def lose_local_saves(_rank: int, root: str) -> None:
 
 
 def look_for_the_newest(rank: int, root: str) -> None:
-    """Body of a rank."""
     for act in (falls_back, names_what_is_whole, one_rank_has_a_bad_disk, lose_local_saves):
         act(rank, f"{root}/{act.__name__}")
 

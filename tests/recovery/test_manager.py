@@ -192,39 +192,24 @@ def test_a_step_is_run_again_from_the_random_states_of_its_beginning() -> None:
     assert numbers() == second
 
 
-class Tracker:
-    """As Megatron-Core's, without CUDA."""
-
-    def __init__(self) -> None:
-        self.states: dict[str, Any] = {"model": torch.arange(16, dtype=torch.uint8)}
-        self.states["graph"] = torch.Generator().manual_seed(3)
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_states(self) -> dict[str, Any]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        self.states = states
-
-
 def test_random_states_stored_by_hand_are_loaded_again_with_those_that_megatron_tracks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tracker = Tracker()
+    graph = torch.Generator().manual_seed(3)
+    tracker = megatron_random.CudaRNGStatesTracker()
+    tracker.set_states({"model": torch.arange(16, dtype=torch.uint8), "graph": graph})
     monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", tracker)
     manager = CheckpointManager()
     with pytest.raises(RestartError, match="no random states are known"):
         manager.load_rng_states()
     manager.store_rng_states()
-    drawn = numbers(), torch.rand(2, generator=tracker.states["graph"]).tolist()
+    drawn = numbers(), torch.rand(2, generator=graph).tolist()
     numbers()
-    tracker.states["model"] = torch.zeros(16, dtype=torch.uint8)
+    tracker.states_["model"] = torch.zeros(16, dtype=torch.uint8)
     manager.load_rng_states()
 
-    assert drawn == (numbers(), torch.rand(2, generator=tracker.states["graph"]).tolist())
-    assert tracker.states["model"].tolist() == list(range(16))
+    assert drawn == (numbers(), torch.rand(2, generator=graph).tolist())
+    assert tracker.states_["model"].tolist() == list(range(16))
     assert manager.rng_states is not None
     assert [name for name, _ in manager.rng_states][:3] == ["python", "numpy", "torch"]
 
@@ -331,7 +316,6 @@ def vote_on_different_steps(rank: int) -> None:
 
 
 def lose_in_turn(rank: int) -> list[Any]:
-    """Body of a rank."""
     vote_on_different_steps(rank)
     return [
         loaded_of_two_shards(rank, is_committed=False, lost=(0,), flipped=(1,)),

@@ -98,7 +98,6 @@ def base_of_lost_rank(rank: int) -> tuple[bool, bool]:
 
 
 def lose_in_turn(rank: int) -> list[Any]:
-    """Body of a rank."""
     return [continue_after(rank, (LOST,)), continue_after(rank, (0, 1, 2)), base_of_lost_rank(rank)]
 
 

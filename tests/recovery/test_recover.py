@@ -28,7 +28,6 @@ ALL_KNOWN = {(rank, step): b"%d at %d" % (rank, step) for rank in range(4) for s
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor of random numbers that the dtype can hold."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randint(0, 2 if dtype is torch.bool else 100, tuple(shape), generator=generator)
     return numbers.to(dtype)
@@ -40,6 +39,7 @@ def one_of_everything(seed: int) -> dict[str, torch.Tensor]:
     for name, layout in LAYOUTS.items():
         tensors[name] = layout(filled((4, 6), torch.float32, seed))
         tensors[f"{name} in bfloat16"] = layout(filled((4, 6), torch.bfloat16, seed))
+    tensors["conjugated"] = (filled((4, 6), torch.complex64, seed) * (1 + 2j)).conj()
     tensors["scalar"] = torch.tensor(float(seed))
     tensors["empty"] = torch.empty(0, 5, dtype=torch.bfloat16)
     tensors["large"] = filled((700_000,), torch.float32, seed)
