@@ -1,4 +1,4 @@
-"""Plans: who holds copies for whom, which saves are kept, who sends what, and new layouts."""
+"""Plans: who holds copies for whom, who sends what, and new layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CoverageError,
     NoReplicasAvailableError,
-    PlanError,
     ShapeMismatchError,
 )
 from dist_ckpt_strategies.local.plan import (
@@ -21,7 +20,6 @@ from dist_ckpt_strategies.local.plan import (
     build_cliques,
     build_exchange_plan,
     build_reshard_plan,
-    build_retention,
     group_saves,
 )
 from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
@@ -55,44 +53,6 @@ def test_twenty_ranks_on_nodes_of_eight_as_the_page_works_out() -> None:
     assert build_cliques(20, 8, 2, allow_uneven=True) == (
         (0, 8), (1, 9), (2, 10), (3, 11), (4, 12, 16), (5, 13, 17), (6, 14, 18), (7, 15, 19),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("numbers", "is_uneven", "words"),
-    [
-        ((20, 8, 2), False, r"20 is not divisible by .* = 16"),
-        ((16, 8, 3), True, r"3 copies .* nodes of 8 .* makes 2"),
-        ((0, 1, 1), False, "expected 1 or more"),
-        ((4, 0, 2), False, "expected 1 or more"),
-        ((4, 1, 0), False, "expected 1 or more"),
-    ],
-)
-def test_cliques_that_cannot_be_are_refused(
-    numbers: tuple[int, int, int], is_uneven: bool, words: str
-) -> None:
-    with pytest.raises(PlanError, match=words):
-        build_cliques(*numbers, allow_uneven=is_uneven)
-
-
-A, B, C = SaveId(10, "a"), SaveId(20, "b"), SaveId(30, "c")
-D, E = SaveId(20, "d"), SaveId(10, "b")
-
-
-@pytest.mark.parametrize(
-    ("saves", "newest", "number", "kept"),
-    [
-        ([A, B, C], C, 1, {C}),
-        ([A, B, C], C, 2, {B, C}),
-        ([A, B, C], C, 9, {A, B, C}),
-        ([A, C], C, 2, {A, C}),  # an incomplete save takes no place
-        ([A, B, C, D], D, 3, {A, D}),  # of a run that went back
-        ([A, E, C], C, 2, {E, C}),  # of two saves of one iteration the later
-    ],
-)
-def test_the_newest_is_kept_and_as_many_before_it_as_asked_for(
-    saves: list[SaveId], newest: SaveId, number: int, kept: set[SaveId]
-) -> None:
-    assert build_retention(saves, newest, number) == kept
 
 
 def test_saves_are_distinguished_by_id_and_world_and_the_newest_is_the_first() -> None:
