@@ -74,38 +74,29 @@ def test_a_file_of_another_length_is_refused(newest: Path) -> None:
         assert loaded(root) == OLD
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"id": "iter_0000002_1_local_a1"},
-        {"id": "iter_0000007_0_local_../../etc"},
-        {"id": None},
-        {"world_size": -1},
-        {"world_size": "1"},
-        {"world_size": 2},
-        {"world_size": 10**12},
-        {"buffers": [[]]},
-        {"buffers": [["w", "object", [5]]] * 3},
-        {"buffers": [["w", "float32", 5]] * 3},
-        {"buffers": [["w", "float32", [-1]]] * 3},
-        {"buffers": [["w", "float32", [0, 10**30]]] * 3},
-        {"digests": ["1"]},
-        {"digests": ["x", 5, None]},
-        b"", b"null", b"[]", b"5", b'"text"', b"{}", b"\xff\xfe", b"{", b"[" * 100_000,
-        b'{"id": ' + b"9" * 5000 + b"}",
-    ],
-    ids=lambda changes: str(changes)[:30],
-)  # fmt: skip
+NO_SENSE: list[Any] = [
+    *({"id": one} for one in (None, "iter_0000002_1_local_a1", "iter_0000007_0_local_../../etc")),
+    *({"world_size": size} for size in (-1, "1", 2, 10**12)),
+    {"buffers": [[]]},
+    {"buffers": [["w", "object", [5]]] * 3},
+    *({"buffers": [["w", "float32", shape]] * 3} for shape in (5, [-1], [0, 10**30])),
+    *({"digests": digests} for digests in (["1"], ["x", 5, None])),
+    *(b"", b"null", b"[]", b"5", b'"text"', b"{}", b"\xff\xfe", b"{", b"[" * 100_000),
+    b'{"id": ' + b"9" * 5000 + b"}",
+]
+
+
 def test_a_description_that_makes_no_sense_is_refused_though_its_digest_is_right(
-    changes: Any, newest: Path
+    newest: Path,
 ) -> None:
     buffers, fields = describe(newest.read_bytes())
-    new = changes if isinstance(changes, bytes) else json.dumps(fields | changes).encode()
     newest.write_bytes(with_footer(buffers, json.dumps(fields).encode()))
     assert loaded(newest.parents[1]) == NEW
-    newest.write_bytes(with_footer(buffers, new))
+    for changes in NO_SENSE:
+        new = changes if isinstance(changes, bytes) else json.dumps(fields | changes).encode()
+        newest.write_bytes(with_footer(buffers, new))
 
-    assert loaded(newest.parents[1]) == OLD
+        assert loaded(newest.parents[1]) == OLD, changes
 
 
 def test_a_description_with_a_tensor_less_than_its_state_is_an_error_of_ours(newest: Path) -> None:

@@ -14,6 +14,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import cut_chunk
 from dist_ckpt_strategies.core.inner_grid import stored_nbytes
 from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, build_group_plan, encode_regions
+from tests.support.regions import regions_in
 
 BUDGET = 512 << 20
 
@@ -46,13 +47,8 @@ def some_wants(draw: st.DrawFn) -> Case:
     regions = []
     for _ in range(draw(st.integers(0, 8))):
         number = draw(st.integers(0, len(arrays) - 1))
-        array = arrays[number]
-        offset = tuple(draw(st.integers(0, length - 1)) for length in array.shape)
-        shape = tuple(
-            draw(st.integers(1, length - start))
-            for length, start in zip(array.shape, offset, strict=True)
-        )
-        regions.append((number, Region(offset, shape)))
+        region = draw(regions_in(arrays[number].shape).filter(lambda region: region.numel))
+        regions.append((number, region))
     ranks = range(draw(st.integers(1, 8)))
     some = st.lists(st.sampled_from(regions), max_size=6) if regions else st.just([])
     return arrays, [draw(some) for _ in ranks]
