@@ -209,11 +209,14 @@ class OwnState(BasicTensorAwareStateDict):
 
 
 def test_a_class_that_is_not_allowed_is_refused_and_left_whole(tmp_path: Path) -> None:
-    state = OwnState({"w": torch.ones(2)})
+    state, manager = OwnState({"w": torch.ones(2)}), LocalCheckpointManager(tmp_path)
     with pytest.raises(UnsafeObjectError, match=r"test_states\.OwnState"):
-        LocalCheckpointManager(tmp_path).save(state, 5)
+        manager.save(state, 5)
     assert not state.is_hollow
+    manager = LocalCheckpointManager(tmp_path, allow=[OwnState])
+    manager.save(state, 5)
+    assert type(manager.load()[0]) is OwnState
 
     state.pop_tensors()
     with pytest.raises(PlanError, match="hollow"):
-        LocalCheckpointManager(tmp_path, allow=[OwnState]).save(state, 5)
+        manager.save(state, 5)
