@@ -195,43 +195,24 @@ def test_what_one_rank_asks_for_in_vain_is_refused_on_all(tmp_path: Path) -> Non
     run_threads(4, body, tmp_path)
 
 
-# Saves in the background
-
-
 def full(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def body(node: Node) -> None:
-        manager, state = node.manager(), state_of(node.rank, 1)
-        request = manager.save(state, 1, is_async=True)
-        assert request is not None
-        for tensor in state.tensors:
-            if tensor.numel():
-                torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0)
-        state.state_dict["array"][:] = 0
-        assert (outcome(request.wait), request.done()) == (SAVED, True)
-        assert node.load(manager) == ("ok", "1")
-        node.once(lambda: monkeypatch.setattr(tempfile, "mkstemp", full))
-        again = state_of(node.rank, 2)
-        assert outcome(lambda: manager.save(again, 2, is_async=True))[0] == "StorageError"
-        assert node.load(manager) == ("ok", "1")
-
-    before = threading.enumerate()
-    run_threads(4, body, tmp_path)
-    assert threads_left(before) == []
-
-
 def begin(node: Node, manager: LocalCheckpointManager, iteration: int) -> Any:
-    request = manager.save(state_of(node.rank, iteration), iteration, is_async=True)
-    assert request is not None
+    """A save in the background, of a state that changes once it has begun."""
+    state = state_of(node.rank, iteration)
+    request = manager.save(state, iteration, is_async=True)
+    for tensor in state.tensors:
+        if tensor.numel():
+            torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0)
+    state.state_dict["array"][:] = 0
     return request
 
 
-def test_a_save_in_the_background_counts_once_it_is_finalised_on_all_ranks(tmp_path: Path) -> None:
+def test_a_save_in_the_background_keeps_what_was_there_and_counts_once_all_ranks_finalise_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = str(tmp_path)
 
     def body(node: Node) -> None:
@@ -246,9 +227,13 @@ def test_a_save_in_the_background_counts_once_it_is_finalised_on_all_ranks(tmp_p
         until(vanishing.done)
         node.once(lambda: remove(parts_in(root, iteration=5, owner=1)))
         assert "ranks 1" in outcome(vanishing.wait)[1]
+        node.once(lambda: monkeypatch.setattr(tempfile, "mkstemp", full))
+        assert outcome(lambda: begin(node, manager, 6))[0] == "StorageError"
         assert node.load(manager) == ("ok", "3")
 
+    before = threading.enumerate()
     run_threads(4, body, tmp_path)
+    assert threads_left(before) == []
 
 
 @pytest.mark.parametrize("number", [0, 9])

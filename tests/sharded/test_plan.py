@@ -246,6 +246,7 @@ def test_a_shard_above_the_size_of_an_object_becomes_several_that_its_holder_wri
 
     assert len(plan.writes) == array.num_chunks == 6
     assert array.chunk_nbytes <= MAX_OBJECT_NBYTES
+    assert array.chunk_shape[1] == array.shape[1]  # a part is one segment of memory
     assert not any(write.moves for write in plan.writes)
     assert all(write.is_whole_shard for write in plan.writes)
     assert [write.writer for write in plan.writes] == [0, 0, 0, 1, 1, 1]
