@@ -117,7 +117,8 @@ def test_a_state_comes_back_in_any_layout_on_any_number_of_ranks_though_a_node_i
 def ask_for_nothing(rank: int) -> None:
     """Megatron-LM does so before it has a model; here also one rank alone does."""
     state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2), "fully_parallel")
-    for nothing in (None, {}):
+    nothings: tuple[dict[str, Any] | None, ...] = (None, {})
+    for nothing in nothings:
         require_equal(state.to_state_dict(nothing), 2, ())
     wanted = None if rank == 3 else state_of(2, is_filled=False)
     require_equal(state.to_state_dict(wanted), 2, () if rank == 3 else (*ARRAYS, "rng"))
