@@ -19,13 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.local import (
-    BasicTensorAwareStateDict,
-    LazyCliqueReplicationStrategy,
-    LocalCheckpointManager,
-)
-
 NUM_RANKS = 2
 
 STAND_INS: dict[str, Any] = {
@@ -54,6 +47,9 @@ def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> No
 
     NVRx's queue gets the first request as it is, and the second in its own class.
     """
+    from dist_ckpt_strategies.errors import StorageError  # noqa: PLC0415
+    from dist_ckpt_strategies.local import BasicTensorAwareStateDict  # noqa: PLC0415
+
     weight = torch.full((1000,), float(rank))
     state = BasicTensorAwareStateDict({"w": weight})
     index = queue.schedule_async_request(manager.save(state, 1, is_async=True))
@@ -80,6 +76,11 @@ def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> No
 
 def main(rank: int, directory: str, owner: str, port: int) -> None:
     """One rank."""
+    from dist_ckpt_strategies.local import (  # noqa: PLC0415
+        LazyCliqueReplicationStrategy,
+        LocalCheckpointManager,
+    )
+
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
     cliques = LazyCliqueReplicationStrategy(1, 2, timeout_s=40)
