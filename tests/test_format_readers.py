@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject
 
-from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from dist_ckpt_strategies.local import LocalCheckpointManager
+from tests.local.clique_worlds import state_of as state_of_all_kinds
 from tests.support.entries import Entry, require_on_ranks, save
 from tests.support.layouts import empties, irregular, scattered
 from tests.support.pages import ROOT, python_blocks
@@ -150,22 +150,8 @@ def test_the_reader_of_format_2_notices_a_changed_byte_in_each_file(saved: Path)
         path.write_bytes(content)
 
 
-def plain_state(rank: int) -> dict[str, Any]:
-    tensors = {str(d): torch.zeros(3, 2, dtype=torch.float32).add_(rank).to(d) for d in ALL_DTYPES}
-    return {
-        "tensors": tensors,
-        "large": torch.arange(40_000.0) + rank,
-        "empty": torch.zeros(0, 3),
-        "scalar": torch.tensor(rank),
-        "pair": (rank, [1.5, None, True, "text"]),
-        "array": np.arange(5) + rank,
-        "numbered": {1: "one"},
-    }
-
-
 def save_locally(rank: int, root: Path) -> None:
-    manager = LocalCheckpointManager(root, "run", timeout_s=30)
-    manager.save(BasicTensorAwareStateDict(plain_state(rank)), 100)
+    LocalCheckpointManager(root, "run", timeout_s=30).save(state_of_all_kinds(rank, 100), 100)
 
 
 def test_the_reader_of_local_shards_finds_every_value_and_notices_a_changed_byte(
@@ -178,14 +164,15 @@ def test_the_reader_of_local_shards_finds_every_value_and_notices_a_changed_byte
         (path,) = tmp_path.glob(f"run/{rank}/iter_0000100_{rank}_local_*.part")
         assert re.fullmatch(r"[0-9a-f]{20}", path.stem.rpartition("_")[2])
         description, buffers = reader["read_shard"](path)
-        found, state = reader["named"](description, buffers), plain_state(rank)
+        found = reader["named"](description, buffers)
+        state = state_of_all_kinds(rank, 100).state_dict
         names = ("id", "world_size", "session", "kind")
         assert [description[name] for name in names] == [path.stem, 2, "run", "basic"]
-        for key, tensor in state["tensors"].items():
-            assert found[f"tensors.{key}"].tobytes() == bits(tensor)
-        for key in ("large", "empty", "scalar"):
-            assert found[key].shape == state[key].shape
-            assert found[key].tobytes() == bits(state[key])
+        expected = {f"model.{key}": tensor for key, tensor in state["model"].items()}
+        expected |= {key: state[key] for key in ("scalar", "rng")} | {"empty.0": state["empty"][0]}
+        for name, tensor in expected.items():
+            assert found[name].shape == tensor.shape
+            assert found[name].tobytes() == bits(tensor)
     content = path.read_bytes()
 
     for at in (0, *(len(content) - back for back in (1, 9, 20, 100, 5000))):

@@ -9,7 +9,6 @@ installed.
 
 from __future__ import annotations
 
-import inspect
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies import inprocess, local
+from dist_ckpt_strategies import inprocess
 from tests.support.kept import own_parameters, require_understood
 
 
@@ -56,16 +55,6 @@ def test_the_name_is_kept_and_calls_as_the_reference_states_them_are_understood(
     if parameters is not None:
         stated = eval(f"lambda {parameters}: None", {"timedelta": timedelta})  # noqa: S307 - our file
         require_understood(found(name), own_parameters(stated))
-
-
-def test_the_abstract_members_are_those_of_the_reference() -> None:
-    strategies = {"replicate", "retrieve_execute", "retrieve_plan"}
-    aware = "local.TensorAwareStateDict."
-    members = {name.removeprefix(aware) for name in KEPT if name.startswith(aware)}
-
-    assert local.ReplicationStrategy.__abstractmethods__ == strategies
-    assert inspect.isabstract(local.LazyReplicationStrategyBuilder)
-    assert local.TensorAwareStateDict.__abstractmethods__ == members - {"values"}
 
 
 WRAPPER_PARAMETERS = {

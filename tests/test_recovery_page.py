@@ -39,40 +39,21 @@ ON_CPUS = {
 """What a GPU has and a CPU has not."""
 
 FAULTS = {
-    "\nNUM_STEPS": """
-import os
-from pathlib import Path
-
-def is_first(name):
-    try:
-        Path(name).mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-NUM_STEPS""",
+    "\nNUM_STEPS": "\nimport os\nfrom pathlib import Path\n\nNUM_STEPS",
     "        loss.backward()": """
-        if state.step == 2 and dist.get_rank() == 0 and is_first("raised"):
+        if state.step == 2 and dist.get_rank() == 0 and not Path("raised").exists():
+            Path("raised").touch()
             raise ValueError("on purpose")
         loss.backward()""",
     "        with manager.updating():": """
-        if state.step == 5 and dist.get_rank() == 1 and is_first("killed"):
+        if state.step == 5 and dist.get_rank() == 1 and not Path("killed").exists():
+            Path("killed").touch()
             os.kill(os.getpid(), 9)
         with manager.updating():""",
 }
 """One exception and one death."""
 
-TO_THE_LAST_BIT = {
-    "{loss.item():.6f}": "{loss.item().hex()} {exact(model)}",
-    "\n\ndef batch(": """
-
-def exact(model):
-    return " ".join(value.hex() for p in model.parameters() for value in p.flatten().tolist())
-
-
-def batch(""",
-}
-"""The losses of two runs may be equal, and their weights not."""
+EXACT = {"{loss.item():.6f}": "{loss.item().hex()}"}
 
 
 def changed(script: str, changes: dict[str, str]) -> str:
@@ -131,7 +112,7 @@ def printed_by(
 def test_the_plain_script_continues_after_an_exception_and_a_death_and_from_the_disk(
     tmp_path: Path,
 ) -> None:
-    plain = changed(PLAIN, TO_THE_LAST_BIT)
+    plain = changed(PLAIN, EXACT)
     expected = printed_by(PLAIN_SIZE, tmp_path / "reference", plain)
     shorter = changed(plain, {"NUM_STEPS, SAVE_EVERY = 12": "NUM_STEPS, SAVE_EVERY = 10"})
     printed_by(PLAIN_SIZE, tmp_path / "disk", shorter)

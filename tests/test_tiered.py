@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import threading
@@ -20,10 +22,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from dist_ckpt_strategies import ManagerOptions, SaveMetrics, SavePolicy, TieredCheckpointManager
-from dist_ckpt_strategies.errors import CheckpointLockedError, PlanError, StorageError
+from dist_ckpt_strategies.errors import CheckpointLockedError, PlanError
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
 from dist_ckpt_strategies.recovery import CheckpointManager, Loaded, Tier
-from tests.support.disks import fill_disk, tiny_tmpfs
+from tests.support.entries import Failure, outcome
 from tests.support.memory_provider import MemoryProvider
 from tests.support.processes import until
 from tests.support.ranks import RankDiedError, forkserver, run_processes
@@ -190,63 +192,42 @@ def test_after_a_signal_to_one_rank_all_save_and_end_with_the_stated_code(tmp_pa
     assert TieredCheckpointManager(tmp_path).all_steps() == [4, 8, 9]
 
 
-def fails_to_describe_its_state(rank: int, root: str) -> str:
-    """Body of a rank: one of them has no state to save; then all have."""
+def outlasts_failures(rank: int, root: str) -> list[str]:
+    """Body of a rank: of step 2 rank 1 cannot write its files, of step 3 it has no state."""
     in_threads()
-    training = Training()
+    training, errors = Training(), []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def state_dict() -> dict[str, Any]:
-        if rank == 1:
+        if rank == 1 and training.num_done == 3:
             raise ValueError("no state here")
         return training.state_dict()
 
-    with TieredCheckpointManager(root, options=OPTIONS) as manager:
-        began = time.monotonic()
-        with pytest.raises(Exception, match="no state here") as raised:
-            manager.save(1, state_dict, force=True)
-        assert time.monotonic() - began < 20
-        assert manager.save(2, training.state_dict, force=True)
-        manager.wait()
-        assert manager.all_steps() == [2]
-    return str(raised.value)
-
-
-def test_a_state_that_one_rank_cannot_make_is_an_error_on_all(tmp_path: Path) -> None:
-    for text in run_processes(2, fails_to_describe_its_state, str(tmp_path)):
-        assert "rank 1" in text
-
-
-def outlasts_a_full_disk(rank: int, root: str) -> list[str]:
-    """Body of a rank: nothing of a step can be saved, and of the next one it can."""
-    in_threads()
-    training, errors = Training(), []
     options = ManagerOptions(timeout_s=40.0, is_async=False)
     with TieredCheckpointManager(
-        f"{root}/run", policy=SavePolicy(every_steps=1), options=options
+        root, policy=SavePolicy(every_steps=1), options=options
     ) as manager:
-        for number in range(1, 4):
-            dist.barrier()
-            if rank == 0 and number == 2:
-                fill_disk(Path(root))
-            if rank == 0 and number == 3:
-                (Path(root) / ".ballast").unlink()
-            dist.barrier()
+        for _ in range(4):
             training.step()
-            try:
-                manager.save(number, training.state_dict)
-            except StorageError as error:
-                errors.append(str(error))
+            is_full = rank == 1 and training.num_done == 2
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]) if is_full else limits)
+            found = outcome(lambda: manager.save(training.num_done, state_dict))
+            if isinstance(found, Failure):
+                assert found.seconds < 20
+                errors.append(found.text)
         steps = manager.all_steps()
         loaded = training.resume(manager)
     assert loaded is not None
     return [*errors, f"{steps} {loaded.iteration}"]
 
 
-def test_a_full_disk_costs_the_step_and_no_earlier_or_later_one(tmp_path: Path) -> None:
-    with tiny_tmpfs(tmp_path / "disk") as disk:
-        for error, rest in run_processes(2, outlasts_a_full_disk, str(disk)):
-            assert "no space left" in error
-            assert rest == "[1, 3] 3"
+def test_what_one_rank_cannot_save_costs_that_step_and_no_earlier_or_later_one(
+    tmp_path: Path,
+) -> None:
+    for too_large, without_state, rest in run_processes(2, outlasts_failures, str(tmp_path)):
+        assert re.search("rank 1: .*too large", too_large)
+        assert re.search("rank 1: .*no state here", without_state)
+        assert rest == "[1, 4] 4"
 
 
 def follows_its_policy(rank: int, root: str) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> No
     except StorageError as error:
         say(rank, mode, f"refused: {error}")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert manager.find_latest() == 1
+    assert not list(Path(manager.local_ckpt_dir).rglob(".partial-*"))
 
 
 def main(rank: int, directory: str, owner: str, port: int) -> None:

@@ -96,14 +96,16 @@ def make_cliques(rank: int) -> None:
     assert lazy.replication_strategy is made
     assert isinstance(lazy, LazyReplicationStrategyBuilder)
     assert (made.global_ranks, made.target_device) == ((rank % 2, rank % 2 + 2), "cpu")
-    refused: list[tuple[type[Exception], tuple[int, int], str]] = [
-        (PlanError, (1, 3), "4"),
-        (PlanError, (rank + 1, 1), "replication_jump"),
-        (StrategyError, (0, 2), "LOCAL_WORLD_SIZE"),
+    refused: list[tuple[type[Exception], tuple[int, int], bool, str]] = [
+        (PlanError, (1, 3), False, r"4 is not divisible by .* = 3"),
+        (PlanError, (2, 3), True, r"3 copies .* nodes of 2 .* makes 2"),
+        (PlanError, (1, 0), False, "replication_factor: expected 1 or more"),
+        (PlanError, (rank + 1, 1), False, "replication_jump"),
+        (StrategyError, (0, 2), False, "LOCAL_WORLD_SIZE"),
     ]
-    for kind, numbers, text in refused:
+    for kind, numbers, is_uneven, text in refused:
         with pytest.raises(kind, match=text):
-            CliqueReplicationStrategy.from_replication_params(*numbers, timeout_s=TIMEOUT_S)
+            cliques(numbers[1], numbers[0], allow_uneven=is_uneven)
 
 
 def save_side_by_side(rank: int, root: str) -> None:

@@ -6,8 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ import xxhash
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from tests.support.processes import until
-from tests.support.ranks import RankDiedError, run_processes
 from tests.support.system_calls import before_calls
 
 MAGIC = b"DCKPART4"
@@ -70,54 +66,37 @@ def with_footer(buffers: bytes, description: bytes) -> bytes:
     return buffers + description + xxhash.xxh3_128_digest(description + size) + size + MAGIC
 
 
-def test_every_changed_byte_and_every_other_length_is_refused(newest: Path) -> None:
-    """But padding, which nothing is made of: 32 and 44 bytes are the tensors' ends."""
+def test_a_file_of_another_length_is_refused(newest: Path) -> None:
     root, content = newest.parents[1], newest.read_bytes()
     assert (loaded(root), newest.stat().st_nlink) == (NEW, 1)
-    first = len(describe(content)[0])
-    damaged = [content[:place] for place in (0, 1, 31, 32, first, *range(first, len(content), 17))]
-    damaged += [content + b"\0", content + content, b"\0" + content, b"DCKPART1" + bytes(5000)]
-    for place in (*range(20), *range(64, 68), *range(first, len(content))):
-        changed = bytearray(content)
-        changed[place] ^= 1 << place % 8
-        damaged.append(bytes(changed))
-    for other in damaged:
+    for other in (b"", content[:32], content[:-1], content + b"\0", 2 * content, b"\0" + content):
         newest.write_bytes(other)
         assert loaded(root) == OLD
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"id": "iter_0000002_1_local_a1"},
-        {"id": "iter_0000007_0_local_../../etc"},
-        {"id": None},
-        {"world_size": -1},
-        {"world_size": "1"},
-        {"world_size": 2},
-        {"world_size": 10**12},
-        {"buffers": [[]]},
-        {"buffers": [["w", "object", [5]]] * 3},
-        {"buffers": [["w", "float32", 5]] * 3},
-        {"buffers": [["w", "float32", [-1]]] * 3},
-        {"buffers": [["w", "float32", [0, 10**30]]] * 3},
-        {"digests": ["1"]},
-        {"digests": ["x", 5, None]},
-        b"", b"null", b"[]", b"5", b'"text"', b"{}", b"\xff\xfe", b"{", b"[" * 100_000,
-        b'{"id": ' + b"9" * 5000 + b"}",
-    ],
-    ids=lambda changes: str(changes)[:30],
-)  # fmt: skip
+NO_SENSE: list[Any] = [
+    *({"id": one} for one in (None, "iter_0000002_1_local_a1", "iter_0000007_0_local_../../etc")),
+    *({"world_size": size} for size in (-1, "1", 2, 10**12)),
+    {"buffers": [[]]},
+    {"buffers": [["w", "object", [5]]] * 3},
+    *({"buffers": [["w", "float32", shape]] * 3} for shape in (5, [-1], [0, 10**30])),
+    *({"digests": digests} for digests in (["1"], ["x", 5, None])),
+    *(b"", b"null", b"[]", b"5", b'"text"', b"{}", b"\xff\xfe", b"{", b"[" * 100_000),
+    b'{"id": ' + b"9" * 5000 + b"}",
+]
+
+
 def test_a_description_that_makes_no_sense_is_refused_though_its_digest_is_right(
-    changes: Any, newest: Path
+    newest: Path,
 ) -> None:
     buffers, fields = describe(newest.read_bytes())
-    new = changes if isinstance(changes, bytes) else json.dumps(fields | changes).encode()
     newest.write_bytes(with_footer(buffers, json.dumps(fields).encode()))
     assert loaded(newest.parents[1]) == NEW
-    newest.write_bytes(with_footer(buffers, new))
+    for changes in NO_SENSE:
+        new = changes if isinstance(changes, bytes) else json.dumps(fields | changes).encode()
+        newest.write_bytes(with_footer(buffers, new))
 
-    assert loaded(newest.parents[1]) == OLD
+        assert loaded(newest.parents[1]) == OLD, changes
 
 
 def test_a_description_with_a_tensor_less_than_its_state_is_an_error_of_ours(newest: Path) -> None:
@@ -205,35 +184,23 @@ def test_a_shard_that_cannot_be_finished_does_not_appear(call: str, tmp_path: Pa
     assert files_below(tmp_path) == []
 
 
-def save_beside_one_that_hangs(rank: int, root: Path) -> None:
-    """Body of a rank: the second never ends its save, until the first kills it."""
-    mark = root / "there"
-
-    def hang(_name: str, _path: str) -> None:
-        mark.write_text(str(os.getpid()))
-        time.sleep(60)
-
-    if rank:
-        with before_calls(hang, ["fsync"]):
-            save(root, NEW)
-    pid = int(until(lambda: mark.exists() and mark.read_text()))
-    save(root, NEW + 1)
-    assert len(files_below(root / "0")) == 3
-    os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.multiprocess
-def test_what_a_killed_save_leaves_is_never_listed_and_is_removed_by_the_next_one(
-    tmp_path: Path,
+def test_what_a_killed_save_left_is_removed_and_what_another_one_is_writing_is_not(
+    newest: Path,
 ) -> None:
-    """But not while its process lives."""
-    save(tmp_path, OLD)
-    first, killed = run_processes(2, save_beside_one_that_hangs, tmp_path, makes_group=False)
-    assert (first, type(killed)) == (None, RankDiedError)
+    root, begun = newest.parents[1], list[str]()
+    newest.with_name(".partial-0").write_bytes(b"left")
 
-    assert loaded(tmp_path) == NEW + 1
-    save(tmp_path, NEW + 2)
-    assert len(files_below(tmp_path / "0")) == 2
+    def save_beside(_call: str, path: str) -> None:
+        if not begun:
+            begun.append(path)
+            save(root, NEW + 1)
+            assert len(files_below(root)) == 3
+
+    with before_calls(save_beside, ["fsync"]):
+        save(root, NEW + 2)
+
+    assert loaded(root) == NEW + 2
+    assert len(files_below(root)) == 2
 
 
 def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_again(

@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, RankShards, Region
-from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, MAX_OBJECT_NBYTES, ChunkLayout
+from dist_ckpt_strategies.core.chunk_grids import (
+    MAX_ASSEMBLED_NBYTES,
+    MAX_NBYTES,
+    MAX_OBJECT_NBYTES,
+    ChunkLayout,
+)
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
 from dist_ckpt_strategies.sharded.plan import SavePlan, build_manifest_plan, build_save_plan
 from tests.support.regions import NUM_RANKS, Split, merged, regions_in, splits, times_covered
@@ -38,6 +43,7 @@ def test_each_chunk_is_written_once_from_slices_of_the_shards_of_their_holders(
 
     assert (times_covered(split.shape, [write.region for write in plan.writes]) == 1).all()
     require_one_writer_per_chunk(creation.array, plan)
+    assert len(plan.writes) <= 4 * len(split.main) + 64
     main = set(split.main)
     for write in plan.writes:
         slices = [shard_slice.region for shard_slice in write.slices]
@@ -49,15 +55,18 @@ def test_each_chunk_is_written_once_from_slices_of_the_shards_of_their_holders(
 
 
 def require_one_writer_per_chunk(array: ArraySpec, plan: SavePlan) -> None:
-    """Each file has one writer; inner chunks divide it and are small."""
+    """Each file has one writer; inner chunks divide it, are small, and reach little too far."""
     touched = [list(write.region.cells(array.chunk_shape)) for write in plan.writes]
     assert [len(indices) for indices in touched] == [1] * array.num_chunks
     assert {tuple(*indices) for indices in touched} == set(array.chunk_indices())
     for write in plan.writes:
         assert sum(shard_slice.region.numel for shard_slice in write.slices) == write.region.numel
     if array.inner_shape is not None:
-        sides = zip(array.chunk_shape, array.inner_shape, strict=True)
-        assert all(chunk % inner == 0 for chunk, inner in sides)
+        for length, chunk, inner in zip(
+            array.shape, array.chunk_shape, array.inner_shape, strict=True
+        ):
+            assert chunk % inner == 0
+            assert chunk < max(1, length) + inner
         assert math.prod(array.inner_shape) * array.dtype.itemsize <= MAX_NBYTES
 
 
@@ -218,6 +227,15 @@ def test_every_key_is_listed_in_one_part_and_parts_have_owners(
         assert number + 1 == len(plan.firsts) or key < plan.firsts[number + 1]
 
 
+def test_a_chunk_that_is_assembled_of_slices_is_not_too_large_for_it() -> None:
+    split = rows_of([5, 3 * (MAX_ASSEMBLED_NBYTES // 4)])
+
+    (array,) = build_save_plan(split.requests()).arrays
+
+    assert array.chunk_nbytes <= MAX_ASSEMBLED_NBYTES
+    assert array.num_chunks <= 4
+
+
 def test_a_shard_above_the_size_of_an_object_becomes_several_that_its_holder_writes() -> None:
     rows = 3 * MAX_OBJECT_NBYTES >> 20
     regions = [Region((n * rows, 0), (rows, 1 << 18)) for n in range(2)]
@@ -228,6 +246,7 @@ def test_a_shard_above_the_size_of_an_object_becomes_several_that_its_holder_wri
 
     assert len(plan.writes) == array.num_chunks == 6
     assert array.chunk_nbytes <= MAX_OBJECT_NBYTES
+    assert array.chunk_shape[1] == array.shape[1]  # a part is one segment of memory
     assert not any(write.moves for write in plan.writes)
     assert all(write.is_whole_shard for write in plan.writes)
     assert [write.writer for write in plan.writes] == [0, 0, 0, 1, 1, 1]
