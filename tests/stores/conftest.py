@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.stores.commands import Files, write
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
-from tests.support.places import BucketPlace, DirectoryPlace
+from tests.support.places import AnyPlace, BucketPlace, DirectoryPlace
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,17 +69,26 @@ def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 
 
 @pytest.fixture(params=["directory", "moto", "radosgw"])
-def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
-    """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AnyPlace:
+    """Where a run has its checkpoints, in a directory and on each server in turn."""
     if request.param == "directory":
-        place = DirectoryPlace(tmp_path / "run" / "iter_0000003")
-        write(place.address)
-        return Files(place, place)
+        return DirectoryPlace(tmp_path / "run")
     store = _used(_store(request), monkeypatch)
-    bucket = _new_bucket(store, request.node.name)
-    top = BucketPlace(store, bucket, "run/iter_0000003")
-    write(top.address)
-    return Files(top, BucketPlace(store, bucket, store.place(bucket, top.path)))
+    return BucketPlace(store, _new_bucket(store, request.node.name))
+
+
+@pytest.fixture
+def files(place: AnyPlace) -> Files:
+    """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
+    address = write(f"{place.address}/iter_0000003")
+    if isinstance(place, DirectoryPlace):
+        top = DirectoryPlace(Path(address))
+        return Files(top, top)
+    path = f"{place.path}/iter_0000003"
+    inner = replace(place, path=place.store.place(place.bucket, path))
+    return Files(replace(place, path=path), inner)
 
 
 def _store(request: pytest.FixtureRequest) -> ObjectStore:
