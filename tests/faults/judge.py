@@ -26,7 +26,8 @@ _SLACK_S = 20.0
 _LOST = {"PeerLostError", "PeerTimeoutError", "StoreUnreachableError"}
 """A request may not take longer than peers wait, which is short where one falls silent."""
 
-_NOTHING_THERE = {"CheckpointNotFoundError", "NoUsableCheckpointError"}
+_UNUSABLE = "NoUsableCheckpointError"
+_NOTHING_THERE = {"CheckpointNotFoundError", _UNUSABLE}
 _CAUSES = {
     Strike.FAIL: INJECTED,
     Strike.LOSE_NODE: "/node",
@@ -92,7 +93,9 @@ def _check_failures(
         else:
             cause = _CAUSES.get(event.strike)
             is_named = cause is not None and cause in failure.text.lower()
-        if event.strike is Strike.FAIL:
+        if event.strike is Strike.FAIL and _UNUSABLE in failure.kinds:  # of several causes
+            is_named &= f"rank {event.victim}: " in failure.text
+        elif event.strike is Strike.FAIL:
             is_named &= failure.global_rank == event.victim
         if not is_named:
             yield f"rank {rank}: an error that does not name the cause: {failure}"

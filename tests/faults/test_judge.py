@@ -58,6 +58,11 @@ def refused(found: Failure) -> list[Recovered]:
     return [Recovered(found, "", has_struck=False)] * 4
 
 
+def none_left(rank: int) -> Failure:
+    text = f"no checkpoint in a, b can be loaded; a: rank {rank}: {INJECTED}"
+    return replace(UNUSABLE, text=text, global_rank=None)
+
+
 def saved(found: Failure | None) -> list[Trained]:
     result = SaveResult(Save(Tier.GLOBAL, 0, is_async=True), 8, "g7", found)
     return [Trained({}, (result,), None, has_struck=True)] * 4
@@ -95,6 +100,7 @@ WRONG: dict[str, Iterable[str]] = {
     "no error of ours": recovery(refused(replace(NOTHING, is_ours=False)), ledger=EMPTY),
     "a load fails on one": disturbed(Strike.FAIL, at(3), refused(OURS)),
     "another cause": disturbed(Strike.FAIL, refused(LOST)),
+    "unusable by another": disturbed(Strike.FAIL, refused(none_left(1))),
     "broken, disturbed": disturbed(Strike.FAIL, at(7)),
     "another dies": disturbed(Strike.KILL, refused(LOST), RankDiedError(-9)),
     "a pause": disturbed(Strike.PAUSE, refused(LOST)),
@@ -122,6 +128,10 @@ WRONG: dict[str, Iterable[str]] = {
 
 def test_what_is_wrong_is_noticed() -> None:
     assert [name for name, wrong in WRONG.items() if not list(wrong)] == []
+
+
+def test_a_load_that_fails_leaves_no_other_checkpoint() -> None:
+    assert list(disturbed(Strike.FAIL, refused(none_left(2)))) == []
 
 
 def test_a_part_is_lost_with_its_last_good_copy() -> None:
