@@ -65,6 +65,15 @@ def test_a_script_writes_its_lines_and_leaves_nothing(
     assert results.left == []
 
 
+@pytest.mark.timeout(400)
+def test_a_twentieth_of_the_campaign_of_recovery_finds_no_violation(tmp_path: Path) -> None:
+    found = results_of("recovery_faults.py", tmp_path, "--seed", "4", limit_s=380)
+
+    assert len(found.of_kind("recovery")) == 25
+    assert [line["faults"] for line in found.of_kind("campaign")] == [25]
+    assert (found.of_kind("violation"), found.left) == ([], [])
+
+
 def test_a_run_that_is_stopped_leaves_nothing_behind(tmp_path: Path) -> None:
     options = ("--candidate", "zarr 1", "--repetitions", "1000", "--size", "0.01")
     started = command("save_load.py", tmp_path, *options)

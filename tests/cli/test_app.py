@@ -51,6 +51,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (write(root / f"{name}-unfinished") / "metadata.json").unlink()
     (root / "empty").mkdir()
     write_foreign_checkpoint(root / "foreign")
+    (root / "script.py").touch()
     return root
 
 
@@ -59,6 +60,21 @@ PLACES_BY_STATUS = {
     1: ("one-damaged", "two-damaged", "one-unfinished", "two-unfinished", "empty"),
     3: ("nowhere", "foreign"),
 }
+
+
+WRONG_RUN_OPTIONS = (
+    "--nproc 0",
+    "--nproc_per_node two",
+    "--nproc 2 --spares -1",
+    "--nproc 2 --x",
+    "--nnodes 2",
+    "--nnodes 1:2 --rdzv-endpoint host",
+    "--rdzv-endpoint host:port",
+    "--rdzv-backend etcd-v2",
+    "--spare-nodes 1",
+    "--tee 7",
+    "--event-log-handler kafka",
+)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +110,7 @@ PLACES_BY_STATUS = {
         ("demo --keep {}", 2),
         ("inspect {}/one-whole --keys nothing", 2),
         ("run -n 1 {}/nowhere.py", 2),
+        *((f"run {options} {{}}/script.py", 2) for options in WRONG_RUN_OPTIONS),
         ("--version", 0),
         ("", 2),
         ("inspect", 2),

@@ -10,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
+from dist_ckpt_strategies.cli.bench_rank import Target
 from tests.cli.commands import PROGRAM, begun, run
 from tests.support.processes import ended, until
 
@@ -23,6 +25,18 @@ def test_more_than_fits_is_refused_before_anything_is_written(tmp_path: Path) ->
     assert result.exit_code == 3
     assert "of free space, found" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_that_does_nothing_is_found_out_and_new_tensors_are_copied() -> None:
+    wanted = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    held = wanted.clone()
+    target = Target({"w": held})
+    target.clear()
+    with pytest.raises(ValueError, match=r"w: tape loaded other values than were saved"):
+        target.check("tape")
+    target.accept({"w": wanted, "more": torch.zeros(1)})
+    target.check("tape")
+    assert torch.equal(held, wanted)
 
 
 @pytest.mark.multiprocess

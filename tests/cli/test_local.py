@@ -94,22 +94,20 @@ def test_a_root_a_session_and_a_ranks_directory_will_do(place: str, session: Pat
     assert json_of("verify", (session / place).resolve())["whole"] is True
 
 
-def damage(session: Path) -> None:
-    """A tensor, two tensors, a description, an end, and a name that is not the shard's."""
+def test_verify_lists_what_is_damaged_by_file_and_tensor_and_inspect_what_headers_show(
+    session: Path,
+) -> None:
+    # A tensor, two tensors, a description, an end, and a name that is not the shard's.
     flip_at(file_of(session, 0, 100, 0), 4999)
     several = file_of(session, 0, 100, 2)
     flip_at(several, 0)
     flip_bit(several, RNG.numpy().tobytes())
     described = file_of(session, 1, 100, 1)
     flip_at(described, described.stat().st_size - 60)
-    cut = file_of(session, 1, 100, 3)
-    cut.write_bytes(cut.read_bytes()[:-1])
+    short = file_of(session, 1, 100, 3)
+    short.write_bytes(short.read_bytes()[:-1])
     misnamed = file_of(session, 0, 9, 0)
     shutil.copy(misnamed, misnamed.with_name(misnamed.name.replace("0000009", "0000010")))
-
-
-def test_verify_lists_what_is_damaged_by_file_and_tensor(session: Path) -> None:
-    damage(session)
     result = run("verify", session)
     found = json_of("verify", session)
 
@@ -129,6 +127,15 @@ def test_verify_lists_what_is_damaged_by_file_and_tensor(session: Path) -> None:
     assert "expected a local checkpoint, which ends with" in cut["found"]
     assert f"{tensor['path']}\n  damaged            model.w: expected digest" in result.stdout
 
+    result = run("inspect", session)
+    parts = {part["id"]: part["copies"] for part in json_of("inspect", session)["parts"]}
+    whole, damaged = (file_of(session, owner, 100, owner).stem for owner in (0, 1))
+    assert result.exit_code == 1
+    assert "complete    NO, 3 issues; `dist-ckpt verify` lists them all" in result.stdout
+    assert [copy["readable"] for copy in parts[damaged]] == [False]
+    assert [copy["readable"] for copy in parts[whole]] == [True, True]
+    assert row_of(result, damaged)[1:6] == ["1", "?", "1", "?", "?"]
+
 
 @BOTH_COMMANDS
 def test_a_file_that_cannot_be_opened_was_not_looked_at(command: str, session: Path) -> None:
@@ -140,19 +147,6 @@ def test_a_file_that_cannot_be_opened_was_not_looked_at(command: str, session: P
 
     assert result.exit_code == 3
     assert "unreadable" in result.stdout or command == "inspect"
-
-
-def test_inspect_says_what_headers_show(session: Path) -> None:
-    damage(session)
-    result = run("inspect", session)
-    parts = {part["id"]: part["copies"] for part in json_of("inspect", session)["parts"]}
-    whole, damaged = (file_of(session, owner, 100, owner).stem for owner in (0, 1))
-
-    assert result.exit_code == 1
-    assert "complete    NO, 3 issues; `dist-ckpt verify` lists them all" in result.stdout
-    assert [copy["readable"] for copy in parts[damaged]] == [False]
-    assert [copy["readable"] for copy in parts[whole]] == [True, True]
-    assert row_of(result, damaged)[1:6] == ["1", "?", "1", "?", "?"]
 
 
 @BOTH_COMMANDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.cli.commands import LIMIT_S, PROGRAM, begun, json_of, run
-from tests.support.checkpoints import RNG, WEIGHT, flip_bit
+from tests.support.checkpoints import (
+    RNG,
+    WEIGHT,
+    flip_at,
+    flip_bit,
+    write_array,
+    write_object,
+)
 from tests.support.processes import ended, is_running, until
 
 pytestmark = pytest.mark.multiprocess
@@ -30,30 +39,50 @@ def without_seconds(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if "second" not in name}
 
 
-def test_two_processes_report_as_one(written: Path, tmp_path: Path) -> None:
-    converted = shared("convert", written, tmp_path / "c", "--to", "zarr@2", "--json")
+@pytest.fixture
+def large(checkpoint: Path) -> Path:
+    """A checkpoint with an array of several blocks."""
+    values = np.arange(300 * 200, dtype=np.float32).reshape(300, 200)
+    write_array(checkpoint, values, key="large", chunk=(128, 200))
+    return checkpoint
+
+
+def test_two_processes_report_as_one(large: Path, tmp_path: Path) -> None:
+    target = tmp_path / "c"
+    converted = shared("convert", large, target, "--to", "zarr@2", "--memory", "1", "--json")
     assert (converted.returncode, converted.stderr) == (0, "")
-    assert json.loads(converted.stdout)["num_arrays"] == 4
-    for args in (("diff", written, tmp_path / "c"), ("verify", tmp_path / "c")):
-        by_two = shared(*args, "--json")
-        assert (by_two.returncode, by_two.stderr) == (0, "")
-        assert without_seconds(json.loads(by_two.stdout)) == without_seconds(json_of(*args))
+    assert json.loads(converted.stdout)["num_arrays"] == 5
+
+    def both(*args: str | Path) -> dict[str, Any]:
+        by_two, by_one = shared(*args, "--json"), json_of(*args, code=1)
+        assert (by_two.returncode, by_two.stderr) == (1, "")
+        assert without_seconds(json.loads(by_two.stdout)) == without_seconds(by_one)
+        return by_one
+
+    write_array(large, np.ones((300, 200), np.float32), key="large", chunk=(128, 200))
+    write_object(large / "o.new" / "shard_0_1.pt", [1])
+    found = both("diff", large, target)
+    assert [one["key"] for one in found["arrays"]] == ["large"]
+    assert [one["key"] for one in found["objects"]] == ["o.new/shard_0_1"]
+    chunks = sorted(target.glob("arrays/*/c*"))
+    for path in (*chunks, target / "common.pt"):
+        flip_at(path, 5)
+    assert len(both("verify", target)["issues"]) == len(chunks) + 1 > 5
 
 
-def test_damage_is_reported_once(checkpoint: Path, tmp_path: Path) -> None:
-    damaged = f"{RNG}/shard_1.1_2.2.pt"
-    flip_bit(checkpoint / damaged, b"state")
-    verified = shared("verify", checkpoint)
-    assert (verified.returncode, verified.stderr) == (1, "")
-    assert verified.stdout.count("shard_1.1_2.2.pt") == 1
+def test_a_failure_is_reported_once(large: Path, tmp_path: Path) -> None:
+    args = ("convert", large, tmp_path / "c", "--to", "zarr@2", "--nproc", "2")
 
-    (checkpoint / WEIGHT / "0.0").unlink()
-    converted = shared("convert", checkpoint, tmp_path / "c", "--to", "zarr@2")
-    assert (converted.returncode, converted.stdout) == (1, "")
-    assert converted.stderr.startswith("error: rank ")
-    assert converted.stderr.count("\n") == 1
-    assert f"{checkpoint}/{WEIGHT}/0.0" in converted.stderr
-    assert not (tmp_path / "c" / "metadata.json").exists()
+    def require_failed(key: str, path: str, *shell: str, status: int) -> None:
+        converted = ended(*shell, *PROGRAM, *args)
+        assert (converted.returncode, converted.stdout) == (status, "")
+        assert re.match(rf"error: rank \d: {key}: .*{path}.*\n\Z", converted.stderr)
+        assert not (tmp_path / "c" / "metadata.json").exists()
+
+    cannot_write = ("/bin/sh", "-c", 'ulimit -f 100; exec "$@"', "sh")
+    require_failed("large", f"{tmp_path}/c/", *cannot_write, status=3)
+    (large / WEIGHT / "0.0").unlink()
+    require_failed(WEIGHT, f"{large}/{WEIGHT}/0.0", status=1)
 
 
 def test_the_ranks_of_torchrun_share_the_work(written: Path, checkpoint: Path) -> None:

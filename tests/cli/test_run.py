@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import LIMIT_S, PROGRAM, begun, run
+from tests.cli.commands import LIMIT_S, PROGRAM, begun
 from tests.support.processes import ended, is_running, until
 
 RUN = (*PROGRAM, "run")
@@ -32,26 +32,6 @@ def appeared(directory: Path, count: int) -> list[int]:
     return [int(path.stem) for path in found]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--nproc 0",
-        "--nproc_per_node two",
-        "--nproc 2 --spares -1",
-        "--nproc 2 --x",
-        "--nnodes 2",
-        "--nnodes 1:2 --rdzv-endpoint host",
-        "--rdzv-endpoint host:port",
-        "--rdzv-backend etcd-v2",
-        "--spare-nodes 1",
-        "--tee 7",
-        "--event-log-handler kafka",
-    ],
-)
-def test_bad_options_are_wrong_usage(options: str, tmp_path: Path) -> None:
-    assert run("run", *options.split(), script(tmp_path, "")).exit_code == 2
-
-
 @pytest.mark.multiprocess
 def test_lines_come_behind_their_rank_and_the_limit_is_status_1(tmp_path: Path) -> None:
     body = """
@@ -74,14 +54,11 @@ sys.exit(9 if os.environ["RANK"] == "0" else 0)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_no_worker_is_left_when_the_launcher_is_interrupted_or_killed(
-    number: int, status: int, tmp_path: Path
-) -> None:
+def test_no_worker_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     with begun(*RUN, "-n", "2", script(tmp_path, "time.sleep(300)")) as process:
         pids = appeared(tmp_path, 2)
-        process.send_signal(number)
-        assert process.wait(LIMIT_S) == status
+        process.kill()
+        assert process.wait(LIMIT_S) == -signal.SIGKILL
 
     until(lambda: not any(map(is_running, pids)))
 

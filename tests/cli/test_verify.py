@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +18,12 @@ from tests.support.checkpoints import (
     NESTED,
     RNG,
     WEIGHT,
-    flip_bit,
+    copied,
     write_foreign_checkpoint,
     write_metadata,
     write_object,
 )
+from tests.support.processes import ended
 from tests.support.system_calls import before_calls
 
 
@@ -145,148 +144,79 @@ def test_what_megatron_wrote_has_no_issues(tmp_path: Path, name: str) -> None:
     assert {one["kind"] for one in json_of("inspect", root)["stale_files"]} <= {"locks"}
 
 
-Damage = Callable[[Path], object]
-
-
-def gone(name: str) -> Damage:
-    return lambda root: (root / name).unlink()
-
-
-def put(name: str, content: bytes) -> Damage:
-    return lambda root: (root / name).write_bytes(content)
-
-
-def added(source: str, *names: str) -> Damage:
-    """Copies of a file beside it."""
-    return lambda root: [
-        shutil.copy(root / source, (root / source).with_name(name)) for name in names
-    ]
-
-
-def replaced(name: str, make: Callable[[Path], object]) -> Damage:
-    """Something else in the place of a file."""
-
-    def act(root: Path) -> None:
-        (root / name).unlink()
-        make(root / name)
-
-    return act
-
-
-def packed(*emptied: str) -> Damage:
-    """A compressed array, some of whose chunks are empty."""
-
-    def write(root: Path) -> None:
-        array = zarr.create_array(
-            str(root / "packed"), shape=(4, 4), chunks=(2, 2), dtype="f4", zarr_format=2
-        )
-        array[...] = np.ones((4, 4), np.float32)
-        for name in emptied:
-            (root / "packed" / name).write_bytes(b"")
-
-    return write
-
-
-def huge(*shape: int) -> Damage:
-    """An array of one element to a chunk."""
-    return lambda root: write_metadata(root / "huge", shape=shape, chunks=[1] * len(shape))
-
-
-def older(*numbers: int) -> Damage:
-    """An object of the older form, whose names end with the largest offset."""
-
-    def write(root: Path) -> None:
-        for number in numbers:
-            write_object(root / "older" / f"shard_0.{number}_1.pt", number)
-
-    return write
+@pytest.fixture(scope="module")
+def whole(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Also with a compressed array, chunks in directories, and an object with older names."""
+    root = copied(written, tmp_path_factory.mktemp("various") / "ckpt")
+    place = str(root / "packed")
+    packed = zarr.create_array(place, shape=(4, 4), chunks=(2, 2), dtype="f4", zarr_format=2)
+    packed[...] = np.ones((4, 4), np.float32)
+    write_metadata(root / "deep", shape=[2, 4], chunks=[1, 4], dimension_separator="/")
+    for index in ("0", "1"):
+        (root / "deep" / index).mkdir()
+        (root / "deep" / index / "0").write_bytes(b"\1" * 16)
+    for number in range(3):
+        write_object(root / "older" / f"shard_0.{number}_1.pt", number)
+    return root
 
 
 CHUNK, METADATA, OBJECT = f"{WEIGHT}/0.0", f"{WEIGHT}/.zarray", f"{WEIGHT}/shard_0_1.pt"
 SHARD = f"{RNG}/shard_0.0_2.2.pt"
 MARKER = "metadata.json"
-UNKNOWN_COMMON = b'{"sharded_backend": "zarr", "common_backend": "msgpack"}'
-DAMAGES: dict[str, tuple[Damage, str]] = {
-    "a missing chunk": (gone(CHUNK), f"missing_file {CHUNK}"),
-    "a truncated chunk": (put(CHUNK, b"\1" * 15), f"wrong_size {CHUNK}"),
-    "chunks outside of the grid": (
-        added(CHUNK, "2.0", "0", "01.0"),
-        f"unexpected_file {WEIGHT}/0 {WEIGHT}/01.0 {WEIGHT}/2.0",
-    ),
-    "a chunk of an empty array": (put(f"{EMPTY}/0.0", b""), f"unexpected_file {EMPTY}/0.0"),
-    "missing metadata": (gone(f"{NESTED}/.zarray"), f"missing_file {NESTED}/.zarray"),
-    "truncated metadata": (put(METADATA, b'{"shape": [4, 6]'), f"damaged {METADATA}"),
-    "metadata of nothing that torch knows": (
-        lambda root: write_metadata(root / WEIGHT, dtype="|O"),
-        f"damaged {METADATA}",
-    ),
-    "a missing shard of an object": (gone(SHARD), f"missing_file {SHARD}"),
-    "a shard outside of the grid": (
-        added(SHARD, "shard_0.2_2.2.pt"),
-        f"unexpected_file {RNG}/shard_0.2_2.2.pt",
-    ),
-    "a shard of another grid": (
-        added(SHARD, "shard_0.0_1.2.pt"),
-        f"missing_file {RNG}/shard_0.1_1.2.pt",
-    ),
-    "a flipped bit in an object": (
-        lambda root: flip_bit(root / SHARD, b"state"),
-        f"damaged {SHARD}",
-    ),
-    "a directory in the place of an object": (
-        replaced(OBJECT, Path.mkdir),
-        f"unreadable {OBJECT}",
-    ),
-    "a link in a circle in the place of an object": (
-        replaced(OBJECT, lambda path: path.symlink_to(path.name)),
-        f"unreadable {OBJECT}",
-    ),
-    "a pipe in the place of a chunk": (replaced(CHUNK, os.mkfifo), f"missing_file {CHUNK}"),
-    "a pipe in the place of the marker": (replaced(MARKER, os.mkfifo), f"unreadable {MARKER}"),
-    "missing common state": (gone("common.pt"), "missing_file common.pt"),
-    "a missing marker": (gone(MARKER), f"missing_marker {MARKER}"),
-    "garbage for a marker": (put(MARKER, b"\xff\xfe"), f"damaged {MARKER}"),
-    "an unknown common backend": (put(MARKER, UNKNOWN_COMMON), f"unknown_backend {MARKER}"),
-    "an empty compressed chunk": (packed("0.1"), "wrong_size packed/0.1"),
-    "whole compressed chunks": (packed(), ""),
-    "a missing shard of the older form": (older(0, 2), "missing_file older/shard_0.1_1.pt"),
-    "all shards of the older form": (older(0, 1, 2), ""),
-    "a shape beyond all bounds": (huge(10**15), "missing_file huge"),
-    "a shape beyond all bounds in 2-D": (huge(10**6, 10**6), "missing_file huge"),
-    "a shape beyond 64 bits": (huge(10**30), "missing_file huge"),
+DAMAGES = {
+    "true": "",
+    f"rm {CHUNK}": f"missing_file {CHUNK}",
+    f"truncate -s 15 {CHUNK}": f"wrong_size {CHUNK}",
+    f"rm {CHUNK}; mkfifo {CHUNK}": f"missing_file {CHUNK}",
+    f"cp {CHUNK} {WEIGHT}/2.0": f"unexpected_file {WEIGHT}/2.0",
+    f"cp {CHUNK} {WEIGHT}/0; cp {CHUNK} {WEIGHT}/01.0": f"unexpected_file {WEIGHT}/0 {WEIGHT}/01.0",
+    f"touch {EMPTY}/0.0": f"unexpected_file {EMPTY}/0.0",
+    f"rm {NESTED}/.zarray": f"missing_file {NESTED}/.zarray",
+    f"truncate -s 16 {METADATA}": f"damaged {METADATA}",
+    f"sed -i 's/<f4/|O/' {METADATA}": f"damaged {METADATA}",
+    f"rm {SHARD}": f"missing_file {SHARD}",
+    f"sed -i s/state/stage/ {SHARD}": f"damaged {SHARD}",
+    f"cp {SHARD} {RNG}/shard_0.2_2.2.pt": f"unexpected_file {RNG}/shard_0.2_2.2.pt",
+    f"cp {SHARD} {RNG}/shard_0.0_1.2.pt": f"missing_file {RNG}/shard_0.1_1.2.pt",
+    f"rm {OBJECT}; mkdir {OBJECT}": f"unreadable {OBJECT}",
+    f"ln -sf shard_0_1.pt {OBJECT}": f"unreadable {OBJECT}",
+    "rm common.pt": "missing_file common.pt",
+    f"rm {MARKER}": f"missing_marker {MARKER}",
+    f"rm {MARKER}; mkfifo {MARKER}": f"unreadable {MARKER}",
+    f"printf '\\377\\376' > {MARKER}": f"damaged {MARKER}",
+    f"sed -i s/torch/msgpack/ {MARKER}": f"unknown_backend {MARKER}",
+    "truncate -s 0 packed/0.1": "wrong_size packed/0.1",
+    "rm older/shard_0.1_1.pt": "missing_file older/shard_0.1_1.pt",
+    "rm deep/1/0": "missing_file deep/1/0",
+    "cp deep/1/0 deep/1/1": "unexpected_file deep/1/1",
+    "rm deep/.zarray": "missing_file deep/.zarray",
 }
-"""The damage, and what is found: a problem, and the paths that have it."""
+"""The damage, as a line for the shell, and what is found: a problem, and the paths that have it."""
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_found_and_nothing_else(checkpoint: Path, name: str) -> None:
-    damage, expected = DAMAGES[name]
-    damage(checkpoint)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_and_nothing_else(whole: Path, tmp_path: Path, damage: str) -> None:
+    root = copied(whole, tmp_path / "ckpt")
+    done = ended("/bin/sh", "-c", f"cd {root} && {damage}")
+    assert done.returncode == 0, done.stderr
 
-    problem, *paths = expected.split() or [""]
-    key_of = {path: path.rpartition("/")[0] or None for path in paths} | {"huge": "huge"}
-    assert issues_of(checkpoint) == [(problem, key_of[path], path) for path in paths]
-    assert json_of("inspect", checkpoint)["unfinished"] is (problem == "missing_marker")
+    problem, *paths = DAMAGES[damage].split() or [""]
+    key_of = {path: path.rpartition("/")[0] or None for path in paths}
+    key_of |= {"deep/1/0": "deep", "deep/1/1": "deep"}
+    assert issues_of(root) == [(problem, key_of[path], path) for path in paths]
+    found = json_of("inspect", root)
+    assert found["unfinished"] is (problem == "missing_marker")
+    num_files = sum(path.is_file() for path in root.rglob("*"))
+    assert problem or found["num_files"] == num_files
 
 
-def test_chunks_may_lie_in_numbered_directories(checkpoint: Path) -> None:
-    deep = checkpoint / "deep"
-    write_metadata(deep, shape=[2, 4], chunks=[1, 4], dimension_separator="/")
-    for index in ("0", "1"):
-        (deep / index).mkdir()
-        (deep / index / "0").write_bytes(b"\1" * 16)
+@pytest.mark.parametrize("shape", [[10**15], [10**6, 10**6], [10**30]], ids=str)
+def test_an_array_of_a_shape_beyond_all_bounds_lacks_its_chunks(
+    checkpoint: Path, shape: list[int]
+) -> None:
+    write_metadata(checkpoint / "huge", shape=shape, chunks=[1] * len(shape))
 
-    found = json_of("inspect", checkpoint)
-    assert found["issues"] == []
-    assert found["num_files"] == sum(path.is_file() for path in checkpoint.rglob("*"))
-
-    (deep / "1" / "0").rename(deep / "1" / "1")
-    assert issues_of(checkpoint) == [
-        ("missing_file", "deep", "deep/1/0"),
-        ("unexpected_file", "deep", "deep/1/1"),
-    ]
-    (deep / ".zarray").unlink()
-    assert issues_of(checkpoint) == [("missing_file", "deep", "deep/.zarray")]
+    assert issues_of(checkpoint) == [("missing_file", "huge", "huge")]
 
 
 def test_what_a_killed_save_left_is_listed_and_harmless(checkpoint: Path) -> None:

@@ -34,13 +34,7 @@ QUIET: dict[str, Any] = {
 
 
 class Model(LightningModule):  # type: ignore[misc]
-    """Two layers with dropout.
-
-    Args:
-        lines: the file of its notes: where attempts begin, and the loss of every batch.
-        dropout: its share.
-        preempted_in: the step in which rank 1 gets a signal.
-    """
+    """Two layers with dropout; notes in a file where attempts begin, and the loss of a batch."""
 
     def __init__(self, lines: Path, dropout: float = 0.2, preempted_in: int | None = None) -> None:
         super().__init__()
@@ -98,21 +92,10 @@ def fit(
     faults: Sequence[PlannedFault] = (),
     callbacks: Sequence[Any] = (),
     call: HPCallWrapper | None = None,
-    loads: bool = True,
+    loads: bool = True,  # whether recovery loads the state; else one of the callbacks does
     **options: Any,
 ) -> tuple[str, int, int]:
-    """Train; a digest of the state at the end, the step and the epoch.
-
-    Args:
-        model: to train.
-        scratch: a directory.
-        data: loaders, for training and validation.
-        faults: that happen.
-        callbacks: beside those of recovery.
-        call: that a wrapped block was given; None: there is no recovery.
-        loads: whether recovery loads the state; else one of the callbacks does.
-        options: of the Trainer.
-    """
+    """Train, without recovery if there is no ``call``; the state's digest, the step, the epoch."""
     flags = CheckpointlessCallback(
         enable_inprocess=True,
         enable_checkpointless=True,

@@ -26,7 +26,13 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins  # noqa: E402
-from dist_ckpt_strategies.inprocess import CheckpointlessFinalizeCleanup, HPCallWrapper, HPWrapper  # noqa: E402
+from dist_ckpt_strategies.inprocess import (  # noqa: E402
+    CheckpointlessFinalizeCleanup,
+    Compose,
+    HPAbortTorchDistributed,
+    HPCallWrapper,
+    HPWrapper,
+)
 from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
     CheckpointlessCallback,
     CheckpointlessCompatibleConnector,
@@ -34,7 +40,7 @@ from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
     HPFaultInjectionCallback,
     PlannedFault,
 )
-from dist_ckpt_strategies.integrations.nemo import strategy_class  # noqa: E402
+from dist_ckpt_strategies.integrations.nemo import auto_resume_class, strategy_class  # noqa: E402
 from dist_ckpt_strategies.recovery import CheckpointManager  # noqa: E402
 from tests.integrations.lightning_training import QUIET, digest  # noqa: E402
 
@@ -142,8 +148,10 @@ class Strategy(SingleDeviceStrategy):  # type: ignore[misc]
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
+        store = self.store or HashStore()
+        store.set("here", "")
         if not dist.is_initialized():
-            dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+            dist.init_process_group("gloo", rank=0, world_size=1, store=store)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         num_microbatches_calculator.init_num_microbatches_calculator(0, None, 4, MICRO_BATCH, 1)
@@ -171,11 +179,7 @@ class Rates(pl.Callback):  # type: ignore[misc]
 
 
 class FailingManager(CheckpointManager):
-    """Raises once in a step, right after the call of that name.
-
-    Args:
-        fault: step and name: ``vote`` or ``begin_update``.
-    """
+    """Raises once in a step, right after its call of ``vote`` or ``begin_update``."""
 
     def __init__(self, fault: tuple[int, str] | None) -> None:
         super().__init__(enable_checksum=True)
@@ -211,71 +215,108 @@ def run(
     faults: tuple[PlannedFault, ...] = (),
     *,
     has_state: bool = True,
+    base_store: Any = None,
 ) -> Any:
-    """What there is at the end, and where attempts began, and why not from memory."""
+    """What there is at the end; where attempts began, and why not from memory; Resume's notes."""
     scratch.mkdir()
     manager = FailingManager(fault)
     seen: set[Any] = set()
     starts: list[Any] = []
+    looked: list[int] = []
 
     class Start(pl.Callback):  # type: ignore[misc]
+        """A callback and a part of the abort, told of the trainer as both."""
+
+        hooked: Any = None
+        told: Any = None
+
+        def __call__(self, state: Any) -> Any:
+            return state
+
+        def register_hooks(self, trainer: Any) -> None:
+            self.hooked = trainer
+
+        def register_attributes(self, trainer: Any) -> None:
+            self.told = trainer
+
         def on_train_start(self, trainer: Any, *_: Any) -> None:
+            assert self.hooked is self.told is wrapper.finalize.trainer is trainer
+            assert trainer.strategy.get_wrapper() is trainer.wrapper
+            assert not trainer.strategy.is_peft()
             starts.append((trainer.global_step, str(manager.last_failure)))
+
+    class Resume:
+        """Finds nothing; notes the attempts in which it looks, 0 for a trainer without one."""
+
+        def setup(self, trainer: Any, model: Any = None) -> None:
+            wrapper = getattr(trainer, "wrapper", None)
+            looked.append(wrapper.num_attempts if wrapper else 0)
+
+    start = Start()
 
     def block(call: HPCallWrapper | None = None) -> Any:
         torch.manual_seed(3)
         flags = CheckpointlessCallback(enable_inprocess=True, enable_checkpointless=True)
-        rates = Rates()
+        rates, strategy = Rates(), strategy_class(Strategy)(device="cpu")
+        strategy.base_store = base_store
         trainer: Any = pl.Trainer(
-            strategy=strategy_class(Strategy)(device="cpu"),
-            callbacks=[rates, HPFaultInjectionCallback(faults, scratch), flags, Start()],
+            strategy=strategy,
+            callbacks=[rates, HPFaultInjectionCallback(faults, scratch), flags, start],
             default_root_dir=scratch,
             max_steps=7,
             max_epochs=-1,
             **QUIET,
         )
         trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
+        model, resume = Model(seen), auto_resume_class(Resume)()
+        resume.setup(trainer)
         trainer.wrapper = call
-        model = Model(seen)
+        resume.setup(trainer, model)
         trainer.fit(model, datamodule=Data(has_state))
         progress = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         counts = trainer.global_step, trainer.current_epoch, progress
         return digest(model, trainer), counts, rates.found
 
-    wrapper = HPWrapper(checkpoint_manager=manager, finalize=CheckpointlessFinalizeCleanup())
-    return (wrapper(block)(), seen), starts
+    wrapper: Any = HPWrapper(
+        abort=Compose(HPAbortTorchDistributed(), start),
+        checkpoint_manager=manager,
+        finalize=CheckpointlessFinalizeCleanup(),
+    )
+    return (wrapper(block)(), seen), starts, looked
+
+
+def planned(*steps: int, point: FaultPoint) -> dict[str, Any]:
+    return {"faults": tuple(PlannedFault(0, step, point) for step in steps)}
 
 
 def test_faults_at_the_beginning_of_steps_change_nothing(tmp_path: Path) -> None:
-    faults = tuple(PlannedFault(0, step, FaultPoint.BATCH_START) for step in (1, 3, 6))
+    store, faults = HashStore(), planned(1, 3, 6, point=FaultPoint.BATCH_START)
 
-    undisturbed, _ = run(tmp_path / "undisturbed")
-    found, starts = run(tmp_path / "faults", faults=faults)
+    undisturbed, *_ = run(tmp_path / "undisturbed")
+    found, starts, looked = run(tmp_path / "faults", base_store=store, **faults)
 
     assert found == undisturbed
     assert [start for start, _ in starts] == [0, 1, 3, 6]
+    assert looked == [0, 1, 0, 0, 0]
+    assert store.check([f"attempt{number}/here" for number in range(1, 5)])
 
 
 @pytest.mark.parametrize(
     ("fault", "has_state", "why"),
     [
-        ((2, "vote"), True, "which only its trainer can complete"),
-        ((2, "begin_update"), True, "was interrupted in its update of step 2"),
-        (FaultPoint.BATCH_END, True, "interrupted in its update"),
-        (FaultPoint.BATCH_START, False, "Data has no state_dict"),
+        ({"fault": (2, "vote")}, True, "which only its trainer can complete"),
+        ({"fault": (2, "begin_update")}, True, "was interrupted in its update of step 2"),
+        (planned(3, point=FaultPoint.BATCH_END), True, "interrupted in its update"),
+        (planned(3, point=FaultPoint.BATCH_START), False, "Data has no state_dict"),
     ],
 )
 def test_where_no_rank_has_ended_the_step_or_the_data_has_no_state_memory_is_declined(
-    fault: Any, has_state: bool, why: str, tmp_path: Path
+    fault: dict[str, Any], has_state: bool, why: str, tmp_path: Path
 ) -> None:
-    undisturbed, _ = run(tmp_path / "undisturbed", has_state=has_state)
+    undisturbed, *_ = run(tmp_path / "undisturbed", has_state=has_state)
+    found, starts, looked = run(tmp_path / "faults", has_state=has_state, **fault)
 
-    if isinstance(fault, FaultPoint):
-        planned = (PlannedFault(0, 3, fault),)
-        found, starts = run(tmp_path / "faults", faults=planned, has_state=has_state)
-    else:
-        found, starts = run(tmp_path / "faults", fault)
-
+    assert looked == [0, 1, 0, 2]
     assert starts[1][0] == 0
     assert why in starts[1][1]
     assert found == undisturbed

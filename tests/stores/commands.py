@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 import dist_ckpt_strategies
 from tests.cli.commands import issues_of
 from tests.support.folders import Folder
-from tests.support.sharding import Cut, on_grid, state_of
+from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
 
 ONE_SERVER = pytest.mark.parametrize("store", ["moto"], indirect=True)
 
@@ -36,17 +36,21 @@ def write(address: str, iteration: int = 3, backend: tuple[str, int] = FORMAT2) 
     return address
 
 
+def differing(
+    address: str, wanted: list[Cut], strategy: Any = None, rank: int = 0, **options: Any
+) -> list[str]:
+    """Names of what a load gives otherwise than it was saved."""
+    state = state_of(rank, wanted, no_data)
+    loaded: Any = dist_ckpt_strategies.load(state, address, strategy, **options)
+    return differences(rank, wanted, loaded)
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
-    """A checkpoint, and its files by their names below the place of its save.
+    """A checkpoint, and its files by their names below the place of its save."""
 
-    Attributes:
-        top: its directory; in a bucket its prefix, where its marker is.
-        inner: where its other files are.
-    """
-
-    top: Folder
-    inner: Folder
+    top: Folder  # its directory; in a bucket its prefix, where its marker is
+    inner: Folder  # where its other files are
 
     @property
     def address(self) -> str:

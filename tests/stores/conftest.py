@@ -10,7 +10,7 @@ import pytest
 
 from tests.stores.commands import Files, write
 from tests.support.faulty_proxy import FaultyProxy
-from tests.support.folders import folder_in_bucket, folder_on_disk
+from tests.support.folders import Folder, folder_in_bucket, folder_on_disk
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
 
 
@@ -68,18 +68,23 @@ def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 
 
 @pytest.fixture(params=["directory", "moto", "radosgw"])
-def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
-    """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Folder:
+    """Where a run has its checkpoints, in a directory and on each server in turn."""
     if request.param == "directory":
-        place = folder_on_disk(tmp_path / "run" / "iter_0000003")
-        write(place.address)
-        return Files(place, place)
+        return folder_on_disk(tmp_path / "run")
     store = _used(_store(request), monkeypatch)
-    bucket = _new_bucket(store, request.node.name)
-    path = "run/iter_0000003"
-    top = folder_in_bucket(store, bucket, path)
+    return folder_in_bucket(store, _new_bucket(store, request.node.name))
+
+
+@pytest.fixture
+def files(place: Folder) -> Files:
+    """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
+    top = place.below("iter_0000003")
     write(top.address)
-    return Files(top, folder_in_bucket(store, bucket, store.place(bucket, path)))
+    saves = {name.partition("/")[0] for name in top.names() if name.startswith("save-")}
+    return Files(top, top.below(*saves) if saves else top)
 
 
 def _store(request: pytest.FixtureRequest) -> ObjectStore:

@@ -18,7 +18,7 @@ from tests.support.entries import Failure, outcome
 from tests.support.object_stores import ObjectStore
 from tests.support.sharding import differences, no_data, state_of
 
-ONE_SERVER = pytest.mark.parametrize("files", ["directory", "moto"], indirect=True)
+ONE_SERVER = pytest.mark.parametrize("place", ["directory", "moto"], indirect=True)
 BOTH_COMMANDS = pytest.mark.parametrize("command", ["inspect", "verify"])
 
 

@@ -29,19 +29,19 @@ from dist_ckpt_strategies.errors import (
     StoreUnreachableError,
 )
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
-from tests.stores.commands import FORMAT2, ONE_SERVER
+from tests.stores.commands import FORMAT2, ONE_SERVER, differing
 from tests.support.entries import Failure, outcome
 from tests.support.faulty_proxy import BUSY, DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import Radosgw
 from tests.support.ranks import RankDiedError, run_processes
-from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
+from tests.support.sharding import Cut, on_grid, state_of
 
 SIZE = 2
 
 
-def cuts(generation: int) -> list[Cut]:
+def cuts(generation: int, size: int = SIZE) -> list[Cut]:
     """Some arrays; those of another generation have other elements."""
-    return [on_grid(f"w{number}.{generation}", (8, 4), (2, 1), size=SIZE) for number in range(3)]
+    return [on_grid(f"w{number}.{generation}", (8, 4), (2, 1), size=size) for number in range(3)]
 
 
 def save(
@@ -56,17 +56,10 @@ def save(
 def load(
     rank: int, variables: dict[str, str], url: str, generation: int, timeout_s: float = 100.0
 ) -> Any:
-    """Names of what came back otherwise than it was saved, or the Failure.
-
-    By its own options the strategy would wait longer.
-    """
+    """What is differing, or the Failure; by its own options the strategy would wait longer."""
     os.environ.update(variables)
-    wanted = cuts(generation)
     patient = Format2LoadShardedStrategy(options=Options(timeout_s=1800))
-    act: Any = partial(dist_ckpt_strategies.load, timeout_s=timeout_s)
-    return outcome(
-        lambda: differences(rank, wanted, act(state_of(rank, wanted, no_data), url, patient))
-    )
+    return outcome(lambda: differing(url, cuts(generation), patient, rank, timeout_s=timeout_s))
 
 
 def save_and_load(rank: int, variables: dict[str, str], url: str) -> list[Any]:
@@ -130,14 +123,7 @@ def test_a_server_that_fails_for_good_is_reported_in_time_by_all_ranks(
         assert result.seconds < 3 * min(limits_s) + 50
     if act is save:
         with pytest.raises((IncompleteCheckpointError, CheckpointNotFoundError)):
-            loaded_alone(url, 1)
-
-
-def loaded_alone(url: str, generation: int) -> list[str]:
-    """Names of what this process alone finds otherwise than it was saved."""
-    wanted = [on_grid(cut.key, cut.shape, (1, 1), size=1) for cut in cuts(generation)]
-    found: Any = dist_ckpt_strategies.load(state_of(0, wanted, no_data), url)
-    return differences(0, wanted, found)
+            differing(url, cuts(1, size=1))
 
 
 def save_with_pid(
@@ -165,7 +151,7 @@ def test_a_killed_save_leaves_nothing_that_counts_as_a_checkpoint(
         with proxy.faulty(decide):
             results = run_processes(SIZE, save_with_pid, variables, url, generation, tmp_path)
         assert all(isinstance(result, RankDiedError) for result in results), (name, results)
-        left = outcome(partial(loaded_alone, url, generation))
+        left = outcome(partial(differing, url, cuts(generation, size=1)))
         is_refused = isinstance(left, Failure) and IncompleteCheckpointError.__name__ in left.kinds
         assert is_refused or (name == "metadata.json" and left == []), (name, left)
     assert run_processes(SIZE, save_and_load, variables, url) == [[None, []]] * SIZE
@@ -219,8 +205,7 @@ def test_who_may_put_read_and_list_saves_to_a_new_url(proxy: FaultyProxy, bucket
             dist_ckpt_strategies.save(state_of(0, [cut]), f"{url}/one", FORMAT2, overwrite=True)
 
     for name in ("one", "two", "three"):
-        loaded: Any = dist_ckpt_strategies.load(state_of(0, [cut], no_data), f"{url}/{name}")
-        assert differences(0, [cut], loaded) == []
+        assert differing(f"{url}/{name}", [cut]) == []
 
 
 @ONE_SERVER

@@ -12,42 +12,34 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     StoreAccessError,
 )
+from tests.stores.commands import differing
 from tests.support.entries import Failure, outcome
 from tests.support.gcs import fake_gcs
 from tests.support.ranks import run_processes
-from tests.support.sharding import differences, no_data, on_grid, state_of
+from tests.support.sharding import on_grid, state_of
 
 SIZE = 2
 SAVED = [on_grid("w", (64, 32), (2, 1), size=SIZE), on_grid("a/b", (8, 4), (1, 2), size=SIZE)]
 WANTED = [on_grid("w", (64, 32), (1, 2), size=SIZE), on_grid("a/b", (8, 4), (2, 1), size=SIZE)]
 
 
-def load(rank: int, url: str) -> Any:
-    def differing() -> list[str]:
-        loaded: Any = dist_ckpt_strategies.load(state_of(rank, WANTED, no_data), url)
-        return differences(rank, WANTED, loaded)
-
-    return outcome(differing)
+def load(rank: int, variables: dict[str, str], url: str = "gs://there/run") -> Any:
+    os.environ.update(variables)
+    return outcome(lambda: differing(url, WANTED, rank=rank))
 
 
 def save_and_load(rank: int, variables: dict[str, str]) -> list[Any]:
     os.environ.update(variables)
+
+    def save(url: str) -> None:
+        dist_ckpt_strategies.save(state_of(rank, SAVED), url, ("zarr", 2), overwrite=True)
+
     found = []
     for _ in range(2):
-        state = state_of(rank, SAVED)
-        dist_ckpt_strategies.save(state, "gs://there/run", ("zarr", 2), overwrite=True)
-        found.append(load(rank, "gs://there/run"))
-    found += [load(rank, url) for url in ("gs://there/other", "gs://not-there/run")]
-    state = state_of(rank, SAVED)
-    found.append(
-        outcome(lambda: dist_ckpt_strategies.save(state, "gs://not-there/run", ("zarr", 2)))
-    )
-    return found
-
-
-def load_again(rank: int, variables: dict[str, str]) -> Any:
-    os.environ.update(variables)
-    return load(rank, "gs://there/run")
+        save("gs://there/run")
+        found.append(load(rank, {}))
+    found += [load(rank, {}, url) for url in ("gs://there/other", "gs://not-there/run")]
+    return [*found, outcome(lambda: save("gs://not-there/run"))]
 
 
 def test_a_checkpoint_makes_a_round_trip_and_missing_things_are_distinguished() -> None:
@@ -62,13 +54,13 @@ def test_a_checkpoint_makes_a_round_trip_and_missing_things_are_distinguished() 
             assert BucketNotFoundError.__name__ in unsaved.kinds, unsaved
 
         without = variables | {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "another"}
-        (refused,) = run_processes(1, load_again, without)
+        (refused,) = run_processes(1, load, without)
         assert StoreAccessError.__name__ in refused.kinds, refused
 
         (name,) = [n for n in buckets["there"] if n.endswith("/arrays/w/c.0.0")]
         content = buckets["there"][name]
         buckets["there"][name] = content[:9] + bytes([content[9] ^ 1]) + content[10:]
-        for damaged in run_processes(SIZE, load_again, variables):
+        for damaged in run_processes(SIZE, load, variables):
             assert isinstance(damaged, Failure)
             assert CorruptCheckpointError.__name__ in damaged.kinds
             assert f"gs://there/{name}" in damaged.text

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager
 from dist_ckpt_strategies.errors import CheckpointLockedError
+from tests.support.folders import Folder
 from tests.support.object_stores import ObjectStore
 from tests.support.processes import until
 from tests.support.ranks import run_processes
@@ -67,23 +68,16 @@ def begins(rank: int, variables: Mapping[str, str], root: str, rendezvous: str) 
     return ""
 
 
-def require_one_of_four(variables: Mapping[str, str], root: str, rendezvous: Path) -> None:
+def test_of_four_jobs_that_start_together_one_runs(place: Folder, tmp_path: Path) -> None:
+    rendezvous = tmp_path / "rendezvous"
     rendezvous.mkdir()
-    found = run_processes(4, begins, variables, root, str(rendezvous), makes_group=False)
+    args = ({**os.environ}, place.address, str(rendezvous))
+    found = run_processes(4, begins, *args, makes_group=False)
     refused = list(filter(None, found))
 
     assert len(refused) == 3, found
-    assert all(f"{root}: another job saves here: process " in text for text in refused), refused
-
-
-def test_of_four_jobs_that_start_together_in_a_bucket_one_runs(
-    store: ObjectStore, bucket: str, tmp_path: Path
-) -> None:
-    require_one_of_four(store.variables, f"s3://{bucket}/run", tmp_path / "rendezvous")
-
-
-def test_of_four_jobs_that_start_together_in_a_directory_one_runs(tmp_path: Path) -> None:
-    require_one_of_four({}, str(tmp_path / "run"), tmp_path / "rendezvous")
+    said = f"{place.address}: another job saves here: process "
+    assert all(said in text for text in refused), refused
 
 
 def test_a_lock_that_is_not_renewed_expires_by_the_clock_of_the_next_job(

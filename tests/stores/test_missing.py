@@ -28,7 +28,7 @@ from dist_ckpt_strategies.strategies.zarr import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
 )
-from tests.stores.commands import FORMAT2, ONE_SERVER
+from tests.stores.commands import FORMAT2, ONE_SERVER, differing
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
 from tests.support.ports import free_port
@@ -206,7 +206,7 @@ def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
 
     assert (tmp_path / "with space" / "metadata.json").exists()
     for place in (tmp_path / "with space", f"file://{tmp_path}/with space"):
-        assert differences(0, [CUT], load(place)) == []
+        assert differing(str(place), [CUT]) == []
 
 
 @ONE_SERVER
@@ -222,9 +222,8 @@ def test_a_strategy_reaches_the_store_as_its_own_options_say(
 
     saver = Format2SaveShardedStrategy(options=options)
     dist_ckpt_strategies.save(state_of(0, [CUT]), url, saver)
-    loaded: Any = dist_ckpt_strategies.load(state_of(0, [CUT], no_data), url, loader)
 
-    assert differences(0, [CUT], loaded) == []
+    assert differing(url, [CUT], loader) == []
     assert differences(0, [CUT], loader.load(state_of(0, [CUT], no_data), url)) == []
     assert set(loader.load_tensors_metadata(url)) == {"w"}
 

@@ -1,4 +1,4 @@
-"""``prune`` of checkpoints in object stores: the old ones and what killed saves left, no others."""
+"""``prune`` in object stores and directories: old checkpoints and killed saves go, no others."""
 
 from __future__ import annotations
 
@@ -13,19 +13,10 @@ from dist_ckpt_strategies.config import Credentials, StoreOptions
 from dist_ckpt_strategies.tools.prune import Status
 from tests.stores.commands import ONE_SERVER, write
 from tests.support.faulty_proxy import BUSY, NONE, Fault, FaultyProxy, Request
+from tests.support.folders import Folder
 from tests.support.object_stores import ObjectStore
 
 OLD_S = 7200
-
-
-@pytest.fixture
-def root(environment: ObjectStore, bucket: str) -> str:
-    """Four checkpoints, the last of them killed before its end; the first begun the longest ago."""
-    for number in range(1, 5):
-        write(f"s3://{bucket}/run/iter_{number:07d}", number)
-        age(environment, bucket, f"run/iter_{number:07d}", OLD_S - number)
-    environment.delete(bucket, "run/iter_0000004/metadata.json")
-    return f"s3://{bucket}/run"
 
 
 def age(store: ObjectStore, bucket: str, name: str, seconds: float) -> None:
@@ -39,30 +30,46 @@ def folders(names: Iterable[str]) -> list[str]:
     return sorted({name.split("/")[1] for name in names if name.startswith("run/")})
 
 
-def test_old_ones_go_and_what_is_no_part_of_them_stays(
-    environment: ObjectStore, bucket: str, root: str
-) -> None:
-    environment.put(bucket, "run/iter_0000001/notes/mine", b"x")
-    environment.put(bucket, "run/iter_0000009/mine", b"x")
-    before = set(environment.names(bucket))
+def test_old_ones_go_and_what_is_no_part_of_them_stays(place: Folder) -> None:
+    root = place.address
+    for number in range(1, 6):
+        write(f"{root}/iter_{number:07d}", number)
+    write(f"{root}/iter_0000001/inner")
+    place.delete("iter_0000005/metadata.json")
+    place.put("iter_0000001/notes/mine", b"x")
+    place.put("iter_0000009/mine", b"x")
+    place.put("latest_checkpointed_iteration.txt", b"3")
+    before = set(place.names())
 
     plan = dist_ckpt_strategies.prune(root, keep_last=1, dry_run=True)
-    assert set(environment.names(bucket)) == before
+    assert set(place.names()) == before
     report = dist_ckpt_strategies.prune(root, keep_last=1)
 
     assert plan.removed[1] == report.removed[1]
     assert [(one.name, one.stays) for one in report.removed] == [
-        ("iter_0000001", ("notes",)),
+        ("iter_0000001", ("inner", "notes")),
         ("iter_0000002", ()),
     ]
     assert report.nbytes > 4 * 300 * 200 * 4
     assert str(report.root) == root
-    why = {one.name: (one.status, one.why) for one in report.kept}
-    assert why["iter_0000003"] == (Status.COMPLETE, "the newest")
-    assert why["iter_0000004"][0] is Status.UNFINISHED
-    assert why["iter_0000009"][0] is Status.OTHER
-    kept = {n for n in before if n.split("/")[1] not in {"iter_0000001", "iter_0000002"}}
-    assert set(environment.names(bucket)) == kept | {"run/iter_0000001/notes/mine"}
+    kept = {one.name[-1]: one for one in report.kept}
+    assert kept["3"].why == "the run's tracker file names it"
+    assert (kept["4"].status, kept["4"].why) == (Status.COMPLETE, "the newest")
+    assert (kept["5"].status, kept["9"].status) == (Status.UNFINISHED, Status.OTHER)
+    gone = ("iter_0000001/", "iter_0000002/")
+    stays = ("iter_0000001/inner/", "iter_0000001/notes/")
+    left = {name for name in before if name.startswith(stays) or not name.startswith(gone)}
+    assert set(place.names()) == left
+
+
+@pytest.fixture
+def root(environment: ObjectStore, bucket: str) -> str:
+    """Four checkpoints, the last of them killed before its end; the first begun the longest ago."""
+    for number in range(1, 5):
+        write(f"s3://{bucket}/run/iter_{number:07d}", number)
+        age(environment, bucket, f"run/iter_{number:07d}", OLD_S - number)
+    environment.delete(bucket, "run/iter_0000004/metadata.json")
+    return f"s3://{bucket}/run"
 
 
 @ONE_SERVER

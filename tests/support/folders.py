@@ -14,8 +14,12 @@ class Folder:
     """Where files are; ``address`` is the directory or URL."""
 
     def __init__(self, address: str, spec: dict[str, Any]) -> None:
-        self.address = address
+        self.address, self._spec = address, spec
         self._files = ts.KvStore.open(spec).result()
+
+    def below(self, name: str) -> Folder:
+        spec = {**self._spec, "path": f"{self._spec['path']}{name}/"}
+        return Folder(f"{self.address}/{name}", spec)
 
     def names(self) -> list[str]:
         return sorted(name.decode() for name in self._files.list().result())

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dis
 import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, diff
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.errors import CheckpointExistsError, PlanError
 from dist_ckpt_strategies.formats.scan import scan
 from tests.support.checkpoints import write_marker
-from tests.support.entries import Entry, prepare, save
+from tests.support.entries import prepare
 from tests.support.layouts import (
     empties,
     irregular,
@@ -51,18 +51,23 @@ pytestmark = pytest.mark.multiprocess
 PAIRS = [(source, to) for source in FORMATS for to in FORMATS]
 TINY = ConvertOptions(max_memory_bytes=1, max_file_bytes=2000)
 INDEX = "model.safetensors.index.json"
+NOT_IN_SAFETENSORS = (torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+OF_OPTIMIZER = ("optimizer.state.param.w", "chained_0.optimizer.state.param.w")
 
 
-def all_dtypes(grid: tuple[int, ...]) -> list[Cut]:
-    return [on_grid(f"x.{d}", (12, 8), grid, dtype=d) for d in ALL_DTYPES]
+def on_grids(grid: tuple[int, ...]) -> list[Cut]:
+    """An array of each dtype, by the name z where safetensors lack it, and an optimizer's."""
+    names = {d: f"{'z' if d in NOT_IN_SAFETENSORS else 'x'}.{d}" for d in ALL_DTYPES}
+    arrays = [on_grid(name, (12, 8), grid, dtype=dtype) for dtype, name in names.items()]
+    return arrays + [on_grid(key, (12, 8), grid) for key in OF_OPTIMIZER]
 
 
 def saved_cuts() -> list[Cut]:
-    return [*all_dtypes((2, 4)), *scattered(), *irregular()]
+    return [*on_grids((2, 4)), *scattered(), *irregular()]
 
 
 def wanted_cuts() -> list[Cut]:
-    return [*all_dtypes((4, 1)), *scattered_otherwise(), *irregular_otherwise()]
+    return [*on_grids((4, 1)), *scattered_otherwise(), *irregular_otherwise()]
 
 
 def objects_of(rank: int, *, filled: bool) -> dict[str, Any]:
@@ -93,22 +98,18 @@ def converted(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def load_all(rank: int, root: Path) -> list[str]:
+def load_all(rank: int, root: Path) -> None:
     allow_torch_dist()
     prepare(60)
-    wrong = []
     for source, to in PAIRS:
         path = root / f"{source} {to}"
         with cpu_stand_ins():
             wanted = state_of(rank, wanted_cuts(), zeros) | objects_of(rank, filled=False)
             loaded = dist_checkpointing.load(wanted, str(path))
-        wrong += [f"{path.name}: {key}" for key in differences(rank, wanted_cuts(), loaded)]
+        assert differences(rank, wanted_cuts(), loaded) == [], path
         for name, expected in objects_of(rank, filled=True).items():
-            if repr(loaded[name]) != repr(expected.data):
-                wrong.append(f"{path.name}: {name}: {loaded[name]}")
-        if loaded["iteration"] != 7:
-            wrong.append(f"{path.name}: iteration")
-    return wrong
+            assert repr(loaded[name]) == repr(expected.data), path
+        assert loaded["iteration"] == 7, path
 
 
 def test_a_converted_checkpoint_equals_its_source_and_loads_in_another_layout(
@@ -118,12 +119,12 @@ def test_a_converted_checkpoint_equals_its_source_and_loads_in_another_layout(
         report = diff(saved / source, converted / f"{source} {to}")
         assert report.is_equal, (source, to, report)
         assert report.num_objects == 8
-    assert run_processes(4, load_all, converted, timeout_s=150) == [[]] * 4
+    assert run_processes(4, load_all, converted, timeout_s=150) == [None] * 4
 
 
 def test_the_shards_stay_the_chunks(converted: Path) -> None:
     """All were saved as 6 x 2 elements."""
-    keys = [f"x.{dtype}" for dtype in ALL_DTYPES]
+    keys = [cut.key for cut in on_grids((2, 4))]
     for name in ("zarr@1 zarr@2", "zarr@2 zarr@1", "torch_dist zarr@1", "torch_dist zarr@2"):
         chunks = {one.array.key: one.array.chunk_shape for one in scan(converted / name).arrays}
         assert {chunks[key] for key in keys} == {(6, 2)}
@@ -133,27 +134,12 @@ def test_the_shards_stay_the_chunks(converted: Path) -> None:
         assert [tuple(shard.sizes) for shard in shards] == [(6, 2)] * 8
 
 
-NOT_IN_SAFETENSORS = (torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-
-
-def storable_cuts() -> list[Cut]:
-    cuts = [*all_dtypes((2, 4)), *scattered(), *empties()]
-    return [cut for cut in cuts if cut.dtype not in NOT_IN_SAFETENSORS]
-
-
-def save_for_safetensors(rank: int, root: Path) -> None:
-    prepare(60)
-    keys = ("optimizer.state.param.w", "chained_0.optimizer.state.param.w")
-    optimizer = [on_grid(key, (8, 8), (2, 2)) for key in keys]
-    save(Entry.OURS, state_of(rank, storable_cuts() + optimizer), root)
-
-
-def test_the_models_arrays_go_to_safetensors(tmp_path: Path) -> None:
-    assert run_processes(4, save_for_safetensors, tmp_path / "c") == [None] * 4
-    cuts = storable_cuts()
+def test_the_models_arrays_go_to_safetensors(saved: Path, tmp_path: Path) -> None:
+    left_out = ("z.", *OF_OPTIMIZER)
+    cuts = [cut for cut in saved_cuts() + empties() if not cut.key.startswith(left_out)]
     for options in (None, TINY):
         target = tmp_path / ("many" if options else "one")
-        convert(tmp_path / "c", target, "safetensors", options=options)
+        convert(saved / "zarr@2", target, "safetensors", keys="[!z]*", options=options)
 
         index = json.loads((target / INDEX).read_bytes())
         files = sorted({*index["weight_map"].values()})
@@ -171,7 +157,7 @@ def test_the_models_arrays_go_to_safetensors(tmp_path: Path) -> None:
 def test_what_safetensors_has_not_is_said_before_anything_is_written(
     saved: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(PlanError, match=r"x.torch.complex128: safetens"):
+    with pytest.raises(PlanError, match=r"z.torch.complex128: safetens"):
         convert(saved / "zarr@2", tmp_path / "c", "safetensors")
     assert not (tmp_path / "c").exists()
 
@@ -179,6 +165,8 @@ def test_what_safetensors_has_not_is_said_before_anything_is_written(
 
     index = json.loads((tmp_path / "c" / INDEX).read_bytes())
     assert len(index["weight_map"]) == 8
+    with pytest.raises(CheckpointExistsError, match="holds files of something else"):
+        convert(saved / "zarr@2", tmp_path / "c", "zarr@2")
 
 
 ROWS, COLUMNS = 2048, 4096

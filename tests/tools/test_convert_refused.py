@@ -18,7 +18,6 @@ from dist_ckpt_strategies import ConvertOptions, convert, diff, upgrade
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
-    CheckpointExistsError,
     CoverageError,
     IncompleteCheckpointError,
     PlanError,
@@ -79,22 +78,6 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
     assert report.nbytes == 24 * (64 << 10)
     assert to == "safetensors" or diff(saved / source, target).is_equal
     assert not list(target.rglob(".partial-*"))
-
-
-def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -> None:
-    convert(saved / "zarr@1", tmp_path / "done", "zarr@2")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").touch()
-
-    convert(saved / "zarr@1", tmp_path / "weights", "safetensors")
-    with pytest.raises(CheckpointExistsError, match="a finished checkpoint; `dist-ckpt diff`"):
-        convert(saved / "zarr@1", tmp_path / "done", "zarr@2")
-    for full in ("full", "weights"):
-        with pytest.raises(CheckpointExistsError, match="holds files of something else"):
-            convert(saved / "zarr@1", tmp_path / full, "zarr@2")
-    for target in (saved / "zarr@1", saved / "zarr@1" / "below", saved):
-        with pytest.raises(StrategyError, match="must be a place beside the source"):
-            convert(saved / "zarr@1", target, "zarr@2")
 
 
 def unlink(path: Path, _at: int) -> None:

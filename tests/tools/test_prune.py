@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.tools.prune import PruneDecision, Status, build_prune_plan, prune
 from tests.support.checkpoints import (
@@ -63,22 +62,6 @@ def names_in(root: Path) -> list[str]:
 def statuses(root: Path) -> dict[str, Status]:
     """What a prune that removes nothing says of each directory."""
     return {one.name: one.status for one in prune(root).kept}
-
-
-def test_checkpoints_of_both_formats_go_but_for_the_last(samples: Path, tmp_path: Path) -> None:
-    for number, sample in enumerate(("one", "two", "one", "two")):
-        put(samples / sample, tmp_path, number)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-
-    plan = prune(tmp_path, keep_last=1, dry_run=True)
-    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 4
-    report = dist_ckpt_strategies.prune(tmp_path, keep_last=1)
-
-    assert names_in(tmp_path)[:-1] == ["iter_0000002", "iter_0000003"]
-    assert [one.name for one in report.removed] == ["iter_0000000", "iter_0000001"]
-    assert report.removed == plan.removed
-    assert report.nbytes > 1 << 20
-    assert [one.why for one in report.kept] == ["the run's tracker file names it", "the newest"]
 
 
 @pytest.mark.parametrize("sample", ["one", "two"])
@@ -133,19 +116,6 @@ def test_nothing_goes_that_is_not_known_to_be_ours(samples: Path, tmp_path: Path
 
     assert report.removed == ()
     assert names_in(tmp_path) == before
-
-
-def test_files_of_others_in_a_checkpoint_stay(samples: Path, tmp_path: Path) -> None:
-    old = put(samples / "two", tmp_path, 1)
-    (old / "train_dataloader.pt").write_bytes(b"x")
-    copied(samples / "two", old / "inner")
-    put(samples / "two", tmp_path, 2)
-
-    report = prune(tmp_path, keep_last=1)
-
-    assert report.removed[0].stays == ("inner", "train_dataloader.pt")
-    assert names_in(old) == ["inner", "train_dataloader.pt"]
-    assert len(list((old / "inner").rglob("*"))) == len(list((samples / "two").rglob("*")))
 
 
 @contextmanager
