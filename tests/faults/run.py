@@ -62,11 +62,14 @@ class Campaign:
     num_events: int  # of the training, that have to happen
     num_attempts: int  # of operations
     num_changes: int  # of files of checkpoints of each kind
+    strike: Strike | None = None  # the one kind of events
 
     def __str__(self) -> str:
         """How to repeat it."""
         counts = f"--attempts {self.num_attempts} --changes {self.num_changes}"
-        return f"python -m tests.faults --seed {self.seed} --events {self.num_events} {counts}"
+        strike = f"--strike {self.strike.name.lower()} " if self.strike else ""
+        events = f"--events {self.num_events} {strike}{counts}"
+        return f"python -m tests.faults --seed {self.seed} {events}"
 
 
 @dataclass(slots=True)
@@ -300,6 +303,8 @@ def _run_job(campaign: Campaign, scratch: Path, watch: Watch, tally: Tally) -> N
             if tally.events.total() == campaign.num_events:
                 break
             event = build_event(campaign.seed, number)
+            if campaign.strike not in {None, event.strike}:
+                continue
             with _named(campaign, event, watch):
                 if happened := job.happen(event):
                     tally.events[happened] += 1
