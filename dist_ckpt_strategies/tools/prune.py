@@ -32,6 +32,7 @@ from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.locations import (
     SAVE_PREFIX,
     Location,
+    current_id,
     located,
     require_something,
 )
@@ -339,7 +340,8 @@ def _scanned(place: Location) -> tuple[Status, int | None, float]:
         lacks_files = bool(problems.keys() - {Problem.UNEXPECTED_FILE})
         status = Status.DAMAGED if lacks_files else Status.COMPLETE
     elif Problem.MISSING_MARKER in problems and found.begun is not None:
-        status = Status.UNFINISHED
+        was_finished = isinstance(place, Bucket) and current_id(place)  # and has lost the marker
+        status = Status.DAMAGED if was_finished else Status.UNFINISHED
     else:
         status = Status.OTHER
     begun_s = found.begun.seconds if found.begun is not None else 0.0

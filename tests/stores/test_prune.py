@@ -90,6 +90,19 @@ def test_what_a_killed_save_left_goes_once_it_began_long_ago(
 
 
 @ONE_SERVER
+def test_a_checkpoint_that_has_lost_a_file_is_not_what_a_killed_save_left(
+    environment: ObjectStore, bucket: str, root: str
+) -> None:
+    place = environment.place(bucket, "run/iter_0000003")
+    environment.delete(bucket, f"{place}/metadata.json")
+
+    report = dist_ckpt_strategies.prune(root, keep_last=2, unfinished=True)
+
+    assert [one.name for one in report.removed] == ["iter_0000004"]
+    assert {one.name: one.status for one in report.kept}["iter_0000003"] is Status.DAMAGED
+
+
+@ONE_SERVER
 def test_a_prune_that_breaks_off_leaves_nothing_that_counts_and_the_next_goes_on(
     environment: ObjectStore, bucket: str, root: str
 ) -> None:
