@@ -17,6 +17,8 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     IncompleteCheckpointError,
     PeerError,
+    StorageError,
+    as_checkpoint_error,
     error_from_peer,
     kind_of,
 )
@@ -70,6 +72,14 @@ def test_a_class_that_this_package_does_not_know_becomes_a_peer_error(kind: str)
 
     assert type(error) is PeerError
     assert str(error) == "rank 2: broken"
+
+
+def test_what_the_system_says_of_a_file_is_a_storage_error_that_names_it() -> None:
+    error = as_checkpoint_error(FileNotFoundError(2, "No such file or directory", "/ckpt/w"))
+
+    assert isinstance(error, StorageError)
+    assert error.path == "/ckpt/w"
+    assert "/ckpt/w: No such file or directory" in str(error)
 
 
 def test_an_error_derived_from_ours_reaches_a_peer_as_ours() -> None:

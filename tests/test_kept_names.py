@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies import inprocess
+from dist_ckpt_strategies import inprocess, local
 from tests.support.kept import own_parameters, require_understood
 
 
@@ -55,6 +55,16 @@ def test_the_name_is_kept_and_calls_as_the_reference_states_them_are_understood(
     if parameters is not None:
         stated = eval(f"lambda {parameters}: None", {"timedelta": timedelta})  # noqa: S307 - our file
         require_understood(found(name), own_parameters(stated))
+
+
+def test_a_class_of_ones_own_needs_the_members_that_the_reference_states_and_no_others() -> None:
+    aware = "local.TensorAwareStateDict."
+    members = {name.removeprefix(aware) for name in KEPT if name.startswith(aware)}
+    strategies = {"replicate", "retrieve_execute", "retrieve_plan"}
+
+    assert local.ReplicationStrategy.__abstractmethods__ == strategies
+    assert local.LazyReplicationStrategyBuilder.__abstractmethods__ == {"_eager_build"}
+    assert local.TensorAwareStateDict.__abstractmethods__ == members - {"values"}
 
 
 WRAPPER_PARAMETERS = {

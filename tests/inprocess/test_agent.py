@@ -127,7 +127,7 @@ def test_without_a_client_the_agents_package_is_needed(monkeypatch: pytest.Monke
 def test_a_place_that_makes_no_sense_is_refused(store_port: int) -> None:
     class Odd(Client):
         def wait_rank_info(self, timeout_s: float | None) -> dict[str, str]:
-            return {**self.ask("wait_rank_info", timeout_s), "RANK": "first"}
+            return {**super().wait_rank_info(timeout_s), "RANK": "first"}
 
     me = HPAgentK8sAPIFactory(Odd(store_port))()
 

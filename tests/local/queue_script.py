@@ -71,7 +71,8 @@ def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> No
         say(rank, mode, f"refused: {error}")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert manager.find_latest() == 1
-    assert not list(Path(manager.local_ckpt_dir).rglob(".partial-*"))
+    left = {path.name[:12] for path in Path(manager.local_ckpt_dir).rglob("*.*")}
+    assert left == {"iter_0000001"}
 
 
 def main(rank: int, directory: str, owner: str, port: int) -> None:

@@ -66,12 +66,23 @@ def with_footer(buffers: bytes, description: bytes) -> bytes:
     return buffers + description + xxhash.xxh3_128_digest(description + size) + size + MAGIC
 
 
-def test_a_file_of_another_length_is_refused(newest: Path) -> None:
+def test_a_file_of_another_length_or_release_is_refused(newest: Path) -> None:
     root, content = newest.parents[1], newest.read_bytes()
     assert (loaded(root), newest.stat().st_nlink) == (NEW, 1)
-    for other in (b"", content[:32], content[:-1], content + b"\0", 2 * content, b"\0" + content):
+    others = [b"", content[:32], content[:-1], content + b"\0", 2 * content, b"\0" + content]
+    for other in (*others, content[:-1] + b"3"):
         newest.write_bytes(other)
         assert loaded(root) == OLD
+
+
+def test_between_the_buffers_of_a_file_are_zeros(tmp_path: Path) -> None:
+    sizes = [64] * 200 + [1] * 200  # the last ones are sent in memory that the first ones filled
+    state = {"all": [torch.full((size,), 9, dtype=torch.uint8) for size in sizes]}
+    manager = LocalCheckpointManager(tmp_path, max_bucket_bytes=4096)
+    manager.save(BasicTensorAwareStateDict(state), 1)
+    (path,) = tmp_path.rglob("*.part")
+
+    assert path.read_bytes().startswith(b"\x09" * 64 * 200 + (b"\x09" + bytes(63)) * 199 + b"\x09")
 
 
 NO_SENSE: list[Any] = [

@@ -226,7 +226,9 @@ def test_a_save_in_the_background_keeps_what_was_there_and_counts_once_all_ranks
         vanishing = begin(node, manager, 5)
         until(vanishing.done)
         node.once(lambda: remove(parts_in(root, iteration=5, owner=1)))
-        assert "ranks 1" in outcome(vanishing.wait)[1]
+        failure = outcome(vanishing.wait)
+        assert "ranks 1" in failure[1]
+        assert outcome(vanishing.wait) == failure
         node.once(lambda: monkeypatch.setattr(tempfile, "mkstemp", full))
         assert outcome(lambda: begin(node, manager, 6))[0] == "StorageError"
         assert node.load(manager) == ("ok", "3")

@@ -136,8 +136,11 @@ def ask_for_what_cannot_be_had(rank: int) -> None:
     state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2), "atomic")
     strange = {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(2), (0, rank, 4))}
     longer = {"a": ShardedTensor.from_rank_offsets("a", torch.zeros(7, COLUMNS), (0, rank, 4))}
+    of_none = {"gap": ShardedTensor.from_rank_offsets("gap", torch.zeros(2), (0, rank, 5))}
+    make = partial(MCoreTensorAwareStateDict.from_state_dict, of_none)
     load, shapes = state.to_state_dict, "a: shape (24, 6) in the checkpoint, (28, 6) requested"
     require_refused(partial(load, strange), CoverageError, "x: rank 0 wants", key="x")
+    require_refused(make, CoverageError, "gap: main replicas cover 8 of 10", key="gap")
     require_refused(partial(load, longer), ShapeMismatchError, shapes, key="a")
     require_refused(partial(load, {}, algo="magic"), PlanError, "one of atomic, fully_parallel")
 

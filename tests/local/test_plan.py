@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import Region, ShardSpec
-from dist_ckpt_strategies.errors import NoReplicasAvailableError
+from dist_ckpt_strategies.errors import CoverageError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.plan import (
     Completeness,
     build_cliques,
     build_exchange_plan,
     build_reshard_plan,
+    build_retention,
     group_saves,
 )
 from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
@@ -48,6 +49,12 @@ def test_twenty_ranks_on_nodes_of_eight_as_the_page_works_out() -> None:
     assert build_cliques(20, 8, 2, allow_uneven=True) == (
         (0, 8), (1, 9), (2, 10), (3, 11), (4, 12, 16), (5, 13, 17), (6, 14, 18), (7, 15, 19),
     )  # fmt: skip
+
+
+def test_of_two_saves_of_one_iteration_the_later_is_kept() -> None:
+    first, again, new = SaveId(5, "a"), SaveId(5, "b"), SaveId(9, "c")
+
+    assert build_retention([first, again, new], new, 2) == {again, new}
 
 
 def test_saves_are_distinguished_by_id_and_world_and_the_newest_is_the_first() -> None:
@@ -116,3 +123,10 @@ def test_replicas_share_the_sending() -> None:
     plan = build_reshard_plan([halves, halves, [], []], [[], [], halves, halves])
 
     assert sorted(one.sender for one in plan) == [0, 0, 1, 1]
+
+
+def test_what_is_held_in_part_is_named_with_the_rank_that_wants_all_of_it() -> None:
+    half, whole = (spec_of(Region((0, 0), (rows, 3)), (12, 3)) for rows in (6, 12))
+
+    with pytest.raises(CoverageError, match=r"w: rank 1 wants .* hold 18 of them"):
+        build_reshard_plan([[half], []], [[], [whole]])

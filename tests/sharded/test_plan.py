@@ -236,17 +236,18 @@ def test_a_chunk_that_is_assembled_of_slices_is_not_too_large_for_it() -> None:
     assert array.num_chunks <= 4
 
 
-def test_a_shard_above_the_size_of_an_object_becomes_several_that_its_holder_writes() -> None:
-    rows = 3 * MAX_OBJECT_NBYTES >> 20
-    regions = [Region((n * rows, 0), (rows, 1 << 18)) for n in range(2)]
-    split = Split((2 * rows, 1 << 18), tuple(enumerate(regions)))
+@pytest.mark.parametrize(("shard", "num_parts"), [((192, 1 << 18), 3), ((3, 5000, 14_336), 15)])
+def test_a_shard_above_the_size_of_an_object_becomes_several_that_its_holder_writes(
+    shard: tuple[int, ...], num_parts: int
+) -> None:
+    split = rows_of([shard[0]] * 2, *shard[1:])
 
     plan = build_save_plan(split.requests(), chunk_layout=ChunkLayout.BOUNDED)
     array = plan.creations[0].array
 
-    assert len(plan.writes) == array.num_chunks == 6
+    assert len(plan.writes) == array.num_chunks == 2 * num_parts
     assert array.chunk_nbytes <= MAX_OBJECT_NBYTES
-    assert array.chunk_shape[1] == array.shape[1]  # a part is one segment of memory
+    assert array.chunk_shape[-1] == array.shape[-1]  # a part is one segment of memory
     assert not any(write.moves for write in plan.writes)
     assert all(write.is_whole_shard for write in plan.writes)
-    assert [write.writer for write in plan.writes] == [0, 0, 0, 1, 1, 1]
+    assert [write.writer for write in plan.writes] == [0] * num_parts + [1] * num_parts
