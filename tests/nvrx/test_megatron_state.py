@@ -35,8 +35,9 @@ def state_of(iteration: int, *, is_filled: bool = True) -> dict[str, Any]:
     """Replicated rows, and a tensor of its own shape on each rank."""
     rank = dist.get_rank()
     own = torch.full((3, rank + 1), float(iteration * is_filled))
-    state = shared_state_of(2, iteration, is_filled=is_filled)
-    return state | {"own": ShardedTensor.from_rank_offsets(f"own.{rank}", own)}
+    return shared_state_of(2, is_filled=is_filled) | {
+        "own": ShardedTensor.from_rank_offsets(f"own.{rank}", own)
+    }
 
 
 def save_and_load(rank: int, root: str, algo: str) -> list[str]:
@@ -59,8 +60,9 @@ def save_and_load(rank: int, root: str, algo: str) -> list[str]:
         assert type(loaded) is megatrons
         loaded.restore_tensor_device()
         wanted = state_of(2, is_filled=False)
+        keys = wanted.keys() - {"args", "iteration"}
         found = loaded.to_state_dict(wanted, algo=algo)
-        require_equal(found, 2, 2)
+        require_equal(found, 2, keys)
         assert torch.equal(found["own"], torch.full((3, rank + 1), 2.0))
     strange = state_of(3)
     strange["rng"].data = Unknown() if rank == 2 else None
