@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    apply_factories,
+    is_main_replica,
+)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.cli.demo.main import ModelSize, ParallelLayout
 from dist_ckpt_strategies.cli.demo.rank import build_model
-from tests.support.entries import Entry, save
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -86,8 +92,20 @@ class Trainee:
         self.optimizer.load_state_dict(loaded["optimizer"])
 
 
-def whole_tensors(state: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
-    """Every global tensor of a state, which is saved to a new directory. Collective: world."""
-    save(Entry.MEGATRON, state, root)
-    found = dist_checkpointing.load_plain_tensors(str(root))
-    return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+def whole_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every global tensor, put together without this package. Collective: world.
+
+    A mistake that loads and saves share would not be seen in what is saved and read back.
+    """
+    apply_factories(state)
+    own = [
+        (shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach())
+        for shard in nested_values(state)
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
+    ]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    whole: dict[str, torch.Tensor] = {}
+    for key, shape, index, data in chain.from_iterable(gathered):
+        whole.setdefault(key, torch.zeros(shape, dtype=data.dtype))[index] = data
+    return whole

@@ -58,7 +58,7 @@ def step_of(trainee: Trainee) -> list[float]:
 
 
 def train_on(
-    _rank: int, checkpoint: str, layout: ParallelLayout, route: Route, root: Path
+    _rank: int, checkpoint: str, layout: ParallelLayout, route: Route
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
     """Body of a rank: the whole state as loaded, and after one step."""
     register_engine(Engine.TENSORSTORE)
@@ -66,9 +66,9 @@ def train_on(
         trainee = Trainee.build(layout, NUM_ROWS)
         loaded = load_along(route, trainee.state(is_loading=True), checkpoint)
         trainee.take_over(loaded)
-        resumed = whole_tensors(trainee.state(is_loading=False), root / "resumed")
+        resumed = whole_tensors(trainee.state(is_loading=False))
         steps = step_of(trainee)
-        return resumed, whole_tensors(trainee.state(is_loading=False), root / "trained"), steps
+        return resumed, whole_tensors(trainee.state(is_loading=False)), steps
 
 
 def stepped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -118,8 +118,7 @@ def test_the_state_and_the_next_step_are_those_of_the_expected_tensors(
         report = upgrade(golden.checkpoint, checkpoint, to)
         assert (report.num_arrays, report.num_objects) == (68, 20)
 
-    task = (checkpoint, layout, route, tmp_path)
-    results = done_by(layout.num_ranks, train_on, *task)
+    results = done_by(layout.num_ranks, train_on, checkpoint, layout, route)
 
     resumed, trained, steps = results[0]
     expected = renamed(golden.tensors)
@@ -131,10 +130,8 @@ def test_the_state_and_the_next_step_are_those_of_the_expected_tensors(
 
 
 @pytest.mark.multiprocess
-def test_without_the_upgrade_the_optimizer_cannot_be_loaded(
-    flat: GoldenSet, tmp_path: Path
-) -> None:
-    task = (flat.checkpoint, ParallelLayout(), Route.OURS, tmp_path)
+def test_without_the_upgrade_the_optimizer_cannot_be_loaded(flat: GoldenSet) -> None:
+    task = (flat.checkpoint, ParallelLayout(), Route.OURS)
     (result,) = run_processes(1, train_on, *task)
 
     assert isinstance(result, CheckpointError), result
@@ -188,7 +185,7 @@ def test_steps_that_only_the_parameters_have_go_to_the_groups() -> None:
 
 
 def load_weights(
-    _rank: int, golden: GoldenSet, layout: ParallelLayout, num_rows: int, root: Path
+    _rank: int, golden: GoldenSet, layout: ParallelLayout, num_rows: int
 ) -> dict[str, torch.Tensor]:
     register_engine(Engine.TENSORSTORE)
     with parallel(layout):
@@ -196,7 +193,7 @@ def load_weights(
         asked: dict[str, Any] = {"model": model.sharded_state_dict()}
         loaded = load_along(Route.MEGATRON, asked, golden.checkpoint)
         model.load_state_dict(loaded["model"], strict=True)
-        return whole_tensors(model.sharded_state_dict(), root)
+        return whole_tensors(model.sharded_state_dict())
 
 
 @pytest.mark.multiprocess
@@ -204,11 +201,10 @@ def load_weights(
     ("name", "tp", "num_rows"), [(TP4, 2, 104), (RESHARDABLE, 4, 128), (FLAT, 4, 256)]
 )
 def test_weights_are_bit_identical_whatever_the_vocabularys_padding(
-    unpacked: Callable[[str], GoldenSet], name: str, tp: int, num_rows: int, tmp_path: Path
+    unpacked: Callable[[str], GoldenSet], name: str, tp: int, num_rows: int
 ) -> None:
     golden = unpacked(name)
-    task = (golden, ParallelLayout(tp=tp), num_rows, tmp_path / "loaded")
-    found = done_by(tp, load_weights, *task)[0]
+    found = done_by(tp, load_weights, golden, ParallelLayout(tp=tp), num_rows)[0]
 
     expected = {k: t for k, t in golden.tensors.items() if not k.startswith("optimizer.")}
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):

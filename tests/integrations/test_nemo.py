@@ -44,6 +44,14 @@ def test_a_state_from_memory_is_not_loaded_again_and_nothing_is_destroyed() -> N
     assert strategy.calls == [({"a": 1}, False)]
 
 
+def test_nemos_peft_is_found_among_the_callbacks() -> None:
+    strategy: Any = strategy_class(Base)()
+
+    strategy.trainer = SimpleNamespace(callbacks=[type("PEFT", (), {})()])  # named as NeMo's
+
+    assert strategy.is_peft()
+
+
 def test_neither_integrations_nor_managers_import_other_frameworks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

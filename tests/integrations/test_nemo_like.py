@@ -251,6 +251,7 @@ def run(
         def setup(self, trainer: Any, model: Any = None) -> None:
             wrapper = getattr(trainer, "wrapper", None)
             looked.append(wrapper.num_attempts if wrapper else 0)
+            assert (model is None) == (wrapper is None)
 
     start = Start()
 

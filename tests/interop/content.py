@@ -70,6 +70,8 @@ def part_of(cut: Cut, part: Part) -> torch.Tensor:
         numbers = numbers % 3 == 0
     else:
         numbers = numbers % 251 - 100 * cut.dtype.is_signed
+    if cut.dtype.is_floating_point or cut.dtype.is_complex:
+        numbers = numbers.double() / 7
     whole = numbers.to(cut.dtype)
     return whole[part.slices()].reshape(part.shape[cut.num_prepended :]).clone()
 

@@ -1,16 +1,21 @@
-"""``convert`` shared by several ranks: the result of one process."""
+"""``convert``, ``diff`` and ``verify`` shared by several ranks: the result of one process."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dist_ckpt_strategies import ConvertOptions, convert
-from dist_ckpt_strategies.errors import PlanError
-from tests.support.checkpoints import write_array, write_checkpoint
+from dist_ckpt_strategies import ConvertOptions, convert, diff
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.errors import PeerLostError, PlanError
+from dist_ckpt_strategies.formats.scan import scan, verify
+from tests.support.checkpoints import copied, flip_at, write_array, write_checkpoint
+from tests.support.ranks import RankDiedError, run_processes
 from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 from tests.tools.all_formats import FORMATS
 
@@ -43,6 +48,7 @@ def test_ranks_write_the_same_bytes_as_one_process(
     sources: Path, tmp_path: Path, source: str, to: str
 ) -> None:
     one = convert(sources / source, tmp_path / "one", to, options=SMALL)
+    assert one.num_arrays == (5 if to == "safetensors" else 6)  # without the optimizer's
     seen: list[tuple[int, int]] = []
 
     def body(comm: ThreadCommunicator) -> Any:
@@ -58,6 +64,20 @@ def test_ranks_write_the_same_bytes_as_one_process(
     assert seen[-1] == (one.nbytes, one.nbytes)
 
 
+def test_all_ranks_return_what_one_process_finds(sources: Path, tmp_path: Path) -> None:
+    one, other = sources / "zarr@1", copied(sources / "zarr@1", tmp_path / "other")
+    write_array(other, np.ones((300, 200), np.float32), key="large", chunk=(64, 90))
+    report = diff(one, other)
+    assert [found.num_differing for found in report.arrays] == [300 * 200 - 1]
+    assert run_ranks(2, lambda comm: diff(one, other, comm=comm)) == [report] * 2
+
+    for path in other.rglob("shard_*"):
+        flip_at(path, 70)
+    issues = verify(scan(other))
+    assert len(issues) > 2
+    assert run_ranks(2, lambda comm: verify(scan(other), comm=comm)) == [issues] * 2
+
+
 def test_ranks_that_see_different_checkpoints_are_refused(sources: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other")
 
@@ -67,3 +87,21 @@ def test_ranks_that_see_different_checkpoints_are_refused(sources: Path, tmp_pat
             convert(source, tmp_path / "t", "zarr@2", comm=comm)
 
     run_ranks(2, body, timeout_s=60.0)
+
+
+def convert_or_die(rank: int, source: Path, target: Path) -> None:
+    def die(_done: int, _total: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    comm = open_communicator(None, timeout_s=60, purpose="test")
+    convert(source, target, "zarr@2", watch=die if rank else None, comm=comm)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_dies_is_named_and_nothing_is_visible(sources: Path, tmp_path: Path) -> None:
+    lost, died = run_processes(2, convert_or_die, sources / "zarr@1", tmp_path / "t")
+
+    assert isinstance(died, RankDiedError)
+    assert isinstance(lost, PeerLostError), lost
+    assert lost.rank == 1
+    assert not (tmp_path / "t" / "metadata.json").exists()
