@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedOb
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CoverageError,
     DuplicateWriterError,
