@@ -174,13 +174,16 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
 def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
     """Make the save the checkpoint's content, once all ranks have written it. Collective.
 
-    Where another save has begun in its place, maybe ended too, nothing there is touched.
+    Where another save has begun in its place, maybe ended too, nothing of that is touched.
     """
     comm, writer, timeout_s = save.comm, save.writer, save.writer.options.timeout_s
 
     def written() -> Message:
         work.wait((WORK + 1 / 8) * timeout_s)  # longer than the work's own limit, which says more
         restart_limit()
+        is_overtaken = comm.rank == 0 and not writer.place.is_current()
+        if is_overtaken:
+            save.abandon()  # ranks that wrote after another save had removed it have made it again
         try:
             outcome = work.result()
             digests = digests_from(outcome) if isinstance(outcome, bytes) else outcome
@@ -188,8 +191,8 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
             writer.place.require()  # another save may have removed what this one wrote
             raise
         writer.arrays.digests.update(digests)
-        if comm.rank == 0:
-            writer.place.require()
+        if is_overtaken:
+            writer.place.require()  # raises
         return save.describe_files()
 
     with time_limit(timeout_s, then=ENDING):

@@ -51,6 +51,7 @@ from tests.support.ranks import run_processes
 from tests.support.sharding import (
     Cut,
     Part,
+    at_random,
     differences,
     no_data,
     on_grid,
@@ -323,7 +324,8 @@ def test_common_state_that_cannot_be_written_is_raised_on_every_rank(
 
 def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> None:
     save, save_async = dist_ckpt_strategies.save, dist_ckpt_strategies.save_async
-    state = full_state(rank)
+    assembled = [at_random("assembled from several ranks", (60, 20), 7)]
+    state = full_state(rank) | state_of(rank, assembled)
     save(state, root / "good", backend)
 
     def require_failures(name: str, reason: str) -> None:
@@ -346,8 +348,9 @@ def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> None:
         dist.barrier()
         require_failures("locked", "read-only")
         dist.barrier()
-    loaded = load(Entry.OURS, full_state(rank, no_data), root / "good")
-    assert differences(rank, own_cuts(), loaded) == []
+    wanted = full_state(rank, no_data) | state_of(rank, assembled, no_data)
+    loaded = load(Entry.OURS, wanted, root / "good")
+    assert differences(rank, [*own_cuts(), *assembled], loaded) == []
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
 )
-from tests.support.entries import outcome
+from tests.support.entries import Entry, load, outcome, save
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.restarts import Wrappers, join_group, run_restartable
 from tests.support.system_calls import dying_at_change
@@ -170,43 +170,46 @@ def test_a_kill_anywhere_in_an_overwrite_leaves_the_old_or_the_new_checkpoint(
     assert set(values) == {1.0, 2.0}
 
 
-def with_a_function(rank: int, root: str, algo: str) -> None:
+def with_a_function(rank: int, root: str, algo: str, entry: Entry) -> None:
     """All ranks see one checkpoint directory; their shards are elsewhere.
 
     Megatron-Core's wrappers share the work among ranks that hold the same.
     """
-    pairs = dist.new_subgroups(2)[0]
 
     def node_directory(global_rank: int) -> Path:
         return Path(root) / f"disk{global_rank // 2}"
 
     directory = Path(root) / "shared" / "iter_0000003"
-    directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
     saver = LocalReplicatedSaveShardedStrategy(
         local=LocalOptions(replication_jump=1, algo=algo),
         replication_jump=2,
         node_directory=node_directory,
     )
-    wrapped = FullyParallelSaveStrategyWrapper(saver, pairs)
-    dist_checkpointing.save(state_of(2, 5.0), str(directory), wrapped)
+    wrapped = FullyParallelSaveStrategyWrapper(saver)
+    save(entry, state_of(2, 5.0), directory, sharded_strategy=wrapped)
     dist.barrier()
     assert sorted(path.name for path in directory.iterdir()) == ["common.pt", "metadata.json"]
     loader = LocalReplicatedLoadShardedStrategy(node_directory=node_directory)
     lose_node_of(0, Path(root) / "disk1")
     wanted = state_of(2, 5.0, is_filled=False)
-    for way in (loader, FullyParallelLoadStrategyWrapper(loader, pairs)):
+    for way in (loader, FullyParallelLoadStrategyWrapper(loader)):
         with cpu_stand_ins():  # the wrapper moves what it exchanges to CUDA
-            found = dist_checkpointing.load(state_of(2, 5.0, is_filled=False), str(directory), way)
+            asked = state_of(2, 5.0, is_filled=False)
+            found = load(entry, asked, directory, sharded_strategy=way)
         require_loaded(found, 2, 5.0)
     lose_node_of(0, Path(root) / "disk0")
     with pytest.raises(CheckpointNotFoundError, match="no local checkpoint below"):
         loader.load({key: wanted[key] for key in ("w", "b")}, directory)
 
 
-@each_algo
-def test_a_function_may_choose_the_directory_of_a_node(algo: str, tmp_path: Path) -> None:
-    assert run_processes(NUM_RANKS, with_a_function, str(tmp_path), algo) == [None] * NUM_RANKS
+@pytest.mark.parametrize(
+    ("algo", "entry"), [("atomic", Entry.OURS), ("fully_parallel", Entry.MEGATRON)]
+)
+def test_a_function_may_choose_the_directory_of_a_node(
+    algo: str, entry: Entry, tmp_path: Path
+) -> None:
+    found = run_processes(NUM_RANKS, with_a_function, str(tmp_path), algo, entry)
+    assert found == [None] * NUM_RANKS
 
 
 def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: str) -> int:

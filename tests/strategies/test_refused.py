@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedOb
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CoverageError,
     DuplicateWriterError,
@@ -139,7 +138,13 @@ ONLY_UNCHECKED = {"hole", "overlap", "other shape", "other dtype"}
 """Megatron-Core's own check would find these first, and says it in other words."""
 
 TWICE = DuplicateWriterError
-KINDS = {"twice on 1": TWICE, "overlap": TWICE, "hole": CoverageError}
+KINDS = {
+    "twice on 1": TWICE,
+    "overlap": TWICE,
+    "hole": CoverageError,
+    "beyond w": CoverageError,
+    "unpicklable": StorageError,
+}
 
 
 def wrong_states(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
@@ -193,7 +198,7 @@ def states_that_do_not_fit(rank: int, scratch: Path) -> None:
             continue
         root = scratch / f"{entry}.{name}.{checked}"
         call = partial(save, entry, dict(state), root, validate_access_integrity=checked)
-        require_refused(call, KINDS.get(name, CheckpointError), words, **values)
+        require_refused(call, KINDS.get(name, PlanError), words, **values)
         assert not (root / "metadata.json").exists(), name
 
 

@@ -225,10 +225,14 @@ def interrupt(*_: object) -> None:
 
 
 def interrupt_a_load(rank: int, root: Path, version: int) -> None:
-    """The tensors are left alone afterwards."""
-    names = [f"w{number}" for number in range(20)]
-    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(64)) for key in names}
-    dist_ckpt_strategies.save(state, root, ("zarr", version))
+    """The tensors are left alone afterwards: many small ones, and two that take many calls each."""
+    new, names = ShardedTensor.from_rank_offsets, [f"w{number}" for number in range(20)]
+    small = {key: new(key, torch.ones(64)) for key in names}
+    dist_ckpt_strategies.save(
+        small | {"w": new("w", torch.ones(128, 1 << 16))}, root, ("zarr", version)
+    )
+    halves = {half: new("w", torch.ones(128, 1 << 15), (1, n, 2)) for n, half in enumerate("ab")}
+    state = halves | small
     signal.signal(signal.SIGALRM, interrupt)
     with before_calls(lambda _, path: time.sleep(0.2 * (str(root) in path)), ["preadv"]):
         signal.setitimer(signal.ITIMER_REAL, 0.5)
