@@ -31,7 +31,9 @@ _LOADED = "assert torch.equal(state_dict['w'], torch.arange(6.0)) and state_dict
 
 _README_BEFORE = f"""
 {_STATE}
+restored = []
 num_steps = 2000
+get_state, set_state = (lambda: sharded_state_dict), restored.append
 package.save(sharded_state_dict, "old/iter_0000100", ("zarr", 1))
 weight.zero_()
 """

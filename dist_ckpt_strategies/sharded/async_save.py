@@ -13,7 +13,7 @@ import torch
 from dist_ckpt_strategies.comm.base import Message, run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
-from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.errors import CheckpointError, StorageError
 from dist_ckpt_strategies.formats.arrays import DirectoryWriter
 from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
@@ -181,9 +181,6 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
     def written() -> Message:
         work.wait((WORK + 1 / 8) * timeout_s)  # longer than the work's own limit, which says more
         restart_limit()
-        is_overtaken = comm.rank == 0 and not writer.place.is_current()
-        if is_overtaken:
-            save.abandon()  # ranks that wrote after another save had removed it have made it again
         try:
             outcome = work.result()
             digests = digests_from(outcome) if isinstance(outcome, bytes) else outcome
@@ -191,12 +188,17 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
             writer.place.require()  # another save may have removed what this one wrote
             raise
         writer.arrays.digests.update(digests)
-        if is_overtaken:
-            writer.place.require()  # raises
+        if comm.rank == 0:
+            writer.place.require()
         return save.describe_files()
 
     with time_limit(timeout_s, then=ENDING):
-        described = run_and_gather(comm, written)
+        try:
+            described = run_and_gather(comm, written)
+        except CheckpointError:
+            if comm.rank == 0 and not writer.place.is_current():
+                save.abandon()  # a rank that wrote after it was overtaken has made it again
+            raise
         restart_limit()
         save.complete(described, lambda: work.seconds)
 

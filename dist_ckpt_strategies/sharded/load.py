@@ -93,7 +93,8 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
     ):
         raise ShapeMismatchError(
             f"{key}: shape {shape} in the checkpoint, {want.array_shape} requested; "
-            "load it as it is stored, or set allow_shape_mismatch on the ShardedTensor",
+            "build the model with the settings of the run that saved it; only for a padded "
+            "vocabulary, set allow_shape_mismatch on the ShardedTensor",
             key=key,
         )
     if 0 in region.shape:

@@ -156,6 +156,7 @@ def a_save_that_has_lost_its_place_is_not_made_visible(
         (staged / "w").mkdir(parents=True)
     dist.barrier()
     require_refused(request.wait, StorageError, OVERTAKEN, str(root))
+    dist.barrier()
     assert list(root.iterdir()) == []
 
 
