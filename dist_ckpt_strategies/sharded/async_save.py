@@ -196,8 +196,7 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
         try:
             described = run_and_gather(comm, written)
         except CheckpointError:
-            if comm.rank == 0 and not writer.place.is_current():
-                save.abandon()  # a rank that wrote after it was overtaken has made it again
+            save.abandon(only_if_overtaken=True)  # a late write may have made its place again
             raise
         restart_limit()
         save.complete(described, lambda: work.seconds)

@@ -264,16 +264,21 @@ class ShardedSave:
         named = zip(self.planned.shards, self._held, strict=True)
         self.tensors = {name: data for name, data in named if name is not None and data is not None}
 
-    def abandon(self) -> None:
-        """Remove what ``describe`` and ``begin`` have made. Rank-local; an error is logged."""
+    def abandon(self, *, only_if_overtaken: bool = False) -> None:
+        """Remove what ``describe`` and ``begin`` have made. Rank-local; an error is logged.
+
+        Args:
+            only_if_overtaken: leave it unless another save has begun in its place.
+        """
         if not self.save_id or self.comm.rank != 0:
             return
         try:
             with clean_up_limit():
-                self.writer.place.abandon()
+                if not (only_if_overtaken and self.writer.place.is_current()):
+                    self.writer.place.abandon()
         except StorageError as error:
             logger.warning(
-                "%s: files of a refused save cannot be removed: %s", self.writer.root, error
+                "%s: files of the given-up save cannot be removed: %s", self.writer.root, error
             )
 
     def run(self) -> SaveReport:

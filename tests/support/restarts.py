@@ -82,16 +82,15 @@ class Wrappers:
         self.size = place.world_size
         self.port = port
 
-    def __call__(self, successor: str = "", **settings: Any) -> HPWrapper:
-        """For ``successor`` as for the process that takes the rank over."""
-        return HPWrapper(**self.settings(successor) | settings)
+    def __call__(self, **settings: Any) -> HPWrapper:
+        return HPWrapper(**self.settings() | settings)
 
-    def settings(self, successor: str = "") -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """What HPWrapper is given."""
 
         def client() -> StoreRendezvous:
             store = JobStore(HOST, self.port)
-            return StoreRendezvous(store, self.worker + successor, self.place)
+            return StoreRendezvous(store, self.worker, self.place)
 
         return {
             "hp_api_factory": client,
