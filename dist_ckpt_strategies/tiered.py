@@ -219,7 +219,7 @@ class TieredCheckpointManager:
     @raises_megatron_errors
     def load_latest(
         self,
-        state_dict: StateDict,
+        state_dict: StateDict | Callable[[], StateDict],
         provider: Any = None,
         *,
         at_most: int | None = None,
@@ -230,8 +230,8 @@ class TieredCheckpointManager:
         Collective.
 
         Args:
-            state_dict: sharded state dict to load; the tensors of ShardedTensors are filled in
-                place.
+            state_dict: sharded state dict to load, or a function that returns it; the tensors of
+                ShardedTensors are filled in place.
             provider: StateProvider, or an object that has one, to fill from memory.
             at_most: skip newer steps and memory, to go back in a training. Newer checkpoints are
                 kept, and a later call without ``at_most`` loads them.
@@ -247,8 +247,9 @@ class TieredCheckpointManager:
             CheckpointLockedError: another job saves at ``root``.
             StorageError, PeerError: as in ``recovery.load_latest``.
         """
-        self._open()
+        comm = self._open()
         self.wait()
+        state = run_collectively(comm, state_dict) if callable(state_dict) else state_dict
         refused: tuple[Attempt, ...] = ()
         if self.recovery is not None and provider is not None and at_most is None:
             report = self.recovery.try_checkpointless_load(provider)
@@ -262,8 +263,8 @@ class TieredCheckpointManager:
             found = load_latest(
                 self.local,
                 [self.root],
-                partial(load, state_dict, **known),
-                load_local=lambda state: state.load_into(state_dict),
+                partial(load, state, **known),
+                load_local=lambda found: found.load_into(state),
                 at_most=at_most,
             )
         except CheckpointNotFoundError as error:

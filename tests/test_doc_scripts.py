@@ -57,6 +57,29 @@ _FORMAT_AFTER = """
 assert (whole == weight.float().numpy()).all() and (chunk == whole).all() and part.shape == (2, 8)
 """
 
+_CONTRIBUTING_AFTER = """
+from dist_ckpt_strategies.formats.locations import located
+from dist_ckpt_strategies.formats.scan import scan, verify
+for step in (1, 2):
+    weight.fill_(step)
+    package.save(sharded_state_dict, "memory://bucket/iter_1", overwrite=True)
+    weight.zero_()
+    package.load(sharded_state_dict, "memory://bucket/iter_1")
+    assert weight.tolist() == [step] * 6
+with package.TieredCheckpointManager(
+    "memory://bucket/run", policy=package.SavePolicy(every_steps=1, keep_last=1)
+) as manager:
+    for step in (1, 2):
+        manager.save(step, sharded_state_dict)
+assert manager.all_steps() == [2]
+place = located("memory://bucket/run/iter_0000002", None)
+assert verify(scan(place)) == ()
+(chunk,) = (name for name in OBJECTS if "iter_0000002" in name and name.endswith("/w/c.0"))
+OBJECTS[chunk] = bytes([OBJECTS[chunk][0] ^ 1]) + OBJECTS[chunk][1:]
+(issue,) = verify(scan(place))
+assert issue.path == "arrays/w/c.0"
+"""
+
 _FORMAT2_BEFORE = f"""
 {_STATE}
 weight, checkpoint_dir = torch.arange(32.0).reshape(4, 8), "iter_0000999"
@@ -84,10 +107,10 @@ os.environ.update(server.store.variables)
 _LOCAL_BEFORE = f"""
 {_STATE}
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
-model, num_iterations = torch.nn.Linear(3, 2), 101
+model, num_steps = torch.nn.Linear(3, 2), 100
 earlier = {{name: torch.full_like(value, 7) for name, value in model.state_dict().items()}}
 LocalCheckpointManager("local/checkpoints", "run-7").save(
-    BasicTensorAwareStateDict({{"model": earlier}}), 99
+    BasicTensorAwareStateDict({{"model": earlier, "step": 99}}), 99
 )
 Path("local/checkpoints/iter_0000100").mkdir()
 """
@@ -167,6 +190,7 @@ SCRIPTS = {
     "docs/quickstart.md": ("", ""),
     "docs/errors.md": ("", ""),
     "docs/stores.md": (_STORES_BEFORE, "server.kill()"),
+    "docs/contributing.md": (_STATE, _CONTRIBUTING_AFTER),
     "docs/convert.md": (f"{_STATE}\npackage.save(sharded_state_dict, 'old', ('zarr', 1))", ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
     "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),

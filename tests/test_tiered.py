@@ -51,7 +51,7 @@ class Training:
         return {"rows": rows, "num_done": self.num_done}
 
     def resume(self, manager: TieredCheckpointManager) -> Loaded | None:
-        loaded = manager.load_latest(self.state_dict())
+        loaded = manager.load_latest(self.state_dict)
         if loaded is not None:
             assert loaded.state["rows"].data_ptr() == self.rows.data_ptr()
             self.num_done = loaded.state["num_done"]

@@ -31,6 +31,7 @@ from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.formats.issues import (
     Issue,
+    Problem,
     SaveBegun,
     Scan,
     ScannedArray,
@@ -57,6 +58,10 @@ _STALE = {
     StaleKind.WRITING: "files that are being written",
     StaleKind.REMOVED: "directories that were being removed (harmless)",
 }
+_NOT_LOOKED_INTO = (
+    "dist-ckpt looks into zarr 1 and zarr 2 only; `dist-ckpt diff` and `convert` read torch_dist"
+)
+_BY_SIZE = " (arrays by their sizes alone: zarr 1 has no digests of them)"
 _UNFINISHED = "the save{} has not ended, or was killed: `dist-ckpt prune` removes what it left"
 
 
@@ -88,6 +93,12 @@ class Summary:
     def is_fine(self) -> bool | None:
         """Whether nothing is wrong with it; None where it was not looked into."""
         return None if self.is_foreign else not self.issues
+
+    @property
+    def shown_issues(self) -> list[Issue]:
+        """Those of the text: what another backend is stands in it already."""
+        hidden = {Problem.UNKNOWN_BACKEND} if self.is_foreign else set()
+        return [one for one in self.issues if one.problem not in hidden]
 
 
 def inspect_checkpoint(
@@ -152,13 +163,13 @@ def _print_inspection(summary: Summary) -> None:
             _print_rows(console, list(map(_ROWS[name], listed)))
             console.print()
     _print_lines(console, (*summary.lines, ("complete", _completeness(summary))))
-    for issue in summary.issues[:_NUM_FIRST]:
+    for issue in summary.shown_issues[:_NUM_FIRST]:
         console.print(Text(" " * _LABEL_WIDTH + printable(str(issue))), soft_wrap=True)
 
 
 def _completeness(summary: Summary) -> str:
     if summary.is_foreign:
-        return "not known; dist-ckpt looks into zarr 1 and zarr 2 only"
+        return f"not known; {_NOT_LOOKED_INTO}"
     if summary.unfinished:
         return f"NO, {summary.unfinished}"
     if summary.issues:
@@ -166,7 +177,11 @@ def _completeness(summary: Summary) -> str:
         return f"NO, {issues}; `dist-ckpt verify` lists them all"
     is_directory = isinstance(located(summary.fields["path"], None), Path)
     looked_at = "names and sizes" if is_directory else "names"  # as an object store lists them
-    return f"yes, by {looked_at}; `dist-ckpt verify` also reads the files"
+    if summary.is_local:
+        text = f"what is here is, by {looked_at}; other nodes are not seen"
+    else:
+        text = f"yes, by {looked_at}"
+    return f"{text}; `dist-ckpt verify` also reads the files"
 
 
 def _print_lines(console: Console, lines: Sequence[tuple[str, str]]) -> None:
@@ -179,7 +194,7 @@ def _print_lines(console: Console, lines: Sequence[tuple[str, str]]) -> None:
 def _print_verification(summary: Summary, seconds: float) -> None:
     console = Console(highlight=False)
     sections: dict[str, list[Issue]] = defaultdict(list)
-    for issue in summary.issues:
+    for issue in summary.shown_issues:
         title = issue.path if summary.is_local else issue.key or "the checkpoint"
         sections[title].append(issue)
     for title, issues in sections.items():
@@ -205,11 +220,13 @@ def _print_verification(summary: Summary, seconds: float) -> None:
 
 def _outcome(summary: Summary) -> str:
     if summary.is_foreign:
-        return "cannot be verified: another backend wrote it"
+        marker = summary.fields["marker"]
+        backend = f"{marker['sharded_backend']} {marker['sharded_backend_version']}"
+        return f"cannot be verified: it is {backend}; {_NOT_LOOKED_INTO}"
     if summary.unfinished:
         return f"is NOT finished: {summary.unfinished}"
     if not summary.issues:
-        return "is whole"
+        return "is whole, as far as it is on this node" if summary.is_local else "is whole"
     files = counted(len({issue.path for issue in summary.issues}), "file")
     return f"is NOT whole: {counted(len(summary.issues), 'issue')} in {files}"
 
@@ -253,7 +270,7 @@ def summary_of(
         {"arrays": arrays, "objects": objects},
         tuple(_facts(found)),
         found.issues,
-        f"{contents} and common.pt",
+        f"{contents} and common.pt{_BY_SIZE if found.version == 1 else ''}",
         _UNFINISHED.format(begun) if is_unfinished and found.version == _FORMAT2 else "",
         is_foreign=found.is_foreign,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
-    CheckpointNotFoundError,
     IncompleteCheckpointError,
     StorageError,
     StoreAccessError,
@@ -34,7 +33,6 @@ NO_FILE = "no file"
 NO_ANSWER = (StoreAccessError, StoreUnreachableError, BucketNotFoundError)
 """Errors of an object store as a whole: they say nothing about the object that was asked for."""
 
-_MAX_NAMED = 3
 COMMON_FORMAT = ("torch", 1)
 
 
@@ -216,20 +214,6 @@ def compared(check: FileCheck, files: Mapping[str, int | None]) -> Iterator[Issu
     elif (found := files[check.name]) not in {None, check.nbytes}:  # None: a list of names alone
         text = nbytes_text(found or 0)
         yield Issue(Problem.WRONG_SIZE, check.key, check.name, check.expected, text)
-
-
-def require_no_inner(place: object, inner: Sequence[str]) -> None:
-    """Refuse a place that is no checkpoint but holds some, and name them.
-
-    Raises:
-        CheckpointNotFoundError: it does.
-    """
-    if inner:
-        shown = ", ".join(inner[:_MAX_NAMED]) + (", ..." if inner[_MAX_NAMED:] else "")
-        raise CheckpointNotFoundError(
-            f"{place} is no checkpoint, but holds {len(inner)} ({shown}); name one of them",
-            path=str(place),
-        )
 
 
 def checked_marker(

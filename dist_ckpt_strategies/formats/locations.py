@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -95,6 +95,8 @@ class CheckpointMarker:
                 raise ValueError(f"unexpected field {name} = {value!r}")
         return cls(**found)
 
+
+_MAX_NAMED = 5
 
 _LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(/?)(?!/)")
 _FILE_URL = re.compile(r"file://(?:localhost)?/(.*)", re.DOTALL)
@@ -229,7 +231,16 @@ def _what_is_there(root: Path) -> str:
         return "a save began and has not come to its end"
     if are_safetensors(path.name for path in root.iterdir()):
         return HOLDS_SAFETENSORS
+    if inner := sorted(path.parent.name for path in root.glob(f"*/{MARKER_NAME}")):
+        return holds_checkpoints(inner)
     return f"{COMMON_NAME} {'is there' if (root / COMMON_NAME).exists() else 'is missing too'}"
+
+
+def holds_checkpoints(inner: Sequence[str]) -> str:
+    """What a place with checkpoints of these names is; follows what was expected there."""
+    shown = ", ".join(inner[:_MAX_NAMED]) + (", ..." if inner[_MAX_NAMED:] else "")
+    noun = "checkpoint" if len(inner) == 1 else "checkpoints"
+    return f"it holds {len(inner)} {noun} ({shown}); name one of them"
 
 
 def are_safetensors(names: Iterable[str]) -> bool:

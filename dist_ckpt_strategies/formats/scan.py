@@ -45,7 +45,6 @@ from dist_ckpt_strategies.formats.issues import (
     checked_marker,
     compared,
     missing_common,
-    require_no_inner,
     sorted_by_key,
     unreadable,
 )
@@ -55,6 +54,7 @@ from dist_ckpt_strategies.formats.locations import (
     Location,
     are_safetensors,
     current_place,
+    holds_checkpoints,
     require_something,
     visible_place,
 )
@@ -124,8 +124,8 @@ def scan(place: Location, watch: Watch | None = None) -> Scan:
         watch: called with directories, done and known so far, in format 1.
 
     Raises:
-        CheckpointNotFoundError: it does not exist, or is no checkpoint itself but holds some, or
-            nothing of one was found in many directories.
+        CheckpointNotFoundError: it does not exist, or there is nothing of a checkpoint; says which
+            ones it holds.
         IncompatibleVersionError: a later version of this package wrote it, or an object store
             holds something else than format ("zarr", 2).
         BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
@@ -216,11 +216,8 @@ def _scan_format1(root: Path, watch: Watch | None) -> Scan:
     arrays = tuple(_compared_arrays(root, files, checks, issues))
     objects = tuple(_compared_objects(root, files, checks, issues))
     if marker is None and common_nbytes is None and not arrays and not objects:
-        if are_safetensors(top.files):
-            text = f"{root} is no checkpoint: {HOLDS_SAFETENSORS}"
-            raise CheckpointNotFoundError(text, path=str(root))
-        names = (name for name in top.folders if not name.startswith(PARTIAL_PREFIX))
-        require_no_inner(root, [name for name in names if (root / name / MARKER_NAME).exists()])
+        is_damaged = stale or MARKER_NAME in top.files or issues[2:]  # beyond both that are missing
+        _require_no_other(root, top, "" if is_damaged else "it has no file of one")
     return Scan(
         root=root,
         version=None if is_foreign else 1,
@@ -235,6 +232,18 @@ def _scan_format1(root: Path, watch: Watch | None) -> Scan:
         checks=lambda: iter(checks),
         num_threads=_NUM_THREADS,
     )
+
+
+def _require_no_other(root: Path, top: Folder, what: str) -> None:
+    """Raise where a directory holds safetensors or checkpoints, or else ``what`` is not empty."""
+    names = (name for name in top.folders if not name.startswith(PARTIAL_PREFIX))
+    inner = sorted(name for name in names if (root / name / MARKER_NAME).exists())
+    if are_safetensors(top.files):
+        what = HOLDS_SAFETENSORS
+    elif inner:
+        what = holds_checkpoints(inner)
+    if what:
+        raise CheckpointNotFoundError(f"{root} is no checkpoint: {what}", path=str(root))
 
 
 def _folders(root: Path, watch: Watch | None) -> Iterator[Folder]:
@@ -449,7 +458,9 @@ def _files_of_bucket(bucket: Bucket) -> _Listed:
     if not is_known and not (marker and marker.sharded_format == _FORMAT2):
         ends = (f"/{MARKER_NAME}", f"/{SAVE_NAME}")
         inner = sorted({n.partition("/")[0] for n in names if n[n.find("/") :] in ends})
-        require_no_inner(bucket, inner)
+        if inner:
+            text = f"{bucket} is no checkpoint: {holds_checkpoints(inner)}"
+            raise CheckpointNotFoundError(text, path=str(bucket))
         raise IncompatibleVersionError(
             f"{bucket} holds objects, but no checkpoint of format ('zarr', 2), the only format in "
             "object stores; check the URL"

@@ -49,11 +49,13 @@ class Inventory:
     """What all ranks together have.
 
     For each rank, ``nodes`` has the first one that sees the same directory; ``copies`` has what
-    there is in each of these directories, by that first rank.
+    there is in each of these directories, by that first rank. ``has_finished`` says whether any
+    save has come to its end: shards that are missing were lost then.
     """
 
     nodes: Sequence[int]
     copies: Mapping[int, list[Copy]]
+    has_finished: bool
 
     def saves(self) -> tuple[Completeness, ...]:
         """What there is of each save, the newest first."""
@@ -77,6 +79,10 @@ class Inventory:
         """The newest save of which every shard is somewhere, by the descriptions."""
         return next((one for one in self.saves() if not one.missing), None)
 
+    def missing_text(self) -> str:
+        """What each save lacks."""
+        return "; ".join(_why_not(one) for one in self.saves() if one.missing)
+
 
 def gather_inventory(
     comm: Communicator, directory: ShardDirectory, session_id: str, at_least: int = 0
@@ -91,13 +97,14 @@ def gather_inventory(
     nodes = [first.setdefault(name, rank) for rank, name in enumerate(names)]
     restart_limit()  # peers that came late are not storage that is slow
 
-    def listing() -> list[list[Any]]:
+    def listing() -> tuple[bool, list[list[Any]]]:
         kept: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+        has_finished, found = False, []
         try:
-            found = directory.find(_holders_of(comm.rank, nodes, directory))
+            holders = _holders_of(comm.rank, nodes, directory)
+            has_finished, found = directory.has_finished(holders), directory.find(holders)
         except StorageError as error:  # others have the copies
             logger.warning("no local checkpoints from %s: %s", directory, error)
-            found = []
         for one in found:
             try:
                 shard = ShardReader(one.path).shard
@@ -108,17 +115,17 @@ def gather_inventory(
             if shard.session_id == session_id and save.iteration >= at_least:
                 key = (one.holder, save.iteration, save.stamp, shard.world_size)
                 kept[key].append(one.shard_id.global_rank)
-        return [[*key, ranks] for key, ranks in kept.items()]
+        return has_finished, [[*key, ranks] for key, ranks in kept.items()]
 
     copies: dict[int, list[Copy]] = {node: [] for node in nodes}
     everyone = run_and_gather(comm, partial(run_with_limit, listing, directory))
     restart_limit()
-    for node, rows in zip(nodes, everyone, strict=True):
+    for node, (_, rows) in zip(nodes, everyone, strict=True):
         for holder, iteration, stamp, world_size, ranks in rows:
             save = SaveId(iteration, stamp)
             shards = (LocalShardId(save, rank) for rank in ranks)
             copies[node] += [Copy(holder, shard, world_size) for shard in shards]
-    return Inventory(nodes, copies)
+    return Inventory(nodes, copies, any(has_finished for has_finished, _ in everyone))
 
 
 def _holders_of(rank: int, nodes: Sequence[int], directory: ShardDirectory) -> list[int]:
@@ -146,7 +153,7 @@ def load_newest(
     ``at_least`` are left alone.
 
     Raises:
-        CheckpointNotFoundError: there is no local checkpoint at all.
+        CheckpointNotFoundError: there is no local checkpoint, at most a first save that was killed.
         NoReplicasAvailableError: of each save some shard is lost; says which.
     """
     inventory = gather_inventory(comm, directory, session_id, at_least)
@@ -175,13 +182,17 @@ def _plan(
     """Copies of the shards of the newest save, by rank and id, and who reads which for whom."""
     target, size = inventory.newest(), len(inventory.nodes)
     if target is None:
-        saves = inventory.saves()
-        if not saves and not reasons:
-            raise CheckpointNotFoundError(
-                f"no local checkpoint below {directory} on any node", path=str(directory)
-            )
-        why = "; ".join([*map(_why_not, saves), *reasons])
-        raise NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
+        missing = inventory.missing_text()
+        if not reasons and not (missing and inventory.has_finished):
+            text = f"no local checkpoint below {directory} on any node"
+            text += missing and f", but what a save that was killed has left: {missing}"
+            raise CheckpointNotFoundError(text, path=str(directory))
+        why = "; ".join(filter(None, [missing, *reasons]))
+        raise NoReplicasAvailableError(
+            None,
+            f"no local checkpoint is complete: {why}; start on the nodes that have the shards, or "
+            "remove those that are left to go without them",
+        )
     readable = inventory.of_save(target)
     num_shards = target.world_size  # another number than that of the ranks, if others saved it
     wanted = {
@@ -224,6 +235,7 @@ def complete_save(
         kept = build_retention([one.save for one in saves if not one.missing], newest, num_kept)
         holders = [comm.rank]
         with _failures_logged():
+            directory.note_finished(comm.rank)
             holders = _holders_of(comm.rank, found.nodes, directory)
             for holder in holders:
                 directory.remove_stale_files(holder)

@@ -215,12 +215,16 @@ class LocalCheckpointManager:
     def find_latest(self) -> int:
         """The newest iteration whose shards are all there somewhere, or -1.
 
-        Collective. Descriptions are checked, tensors are not: ``load`` may have to fall back.
+        Collective. Descriptions are checked, tensors are not: ``load`` may have to fall back. With
+        -1, ``load`` tells by its error whether there was a checkpoint whose shards were lost.
         """
         comm = self.communicator("search for local checkpoints")
         self._let_finish(comm)
         with time_limit(self.timeout_s, OPENING, then=WORK):
-            newest = gather_inventory(comm, self._directory, self.session_id).newest()
+            found = gather_inventory(comm, self._directory, self.session_id)
+        newest, missing = found.newest(), found.missing_text()
+        if newest is None and missing and comm.rank == 0:
+            logger.warning("no local checkpoint of %s is complete: %s", self._directory, missing)
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors
@@ -239,7 +243,7 @@ class LocalCheckpointManager:
             The state, and an id such as ``iter_0000100_3_local_18f2…``.
 
         Raises:
-            CheckpointNotFoundError: there are no local checkpoints at all.
+            CheckpointNotFoundError: there are none, at most what a first save that was killed left.
             NoReplicasAvailableError: of each save some shard is lost; says which.
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """

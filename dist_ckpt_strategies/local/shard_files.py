@@ -51,6 +51,9 @@ SUFFIX = ".part"
 _READ_NBYTES = 2 << 20
 """Read at once: little enough to be in the processor's cache still when its digest is taken."""
 
+_FINISHED_NAME = "finished"
+"""The file of a rank's directory that says that a save of all ranks came to its end once."""
+
 RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
 """The name of a rank's directory."""
 
@@ -123,6 +126,19 @@ class ShardDirectory:
         with file_errors(None, directory):
             for name in Directory(directory).names(PARTIAL_PREFIX):
                 _remove_unlocked(directory / name)
+
+    @limited
+    def note_finished(self, holder: int) -> None:
+        """Note that all ranks have ended a save: shards that are missing later were lost."""
+        path = self.holder_directory(holder) / _FINISHED_NAME
+        with file_errors(None, path):
+            path.touch()
+
+    @limited
+    def has_finished(self, holders: Iterable[int]) -> bool:
+        """Whether one of these directories says that a save came to its end."""
+        with file_errors(None, self.root):
+            return any((self.holder_directory(one) / _FINISHED_NAME).exists() for one in holders)
 
     @limited
     def name(self) -> str:

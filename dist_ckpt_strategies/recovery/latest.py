@@ -80,7 +80,12 @@ class Attempt:
 
     def __str__(self) -> str:
         """One line for a log."""
-        return f"{self.tier} checkpoint of iteration {self.iteration} ({self.name}): {self.reason}"
+        what = (
+            "checkpoints"
+            if self.iteration == _NONE
+            else f"checkpoint of iteration {self.iteration}"
+        )
+        return f"{self.tier} {what} ({self.name}): {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +206,7 @@ def _from_local(
     except CheckpointNotFoundError:
         return None
     except CheckpointError as error:
-        # Where no rank has all shards of a save, it may never have come to an end.
-        _note(attempts, Attempt(Tier.LOCAL, newest, root, str(error), newest == _NONE))
+        _note(attempts, Attempt(Tier.LOCAL, newest, root, str(error)))
         return None
     iteration = int(shard_id.split("_")[1])
     known = {one.iteration for one in attempts if one.tier is Tier.LOCAL}

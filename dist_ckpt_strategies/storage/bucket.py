@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import islice
-from typing import Any, Self
+from typing import Any
 
 from dist_ckpt_strategies.config import Credentials, StoreOptions
 from dist_ckpt_strategies.errors import (
@@ -23,8 +23,6 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.storage.files import WrongSizeError
-
-SCHEMES = ("s3", "gs")
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _REFUSED = frozenset("?#\\*[]\0")
@@ -68,7 +66,7 @@ class Bucket:
     Nothing is asked of the store before the first request.
 
     Attributes:
-        scheme: ``"s3"`` or ``"gs"``.
+        scheme: one of SCHEMES.
         bucket: name of the bucket.
         prefix: what the names of all its objects start with: empty, or with a ``/`` at the end.
         options: how the store is reached.
@@ -90,8 +88,8 @@ class Bucket:
         """See Store."""
         return f"{self.scheme}://{self.bucket}/{self.prefix}"[:-1]
 
-    @classmethod
-    def parse(cls, text: str, options: StoreOptions) -> Self:
+    @staticmethod
+    def parse(text: str, options: StoreOptions) -> Bucket:
         """The place that a URL states.
 
         Raises:
@@ -110,7 +108,7 @@ class Bucket:
             raise StrategyError(
                 f"{text}: a path in a bucket has no empty part, no '.', '..' and none of ?#\\*[]"
             )
-        return cls(scheme, bucket, f"{path}/" if path else "", options)
+        return SCHEMES[scheme](scheme, bucket, f"{path}/" if path else "", options)
 
     @property
     def reports_missing_buckets(self) -> bool:
@@ -324,3 +322,7 @@ def _kv_store() -> Any:
     from tensorstore import KvStore  # noqa: PLC0415 - takes a while, and directories go without
 
     return KvStore
+
+
+SCHEMES = {"s3": Bucket, "gs": Bucket}
+"""The class of each scheme; docs/contributing.md shows how to add one."""

@@ -22,9 +22,14 @@ from dist_ckpt_strategies.comm.base import (
     run_collectively,
     run_on_first_rank,
 )
-from dist_ckpt_strategies.comm.process_group import ProcessGroup, group_ranks
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, group_ranks, is_distributed
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import Options, Verify, options_from_environment
+from dist_ckpt_strategies.config import (
+    Options,
+    Verify,
+    options_from_environment,
+    rank_from_environment,
+)
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
     CheckpointExistsError,
@@ -655,6 +660,15 @@ def _inner(strategy: Any) -> Any:
     return _inner(strategy.base_strategy) if hasattr(strategy, "base_strategy") else strategy
 
 
+def _require_process_group() -> None:
+    size = rank_from_environment()[1]
+    if size > 1 and not is_distributed():
+        raise StrategyError(
+            f"torch.distributed is not initialised, but WORLD_SIZE says that there are {size} "
+            "ranks: each would save alone; call torch.distributed.init_process_group first"
+        )
+
+
 def _opened(
     action: StrategyAction,
     choice: StrategyChoice,
@@ -669,7 +683,10 @@ def _opened(
     returned too, for the first collective to raise.
     """
     options, group, found, base, invalid = None, None, None, None, None
+    purpose = action.value.partition("_")[0]
     try:
+        if purpose == "save":
+            _require_process_group()
         options = options_from_environment()  # reported if invalid, whatever the strategy's are
         with allowing(allow):
             found = resolve(action, choice, ("zarr", 2), timeout_s)
@@ -688,6 +705,5 @@ def _opened(
     except Exception as error:  # noqa: BLE001 - raised in the first collective
         invalid = error
     options = options or Options()
-    purpose = action.value.partition("_")[0]
     comm = open_communicator(group, timeout_s=options.timeout_s, purpose=purpose, detail=detail)
     return comm, options, found, base, invalid

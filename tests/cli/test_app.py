@@ -57,8 +57,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 PLACES_BY_STATUS = {
     0: ("one-whole", "two-whole"),
-    1: ("one-damaged", "two-damaged", "one-unfinished", "two-unfinished", "empty"),
-    3: ("nowhere", "foreign"),
+    1: ("one-damaged", "two-damaged", "one-unfinished", "two-unfinished"),
+    3: ("nowhere", "foreign", "empty"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -109,9 +110,26 @@ def test_another_backend_is_described_by_its_marker(tmp_path: Path) -> None:
     assert [finding["problem"] for finding in found["issues"]] == ["unknown_backend"]
 
     verified = run("verify", root).stdout
-    assert "expected sharded backend zarr version 1, found torch_dist version 1" in verified
-    assert "cannot be verified: another backend wrote it" in verified
+    assert "cannot be verified: it is torch_dist 1; dist-ckpt looks into zarr 1" in verified
     assert json_of("verify", root)["whole"] is None
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_directory_without_a_checkpoint_is_not_called_damaged(
+    command: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    for place in (root, root / "iter_2", root / "iter_10"):
+        place.mkdir()
+
+    result = run(command, root)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "root is no checkpoint: it has no file of one" in result.stderr
+    for name in ("iter_2", "iter_10"):
+        shutil.copytree(checkpoint, root / name, dirs_exist_ok=True)
+    words = "it holds 2 checkpoints (iter_10, iter_2); name one of them"
+    assert words in run(command, root).stderr
+    assert words in run("diff", root, checkpoint).stderr
 
 
 def test_no_name_steers_the_terminal_or_is_taken_for_markup(checkpoint: Path) -> None:

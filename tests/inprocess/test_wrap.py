@@ -195,6 +195,7 @@ def test_attempts_that_do_a_step_are_not_idle_and_steps_are_counted_anew() -> No
     assert found == [0] * 12
 
 
+@pytest.mark.slow
 def test_a_block_without_progress_is_interrupted_and_one_that_tells_of_it_is_not() -> None:
     calls: list[float] = []
 
@@ -258,6 +259,7 @@ def test_what_bears_no_interruption_is_completed_and_the_block_is_left(
     assert signal.getsignal(SIGNAL) is before
 
 
+@pytest.mark.slow
 def test_no_interruption_comes_after_the_block_has_returned() -> None:
     """A thousand blocks that return about when the signal comes: never an exception outside.
 

@@ -16,6 +16,8 @@ from dist_ckpt_strategies.cli.app import app
 from tests.support.pages import ROOT, python_blocks
 from tests.support.processes import finished
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINTS, RECOVERY = python_blocks(ROOT / "docs" / "integrations.md")
 
 TRAINING = """

@@ -52,6 +52,7 @@ def test_nemos_peft_is_found_among_the_callbacks() -> None:
     assert strategy.is_peft()
 
 
+@pytest.mark.slow
 def test_neither_integrations_nor_managers_import_other_frameworks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -205,13 +205,13 @@ def test_what_a_killed_save_left_is_removed_and_what_another_one_is_writing_is_n
         if not begun:
             begun.append(path)
             save(root, NEW + 1)
-            assert len(files_below(root)) == 3
+            assert len(files_below(root)) == 4
 
     with before_calls(save_beside, ["fsync"]):
         save(root, NEW + 2)
 
     assert loaded(root) == NEW + 2
-    assert len(files_below(root)) == 2
+    assert len(files_below(root)) == 3
 
 
 def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_again(
@@ -236,7 +236,7 @@ def test_a_file_system_without_locks_will_do(newest: Path, monkeypatch: pytest.M
     newest.with_name(".partial-0").write_bytes(b"left")
     save(newest.parents[1], NEW + 1)
 
-    assert len(files_below(newest.parents[1])) == 2
+    assert len(files_below(newest.parents[1])) == 3
 
 
 def test_odd_leftovers_are_gone_or_a_storage_error(newest: Path) -> None:

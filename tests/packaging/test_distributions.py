@@ -14,6 +14,7 @@ import dist_ckpt_strategies
 from tests.support.processes import finished
 
 pytest.importorskip("build", reason="the extra `test` has it")
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

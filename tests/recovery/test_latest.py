@@ -157,8 +157,15 @@ def one_rank_has_a_bad_disk(rank: int, root: str) -> None:
 
 
 def lose_local_saves(_rank: int, root: str) -> None:
-    """The newest is damaged in both copies; then two lack a part."""
+    """A first save is killed; then the newest is damaged in both copies; then both lack a part."""
     run = Run(root)
+    run.save_locally(5)
+    dist.barrier()
+    for path in [*run.node.rglob("iter_*_1_local_*.part"), *run.node.rglob("finished")]:
+        path.unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint to load in"):
+        load_latest(run.manager, [])
     run.save_locally(10)
     run.save_locally(20)
     run.damage_local(20)
@@ -172,7 +179,7 @@ def lose_local_saves(_rank: int, root: str) -> None:
         path.unlink()
     dist.barrier()
     words = "iteration 20: no rank has the shards of ranks 1"
-    with pytest.raises(CheckpointNotFoundError, match=words):
+    with pytest.raises(NoUsableCheckpointError, match=words):
         load_latest(run.manager, [])
 
 

@@ -114,7 +114,7 @@ def test_what_is_missing_or_no_checkpoint_is_distinguished(
 
     for address, said in {
         f"s3://{bucket}/ru": "there is no checkpoint",
-        f"s3://{bucket}/run": "is no checkpoint, but holds 1 (iter_0000003)",
+        f"s3://{bucket}/run": "is no checkpoint: it holds 1 checkpoint (iter_0000003)",
         f"s3://{bucket}/other": "no checkpoint of format ('zarr', 2)",
         "s3://not-there/run": "no bucket 'not-there'",
         "ftp://host/run": "expected s3://bucket/path",

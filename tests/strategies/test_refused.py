@@ -215,3 +215,15 @@ def test_what_makes_no_sense_is_refused_on_every_rank(
     act: Callable[[int, Path], None], tmp_path: Path
 ) -> None:
     require_on_ranks(4, act, tmp_path)
+
+
+def test_ranks_without_a_process_group_do_not_save_each_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    for save_alone in (dist_ckpt_strategies.save, dist_ckpt_strategies.save_async):
+        with pytest.raises(StrategyError, match="there are 4 ranks: each would save alone"):
+            save_alone({"step": 1}, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
