@@ -661,8 +661,7 @@ def _inner(strategy: Any) -> Any:
 
 
 def _require_process_group() -> None:
-    size = rank_from_environment()[1]
-    if size > 1 and not is_distributed():
+    if not is_distributed() and (size := rank_from_environment()[1]) > 1:
         raise StrategyError(
             f"torch.distributed is not initialised, but WORLD_SIZE says that there are {size} "
             "ranks: each would save alone; call torch.distributed.init_process_group first"
