@@ -46,7 +46,7 @@ _NUM_GLOBAL_KEPT = 4
 _ANSWER_SLACK_S = 60.0
 _MAX_NAP_S = 0.6
 _MAX_DELAY_S = 0.25
-_GOOD_EVERY = 8  # after so many attempts one without a fault has to come to a good end
+_GOOD_EVERY = 4  # after so many attempts one without a fault has to come to a good end
 _CULPRIT = 2
 _ACTS = {
     Strike.KILL: Act.KILL,

@@ -160,7 +160,7 @@ def _saves(strike: Strike, during: During, steps: int, chance: random.Random) ->
     return tuple(found)
 
 
-_ATTEMPTS_IN_A_ROW = 8
+_ATTEMPTS_IN_A_ROW = 4
 _EARLY_SHARE = 0.6
 _EARLY, _LATE = 3, 40
 """Calls before a fault, at most: few mostly, since most functions are called a few times."""

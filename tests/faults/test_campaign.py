@@ -1,4 +1,4 @@
-"""A tenth of the campaigns of ``python -m tests.faults``."""
+"""A small part of the campaigns of ``python -m tests.faults``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(90
 
 @pytest.mark.parametrize(
     "campaign",
-    [Campaign(1, 36, 0, 0), Campaign(3, 1, 136, 0), Campaign(4, 0, 0, 150)],
+    [Campaign(1, 18, 0, 0), Campaign(3, 1, 68, 0), Campaign(4, 0, 0, 75)],
     ids=str,
 )
 def test_nothing_happens_that_must_not(campaign: Campaign, tmp_path: Path) -> None:
