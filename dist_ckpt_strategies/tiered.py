@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,7 +90,7 @@ class SavePolicy:
     def __post_init__(self) -> None:
         """Refuse what could only fail at a later step."""
         for name, value in asdict(self).items():
-            if value is not None and not value > 0:
+            if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise PlanError(f"{name}: expected a number above 0, found {value!r}")
 
     def due(self, step: int) -> Tier | None:
@@ -181,7 +182,9 @@ class TieredCheckpointManager:
             )
         defaults = options_from_environment()
         self._timeout_s = options.timeout_s or defaults.timeout_s
-        lease_s = options.lease_s or min(_LEASE_S, self._timeout_s / 4)
+        lease_s = options.lease_s
+        if lease_s is None:
+            lease_s = min(_LEASE_S, self._timeout_s / 4)
         if not (options.poll_every_steps >= 1 and 0 < lease_s < WORK * self._timeout_s):
             raise PlanError(
                 f"options: expected poll_every_steps >= 1 and 0 < lease_s < {WORK:g} * timeout_s, "
@@ -270,6 +273,7 @@ class TieredCheckpointManager:
         except CheckpointNotFoundError as error:
             logger.info("nothing to load: %s", error)
             return None
+        self._newest = dict.fromkeys(self._newest, _NONE)  # newer ones are of another course
         self._newest[found.tier] = found.iteration
         return replace(found, attempts=refused + found.attempts)
 
@@ -297,26 +301,28 @@ class TieredCheckpointManager:
         Raises:
             SystemExit: a preemption signal has arrived; the state is saved, the manager closed.
             CheckpointLockedError: another job has, or has taken over, the root.
-            StorageError: this save, or the previous one, could not be written. Training may
-                continue: earlier checkpoints are complete, and later steps are saved.
+            StorageError: this save, or the previous one, could not be written; after the latter
+                this step's save has begun. Training may continue: earlier checkpoints are complete.
             CheckpointError: as in ``save_async``.
         """
+        _require_step(step)
         comm = self._open()
         self._handle_signals()
-        is_preempted, due = self._poll(comm, step, Tier.GLOBAL if force else self.policy.due(step))
+        due = Tier.GLOBAL if force else self.policy.due(step)
+        is_preempted, is_done, due = self._poll(comm, step, due)
+        waited_s, failed = 0.0, None
+        if is_preempted or is_done or due is Tier.GLOBAL:
+            waited_s, failed = self._finish_previous(step)
         if is_preempted:
             self._leave(comm, step, state_dict)
-        if due is None or self._newest[due] == step or self._newest[Tier.GLOBAL] == step:
-            return False
-        if self._running is not None and due is Tier.LOCAL:
-            logger.warning(
-                "local save of step %d skipped: %s is still running", step, _name(self._running[0])
-            )
-            return False
-        self._begin(comm, due, step, state_dict)
-        if not self.options.is_async:
-            self._finish()
-        return True
+        due = self._still_due(step, due)
+        if due is not None:
+            self._begin(comm, due, step, state_dict, waited_s)
+            if not self.options.is_async:
+                self._finish()
+        if failed is not None:
+            raise failed
+        return due is not None
 
     @raises_megatron_errors
     def begin(
@@ -340,7 +346,12 @@ class TieredCheckpointManager:
         Raises:
             CheckpointError: as for ``save``.
         """
-        return self._begin(self._open(), Tier.GLOBAL, step, state_dict, **arguments)
+        _require_step(step)
+        comm = self._open()
+        waited_s, failed = self._finish_previous(step)
+        if failed is not None:
+            raise failed
+        return self._begin(comm, Tier.GLOBAL, step, state_dict, waited_s, **arguments)
 
     @raises_megatron_errors
     def wait(self) -> None:
@@ -402,8 +413,10 @@ class TieredCheckpointManager:
         elif self.options.preemption_signals:
             logger.warning("preemption_signals: only the main thread can handle signals")
 
-    def _poll(self, comm: Communicator, step: int, due: Tier | None) -> tuple[bool, Tier | None]:
-        """Whether any rank is preempted, and what is due; ends a save that is done.
+    def _poll(
+        self, comm: Communicator, step: int, due: Tier | None
+    ) -> tuple[bool, bool, Tier | None]:
+        """Whether any rank is preempted, whether the save under way is done, and what is due.
 
         Collective, unless at this step nothing can have happened: that is known on all ranks alike.
         """
@@ -411,7 +424,7 @@ class TieredCheckpointManager:
         can_happen = running or options.preemption_signals or minutes
         needs_to_know = running and due is Tier.LOCAL
         if not (needs_to_know or (can_happen and step % options.poll_every_steps == 0)):
-            return False, due
+            return False, False, due
 
         def look() -> list[bool] | None:
             is_late = bool(minutes) and time.monotonic() - self._last_s >= 60 * (minutes or 0)
@@ -423,9 +436,37 @@ class TieredCheckpointManager:
         preempted = [comm.global_ranks[rank] for rank, one in enumerate(found) if one[0]]
         if preempted:
             logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
-        elif all(is_done for *_, is_done in found):
+        is_done = all(is_done for *_, is_done in found)
+        return bool(preempted), is_done, Tier.GLOBAL if found[0][1] else due
+
+    def _still_due(self, step: int, due: Tier | None) -> Tier | None:
+        """What is due of what is not saved already; no local save beside another save."""
+        if due is None or step in {self._newest[due], self._newest[Tier.GLOBAL]}:
+            return None
+        if self._running is not None:
+            before = _name(self._running[0])
+            logger.warning("local save of step %d skipped: %s is still running", step, before)
+            return None
+        return due
+
+    def _finish_previous(self, step: int) -> tuple[float, StorageError | None]:
+        """Make the save under way visible, if there is one; what was waited, and why it failed.
+
+        Collective.
+        """
+        if self._running is None:
+            return 0.0, None
+        began, (before, request), failed = time.monotonic(), self._running, None
+        is_waited_for = not request.done()
+        try:
             self._finish()
-        return bool(preempted), Tier.GLOBAL if found[0][1] else due
+        except StorageError as error:
+            logger.warning("%s failed: %s", _name(before), error)
+            failed = error
+        waited_s = time.monotonic() - began
+        if is_waited_for:
+            logger.warning("step %d: training waited %.1f s for %s", step, waited_s, _name(before))
+        return waited_s, failed
 
     def _begin(
         self,
@@ -433,17 +474,23 @@ class TieredCheckpointManager:
         tier: Tier,
         step: int,
         state_dict: StateDict | Callable[[], StateDict],
+        waited_s: float,
         **arguments: Any,
     ) -> LocalSaveRequest:
-        """Begin a save, after the one before has ended. Collective."""
-        began = time.monotonic()
-        if self._running is not None:
-            before, _ = self._running
-            self._finish()
-            waited_s = time.monotonic() - began
-            logger.warning("step %d: training waited %.1f s for %s", step, waited_s, _name(before))
-        ready, options = time.monotonic(), self.options
-        state = run_collectively(comm, state_dict) if callable(state_dict) else state_dict
+        """Begin a save; none is under way. Collective.
+
+        Raises:
+            CheckpointLockedError: another job has taken over; nothing of its is touched.
+        """
+        began, options = time.monotonic(), self.options
+
+        def prepare() -> StateDict:
+            if comm.rank == 0:
+                self._lease.require()
+            return state_dict() if callable(state_dict) else state_dict
+
+        with time_limit(self._timeout_s):
+            state = run_collectively(comm, prepare)
         if tier is Tier.LOCAL and self.local is not None:
             shards, self._distribution = MCoreTensorAwareStateDict.from_state_dict(
                 state, cached_metadata=self._distribution
@@ -461,7 +508,7 @@ class TieredCheckpointManager:
             )
             self._last_s = time.monotonic()
         self._newest[tier] = step
-        begun = SaveMetrics(step, tier.value, ready - began, time.monotonic() - ready)
+        begun = SaveMetrics(step, tier.value, waited_s, time.monotonic() - began)
         self._running = begun, request
         request.wrap_end(partial(self._end, comm, begun, request))
         return request
@@ -543,13 +590,8 @@ class TieredCheckpointManager:
         self, comm: Communicator, step: int, state_dict: StateDict | Callable[[], StateDict]
     ) -> None:
         """Save the step, close, and end the process. Collective."""
-        if self._running is not None:
-            try:
-                self._finish()
-            except StorageError as error:
-                logger.warning("the save before the last one failed: %s", error)
         if self._newest[Tier.GLOBAL] != step:
-            self._begin(comm, Tier.GLOBAL, step, state_dict)
+            self._begin(comm, Tier.GLOBAL, step, state_dict, 0.0)
         self.close()
         raise SystemExit(self.options.exit_code)
 
@@ -564,6 +606,11 @@ class TieredCheckpointManager:
         if self._pruning is not None:
             self._pruning.join(_REMOVAL_S)
         self._lease.release()
+
+
+def _require_step(step: object) -> None:
+    if not (isinstance(step, Integral) and int(step) >= 0):
+        raise PlanError(f"step: expected the number of steps done, found {step!r}")
 
 
 def _name(begun: SaveMetrics) -> str:

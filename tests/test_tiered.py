@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from tests.support.entries import Failure, outcome
 from tests.support.memory_provider import MemoryProvider
 from tests.support.processes import until
 from tests.support.ranks import RankDiedError, forkserver, run_processes
+from tests.support.system_calls import before_calls
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
@@ -142,9 +144,8 @@ def is_stopped(root: str, answer: str) -> None:
     manager.save(1, Training().state_dict(), force=True)
     manager.wait()
     os.kill(os.getpid(), signal.SIGSTOP)
-    manager.save(2, Training().state_dict(), force=True)
     try:
-        manager.wait()
+        manager.save(2, Training().state_dict(), force=True)
     except CheckpointLockedError as error:
         Path(answer).write_text(str(error))
 
@@ -157,11 +158,10 @@ def test_a_job_that_was_silent_for_its_lease_loses_the_root_and_its_save(tmp_pat
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         with TieredCheckpointManager(root, options=OPTIONS) as manager:
             assert process.pid is not None
+            manager.save(2, Training().state_dict(), force=True)
             os.kill(process.pid, signal.SIGCONT)
             process.join(60)
-            assert manager.all_steps() == [1]
-            manager.save(3, Training().state_dict(), force=True)
-        assert manager.all_steps() == [1, 3]
+        assert manager.all_steps() == [1, 2]
     finally:
         process.kill()
         process.join()
@@ -218,16 +218,32 @@ def outlasts_failures(rank: int, root: str) -> list[str]:
         steps = manager.all_steps()
         loaded = training.resume(manager)
     assert loaded is not None
-    return [*errors, f"{steps} {loaded.iteration}"]
+
+    def refuse(_name: str, path: str) -> None:
+        if rank == 1 and "iter_0000006/" in path and path.endswith("/c.1.0"):
+            raise OSError(errno.EIO, "a disk that fails in the background")
+
+    with (
+        before_calls(refuse, ["open"]),
+        TieredCheckpointManager(root, policy=SavePolicy(every_steps=1), options=OPTIONS) as manager,
+    ):
+        assert manager.save(6, training.state_dict)
+        failed = outcome(lambda: manager.save(7, training.state_dict))
+        assert isinstance(failed, Failure)
+        errors.append(failed.text)
+    return [*errors, f"{steps} {loaded.iteration} {manager.all_steps()}"]
 
 
 def test_what_one_rank_cannot_save_costs_that_step_and_no_earlier_or_later_one(
     tmp_path: Path,
 ) -> None:
-    for too_large, without_state, rest in run_processes(2, outlasts_failures, str(tmp_path)):
+    for too_large, without_state, in_background, rest in run_processes(
+        2, outlasts_failures, str(tmp_path)
+    ):
         assert re.search("rank 1: .*too large", too_large)
         assert re.search("rank 1: .*no state here", without_state)
-        assert rest == "[1, 4] 4"
+        assert re.search("rank 1: .*a disk that fails in the background", in_background)
+        assert rest == "[1, 4] 4 [1, 4, 7]"
 
 
 def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
@@ -246,6 +262,7 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
         begun = [step for step in range(10, 51) if manager.save(step, training.state_dict)]
         assert not manager.save(50, training.state_dict, force=True)
         back = manager.load_latest(training.state_dict(), at_most=49)
+        assert manager.save(50, training.state_dict)  # of the new course
         manager.begin(41, training.state_dict, content_metadata={"is": "last"}).wait()
     rates: list[SaveMetrics] = []
 
@@ -281,7 +298,7 @@ def test_steps_minutes_and_retention_are_as_the_policy_says(tmp_path: Path) -> N
     lines = [json.loads(one) for one in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
     assert first["begun"] == second["begun"] == [10, 20, 30, 40, 50]
-    assert [line["step"] for line in lines] == [*first["begun"], 41]
+    assert [line["step"] for line in lines] == [*first["begun"], 50, 41]
     assert first["back"] == second["back"] == 40
     assert all(line["nbytes"] == 2 * 8 * 16 * 4 and line["gb_per_s"] > 0 for line in lines)
     assert TieredCheckpointManager(tmp_path / "steps").latest_step() == 50
@@ -327,6 +344,8 @@ def test_memory_is_tried_before_the_disks_and_its_refusal_is_reported(tmp_path: 
         ({"every_steps": 0}, {}),
         ({"every_minutes": float("nan")}, {}),
         ({"local_every_steps": 5}, {}),
+        ({"every_steps": "5"}, {}),
+        ({}, {"lease_s": 0}),
         ({}, {"poll_every_steps": 0}),
         ({}, {"lease_s": 60, "timeout_s": 60}),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -38,6 +38,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
 )
 from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
+from dist_ckpt_strategies.storage.lease import LOCK_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -292,11 +293,11 @@ def _in_directory(directory: Path) -> dict[str, bool]:
         _complete(directory)
         if not directory.is_dir() or (directory / MARKER_NAME).exists():
             return {str(directory): directory.is_dir()}
-        below = [path for path in directory.iterdir() if _is_numbered(path.name)]
-        found = [path for path in below if path.is_dir()]
+        below = list(directory.iterdir())
+        found = [path for path in below if _is_numbered(path.name) and path.is_dir()]
         for path in found:
             _complete(path)
-        if not found and _NUMBER.search(directory.name):
+        if not found and _NUMBER.search(directory.name) and _has_files(path.name for path in below):
             found = [directory]
         return {str(path): (path / MARKER_NAME).exists() for path in found}
 
@@ -318,9 +319,14 @@ def _in_store(place: Bucket) -> dict[str, bool]:
         return {url: True}
     tops = {top for top, slash, _ in (name.partition("/") for name in names) if slash}
     numbered = sorted(filter(_is_numbered, tops))
-    if not numbered and names and _NUMBER.search(url.rpartition("/")[2]):
+    if not numbered and _has_files(names) and _NUMBER.search(url.rpartition("/")[2]):
         return {url: False}
     return {f"{url}/{top}": f"{top}/{MARKER_NAME}" in names for top in numbered}
+
+
+def _has_files(names: Iterable[str]) -> bool:
+    """Whether there is more than the lock of a manager, which roots have."""
+    return any(not name.startswith(LOCK_PREFIX) for name in names)
 
 
 def _is_numbered(name: str) -> bool:

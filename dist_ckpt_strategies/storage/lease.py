@@ -9,9 +9,8 @@ conditional put in an object store.
 
 What this protects: two jobs that both use it never both go on; the one that lost its lock learns
 it at the next look. What it does not: between that look and the end of what follows, a holder that
-was stopped for longer than its lease may overlap with the next one; its files are staged under a
-name of their own, so that one of two whole checkpoints is the result. Nor does it stop programs
-that save without it.
+was stopped for longer than its lease may overlap with the next one: of two saves of one step to
+one place, the second makes the first one fail. Nor does it stop programs that save without it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dist_ckpt_strategies.storage.processes import has_ended, process_name
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = ".dist-ckpt-lock-"
+LOCK_PREFIX = ".dist-ckpt-lock-"
 _BEATS = 4
 """Of a holder within its lease."""
 
@@ -122,7 +121,7 @@ class Lease:
             if newest != number:
                 self._place.delete([self._file(number)])
             return False
-        names = self._place.names(_PREFIX)
+        names = self._place.names(LOCK_PREFIX)
         self._place.delete(name for name in names if _number_of(name) < number)
         self._is_over.clear()
         self._thread = threading.Thread(target=self._beat, name="dist-ckpt-lease", daemon=True)
@@ -144,7 +143,7 @@ class Lease:
 
     def _current(self) -> tuple[int, dict[str, object]]:
         """Number and holder of the lock that counts; 0 and nothing where there is none."""
-        while number := max(map(_number_of, self._place.names(_PREFIX)), default=0):
+        while number := max(map(_number_of, self._place.names(LOCK_PREFIX)), default=0):
             with suppress(IncompleteCheckpointError):  # given back meanwhile
                 content = self._place.read(self._file(number))
                 with suppress(ValueError):
@@ -160,7 +159,7 @@ class Lease:
         return json.dumps({**holder, **host, "beat": self._num_beats}).encode()
 
     def _file(self, number: int) -> str:
-        return f"{_PREFIX}{number:08d}"
+        return f"{LOCK_PREFIX}{number:08d}"
 
     def _locked(self, holder: dict[str, object], what: str) -> CheckpointLockedError:
         return CheckpointLockedError(
@@ -172,7 +171,7 @@ class Lease:
 
 
 def _number_of(name: str) -> int:
-    number = name.removeprefix(_PREFIX)
+    number = name.removeprefix(LOCK_PREFIX)
     return int(number) if number.isdecimal() else 0
 
 
