@@ -520,6 +520,8 @@ def run(
     from dist_ckpt_strategies.cli.run import nodes_of, ranks_of, run_script  # noqa: PLC0415
     from dist_ckpt_strategies.inprocess.elastic_agent import Job, script_command  # noqa: PLC0415
 
+    if store_only and script:
+        raise PlanError(f"--store-only: the store's process runs no script, found {script}")
     if not is_module and not store_only and not Path(script).is_file():
         raise PlanError(f"SCRIPT: expected a Python file, found {script or 'nothing'}")
     num_ranks = ranks_of(nproc_per_node)

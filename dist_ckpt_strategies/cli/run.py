@@ -30,6 +30,8 @@ _LOOK_S = 0.2
 _DEFAULT_PORT = 29400
 """Torchrun's for c10d."""
 
+_NUM_PORTS = 1 << 16
+
 
 def _write(target: IO[Any] | None, line: bytes, signals: Sequence[int] = ()) -> None:
     """Write it past Python's buffer, which would try again what has failed.
@@ -118,9 +120,13 @@ def nodes_of(
             raise PlanError("several nodes need --rdzv-endpoint HOST[:PORT], the same on all")
         return None
     host, _, port = endpoint.partition(":")
-    if not host or (port and not port.isdecimal()):
-        raise PlanError(f"--rdzv-endpoint: expected HOST or HOST:PORT, found {endpoint!r}")
-    return Nodes(int(nnodes), num_ranks, endpoint=(host, int(port or _DEFAULT_PORT)), **options)
+    number = int(port) if port.isdecimal() else 0 if port else _DEFAULT_PORT
+    if not (host and 0 < number < _NUM_PORTS):
+        raise PlanError(
+            "--rdzv-endpoint: expected HOST or HOST:PORT with a port of 1 to 65535, found "
+            f"{endpoint!r}"
+        )
+    return Nodes(int(nnodes), num_ranks, endpoint=(host, number), **options)
 
 
 def ranks_of(nproc_per_node: str) -> int:

@@ -6,6 +6,7 @@ The nodes of a job are in ``places.py``.
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -119,15 +120,15 @@ class ElasticAgent:
         self._news: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._places: Places | None = None
-        self._guard: NodeGuard | None = None
+        is_store_only = job.nodes is not None and job.nodes.is_store_only
+        fence_s = job.nodes.fence_s if job.nodes else math.inf
+        self._guard = None if is_store_only else NodeGuard(fence_s)
         if job.nodes is None:
             self._host = host_store(_HOST)
             self._address = _HOST, int(self._host.port)
             self._store = JobStore(*self._address)
         else:
             self._address = job.nodes.endpoint
-            if not job.nodes.is_store_only:
-                self._guard = NodeGuard(job.nodes.fence_s)
             self._places = Places(
                 job.nodes,
                 lambda begun: self._tell_guard(f"renewed {begun}"),
@@ -234,8 +235,10 @@ class ElasticAgent:
         self._outcome = self._outcome or (code, why)
 
     def _fence(self) -> None:
-        fence_s = self._job.nodes.fence_s if self._job.nodes else 0
-        self._end(FENCED, f"this node could not renew its place for {fence_s:g} s")
+        why = "the guard of this node's workers is gone"
+        if self._job.nodes:
+            why = f"this node could not renew its place for {self._job.nodes.fence_s:g} s"
+        self._end(FENCED, why)
 
     def _tell_guard(self, line: str) -> None:
         try:
@@ -480,6 +483,8 @@ class ElasticAgent:
             ending.callback(self._errors.cleanup)
             ending.callback(self._store.close)
             ending.callback(self._selector.close)
+            if self._guard is not None:
+                ending.callback(self._guard.close)
             if self._places is not None:
                 ending.callback(self._leave, self._places)
             for worker in self._workers.values():
@@ -496,8 +501,6 @@ class ElasticAgent:
         self._renewal.join(_AWAY_S if self._is_fenced() else None)
         if not self._is_fenced():
             places.shutdown()
-        if self._guard is not None:
-            self._guard.close()
 
     def _await_ends(self) -> None:
         num_signals = len(self.signals)

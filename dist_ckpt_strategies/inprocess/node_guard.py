@@ -1,4 +1,4 @@
-"""Kills a node's workers before its place in the job may be given to another node.
+"""Kills a node's workers when the agent is gone, or another node may be given its place in the job.
 
 The agent, ``dist-ckpt run``, may be stopped itself, so this is a process of its own, which imports
 nothing of the package. It reads lines: ``renewed SECONDS``, when a renewal of the place that has
@@ -28,7 +28,7 @@ class NodeGuard:
     """The agent's side: starts the guard, and tells it what to know.
 
     Args:
-        fence_s: the limit, in seconds.
+        fence_s: the limit, in seconds; infinite where no other node could take the place.
     """
 
     def __init__(self, fence_s: float) -> None:

@@ -70,6 +70,8 @@ WRONG_RUN_OPTIONS = (
     "--nnodes 2",
     "--nnodes 1:2 --rdzv-endpoint host",
     "--rdzv-endpoint host:port",
+    "--rdzv-endpoint host:99999",
+    "--rdzv-endpoint host --store-only",
     "--rdzv-backend etcd-v2",
     "--spare-nodes 1",
     "--tee 7",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.inprocess.agents import LIMIT_S, Agents
 from tests.support.ports import free_port
-from tests.support.processes import until
+from tests.support.processes import is_running, until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -265,3 +265,17 @@ def test_a_slow_reader_does_not_hide_a_worker_that_hangs(agents: Agents) -> None
 
     agent.kill()
     assert "rank 1: no heartbeat for 3 s" in agent.stderr.read()
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(agents: Agents) -> None:
+    body = """
+child = subprocess.Popen(["sleep", "600"])
+Path(f"child{rank}.{child.pid}").touch()
+wait_for("never")
+"""
+    agent = agents.start(f"import subprocess\n{body}", "--nproc", "2")
+    children = [agents.worker(f"child{rank}") for rank in range(2)]
+
+    agent.kill()
+
+    until(lambda: not any(map(is_running, children)))
