@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -45,12 +45,6 @@ Location = Path | Bucket
 SAVE_PREFIX = "save-"
 SAVE_FIELD = "save"
 _SAVE_ID = re.compile(r"[0-9]{17}-[0-9a-f]{32}")
-
-HOLDS_SAFETENSORS = (
-    "it holds files of safetensors, a model's arrays and no checkpoint; the library safetensors "
-    "reads them"
-)
-"""What a directory of such files is, and what reads it; follows what was expected there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +223,23 @@ def _what_is_there(root: Path) -> str:
         )
     if (root / SAVE_NAME).exists() or any(root.glob(f"{PARTIAL_PREFIX}*/")):
         return "a save began and has not come to its end"
-    if are_safetensors(path.name for path in root.iterdir()):
-        return HOLDS_SAFETENSORS
-    if inner := sorted(path.parent.name for path in root.glob(f"*/{MARKER_NAME}")):
-        return holds_checkpoints(inner)
+    if other := other_contents(root):
+        return other
     return f"{COMMON_NAME} {'is there' if (root / COMMON_NAME).exists() else 'is missing too'}"
+
+
+def other_contents(root: Path) -> str:
+    """What a directory without a marker holds, in words, if that is nothing of a checkpoint."""
+    names = sorted(path.name for path in root.iterdir())
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return (
+            "it holds files of safetensors, a model's arrays and no checkpoint; the library "
+            "safetensors reads them"
+        )
+    others = (name for name in names if not name.startswith(PARTIAL_PREFIX))
+    if inner := [name for name in others if (root / name / MARKER_NAME).exists()]:
+        return holds_checkpoints(inner)
+    return "" if names else "it is empty"
 
 
 def holds_checkpoints(inner: Sequence[str]) -> str:
@@ -241,11 +247,6 @@ def holds_checkpoints(inner: Sequence[str]) -> str:
     shown = ", ".join(inner[:_MAX_NAMED]) + (", ..." if inner[_MAX_NAMED:] else "")
     noun = "checkpoint" if len(inner) == 1 else "checkpoints"
     return f"it holds {len(inner)} {noun} ({shown}); name one of them"
-
-
-def are_safetensors(names: Iterable[str]) -> bool:
-    """Whether there are files of safetensors among those of a directory without a marker."""
-    return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
 
 
 @limited

@@ -49,12 +49,11 @@ from dist_ckpt_strategies.formats.issues import (
     unreadable,
 )
 from dist_ckpt_strategies.formats.locations import (
-    HOLDS_SAFETENSORS,
     CheckpointMarker,
     Location,
-    are_safetensors,
     current_place,
     holds_checkpoints,
+    other_contents,
     require_something,
     visible_place,
 )
@@ -217,7 +216,9 @@ def _scan_format1(root: Path, watch: Watch | None) -> Scan:
     objects = tuple(_compared_objects(root, files, checks, issues))
     if marker is None and common_nbytes is None and not arrays and not objects:
         is_damaged = stale or MARKER_NAME in top.files or issues[2:]  # beyond both that are missing
-        _require_no_other(root, top, "" if is_damaged else "it has no file of one")
+        if what := other_contents(root) or ("" if is_damaged else "it has no file of one"):
+            raise CheckpointNotFoundError(f"{root} is no checkpoint: {what}", path=str(root))
+    issues += () if is_foreign else _emptied(folders, files)
     return Scan(
         root=root,
         version=None if is_foreign else 1,
@@ -232,18 +233,6 @@ def _scan_format1(root: Path, watch: Watch | None) -> Scan:
         checks=lambda: iter(checks),
         num_threads=_NUM_THREADS,
     )
-
-
-def _require_no_other(root: Path, top: Folder, what: str) -> None:
-    """Raise where a directory holds safetensors or checkpoints, or else ``what`` is not empty."""
-    names = (name for name in top.folders if not name.startswith(PARTIAL_PREFIX))
-    inner = sorted(name for name in names if (root / name / MARKER_NAME).exists())
-    if are_safetensors(top.files):
-        what = HOLDS_SAFETENSORS
-    elif inner:
-        what = holds_checkpoints(inner)
-    if what:
-        raise CheckpointNotFoundError(f"{root} is no checkpoint: {what}", path=str(root))
 
 
 def _folders(root: Path, watch: Watch | None) -> Iterator[Folder]:
@@ -293,8 +282,23 @@ def _look_into(
     issues += (
         unreadable(folder.key, path, "a directory, or something else that is no file")
         for path in map(folder.path_of, (*folder.folders, *folder.links, *folder.others))
-        if shard_id(path)
+        if shard_id(path) or path.endswith(_SUFFIX)
     )
+
+
+def _emptied(folders: Iterable[Folder], files: Mapping[str, int]) -> Iterator[Issue]:
+    """An issue for each directory that has lost its files: no save makes an empty one."""
+    for folder in folders:
+        key = folder.key
+        has_some = folder.files or folder.folders or folder.links or folder.others or folder.failure
+        is_known = (  # of an array whose chunks are compared, or in place of a file
+            _CHUNK_FOLDERS.sub("", key) + _SUFFIX in files
+            or shard_id(key) is not None
+            or key.endswith((_SUFFIX, LOCKS_SUFFIX))
+        )
+        if key and not has_some and not is_known and _stale_kind(folder) is None:
+            expected = "files of an array or an object"
+            yield Issue(Problem.MISSING_FILE, None, key, expected, "an empty directory")
 
 
 def _compared_arrays(
@@ -317,7 +321,10 @@ def _compared_arrays(
             issues += compared(checks[-1], files)
         issues += found
         yield ScannedArray(array, len(present), sum(present.values()))
+    known = {issue.path for issue in issues}
     for key, named in chunks.items():
+        if key + _SUFFIX in known:
+            continue
         text = f"{NO_FILE}; files that look like chunks: {len(named)}"
         expected = "the array's metadata"
         issues.append(Issue(Problem.MISSING_FILE, key, key + _SUFFIX, expected, text))

@@ -19,6 +19,7 @@ from dist_ckpt_strategies.core.array import Region
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     PlanError,
     StrategyError,
 )
@@ -29,6 +30,7 @@ from dist_ckpt_strategies.formats.locations import (
     Location,
     is_finished,
     located,
+    other_contents,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
@@ -36,6 +38,7 @@ from dist_ckpt_strategies.megatron.types import default_allowed, raises_megatron
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
+    MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
@@ -118,7 +121,17 @@ class ConvertOptions:
         root = _resolved(name, options)
         if isinstance(root, Bucket):
             options = options.with_changes(max_inflight_bytes=2 * self.block_nbytes)
+        else:
+            _require_checkpoint(root)
         return open_reader(root, options, allow)
+
+
+def _require_checkpoint(root: Path) -> None:
+    with file_errors(None, root):
+        is_none = root.is_dir() and not (root / MARKER_NAME).exists()
+        other = other_contents(root) if is_none else ""
+    if other:
+        raise CheckpointNotFoundError(f"{root} is no checkpoint: {other}", path=str(root))
 
 
 @dataclass(frozen=True, slots=True)

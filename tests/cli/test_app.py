@@ -100,6 +100,8 @@ WRONG_RUN_OPTIONS = (
         ("diff {}/one-whole {}/two-whole --json", 1),
         ("diff {}/one-whole {}/two-unfinished", 1),
         ("diff {}/one-whole {}/nowhere", 3),
+        ("diff {}/one-whole {}/empty", 3),
+        ("convert {} {}/new --to zarr@2", 3),
         ("diff {}/one-whole {}/two-whole --keys nothing", 2),
         ("prune {}", 2),
         ("prune {} --keep-last 1 --json", 2),
