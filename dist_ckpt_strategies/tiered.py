@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +24,10 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.report import SaveMetrics
 from dist_ckpt_strategies.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
+    PeerLostError,
+    PeerTimeoutError,
     PlanError,
     SaveTimeoutError,
     StorageError,
@@ -90,7 +93,7 @@ class SavePolicy:
     def __post_init__(self) -> None:
         """Refuse what could only fail at a later step."""
         for name, value in asdict(self).items():
-            if value is not None and not (isinstance(value, int | float) and value > 0):
+            if value is not None and not (isinstance(value, Real) and float(value) > 0):
                 raise PlanError(f"{name}: expected a number above 0, found {value!r}")
 
     def due(self, step: int) -> Tier | None:
@@ -305,14 +308,14 @@ class TieredCheckpointManager:
                 this step's save has begun. Training may continue: earlier checkpoints are complete.
             CheckpointError: as in ``save_async``.
         """
-        _require_step(step)
+        step = _whole(step)
         comm = self._open()
         self._handle_signals()
         due = Tier.GLOBAL if force else self.policy.due(step)
         is_preempted, is_done, due = self._poll(comm, step, due)
         waited_s, failed = 0.0, None
         if is_preempted or is_done or due is Tier.GLOBAL:
-            waited_s, failed = self._finish_previous(step)
+            waited_s, failed = self._finish_previous(comm, step)
         if is_preempted:
             self._leave(comm, step, state_dict)
         due = self._still_due(step, due)
@@ -344,11 +347,12 @@ class TieredCheckpointManager:
             The request. Its ``wait``, a checkpoint queue, or the manager's next call ends it.
 
         Raises:
+            StorageError: the previous save could not be written; this one has not begun.
             CheckpointError: as for ``save``.
         """
-        _require_step(step)
+        step = _whole(step)
         comm = self._open()
-        waited_s, failed = self._finish_previous(step)
+        waited_s, failed = self._finish_previous(comm, step)
         if failed is not None:
             raise failed
         return self._begin(comm, Tier.GLOBAL, step, state_dict, waited_s, **arguments)
@@ -449,20 +453,28 @@ class TieredCheckpointManager:
             return None
         return due
 
-    def _finish_previous(self, step: int) -> tuple[float, StorageError | None]:
+    def _finish_previous(
+        self, comm: Communicator, step: int
+    ) -> tuple[float, CheckpointError | None]:
         """Make the save under way visible, if there is one; what was waited, and why it failed.
 
         Collective.
         """
         if self._running is None:
             return 0.0, None
-        began, (before, request), failed = time.monotonic(), self._running, None
+        began, (before, request) = time.monotonic(), self._running
+        failed: CheckpointError | None = None
         is_waited_for = not request.done()
         try:
             self._finish()
-        except StorageError as error:
+        except (PeerLostError, PeerTimeoutError, SaveTimeoutError):
+            raise
+        except CheckpointError as error:
             logger.warning("%s failed: %s", _name(before), error)
             failed = error
+            # Each rank raises its own: one that cannot go on ends the call on all ranks.
+            if not all(run_and_gather(comm, lambda: isinstance(failed, StorageError))):
+                raise
         waited_s = time.monotonic() - began
         if is_waited_for:
             logger.warning("step %d: training waited %.1f s for %s", step, waited_s, _name(before))
@@ -608,9 +620,10 @@ class TieredCheckpointManager:
         self._lease.release()
 
 
-def _require_step(step: object) -> None:
+def _whole(step: object) -> int:
     if not (isinstance(step, Integral) and int(step) >= 0):
         raise PlanError(f"step: expected the number of steps done, found {step!r}")
+    return int(step)
 
 
 def _name(begun: SaveMetrics) -> str:

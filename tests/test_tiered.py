@@ -218,20 +218,31 @@ def outlasts_failures(rank: int, root: str) -> list[str]:
         steps = manager.all_steps()
         loaded = training.resume(manager)
     assert loaded is not None
+    errors += outlasts_failures_in_background(rank, root)
+    return [*errors, f"{steps} {loaded.iteration} {manager.all_steps()}"]
+
+
+def outlasts_failures_in_background(rank: int, root: str) -> list[str]:
+    """Of step 6 rank 1 cannot write its files; of step 8 no rank can, each for its own reason."""
+    training, policy = Training(), SavePolicy(every_steps=1)
 
     def refuse(_name: str, path: str) -> None:
         if rank == 1 and "iter_0000006/" in path and path.endswith("/c.1.0"):
             raise OSError(errno.EIO, "a disk that fails in the background")
+        if "iter_0000008/" in path and path.endswith(f"/c.{rank}.0"):
+            raise OSError(errno.EIO, "a disk") if rank else PlanError("no disk at all")
 
     with (
         before_calls(refuse, ["open"]),
-        TieredCheckpointManager(root, policy=SavePolicy(every_steps=1), options=OPTIONS) as manager,
+        TieredCheckpointManager(root, policy=policy, options=OPTIONS) as manager,
     ):
         assert manager.save(6, training.state_dict)
         failed = outcome(lambda: manager.save(7, training.state_dict))
         assert isinstance(failed, Failure)
-        errors.append(failed.text)
-    return [*errors, f"{steps} {loaded.iteration} {manager.all_steps()}"]
+        assert manager.save(8, training.state_dict)
+        assert isinstance(outcome(lambda: manager.save(9, training.state_dict)), Failure)
+        assert manager.save(10, training.state_dict)  # all ranks have left step 9's save alike
+    return [failed.text]
 
 
 def test_what_one_rank_cannot_save_costs_that_step_and_no_earlier_or_later_one(
@@ -243,7 +254,7 @@ def test_what_one_rank_cannot_save_costs_that_step_and_no_earlier_or_later_one(
         assert re.search("rank 1: .*too large", too_large)
         assert re.search("rank 1: .*no state here", without_state)
         assert re.search("rank 1: .*a disk that fails in the background", in_background)
-        assert rest == "[1, 4] 4 [1, 4, 7]"
+        assert rest == "[1, 4] 4 [1, 4, 7, 10]"
 
 
 def follows_its_policy(rank: int, root: str) -> dict[str, Any]:

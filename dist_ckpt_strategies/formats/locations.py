@@ -231,6 +231,8 @@ def _what_is_there(root: Path) -> str:
 def other_contents(root: Path) -> str:
     """What a directory without a marker holds, in words, if that is nothing of a checkpoint."""
     names = sorted(path.name for path in root.iterdir())
+    if COMMON_NAME in names:
+        return ""
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return (
             "it holds files of safetensors, a model's arrays and no checkpoint; the library "

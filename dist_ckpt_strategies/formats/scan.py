@@ -287,7 +287,7 @@ def _look_into(
 
 
 def _emptied(folders: Iterable[Folder], files: Mapping[str, int]) -> Iterator[Issue]:
-    """An issue for each directory that has lost its files: no save makes an empty one."""
+    """An issue for each empty directory: no save makes one, so its files may be lost."""
     for folder in folders:
         key = folder.key
         has_some = folder.files or folder.folders or folder.links or folder.others or folder.failure
@@ -296,9 +296,10 @@ def _emptied(folders: Iterable[Folder], files: Mapping[str, int]) -> Iterator[Is
             or shard_id(key) is not None
             or key.endswith((_SUFFIX, LOCKS_SUFFIX))
         )
-        if key and not has_some and not is_known and _stale_kind(folder) is None:
-            expected = "files of an array or an object"
-            yield Issue(Problem.MISSING_FILE, None, key, expected, "an empty directory")
+        is_hidden = any(part.startswith(".") for part in key.split("/"))
+        if key and not (has_some or is_known or is_hidden):
+            expected = "files of an array or an object, which may be lost"
+            yield Issue(Problem.UNEXPECTED_FILE, None, key, expected, "an empty directory")
 
 
 def _compared_arrays(

@@ -165,6 +165,8 @@ class ElasticAgent:
         """
         with _noting(self.signals) as (inbox, self._wake):
             self._selector.register(inbox, selectors.EVENT_READ, lambda: self._read_news(inbox))
+            if self._guard is not None:
+                self._selector.register(self._guard.fired, selectors.EVENT_READ, self._fence)
             try:
                 if self._places is None:
                     self._take_place(0)
@@ -193,8 +195,6 @@ class ElasticAgent:
             self._step()
 
     def _run_as_one_of_several(self, places: Places) -> None:
-        if self._guard is not None:
-            self._selector.register(self._guard.fired, selectors.EVENT_READ, self._fence)
         self._renewal.start()
         try:
             try:

@@ -27,6 +27,7 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.formats.commit import complete_commit
+from dist_ckpt_strategies.formats.issues import Problem
 from dist_ckpt_strategies.formats.locations import SAVE_PREFIX, Location, located, read_marker
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
@@ -263,7 +264,8 @@ def _require_whole(place: Location) -> None:
     found = scan(place)
     if found.is_foreign:
         return  # another backend's: that it has a marker is all there is to tell
-    if issues := found.issues:
+    issues = [one for one in found.issues if one.problem is not Problem.UNEXPECTED_FILE]
+    if issues:
         more = f", and {len(issues) - 1} issues more" if issues[1:] else ""
         raise IncompleteCheckpointError(f"{place}: {issues[0]}{more}", path=str(place))
 

@@ -7,6 +7,7 @@ appears whole, after everything else is durable. torch_dist never takes the plac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -661,7 +662,10 @@ def _inner(strategy: Any) -> Any:
 
 
 def _require_process_group() -> None:
-    if not is_distributed() and (size := rank_from_environment()[1]) > 1:
+    size = 1
+    with suppress(StrategyError):  # it is not set as torchrun sets it
+        size = 1 if is_distributed() else rank_from_environment()[1]
+    if size > 1:
         raise StrategyError(
             f"torch.distributed is not initialised, but WORLD_SIZE says that there are {size} "
             "ranks: each would save alone; call torch.distributed.init_process_group first"

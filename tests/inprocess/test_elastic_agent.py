@@ -7,6 +7,7 @@ import re
 import signal
 import time
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.inprocess.agents import LIMIT_S, Agents
@@ -279,3 +280,16 @@ wait_for("never")
     agent.kill()
 
     until(lambda: not any(map(is_running, children)))
+
+
+def test_a_job_whose_guard_is_killed_ends_and_says_so(agents: Agents) -> None:
+    agent = agents.start("Path(f'begun0.{os.getpid()}').touch()\nwait_for('never')", "--nproc", "1")
+    worker = agents.worker("begun0")
+
+    for child in psutil.Process(agent.pid).children():
+        if any("node_guard" in argument for argument in child.cmdline()):
+            child.kill()
+
+    assert agents.code(agent) == 88
+    assert not is_running(worker)
+    assert "the guard of this node's workers is gone" in agents.output(agent)

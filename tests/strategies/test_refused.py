@@ -227,3 +227,6 @@ def test_ranks_without_a_process_group_do_not_save_each_alone(
         with pytest.raises(StrategyError, match="there are 4 ranks: each would save alone"):
             save_alone({"step": 1}, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+    monkeypatch.delenv("RANK")  # not of torchrun
+    dist_ckpt_strategies.save({"step": 1}, tmp_path / "c")
