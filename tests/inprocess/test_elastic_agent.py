@@ -262,7 +262,7 @@ def test_a_slow_reader_does_not_hide_a_worker_that_hangs(agents: Agents) -> None
 
     while agent.poll() is None and time.monotonic() < deadline:
         agent.stdout.read(4000)
-        time.sleep(0.6)
+        time.sleep(0.2)
 
     agent.kill()
     assert "rank 1: no heartbeat for 3 s" in agent.stderr.read()
