@@ -600,7 +600,7 @@ def _read_manifest(
 def _bad_manifest(name: str, error: CheckpointError) -> Issue:
     if isinstance(error, IncompleteCheckpointError):
         return Issue(Problem.MISSING_FILE, None, name, "a file of the manifest", NO_FILE)
-    text = error.message.removeprefix(f"{error.path} ")
+    text = error.message.removeprefix(f"{error.path} ").removeprefix("is damaged: ")
     return Issue(Problem.DAMAGED, None, name, "what the save wrote", text)
 
 
