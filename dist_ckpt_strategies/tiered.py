@@ -265,6 +265,7 @@ class TieredCheckpointManager:
             refused = (Attempt(Tier.MEMORY, _NONE, "memory", why),)
         known = {"sharded_strategy": self.options.load_strategy, "allow": self.options.allow}
         known |= {"timeout_s": self.options.timeout_s} | arguments
+        self._newest = dict.fromkeys(self._newest, _NONE)  # newer ones may be of another course
         try:
             found = load_latest(
                 self.local,
@@ -276,7 +277,6 @@ class TieredCheckpointManager:
         except CheckpointNotFoundError as error:
             logger.info("nothing to load: %s", error)
             return None
-        self._newest = dict.fromkeys(self._newest, _NONE)  # newer ones are of another course
         self._newest[found.tier] = found.iteration
         return replace(found, attempts=refused + found.attempts)
 
@@ -472,9 +472,9 @@ class TieredCheckpointManager:
         except CheckpointError as error:
             logger.warning("%s failed: %s", _name(before), error)
             failed = error
-            # Each rank raises its own: one that cannot go on ends the call on all ranks.
-            if not all(run_and_gather(comm, lambda: isinstance(failed, StorageError))):
-                raise
+        # A save fails on all ranks, with each one's own reason: all of them have to allow going on.
+        if failed and not all(run_and_gather(comm, lambda: isinstance(failed, StorageError))):
+            raise failed
         waited_s = time.monotonic() - began
         if is_waited_for:
             logger.warning("step %d: training waited %.1f s for %s", step, waited_s, _name(before))

@@ -272,8 +272,9 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
             assert not manager.save(step, training.state_dict)
         begun = [step for step in range(10, 51) if manager.save(step, training.state_dict)]
         assert not manager.save(50, training.state_dict, force=True)
+        nothing = manager.load_latest(training.state_dict, at_most=5)
+        assert (nothing, manager.save(50, training.state_dict)) == (None, True)
         back = manager.load_latest(training.state_dict(), at_most=49)
-        assert manager.save(50, training.state_dict)  # of the new course
         manager.begin(41, training.state_dict, content_metadata={"is": "last"}).wait()
     rates: list[SaveMetrics] = []
 
@@ -287,11 +288,13 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
         for step in range(1, 13):
             manager.save(step, training.state_dict)
             time.sleep(0.01)
-    node = LocalCheckpointManager(f"{root}/node{rank}")
     policy = SavePolicy(every_steps=4, local_every_steps=1)
     options = ManagerOptions(timeout_s=40.0, poll_every_steps=100)
     with TieredCheckpointManager(
-        f"{root}/both", local=node, policy=policy, options=options
+        f"{root}/both",
+        local=LocalCheckpointManager(f"{root}/node{rank}"),
+        policy=policy,
+        options=options,
     ) as manager:
         both = [manager.save(step, training.state_dict) for step in (3, 4)]
     return {

@@ -291,10 +291,10 @@ def _emptied(folders: Iterable[Folder], files: Mapping[str, int]) -> Iterator[Is
     for folder in folders:
         key = folder.key
         has_some = folder.files or folder.folders or folder.links or folder.others or folder.failure
-        is_known = (  # of an array whose chunks are compared, or in place of a file
+        is_known = (  # of an array whose chunks are compared; in place of a file; of locks
             _CHUNK_FOLDERS.sub("", key) + _SUFFIX in files
             or shard_id(key) is not None
-            or key.endswith((_SUFFIX, LOCKS_SUFFIX))
+            or key.endswith(LOCKS_SUFFIX)
         )
         is_hidden = any(part.startswith(".") for part in key.split("/"))
         if key and not (has_some or is_known or is_hidden):
