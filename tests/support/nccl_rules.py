@@ -348,7 +348,8 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
             self.require_alive()
             pid = f"pid/{peer}"
             waited_s = time.monotonic() - began
-            if self.store.check([pid]) and not is_running(int(self.store.get(pid))):
+            has_died = self.store.check([pid]) and not is_running(int(self.store.get(pid)))
+            if has_died and not self.store.check([key]):  # it may have come in between
                 raise _WatchdogError(f"watchdog: rank {peer} has died in {work.name}")
             if waited_s >= self._limit_s:
                 raise _WatchdogError(f"watchdog: {work.name} waits for rank {peer}")
