@@ -141,7 +141,7 @@ def killed_while_overwriting(rank: int, root: str, victim: int, at: int) -> Any:
     dist_ckpt_strategies.save(state_of(2, 1.0) | {"value": 1.0}, directory, BACKEND)
     dist.barrier()
     state = state_of(2, 2.0) | {"value": 2.0}
-    save = partial(dist_ckpt_strategies.save, overwrite=True, timeout_s=8)
+    save = partial(dist_ckpt_strategies.save, overwrite=True, timeout_s=30)
     with dying_at_change(at) if rank == victim else nullcontext():
         return outcome(partial(save, state, directory, BACKEND))
 

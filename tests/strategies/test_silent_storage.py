@@ -88,8 +88,8 @@ def uses_global(rank: int, root: str, version: int) -> list[Any]:
     os.environ["DIST_CKPT_TIMEOUT_S"] = str(TIMEOUT_S)
     backend, loaded = ("zarr", version), []
 
-    def save(directory: Path) -> None:
-        dist_ckpt_strategies.save(state_of(rank), directory, backend)
+    def save(directory: Path, timeout_s: float | None = None) -> None:
+        dist_ckpt_strategies.save(state_of(rank), directory, backend, timeout_s=timeout_s)
 
     def save_in_background(directory: Path) -> None:
         dist_ckpt_strategies.save_async(state_of(rank), directory, backend).wait()
@@ -106,7 +106,7 @@ def uses_global(rank: int, root: str, version: int) -> list[Any]:
         for act in (save, save_in_background, load, load_newest):
             top = Path(root) / f"{act.__name__} {first}"
             for iteration in (1, 2) if act in {load, load_newest} else ():
-                save(top / f"iter_{iteration}")
+                save(top / f"iter_{iteration}", timeout_s=60)
             slow_s = SLOW_S if first == FIRST_CALLS[-1] else 0.0
             call = partial(act, top / "iter_2")
             found.append(with_silence(rank, top / "iter_2", first, call, slow_s))
