@@ -67,6 +67,8 @@ _REMOVAL_S = 5.0
 """How long ``release`` waits for the removal of old checkpoints: after an error others wait too."""
 
 _NONE = -1
+_NAME = r"iter_\d{7,}"
+"""What the names of the global checkpoints match; nothing else in the root is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class SavePolicy:
             by the clock of rank 0.
         local_every_steps: save every multiple of this step number locally.
         keep_last: number of newest global checkpoints to keep; None: all.
-        keep_every: also keep those whose step is a multiple of this.
+        keep_every: with ``keep_last``, also keep those whose step is a multiple of this.
     """
 
     every_steps: int | None = None
@@ -93,8 +95,11 @@ class SavePolicy:
     def __post_init__(self) -> None:
         """Refuse what could only fail at a later step."""
         for name, value in asdict(self).items():
-            if value is not None and not (isinstance(value, Real) and float(value) > 0):
-                raise PlanError(f"{name}: expected a number above 0, found {value!r}")
+            kind, what = (Real, "number") if name == "every_minutes" else (Integral, "whole number")
+            if value is not None and not (isinstance(value, kind) and float(value) > 0):
+                raise PlanError(f"{name}: expected a {what} above 0, found {value!r}")
+        if self.keep_every and not self.keep_last:
+            raise PlanError("keep_every: expected with keep_last; without it, all are kept")
 
     def due(self, step: int) -> Tier | None:
         """The tier that is due at a step, without regard to ``every_minutes``; None: none."""
@@ -212,7 +217,8 @@ class TieredCheckpointManager:
 
     def all_steps(self) -> list[int]:
         """Sorted steps of the finished global checkpoints. Rank-local; reads the storage."""
-        return sorted(step for step, _, is_done in global_checkpoints([self.root]) if is_done)
+        found = global_checkpoints([self.root], _NAME)
+        return sorted(step for step, _, is_done in found if is_done)
 
     def latest_step(self) -> int | None:
         """The last of ``all_steps``; None: there is none. Rank-local."""
@@ -273,6 +279,7 @@ class TieredCheckpointManager:
                 partial(load, state, **known),
                 load_local=lambda found: found.load_into(state),
                 at_most=at_most,
+                pattern=_NAME,
             )
         except CheckpointNotFoundError as error:
             logger.info("nothing to load: %s", error)
@@ -306,6 +313,8 @@ class TieredCheckpointManager:
             CheckpointLockedError: another job has, or has taken over, the root.
             StorageError: this save, or the previous one, could not be written; after the latter
                 this step's save has begun. Training may continue: earlier checkpoints are complete.
+            PeerTimeoutError, PeerLostError, SaveTimeoutError: another rank, or the save, does not
+                respond; training cannot continue.
             CheckpointError: as in ``save_async``.
         """
         step = _whole(step)
@@ -401,8 +410,19 @@ class TieredCheckpointManager:
         comm = self._communicator()
         if self._is_open:
             return comm
+
+        def acquire() -> list[Any]:
+            if comm.rank == 0:
+                self._lease.acquire(WORK * self._timeout_s)
+            begun = self._running and self._running[0]
+            return [begun and [begun.step, begun.tier], *self._newest.values()]
+
         with time_limit(self._timeout_s):
-            run_on_first_rank(comm, lambda: self._lease.acquire(WORK * self._timeout_s))
+            known = run_and_gather(comm, acquire)
+        if any(one != known[0] for one in known):  # some rank has been replaced
+            if self._running is not None:
+                logger.warning("%s is given up", _name(self._running[0]))
+            self._running, self._newest = None, dict.fromkeys(self._newest, _NONE)
         self._is_open = True
         self._last_s = time.monotonic()
         return comm
@@ -493,16 +513,23 @@ class TieredCheckpointManager:
 
         Raises:
             CheckpointLockedError: another job has taken over; nothing of its is touched.
+            PlanError: ranks save different steps.
         """
         began, options = time.monotonic(), self.options
 
-        def prepare() -> StateDict:
+        states: list[StateDict] = []
+
+        def prepare() -> int:
             if comm.rank == 0:
                 self._lease.require()
-            return state_dict() if callable(state_dict) else state_dict
+            states.append(state_dict() if callable(state_dict) else state_dict)
+            return step
 
         with time_limit(self._timeout_s):
-            state = run_collectively(comm, prepare)
+            steps = run_and_gather(comm, prepare)
+        if len(set(steps)) > 1:
+            raise PlanError(f"step: expected the same on all ranks, found {steps} on ranks 0, 1, …")
+        (state,) = states
         if tier is Tier.LOCAL and self.local is not None:
             shards, self._distribution = MCoreTensorAwareStateDict.from_state_dict(
                 state, cached_metadata=self._distribution
@@ -574,7 +601,7 @@ class TieredCheckpointManager:
 
     def _begin_removal(self) -> None:
         """Remove what is not to be kept, in the background; on rank 0."""
-        if self.policy.keep_last or self.policy.keep_every:
+        if self.policy.keep_last:
             self._is_removal_due.set()
             if self._pruning is None or not self._pruning.is_alive():  # else it continues with this
                 self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
@@ -592,7 +619,7 @@ class TieredCheckpointManager:
                     unfinished=True,
                     older_than_s=max(_MIN_UNFINISHED_S, 2 * self._timeout_s),
                 )
-            except StorageError as error:
+            except CheckpointError as error:
                 logger.warning("%s: old checkpoints could not be removed yet: %s", self.root, error)
             else:
                 names = ", ".join(one.name for one in report.removed)

@@ -215,6 +215,7 @@ def outlasts_failures(rank: int, root: str) -> list[str]:
             if isinstance(found, Failure):
                 assert found.seconds < 20
                 errors.append(found.text)
+                assert rank or not list(Path(root).glob("*/.partial-*")), "its space is not free"
         steps = manager.all_steps()
         loaded = training.resume(manager)
     assert loaded is not None
@@ -255,6 +256,61 @@ def test_what_one_rank_cannot_save_costs_that_step_and_no_earlier_or_later_one(
         assert re.search("rank 1: .*no state here", without_state)
         assert re.search("rank 1: .*a disk that fails in the background", in_background)
         assert rest == "[1, 4] 4 [1, 4, 7, 10]"
+
+
+def begins_anew(rank: int, root: str) -> list[Any]:
+    """Body of a rank: an attempt ends with a save under way, and rank 1 makes a new manager."""
+    in_threads()
+    training = Training()
+    found: list[Any] = []
+    manager = TieredCheckpointManager(root, options=OPTIONS)
+    manager.save(1, training.state_dict, force=True)
+    manager.wait()
+    manager.save(2, training.state_dict, force=True)
+    manager.release()  # as after an exception
+    dist.barrier()
+    if rank == 1:
+        manager = TieredCheckpointManager(root, options=OPTIONS)
+    with manager:
+        loaded = manager.load_latest(training.state_dict)
+        found += [loaded and loaded.iteration, manager.save(2, training.state_dict, force=True)]
+        different = outcome(lambda: manager.save(3 + rank, training.state_dict, force=True))
+        assert isinstance(different, Failure)
+        found.append(different.text)
+    return [*found, manager.all_steps()]
+
+
+def test_a_save_under_way_is_given_up_where_one_rank_is_new(tmp_path: Path) -> None:
+    for loaded, is_saved, different, steps in run_processes(2, begins_anew, str(tmp_path)):
+        assert (loaded, is_saved, steps) == (1, True, [1, 2])
+        assert "found [3, 4]" in different
+
+
+def test_what_a_manager_has_not_written_is_neither_loaded_nor_removed(tmp_path: Path) -> None:
+    training = Training()
+    policy = SavePolicy(every_steps=1, keep_last=1)
+    with TieredCheckpointManager(tmp_path, policy=policy, options=OPTIONS) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, training.state_dict)
+            manager.wait()
+            if step == 1:
+                for name in ("best", "iter_0000009.bad"):
+                    shutil.copytree(manager.directory(1), tmp_path / name)
+    (tmp_path / "metadata.json").write_text("{}")  # the caller's own
+    with TieredCheckpointManager(tmp_path, options=OPTIONS) as manager:
+        assert manager.all_steps() == [3]
+        loaded = manager.load_latest(training.state_dict)
+        with (
+            TieredCheckpointManager(tmp_path, options=OPTIONS),
+            pytest.raises(CheckpointLockedError, match="with a later manager"),
+        ):
+            manager.save(4, training.state_dict, force=True)
+
+    assert loaded is not None
+    assert loaded.iteration == 3
+    assert {one.name for one in tmp_path.iterdir() if one.is_dir()} == {
+        *("best", "iter_0000009.bad", "iter_0000003")
+    }
 
 
 def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
@@ -359,6 +415,8 @@ def test_memory_is_tried_before_the_disks_and_its_refusal_is_reported(tmp_path: 
         ({"every_minutes": float("nan")}, {}),
         ({"local_every_steps": 5}, {}),
         ({"every_steps": "5"}, {}),
+        ({"every_steps": 5, "keep_last": 0.5}, {}),
+        ({"every_steps": 5, "keep_every": 10}, {}),
         ({}, {"lease_s": 0}),
         ({}, {"poll_every_steps": 0}),
         ({}, {"lease_s": 60, "timeout_s": 60}),

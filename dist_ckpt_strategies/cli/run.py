@@ -1,7 +1,7 @@
 """``dist-ckpt run``: workers' lines on the terminal, each led by the rank that wrote it.
 
 A reader that has gone ends the job, as any command. A line that cannot be written for another
-reason, such as a full disk or a closed stream, is lost: no training ends for its log.
+reason, such as a full disk or a reader that does not read, is lost: no training ends for its log.
 
 Options have torchrun's names and meanings where it has them.
 """
@@ -12,6 +12,8 @@ import itertools
 import os
 import select
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -27,31 +29,29 @@ from dist_ckpt_strategies.inprocess.elastic_agent import ElasticAgent, Job
 from dist_ckpt_strategies.inprocess.places import FENCED, NODE_MISSING, Nodes
 
 _LOOK_S = 0.2
+_PATIENCE_S = 5.0
+"""How long a reader may not read: meanwhile the agent looks after nothing else."""
 _DEFAULT_PORT = 29400
 """Torchrun's for c10d."""
 
 _NUM_PORTS = 1 << 16
 
 
-def _write(target: IO[Any] | None, line: bytes, signals: Sequence[int] = ()) -> None:
-    """Write it past Python's buffer, which would try again what has failed.
+def _send(target: IO[Any], rest: memoryview, wait_s: float) -> int:
+    """Write what can be written now, or soon, and say how much.
 
-    A reader that does not read holds this up until it does, or a signal has come: what cannot be
-    written at once is lost then.
+    It goes past Python's buffer, which would try again what has failed; that counts as written.
     """
-    rest = memoryview(line)
-    while rest and target is not None:
-        try:
-            if select.select([], [target.fileno()], [], _LOOK_S)[1]:
-                rest = rest[os.write(target.fileno(), rest[: select.PIPE_BUF]) :]
-            elif signals:
-                return
-        except BrokenPipeError:
-            raise
-        except BlockingIOError:  # others have made it non-blocking, and write too
-            continue
-        except OSError:
-            return  # see above
+    try:
+        if select.select([], [target.fileno()], [], wait_s)[1]:
+            return os.write(target.fileno(), rest[: select.PIPE_BUF])
+    except BrokenPipeError:
+        raise
+    except BlockingIOError:  # others have made it non-blocking, and write too
+        return 0
+    except OSError:
+        return len(rest)  # lost, see above
+    return 0
 
 
 class _Output:
@@ -61,6 +61,7 @@ class _Output:
         self, num_ranks: int, run_id: str, log_dir: str | None, redirects: str, tee: str
     ) -> None:
         self.signals: Sequence[int] = ()
+        self._num_lost: Counter[IO[Any]] = Counter()
         self._num_ranks = num_ranks
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._shown = set(itertools.product(range(num_ranks), ("stdout", "stderr")))
@@ -85,16 +86,38 @@ class _Output:
     def write_note(self, text: str) -> None:
         """Write what happens to a worker."""
         line = f"dist-ckpt: {printable(text)}\n".encode(errors="replace")
-        _write(sys.stderr, line, self.signals)
+        self._write(sys.stderr, line)
 
     def write_line(self, who: str, stream: str, line: bytes) -> None:
         """Write what a worker has written; ``who`` is its rank, or "spare"."""
         source = (int(who) % self._num_ranks, stream) if who.isdecimal() else None
         if source in self._files:
-            _write(self._files[source], line, self.signals)
+            self._write(self._files[source], line)
         if source is None or source in self._shown:
             target = sys.stdout if stream == "stdout" else sys.stderr
-            _write(target, f"[{who}] ".encode() + line, self.signals)
+            self._write(target, f"[{who}] ".encode() + line)
+
+    def _write(self, target: IO[Any] | None, line: bytes) -> None:
+        """Write it, unless nobody reads.
+
+        A reader that does not read holds this up, for less long after a signal. Then lines are lost
+        until it reads again; it is told how many.
+        """
+        if target is None:
+            return
+        if num_lost := self._num_lost[target]:
+            line = b"\ndist-ckpt: %d lines lost, as nobody read them\n" % num_lost + line
+        rest, patience_s = memoryview(line), 0.0 if num_lost else _PATIENCE_S
+        deadline = time.monotonic() + patience_s
+        while rest:
+            num_written = _send(target, rest, min(_LOOK_S, patience_s))
+            if num_written:
+                deadline = time.monotonic() + patience_s
+            elif self.signals or time.monotonic() >= deadline:
+                self._num_lost[target] += 1
+                return
+            rest = rest[num_written:]
+        del self._num_lost[target]
 
 
 def nodes_of(

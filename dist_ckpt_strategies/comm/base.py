@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -26,6 +27,7 @@ from dist_ckpt_strategies.errors import (
     as_checkpoint_error,
     error_from_peer,
     kind_of,
+    text_of,
 )
 
 T = TypeVar("T")
@@ -168,8 +170,8 @@ def run_and_gather(
             own = error
         except (PeerTimeoutError, PeerLostError):
             raise  # ranks are out of step: there is no collective any more
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-            own = as_checkpoint_error(error)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised again below
+            own = _own_error(comm, error)
         if own is not None:
             key, path = (None if text is None else str(text) for text in (own.key, own.path))
             answers = comm.all_gather([kind_of(own), own.message, key, path, own.global_rank])
@@ -184,6 +186,22 @@ def run_and_gather(
         return [gathered for (gathered,) in answers]
     finally:
         del result, own  # or a raised error would hold this frame and its tensors, in a cycle
+
+
+def _own_error(comm: Communicator, error: Exception | CheckpointException) -> CheckpointError:
+    """An error of this package; for torch's, which is no Exception, the first failure it reports.
+
+    There rank 0 stands for this rank, too: functions that ran without collectives report that.
+    """
+    if isinstance(error, Exception):
+        return as_checkpoint_error(error)
+    rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+    found = as_checkpoint_error(
+        failure if isinstance(failure, Exception) else RuntimeError(text_of(failure))
+    )
+    if rank and found.global_rank is None:
+        found.global_rank = comm.global_ranks[rank]
+    return found
 
 
 def run_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> list[bytes]:

@@ -270,8 +270,16 @@ class DirectoryPlace(PlaceBase):
 
     @limited
     def abandon(self) -> None:
-        """Remove what ``begin`` has made, if anything; what stays is removed by the next save."""
-        shutil.rmtree(self.location, ignore_errors=True)
+        """Remove what the save has made. A commit that has begun stays for ``complete_commit``.
+
+        What cannot be removed now is removed by the next save.
+
+        Raises:
+            StorageError: a thread that was given up is at the commit.
+        """
+        with _locked(self.location):
+            if not (self.location / MARKER_NAME).exists():
+                shutil.rmtree(self.location, ignore_errors=True)
 
     @limited
     def is_current(self) -> bool:

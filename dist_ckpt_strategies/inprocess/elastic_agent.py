@@ -154,7 +154,8 @@ class ElasticAgent:
     def run(self) -> int:
         """Run the job to its end.
 
-        No process of the job is left on this node, however this returns or raises.
+        No process of the job is left on this node, however this returns or raises, but for those
+        that have begun sessions of their own.
 
         Returns:
             The exit code: 0, one of those of ``places``, or 128 and the number of a signal.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
@@ -80,8 +80,8 @@ class Inventory:
         return next((one for one in self.saves() if not one.missing), None)
 
     def missing_text(self) -> str:
-        """What each save lacks."""
-        return "; ".join(_why_not(one) for one in self.saves() if one.missing)
+        """What each save lacks that is newer than the newest complete one."""
+        return "; ".join(map(_why_not, takewhile(lambda one: one.missing, self.saves())))
 
 
 def gather_inventory(

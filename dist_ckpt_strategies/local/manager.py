@@ -223,8 +223,8 @@ class LocalCheckpointManager:
         with time_limit(self.timeout_s, OPENING, then=WORK):
             found = gather_inventory(comm, self._directory, self.session_id)
         newest, missing = found.newest(), found.missing_text()
-        if newest is None and missing and comm.rank == 0:
-            logger.warning("no local checkpoint of %s is complete: %s", self._directory, missing)
+        if missing and comm.rank == 0:
+            logger.warning("%s: incomplete local checkpoints: %s", self._directory, missing)
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors

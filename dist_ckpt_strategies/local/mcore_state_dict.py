@@ -6,7 +6,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from dist_ckpt_strategies.local.plan import ShardSlice, build_distribution, buil
 from dist_ckpt_strategies.local.state_dicts import ListedTensors
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
+    digest_of,
     mapped_values,
     merged,
     message_of,
@@ -56,9 +57,15 @@ _ALGORITHMS = ("atomic", "fully_parallel")
 
 @dataclass(frozen=True, slots=True)
 class ShardDistribution:
-    """The main rank of each shard, within a group; valid as long as the sharding is the same."""
+    """The main rank of each shard, within a group, for one sharding.
+
+    Attributes:
+        main_rank_for_shard: the rank of the group that keeps each shard.
+        sharding: digest of what this rank held.
+    """
 
     main_rank_for_shard: Mapping[ShardId, int]
+    sharding: str = ""
 
 
 class MCoreTensorAwareStateDict(ListedTensors):
@@ -113,34 +120,42 @@ class MCoreTensorAwareStateDict(ListedTensors):
     ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution | None]:
         """The state, and how its shards are distributed, for the next call.
 
-        Collective over the world, and over the group. Without ``cached_metadata`` Megatron-Core's
-        checks of the sharding are run. The caller's state dict is left as it is.
+        Collective over the world, and over the group. With ``cached_metadata``, Megatron-Core's
+        checks of the sharding and the choice of main ranks are left out as long as the sharding is
+        the same on all ranks. The caller's state dict is left as it is.
 
         Args:
             sharded_state_dict: as for ``dist_checkpointing.save``.
             algo: ``"atomic"`` keeps all shards on every rank; ``"fully_parallel"`` lets one of
                 the ranks of the group that hold a shard keep it.
             parallelization_group: the ranks that distribute them; the world by default.
-            cached_metadata: what an earlier call returned, if the sharding has not changed.
+            cached_metadata: what an earlier call with the same group returned.
 
         Raises:
             PlanError: the algorithm is unknown, or the shards of all ranks do not fit together.
         """
         world = _communicator(None, "split of a state dict")
 
-        def split() -> tuple[StateDict, StateDict, MCoreTensorAwareStateDict]:
+        made: list[tuple[StateDict, StateDict, MCoreTensorAwareStateDict, str]] = []
+
+        def split() -> bool:
             options_from_environment()
             _require_algorithm(algo)
             sharded, common = split_for_save(sharded_state_dict, None)
-            return sharded, common, cls(common, sharded)
+            own = digest_of([message_of(value) for value in sharded_values(sharded)])
+            made.append((common, sharded, cls(common, sharded), own))
+            return cached_metadata is not None and cached_metadata.sharding == own
 
-        sharded, common, whole = run_collectively(world, split)
-        if cached_metadata is None:
+        is_unchanged = all(run_and_gather(world, split))
+        ((common, sharded, whole, own),) = made
+        if not is_unchanged:
             check_save(world, sharded, common)
         if algo == "atomic":
             return whole, None
         group = _communicator(parallelization_group, "distribution of shards")
-        return cls.distributed(group, common, sharded, cached_metadata)
+        known = cached_metadata if is_unchanged else None
+        state, found = cls.distributed(group, common, sharded, known)
+        return state, replace(found, sharding=own)
 
     @classmethod
     def distributed(
@@ -169,13 +184,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
             def keep(value: Any) -> Any:
                 if not isinstance(value, ShardedTensor):
                     return value
-                rank = found.main_rank_for_shard.get(shard_spec(value).id)
-                if rank is None:
-                    raise PlanError(
-                        f"{value.key}: cached_metadata does not know this shard; leave it out "
-                        "after the sharding has changed",
-                        key=value.key,
-                    )
+                rank = found.main_rank_for_shard[shard_spec(value).id]
                 return value if rank == comm.rank else value.without_data()
 
             return cls(common, mapped_values(keep, sharded)), found

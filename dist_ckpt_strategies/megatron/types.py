@@ -21,6 +21,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from megatron.core import safe_globals
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -189,6 +190,15 @@ def default_allowed() -> list[Any]:
     dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__ if name != "ObjectDType"]
     megatron_classes: list[Any] = list(safe_globals.SAFE_GLOBALS)
     return [*megatron_classes, types.SimpleNamespace, np.ndarray, np.dtype, *dtypes, *named]
+
+
+def allow_in_common_state() -> None:
+    """Let later releases' own ``load`` read the common state that our saves accept.
+
+    They read ``common.pt`` with torch's list of allowed classes, to which they have added most.
+    """
+    if not has_registry():
+        torch.serialization.add_safe_globals(default_allowed())
 
 
 def registered_strategy(action: StrategyAction, backend: str, version: int) -> Any | None:

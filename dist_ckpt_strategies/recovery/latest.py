@@ -43,7 +43,7 @@ from dist_ckpt_strategies.storage.lease import LOCK_PREFIX
 
 logger = logging.getLogger(__name__)
 
-_NUMBER = re.compile(r"(\d+)\D*$")
+_NUMBER = re.compile(r"(\d+)\Z")
 _NONE = -1
 
 _OF_A_SAVE = (PARTIAL_PREFIX, REMOVED_PREFIX, SAVE_PREFIX)
@@ -121,6 +121,7 @@ def load_latest(
     *,
     load_local: Callable[[Any], Any] | None = None,
     at_most: int | None = None,
+    pattern: str | None = None,
 ) -> Loaded:
     """Load the newest usable checkpoint; fall back to older ones if it is damaged.
 
@@ -140,6 +141,8 @@ def load_latest(
         load_local: function that turns the result of the local manager's ``load`` into the state,
             on every rank: ``lambda found: found.load_into(sharded_state_dict)``.
         at_most: skip newer iterations; also all local ones, if the newest of them is newer.
+        pattern: regular expression for whole names of global checkpoints. With it, the places
+            contain checkpoints, and are none themselves.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, at most unfinished saves.
@@ -159,7 +162,7 @@ def load_latest(
         comm = open_communicator(None, timeout_s=timeout_s, purpose=purpose)
     attempts: list[Attempt] = []
     with time_limit(timeout_s):  # as the first rank sees them, the newest first
-        find = partial(_seen_by, comm.rank, global_dirs)
+        find = partial(_seen_by, comm.rank, global_dirs, pattern)
         found: list[_Found] = run_and_gather(comm, find)[0]
     if at_most is not None:
         found = [one for one in found if one[0] <= at_most]
@@ -180,10 +183,10 @@ def load_latest(
     raise NoUsableCheckpointError(f"no checkpoint in {where} can be loaded{why}")
 
 
-def _seen_by(rank: int, global_dirs: Sequence[str | Path]) -> list[_Found]:
+def _seen_by(rank: int, global_dirs: Sequence[str | Path], pattern: str | None) -> list[_Found]:
     """All global checkpoints, as the first rank sees them; nothing on the others."""
     name = ", ".join(map(str, global_dirs))
-    return [] if rank else run_with_limit(partial(global_checkpoints, global_dirs), name)
+    return [] if rank else run_with_limit(partial(global_checkpoints, global_dirs, pattern), name)
 
 
 def _from_local(
@@ -277,29 +280,35 @@ def _note(attempts: list[Attempt], attempt: Attempt) -> None:
     logger.warning("%s", attempt)
 
 
-def global_checkpoints(global_dirs: Sequence[str | Path]) -> list[_Found]:
-    """The checkpoints at or below places, the newest first. Rank-local."""
+def global_checkpoints(
+    global_dirs: Sequence[str | Path], pattern: str | None = None
+) -> list[_Found]:
+    """The checkpoints at or below places, the newest first; see ``load_latest``. Rank-local."""
     found: dict[str, bool] = {}
     for address in global_dirs:
         place = located(address, options_from_environment())
-        found |= _in_directory(place) if isinstance(place, Path) else _in_store(place)
+        if isinstance(place, Path):
+            found |= _in_directory(place, pattern)
+        else:
+            found |= _in_store(place, pattern)
     named = [(_iteration_of(name), name, has_marker) for name, has_marker in found.items()]
     return sorted(named, reverse=True)
 
 
-def _in_directory(directory: Path) -> dict[str, bool]:
+def _in_directory(directory: Path, pattern: str | None) -> dict[str, bool]:
     """The place itself if it is a checkpoint or meant as one, else those right below it."""
     with file_errors(None, directory):
         if not directory.exists():
             return {}
-        _complete(directory)
-        if not directory.is_dir() or (directory / MARKER_NAME).exists():
-            return {str(directory): directory.is_dir()}
+        if pattern is None:
+            _complete(directory)
+            if not directory.is_dir() or (directory / MARKER_NAME).exists():
+                return {str(directory): directory.is_dir()}
         below = list(directory.iterdir())
-        found = [path for path in below if _is_numbered(path.name) and path.is_dir()]
+        found = [path for path in below if _is_numbered(path.name, pattern) and path.is_dir()]
         for path in found:
             _complete(path)
-        if not found and _NUMBER.search(directory.name) and _has_files(path.name for path in below):
+        if not found and _is_meant(directory.name, (path.name for path in below), pattern):
             found = [directory]
         return {str(path): (path / MARKER_NAME).exists() for path in found}
 
@@ -314,24 +323,27 @@ def _complete(directory: Path) -> None:
         logger.warning("%s: the commit of a save cannot be completed: %s", directory, error)
 
 
-def _in_store(place: Bucket) -> dict[str, bool]:
+def _in_store(place: Bucket, pattern: str | None) -> dict[str, bool]:
     url = str(place)
     names = list(place.names(""))
-    if MARKER_NAME in names:
+    if pattern is None and MARKER_NAME in names:
         return {url: True}
     tops = {top for top, slash, _ in (name.partition("/") for name in names) if slash}
-    numbered = sorted(filter(_is_numbered, tops))
-    if not numbered and _has_files(names) and _NUMBER.search(url.rpartition("/")[2]):
+    numbered = sorted(top for top in tops if _is_numbered(top, pattern))
+    if not numbered and _is_meant(url.rpartition("/")[2], names, pattern):
         return {url: False}
     return {f"{url}/{top}": f"{top}/{MARKER_NAME}" in names for top in numbered}
 
 
-def _has_files(names: Iterable[str]) -> bool:
-    """Whether there is more than the lock of a manager, which roots have."""
-    return any(not name.startswith(LOCK_PREFIX) for name in names)
+def _is_meant(name: str, content: Iterable[str], pattern: str | None) -> bool:
+    """Whether a place is meant as a checkpoint: more is there than the lock that roots have."""
+    has_files = any(not one.startswith(LOCK_PREFIX) for one in content)
+    return pattern is None and has_files and _NUMBER.search(name) is not None
 
 
-def _is_numbered(name: str) -> bool:
+def _is_numbered(name: str, pattern: str | None) -> bool:
+    if pattern is not None and re.fullmatch(pattern, name) is None:
+        return False
     return _NUMBER.search(name) is not None and not name.startswith(_OF_A_SAVE)
 
 

@@ -13,7 +13,7 @@ import torch
 from dist_ckpt_strategies.comm.base import Message, run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
-from dist_ckpt_strategies.errors import CheckpointError, StorageError
+from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats.arrays import DirectoryWriter
 from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
@@ -195,11 +195,11 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
     with time_limit(timeout_s, then=ENDING):
         try:
             described = run_and_gather(comm, written)
-        except CheckpointError:
-            save.abandon(only_if_overtaken=True)  # a late write may have made its place again
+            restart_limit()
+            save.complete(described, lambda: work.seconds)
+        except StorageError:
+            save.abandon()
             raise
-        restart_limit()
-        save.complete(described, lambda: work.seconds)
 
 
 def _array_write(save: ShardedSave, staged: tuple[StagedWrite, ...]) -> Callable[[], _Written]:

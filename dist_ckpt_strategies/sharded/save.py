@@ -34,7 +34,11 @@ from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, Sha
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.device import require_plain
-from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
+from dist_ckpt_strategies.errors import (
+    DuplicateWriterError,
+    PlanError,
+    StorageError,
+)
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
@@ -264,18 +268,13 @@ class ShardedSave:
         named = zip(self.planned.shards, self._held, strict=True)
         self.tensors = {name: data for name, data in named if name is not None and data is not None}
 
-    def abandon(self, *, only_if_overtaken: bool = False) -> None:
-        """Remove what ``describe`` and ``begin`` have made. Rank-local; an error is logged.
-
-        Args:
-            only_if_overtaken: leave it unless another save has begun in its place.
-        """
+    def abandon(self) -> None:
+        """Remove what has been made, unless its commit has begun. Rank-local; errors are logged."""
         if not self.save_id or self.comm.rank != 0:
             return
         try:
             with clean_up_limit():
-                if not (only_if_overtaken and self.writer.place.is_current()):
-                    self.writer.place.abandon()
+                self.writer.place.abandon()
         except StorageError as error:
             logger.warning(
                 "%s: files of the given-up save cannot be removed: %s", self.writer.root, error
@@ -306,11 +305,15 @@ class ShardedSave:
             writer.arrays.begin_syncs(self.planned.arrays).wait(options.timeout_s)
             return self.describe_files()
 
-        if plan.rounds:
-            run_collectively(comm, lambda: writer.require(owner))
-            assemble(plan, tensors, comm, lambda some: run_writes(writer.arrays, some, options))
-        described = run_and_gather(comm, write, is_sparse=True)
-        return self.complete(described, lambda: time.monotonic() - started)
+        try:
+            if plan.rounds:
+                run_collectively(comm, lambda: writer.require(owner))
+                assemble(plan, tensors, comm, lambda some: run_writes(writer.arrays, some, options))
+            described = run_and_gather(comm, write, is_sparse=True)
+            return self.complete(described, lambda: time.monotonic() - started)
+        except StorageError:
+            self.abandon()
+            raise
 
     def release_tensors(self) -> None:
         """Keep no reference to a tensor: all of them have been copied. Rank-local."""

@@ -92,9 +92,10 @@ class Lease:
         """
         number, holder = self._current()
         if (number, holder.get("id")) != (self._number, self._id):
-            raise self._locked(
-                holder, f"has taken over, as this process was silent for {self._lease_s:g} s"
-            )
+            why = f"as this process was silent for {self._lease_s:g} s"
+            if _is_own(holder):
+                why = "with a later manager; use that one"
+            raise self._locked(holder, f"has taken over, {why}")
 
     def release(self) -> None:
         """Give the lock back, if this has it; an error is logged: the lock runs out by itself."""

@@ -55,9 +55,6 @@ from dist_ckpt_strategies.storage.store import Store
 _TRACKER_NAME = "latest_checkpointed_iteration.txt"
 """Where Megatron-LM notes which iteration is to be resumed."""
 
-_RELEASE = "release"
-"""How Megatron-LM names weights that belong to no iteration."""
-
 _NUMBER = re.compile(r"(\d+)\Z")
 
 
@@ -137,11 +134,12 @@ def prune(  # noqa: PLR0913 - one parameter for each option
 ) -> PruneReport:
     """Remove old checkpoints, and files of killed saves, below a directory or URL.
 
-    Rank-local: one rank calls it, after a save. Always kept are the newest complete checkpoint and
-    everything that is neither a checkpoint of ("zarr", 1) or ("zarr", 2) nor left by a killed save
-    of these. A removed checkpoint loses its marker first. Names and sizes of all files are checked:
-    a damaged checkpoint does not count, and is kept until enough complete ones are newer. A
-    directory that cannot be read is kept and does not count; the report has the reason.
+    Rank-local: one rank calls it, after a save. Always kept are the newest complete checkpoint,
+    those whose name has no iteration at its end, and everything that is neither a checkpoint of
+    ("zarr", 1) or ("zarr", 2) nor left by a killed save of these. A removed checkpoint loses its
+    marker first. Names and sizes of all files are checked: a damaged checkpoint does not count, and
+    is kept until enough complete ones are newer. A directory that cannot be read is kept and does
+    not count; the report has the reason.
 
     Args:
         root: holds the checkpoints, each in a directory whose name ends in its iteration;
@@ -237,7 +235,7 @@ def build_prune_plan(
             (is_complete and num_newer < num_kept, f"one of the last {last}"),
             (not is_killed and is_multiple, f"a multiple of {every}"),
             (not is_killed and one.is_named, "the run's tracker file names it"),
-            (not is_killed and one.name == _RELEASE, "a release"),
+            (not is_killed and one.iteration is None, "its name has no iteration at the end"),
         )
         why = next((why for applies, why in reasons if applies), "")
         removal = f"{one.status}{': its save was killed' if is_killed else ', and not to be kept'}"

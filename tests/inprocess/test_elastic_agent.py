@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -250,6 +251,21 @@ def test_a_reader_that_does_not_read_does_not_hold_up_a_signal(agents: Agents) -
 
     until(lambda: agent.poll() is not None, 60.0)
     assert agent.returncode == 128 + signal.SIGTERM
+
+
+def test_a_reader_that_does_not_read_does_not_keep_a_rank_from_being_replaced(
+    agents: Agents,
+) -> None:
+    body = f"Path(f'begun{{rank}}.{{os.getpid()}}').touch()\n{WRITES_FOR_EVER}"
+    agent = agents.start(body, "--nproc", "1", has_pipe=True)
+    worker = agents.worker("begun0")
+    time.sleep(1.0)  # the pipe is full
+
+    os.kill(worker, signal.SIGKILL)
+
+    until(lambda: len(agents.pids("begun0")) > 1, 60.0)
+    assert agent.stdout is not None
+    until(lambda: "lines lost, as nobody read them" in agent.stdout.read(4000))  # type: ignore[union-attr]
 
 
 def test_a_slow_reader_does_not_hide_a_worker_that_hangs(agents: Agents) -> None:

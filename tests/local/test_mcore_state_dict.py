@@ -114,6 +114,30 @@ def test_a_state_comes_back_in_any_layout_on_any_number_of_ranks_though_a_node_i
     assert run_processes(new, load, str(tmp_path)) == [None] * new
 
 
+def change_the_sharding(rank: int) -> None:
+    """Shards move, one is new, and one is left out, though the distribution is given."""
+
+    def shards(step: int) -> dict[str, Any]:
+        part, size = (rank + step) % 4, 4
+        found = torch.full((2,), float(part))
+        state = {"moves": ShardedTensor.from_rank_offsets("moves", found, (0, part, size))}
+        if step:
+            state["new"] = ShardedTensor.from_rank_offsets("new", found, (0, rank, size))
+        return state
+
+    first, known = MCoreTensorAwareStateDict.from_state_dict(shards(0))
+    second, known = MCoreTensorAwareStateDict.from_state_dict(shards(1), cached_metadata=known)
+    assert (len(list(first.tensors)), len(list(second.tensors))) == (1, 2)
+    lacking = shards(1)
+    if rank == 2:
+        del lacking["new"]
+    found = outcome(
+        lambda: MCoreTensorAwareStateDict.from_state_dict(lacking, cached_metadata=known)
+    )
+    assert isinstance(found, Failure)
+    assert "CoverageError" in found.kinds
+
+
 def ask_for_nothing(rank: int) -> None:
     """Megatron-LM does so before it has a model; here also one rank alone does."""
     state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2), "fully_parallel")
@@ -205,6 +229,7 @@ def load_with_every_strictness(rank: int) -> None:
 
 def ask(rank: int) -> None:
     """Body of a rank."""
+    change_the_sharding(rank)
     ask_for_nothing(rank)
     ask_for_an_object_of_another_rank(rank)
     ask_for_what_cannot_be_had(rank)

@@ -22,6 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -201,7 +202,7 @@ from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadSh
 
 SAVERS = {1: zarr.ZarrSaveShardedStrategy, 2: zarr.Format2SaveShardedStrategy}
 LOADERS: dict[int, Any] = {1: zarr.ZarrLoadShardedStrategy, 2: zarr.Format2LoadShardedStrategy}
-COMMON = {"iteration": 3, "args": Namespace(tp=2)}
+COMMON = {"iteration": 3, "args": Namespace(tp=2), "lr": np.float64(0.5)}
 TORCH_DIST = ("torch_dist", 1)
 two_stage: Any = partial(TwoStageDataParallelLoadShardedStrategy, None)
 

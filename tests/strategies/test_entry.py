@@ -223,6 +223,12 @@ def torch_dist_through_our_entries_is_torch_dist(rank: int, scratch: Path) -> No
         dist.barrier()
         require_everything(rank, Entry.MEGATRON, root)
         assert not list(root.glob("*.distcp"))
+        damaged = scratch / Entry.MEGATRON
+        if rank == 0:
+            min(damaged.glob("__3_*.distcp")).unlink()
+        dist.barrier()
+        wanted = everything(rank, empty=True)
+        require_refused(lambda: load(Entry.OURS, wanted, damaged), CheckpointError, ".distcp")
 
 
 def ranks_that_do_not_share_a_directory_get_an_error(rank: int, scratch: Path) -> None:
