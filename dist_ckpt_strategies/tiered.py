@@ -68,7 +68,7 @@ _REMOVAL_S = 5.0
 
 _NONE = -1
 _NAME = r"iter_\d{7,}"
-"""What the names of the global checkpoints match; nothing else in the root is loaded."""
+"""What the names of the global checkpoints match; nothing else in the root is loaded or removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +423,8 @@ class TieredCheckpointManager:
             if self._running is not None:
                 logger.warning("%s is given up", _name(self._running[0]))
             self._running, self._newest = None, dict.fromkeys(self._newest, _NONE)
+            if self.local is not None:
+                run_collectively(comm, self.local.abandon)
         self._is_open = True
         self._last_s = time.monotonic()
         return comm
@@ -618,6 +620,7 @@ class TieredCheckpointManager:
                     keep_every=self.policy.keep_every,
                     unfinished=True,
                     older_than_s=max(_MIN_UNFINISHED_S, 2 * self._timeout_s),
+                    pattern=_NAME,
                 )
             except CheckpointError as error:
                 logger.warning("%s: old checkpoints could not be removed yet: %s", self.root, error)

@@ -294,7 +294,7 @@ def test_what_a_manager_has_not_written_is_neither_loaded_nor_removed(tmp_path: 
             manager.save(step, training.state_dict)
             manager.wait()
             if step == 1:
-                for name in ("best", "iter_0000009.bad"):
+                for name in ("best", "iter_0000009.bad", "pretrained_9000"):
                     shutil.copytree(manager.directory(1), tmp_path / name)
     (tmp_path / "metadata.json").write_text("{}")  # the caller's own
     with TieredCheckpointManager(tmp_path, options=OPTIONS) as manager:
@@ -309,7 +309,7 @@ def test_what_a_manager_has_not_written_is_neither_loaded_nor_removed(tmp_path: 
     assert loaded is not None
     assert loaded.iteration == 3
     assert {one.name for one in tmp_path.iterdir() if one.is_dir()} == {
-        *("best", "iter_0000009.bad", "iter_0000003")
+        *("best", "iter_0000009.bad", "iter_0000003", "pretrained_9000")
     }
 
 

@@ -235,9 +235,10 @@ def prune(
 ) -> None:
     """Remove old checkpoints, and what killed saves left behind.
 
-    ROOT contains the checkpoints, each in a directory whose name ends in its iteration. The newest
-    complete one is always kept, and so is everything that is neither a checkpoint of format 1 or 2
-    nor left by a killed save of these. Shows what would be removed, and prompts.
+    ROOT contains the checkpoints, each in a directory; its iteration is the last number in its
+    name. The newest complete one is always kept, and so is everything that has no iteration in its
+    name, or is neither a checkpoint of format 1 or 2 nor left by a killed save of these. Shows what
+    would be removed, and prompts.
     """
     from dist_ckpt_strategies.cli.prune import prune_checkpoints  # noqa: PLC0415
 

@@ -105,19 +105,26 @@ class _Output:
         """
         if target is None:
             return
-        if num_lost := self._num_lost[target]:
-            line = b"\ndist-ckpt: %d lines lost, as nobody read them\n" % num_lost + line
-        rest, patience_s = memoryview(line), 0.0 if num_lost else _PATIENCE_S
+        num_lost = self._num_lost[target]
+        patience_s = 0.0 if num_lost else _PATIENCE_S
+        notice = b"\ndist-ckpt: %d lines lost, as nobody read them\n" % num_lost
+        if num_lost and self._can_send(target, notice, patience_s):
+            self._num_lost[target] = 0
+        if self._num_lost[target] or not self._can_send(target, line, patience_s):
+            self._num_lost[target] += 1
+
+    def _can_send(self, target: IO[Any], content: bytes, patience_s: float) -> bool:
+        """Send all of it, unless nobody reads."""
+        rest = memoryview(content)
         deadline = time.monotonic() + patience_s
         while rest:
             num_written = _send(target, rest, min(_LOOK_S, patience_s))
             if num_written:
                 deadline = time.monotonic() + patience_s
             elif self.signals or time.monotonic() >= deadline:
-                self._num_lost[target] += 1
-                return
+                return False
             rest = rest[num_written:]
-        del self._num_lost[target]
+        return True
 
 
 def nodes_of(

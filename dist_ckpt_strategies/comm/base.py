@@ -171,7 +171,7 @@ def run_and_gather(
         except (PeerTimeoutError, PeerLostError):
             raise  # ranks are out of step: there is no collective any more
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised again below
-            own = _own_error(comm, error)
+            own = _own_error(error)
         if own is not None:
             key, path = (None if text is None else str(text) for text in (own.key, own.path))
             answers = comm.all_gather([kind_of(own), own.message, key, path, own.global_rank])
@@ -188,10 +188,10 @@ def run_and_gather(
         del result, own  # or a raised error would hold this frame and its tensors, in a cycle
 
 
-def _own_error(comm: Communicator, error: Exception | CheckpointException) -> CheckpointError:
+def _own_error(error: Exception | CheckpointException) -> CheckpointError:
     """An error of this package; for torch's, which is no Exception, the first failure it reports.
 
-    There rank 0 stands for this rank, too: functions that ran without collectives report that.
+    Its ranks are global ones. Rank 0 is that, or this rank where there were no collectives.
     """
     if isinstance(error, Exception):
         return as_checkpoint_error(error)
@@ -199,8 +199,7 @@ def _own_error(comm: Communicator, error: Exception | CheckpointException) -> Ch
     found = as_checkpoint_error(
         failure if isinstance(failure, Exception) else RuntimeError(text_of(failure))
     )
-    if rank and found.global_rank is None:
-        found.global_rank = comm.global_ranks[rank]
+    found.global_rank = found.global_rank or rank or None
     return found
 
 

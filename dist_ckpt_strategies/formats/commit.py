@@ -277,7 +277,7 @@ class DirectoryPlace(PlaceBase):
         Raises:
             StorageError: a thread that was given up is at the commit.
         """
-        with _locked(self.location):
+        with file_errors(None, self.location), _locked(self.location):
             if not (self.location / MARKER_NAME).exists():
                 shutil.rmtree(self.location, ignore_errors=True)
 

@@ -285,6 +285,16 @@ class LocalCheckpointManager:
             raise PlanError(f"group: expected ranks 0 to {comm.size - 1} in order, found {found}")
         return comm
 
+    def abandon(self) -> None:
+        """Wait for the end of a save under way, without making it complete. Rank-local.
+
+        Raises:
+            SaveTimeoutError: it does not end.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait(limit_of_wait(self.timeout_s), "the save before")
+
     def _let_finish(self, comm: Communicator) -> None:
         """A save that is still running uses the memory and the groups that the next one needs.
 

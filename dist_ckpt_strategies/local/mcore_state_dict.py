@@ -61,7 +61,7 @@ class ShardDistribution:
 
     Attributes:
         main_rank_for_shard: the rank of the group that keeps each shard.
-        sharding: digest of what this rank held.
+        sharding: digest of what all ranks held.
     """
 
     main_rank_for_shard: Mapping[ShardId, int]
@@ -136,18 +136,20 @@ class MCoreTensorAwareStateDict(ListedTensors):
         """
         world = _communicator(None, "split of a state dict")
 
-        made: list[tuple[StateDict, StateDict, MCoreTensorAwareStateDict, str]] = []
+        made: list[tuple[StateDict, StateDict, MCoreTensorAwareStateDict]] = []
 
-        def split() -> bool:
+        def split() -> list[str | None]:
             options_from_environment()
             _require_algorithm(algo)
             sharded, common = split_for_save(sharded_state_dict, None)
             own = digest_of([message_of(value) for value in sharded_values(sharded)])
-            made.append((common, sharded, cls(common, sharded), own))
-            return cached_metadata is not None and cached_metadata.sharding == own
+            made.append((common, sharded, cls(common, sharded)))
+            return [own, cached_metadata.sharding if cached_metadata else None]
 
-        is_unchanged = all(run_and_gather(world, split))
-        ((common, sharded, whole, own),) = made
+        owns, lasts = zip(*run_and_gather(world, split), strict=True)
+        ((common, sharded, whole),) = made
+        sharding = digest_of(owns)
+        is_unchanged = all(last == sharding for last in lasts)
         if not is_unchanged:
             check_save(world, sharded, common)
         if algo == "atomic":
@@ -155,7 +157,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
         group = _communicator(parallelization_group, "distribution of shards")
         known = cached_metadata if is_unchanged else None
         state, found = cls.distributed(group, common, sharded, known)
-        return state, replace(found, sharding=own)
+        return state, replace(found, sharding=sharding)
 
     @classmethod
     def distributed(

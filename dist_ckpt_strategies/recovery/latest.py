@@ -43,7 +43,7 @@ from dist_ckpt_strategies.storage.lease import LOCK_PREFIX
 
 logger = logging.getLogger(__name__)
 
-_NUMBER = re.compile(r"(\d+)\Z")
+_NUMBER = re.compile(r"(\d+)\D*\Z")
 _NONE = -1
 
 _OF_A_SAVE = (PARTIAL_PREFIX, REMOVED_PREFIX, SAVE_PREFIX)

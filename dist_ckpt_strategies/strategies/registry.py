@@ -28,6 +28,7 @@ from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.types import (
     TORCH_DIST,
     StrategyAction,
+    allow_in_common_state,
     default_allowed,
     has_registry,
     is_strategy,
@@ -367,6 +368,7 @@ class Configured:
         self.options = (options or options_from_environment()).with_changes(**changes)
         self._allow = tuple(allow)
         self.group = group
+        allow_in_common_state()
 
     @property
     def allowed(self) -> Allowed:

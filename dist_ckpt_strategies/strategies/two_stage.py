@@ -32,6 +32,7 @@ from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.types import (
     LoadShardedStrategy,
     StrategyAction,
+    allow_in_common_state,
     default_allowed,
     handles_objects,
     is_strategy,
@@ -161,6 +162,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )
         self._allow = tuple(allow)
+        allow_in_common_state()
         self._report: BroadcastReport | None = None
 
     @property

@@ -40,7 +40,6 @@ from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, met
 from dist_ckpt_strategies.megatron.types import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    allow_in_common_state,
     raises_megatron_errors,
     split_common_object,
 )
@@ -242,7 +241,6 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         allow: Allowed = (),
     ) -> None:
         super().__init__()
-        allow_in_common_state()
         self._configure(options, allow, group, engine=engine, verify=verify)
 
     @raises_megatron_errors

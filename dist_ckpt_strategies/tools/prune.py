@@ -55,7 +55,7 @@ from dist_ckpt_strategies.storage.store import Store
 _TRACKER_NAME = "latest_checkpointed_iteration.txt"
 """Where Megatron-LM notes which iteration is to be resumed."""
 
-_NUMBER = re.compile(r"(\d+)\Z")
+_NUMBER = re.compile(r"(\d+)\D*\Z")
 
 
 class Status(StrEnum):
@@ -78,7 +78,7 @@ class PruneDecision:
 
     Attributes:
         name: of the directory.
-        iteration: the number that its name ends in; None where it ends in none.
+        iteration: the last number in its name; None where there is none.
         status: what it is.
         age_s: since the newest change in it, in seconds.
         nbytes: of its files; None where that is not known.
@@ -131,18 +131,20 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     older_than_s: float = 3600.0,
     dry_run: bool = False,
     store: StoreOptions | None = None,
+    pattern: str | None = None,
 ) -> PruneReport:
     """Remove old checkpoints, and files of killed saves, below a directory or URL.
 
     Rank-local: one rank calls it, after a save. Always kept are the newest complete checkpoint,
-    those whose name has no iteration at its end, and everything that is neither a checkpoint of
+    those whose name has no iteration, and everything that is neither a checkpoint of
     ("zarr", 1) or ("zarr", 2) nor left by a killed save of these. A removed checkpoint loses its
     marker first. Names and sizes of all files are checked: a damaged checkpoint does not count, and
     is kept until enough complete ones are newer. A directory that cannot be read is kept and does
     not count; the report has the reason.
 
     Args:
-        root: holds the checkpoints, each in a directory whose name ends in its iteration;
+        root: holds the checkpoints, each in a directory; its iteration is the last number in its
+            name;
             ``s3://bucket/path`` or ``gs://bucket/path`` too.
         keep_last: number of newest complete ones to keep; without this and ``keep_every`` all are
             kept.
@@ -153,6 +155,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
             must exceed the duration of any save.
         dry_run: remove nothing; report what would be removed.
         store: how an object store is reached; None: from the environment.
+        pattern: regular expression for whole names; whatever else is below ``root`` is left out.
 
     Raises:
         PlanError: a count is less than 1, or ``root`` is a checkpoint itself.
@@ -164,7 +167,11 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     location = located(root, store, what="root")
     removed, kept = [], []
     for decision in build_prune_plan(
-        _find(location), keep_last, keep_every, unfinished=unfinished, older_than_s=older_than_s
+        _find(location, pattern),
+        keep_last,
+        keep_every,
+        unfinished=unfinished,
+        older_than_s=older_than_s,
     ):
         if not decision.is_removed:
             kept.append(decision)
@@ -235,7 +242,7 @@ def build_prune_plan(
             (is_complete and num_newer < num_kept, f"one of the last {last}"),
             (not is_killed and is_multiple, f"a multiple of {every}"),
             (not is_killed and one.is_named, "the run's tracker file names it"),
-            (not is_killed and one.iteration is None, "its name has no iteration at the end"),
+            (not is_killed and one.iteration is None, "its name has no iteration"),
         )
         why = next((why for applies, why in reasons if applies), "")
         removal = f"{one.status}{': its save was killed' if is_killed else ', and not to be kept'}"
@@ -247,8 +254,8 @@ def _order(one: PruneDecision) -> tuple[bool, int, float, str]:
     return one.iteration is not None, one.iteration or 0, -one.age_s, one.name
 
 
-def _find(root: Location) -> list[PruneDecision]:
-    """What there is below a place; links are passed over."""
+def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
+    """What there is below a place, of names that fit; links are passed over."""
     if isinstance(root, Path):
         require_directory(root)
         with file_errors(None, root), os.scandir(root) as entries:
@@ -258,7 +265,9 @@ def _find(root: Location) -> list[PruneDecision]:
     else:
         names, is_checkpoint = _names_below(root)
         store = root
-    if is_checkpoint:
+    if pattern is not None:
+        names = [name for name in names if re.fullmatch(pattern, name)]
+    elif is_checkpoint:
         raise PlanError(f"{root} is a checkpoint itself; name the directory that holds it")
     tracked = None
     with suppress(IncompleteCheckpointError, ValueError):

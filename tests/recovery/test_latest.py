@@ -205,6 +205,7 @@ NOT_FOUND, UNUSABLE = CheckpointNotFoundError, NoUsableCheckpointError
         ("iter_0000010/.partial-0a7/manifest/x", b"", NOT_FOUND, "iter_0000010 is not"),
         ("iter_0000010/.removed-0a9/manifest/x", b"", NOT_FOUND, "iter_0000010 is not"),
         ("iter_0000010/metadata.json", b"{", UNUSABLE, "iter_0000010"),
+        ("epoch=3-step=12.ckpt/metadata.json", b"{", UNUSABLE, "checkpoint of iteration 12"),
         ("s3:/bucket/run", None, StrategyError, "takes slashes out of a URL"),
         ("x" * 300, None, StorageError, "x: .*too long for the file system"),
     ],

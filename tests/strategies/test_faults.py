@@ -340,14 +340,14 @@ def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> None:
             step()
         dist.barrier()
 
-    for left_nbytes in (0, 40 << 10):  # the second is enough for some of the files
-        on_rank_0(partial(fill_disk, root, leaving_nbytes=left_nbytes))
-        require_failures(f"full {left_nbytes}", "no space left")
-        on_rank_0((root / ".ballast").unlink)
     with read_only(root) if rank == 0 else nullcontext():
         dist.barrier()
         require_failures("locked", "read-only")
         dist.barrier()
+    for left_nbytes in (0, 40 << 10):  # the second is enough for some of the files
+        on_rank_0(partial(fill_disk, root, leaving_nbytes=left_nbytes))
+        require_failures(f"full {left_nbytes}", "no space left")
+        on_rank_0((root / ".ballast").unlink)
     wanted = full_state(rank, no_data) | state_of(rank, assembled, no_data)
     loaded = load(Entry.OURS, wanted, root / "good")
     assert differences(rank, [*own_cuts(), *assembled], loaded) == []
