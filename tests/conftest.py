@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("suite")
+
+
+_LONG = (
+    *("cluster", "faults/test_campaign.py", "packaging", "stores"),
+    *("comm/test_interruptible_gloo.py", "inprocess/test_elastic_agent.py"),
+    *("inprocess/test_nodes.py", "test_doc_scripts.py", "test_recovery_page.py"),
+)
+"""Campaigns, jobs of several launchers, servers, the wheel, and the pages' scripts."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what ``tox -e long`` runs, and ``tox -e py`` does not."""
+    long_ones = [Path(__file__).parent / name for name in _LONG]
+    for item in items:
+        if any(item.path.is_relative_to(one) for one in long_ones):
+            item.add_marker(pytest.mark.long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
