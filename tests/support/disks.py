@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,8 +44,15 @@ def _mounted(mount_point: Path, *what: str) -> Iterator[None]:
 
 @contextmanager
 def read_only(directory: Path) -> Iterator[None]:
-    """No user, root included, can write below the directory meanwhile; it is a mount point."""
-    _require(_run("mount", "-o", "remount,ro", str(directory)), "remounting is not permitted here")
+    """No user, root included, can write below the directory meanwhile; it is a mount point.
+
+    It is busy while another rank has the staging directory open, until its save has returned.
+    """
+    remount = ("mount", "-o", "remount,ro", str(directory))
+    deadline = time.monotonic() + 10.0
+    while not (is_done := _run(*remount)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    _require(is_done, "remounting is not permitted here")
     try:
         yield
     finally:
