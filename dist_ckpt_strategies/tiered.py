@@ -422,9 +422,9 @@ class TieredCheckpointManager:
         if any(one != known[0] for one in known):  # some rank has been replaced
             if self._running is not None:
                 logger.warning("%s is given up", _name(self._running[0]))
-            self._running, self._newest = None, dict.fromkeys(self._newest, _NONE)
             if self.local is not None:
                 run_collectively(comm, self.local.abandon)
+            self._running, self._newest = None, dict.fromkeys(self._newest, _NONE)
         self._is_open = True
         self._last_s = time.monotonic()
         return comm

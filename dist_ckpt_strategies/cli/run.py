@@ -30,7 +30,7 @@ from dist_ckpt_strategies.inprocess.places import FENCED, NODE_MISSING, Nodes
 
 _LOOK_S = 0.2
 _PATIENCE_S = 5.0
-"""How long a reader may not read: meanwhile the agent looks after nothing else."""
+"""Longest wait for a reader that does not read; meanwhile the agent does nothing else."""
 _DEFAULT_PORT = 29400
 """Torchrun's for c10d."""
 

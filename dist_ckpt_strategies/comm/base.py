@@ -199,7 +199,8 @@ def _own_error(error: Exception | CheckpointException) -> CheckpointError:
     found = as_checkpoint_error(
         failure if isinstance(failure, Exception) else RuntimeError(text_of(failure))
     )
-    found.global_rank = found.global_rank or rank or None
+    if rank and found.global_rank is None:
+        found.global_rank = rank
     return found
 
 

@@ -291,9 +291,9 @@ class LocalCheckpointManager:
         Raises:
             SaveTimeoutError: it does not end.
         """
-        running, self._running = self._running, None
-        if running is not None:
-            running.wait(limit_of_wait(self.timeout_s), "the save before")
+        if self._running is not None:
+            self._running.wait(limit_of_wait(self.timeout_s), "the save before")
+            self._running = None
 
     def _let_finish(self, comm: Communicator) -> None:
         """A save that is still running uses the memory and the groups that the next one needs.

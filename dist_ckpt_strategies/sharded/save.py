@@ -34,11 +34,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, Sha
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.device import require_plain
-from dist_ckpt_strategies.errors import (
-    DuplicateWriterError,
-    PlanError,
-    StorageError,
-)
+from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed

@@ -144,8 +144,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
 
     Args:
         root: holds the checkpoints, each in a directory; its iteration is the last number in its
-            name;
-            ``s3://bucket/path`` or ``gs://bucket/path`` too.
+            name. ``s3://bucket/path`` or ``gs://bucket/path`` too.
         keep_last: number of newest complete ones to keep; without this and ``keep_every`` all are
             kept.
         keep_every: keep iterations that are a multiple of it.

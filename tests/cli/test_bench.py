@@ -60,7 +60,7 @@ def test_two_ranks_measure_every_candidate(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("ending", "statuses"), [("sigterm", {143}), ("error", {1, 2, 3})])
+@pytest.mark.parametrize(("ending", "statuses"), [("sigterm", {143}), ("error", {2, 3})])
 def test_however_it_ends_neither_files_nor_processes_are_left(
     ending: str, statuses: set[int], tmp_path: Path
 ) -> None:
@@ -82,7 +82,7 @@ def test_however_it_ends_neither_files_nor_processes_are_left(
         process.kill()
         process.communicate()
 
-    # 1 if a load was the first to miss the directory, 2 if Megatron-Core was, on rank 0 alone.
+    # 2 if Megatron-Core, on rank 0 alone, was the first to miss the directory.
     assert process.returncode in statuses, stderr
     if ending == "error":
         # torch_dist's own process may write a traceback before: its sockets need short paths.

@@ -302,6 +302,7 @@ def test_whatever_is_asked_for_the_newest_and_what_is_not_ours_stay(
     assert sorted(decision.name for decision in plan) == sorted(one.name for one in found)
     for one in (one for one in found if one.name in gone):
         assert one.status is not Status.OTHER
+        assert one.iteration is not None or one.status is Status.UNFINISHED
         assert one.status is not Status.UNFINISHED or one.age_s >= policy["older_than_s"]
     if complete:
         newest = max(complete, key=lambda one: -1 if one.iteration is None else one.iteration)
