@@ -402,12 +402,9 @@ class TieredCheckpointManager:
         else:
             self.release()
 
-    def _communicator(self) -> Communicator:
-        return open_communicator(None, timeout_s=self._timeout_s, purpose="checkpoint manager")
-
     def _open(self) -> Communicator:
         """All ranks; the first time rank 0 takes the lock. Collective then."""
-        comm = self._communicator()
+        comm = open_communicator(None, timeout_s=self._timeout_s, purpose="checkpoint manager")
         if self._is_open:
             return comm
 

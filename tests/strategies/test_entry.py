@@ -250,7 +250,7 @@ def an_array_and_an_object_may_have_one_key(rank: int, scratch: Path) -> None:
     wanted: dict[str, Any] = state_of(rank, [cut], no_data)
     wanted["o"] = ShardedObject("w", None, (4,), (rank,))
     for entry in Entry:
-        # Megatron-Core's own check takes all values of a key for arrays, or all for objects.
+        # Megatron-Core's check takes all values of a key for arrays, or all for objects.
         options = {"validate_access_integrity": entry is Entry.OURS}
         both = state_of(rank, [cut]) | {"o": ShardedObject("w", {"of": rank}, (4,), (rank,))}
         save(entry, both, scratch / entry, **options)
