@@ -161,7 +161,7 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
                 save.write_small_files()
                 return write_arrays()
 
-        work = BackgroundWork(write, "dist-ckpt-save", save.planned.report.nbytes)
+        work = BackgroundWork(write, "dist-ckpt-save", save.planned.nbytes)
         RUNNING_SAVES.add(writer.root, work)
         return work
 
