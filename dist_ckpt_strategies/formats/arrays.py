@@ -36,7 +36,6 @@ from dist_ckpt_strategies.formats.chunks import (
     wrong_size,
     zarr_json,
 )
-from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.file_systems import (
@@ -318,7 +317,7 @@ class Format1Reader:
             with self._budget.held(2 * nbytes):
                 raise_if_cancelled()
                 engine = self._options.engine
-                elements = decode_chunk(self._root, array, index, region, handle, engine)
+                elements = zarr2.decode_chunk(self._root, array, index, region, handle, engine)
                 raise_if_cancelled()
                 np.copyto(target, bits_of(elements))
 
