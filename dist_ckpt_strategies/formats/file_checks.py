@@ -31,8 +31,7 @@ from dist_ckpt_strategies.formats.manifest import (
     Span,
     digest_of,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, WrongSizeError, block_sizes
-from dist_ckpt_strategies.storage.folders import nbytes_text
+from dist_ckpt_strategies.storage.files import COMMON_NAME, WrongSizeError, block_sizes, nbytes_text
 from dist_ckpt_strategies.storage.store import Store
 
 

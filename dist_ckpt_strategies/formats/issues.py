@@ -15,8 +15,7 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
-from dist_ckpt_strategies.storage.folders import nbytes_text
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_text
 
 if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.core.array import ArraySpec, Shape

@@ -77,17 +77,15 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Directory,
+    Folder,
     block_sizes,
     file_errors,
-    read_file,
-    require_directory,
-)
-from dist_ckpt_strategies.storage.folders import (
-    Folder,
     folders_below,
     nbytes_text,
+    read_file,
     read_folder,
     reason,
+    require_directory,
 )
 from dist_ckpt_strategies.storage.store import Store
 
