@@ -67,7 +67,7 @@ from dist_ckpt_strategies.formats.manifest import (
     Manifest,
     ObjectRecord,
 )
-from dist_ckpt_strategies.formats.objects import file_damage, shard_id, shard_path
+from dist_ckpt_strategies.formats.objects import OBJECT_SUFFIX, file_damage, shard_id
 from dist_ckpt_strategies.formats.zarr2 import LOCKS_SUFFIX, METADATA_NAME, parse_metadata
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
@@ -377,7 +377,7 @@ def _compared_objects(
         num_shards = math.prod(shape)
 
         def path_of(offset: Shape, key: str = key, stated: Shape = stated) -> str:
-            return shard_path(ObjectId(key, offset, stated))
+            return ObjectId(key, offset, stated).unique_key + OBJECT_SUFFIX
 
         expected = f"one of {num_shards} shards"
         issues += _compared_grid(key, shape, path_of, present, expected, "shards")
