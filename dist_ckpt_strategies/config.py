@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from numbers import Integral, Real
@@ -316,13 +316,13 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> Launch:
+def launch_from_environment() -> Launch:
     """How this process was started: by ``dist-ckpt run``, by torchrun, or on its own.
 
     Raises:
         StrategyError: in another way, as one of several; or a variable makes no sense.
     """
-    source = os.environ if environ is None else environ
+    source = os.environ
     if source.get(RENDEZVOUS):
         pipe = source.get(HEARTBEAT_PIPE)
         return Launch(
