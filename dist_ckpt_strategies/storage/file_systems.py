@@ -239,6 +239,8 @@ def is_cached(handle: int, size: int) -> bool:
         os.preadv(handle, [bytearray(1)], size // 2, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
+    except AttributeError:  # Python was built with a C library that has no RWF_NOWAIT
+        return True
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
