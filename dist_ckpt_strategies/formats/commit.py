@@ -36,6 +36,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     StorageError,
     StrategyError,
+    some_of,
 )
 from dist_ckpt_strategies.formats.locations import (
     SAVE_FIELD,
@@ -83,8 +84,6 @@ _OLD_NAME = f"{REMOVED_PREFIX}old"
 
 _DECIDED = f"{PARTIAL_PREFIX}*/{MARKER_NAME}"
 """Markers of saves that are decided and not finished; one at most, but for changes by hand."""
-
-_MAX_NAMED = 5
 
 _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 """What torch.distributed.checkpoint names its files."""
@@ -400,11 +399,10 @@ def _require_replaceable(root: Path, keys: Collection[str]) -> None:
     found = {*array_keys(root), *(object_id.key for object_id in object_ids(root))}
     others = sorted(found.difference(keys))
     if others:
-        shown = ", ".join(others[:_MAX_NAMED]) + (", ..." if len(others) > _MAX_NAMED else "")
         raise CheckpointExistsError(
             f"{root} holds {len(others)} arrays or objects that this save would not replace and "
-            f"that belong to no finished checkpoint: {shown}; remove them, save elsewhere, or pass "
-            "overwrite=True to dist_ckpt_strategies.save",
+            f"that belong to no finished checkpoint: {some_of(others)}; remove them, save "
+            "elsewhere, or pass overwrite=True to dist_ckpt_strategies.save",
             path=str(root),
         )
 

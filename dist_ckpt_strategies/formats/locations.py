@@ -24,6 +24,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
     StrategyError,
+    some_of,
 )
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
 from dist_ckpt_strategies.formats.zarr2 import array_keys
@@ -89,8 +90,6 @@ class CheckpointMarker:
                 raise ValueError(f"unexpected field {name} = {value!r}")
         return cls(**found)
 
-
-_MAX_NAMED = 5
 
 _LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(/?)(?!/)")
 _FILE_URL = re.compile(r"file://(?:localhost)?/(.*)", re.DOTALL)
@@ -246,9 +245,8 @@ def other_contents(root: Path) -> str:
 
 def holds_checkpoints(inner: Sequence[str]) -> str:
     """What a place with checkpoints of these names is; follows what was expected there."""
-    shown = ", ".join(inner[:_MAX_NAMED]) + (", ..." if inner[_MAX_NAMED:] else "")
     noun = "checkpoint" if len(inner) == 1 else "checkpoints"
-    return f"it holds {len(inner)} {noun} ({shown}); name one of them"
+    return f"it holds {len(inner)} {noun} ({some_of(inner)}); name one of them"
 
 
 @limited
