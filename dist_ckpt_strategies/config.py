@@ -69,11 +69,7 @@ class Credentials(StrEnum):
 
 
 def require_in_range(name: str, kind: type[Any], limit: float, value: Any) -> None:
-    """Raise unless an option is a number of that kind above 0 and below the limit.
-
-    Raises:
-        StrategyError: it is not; names the option.
-    """
+    """Raise StrategyError unless an option is a number of that kind, > 0 and below the limit."""
     if not (isinstance(value, kind) and 0 < value < limit):  # refuses NaN too
         raise StrategyError(
             f"option {name}: expected a number > 0 and < {limit:g}, found {value!r}"
@@ -259,11 +255,7 @@ def debug_from_environment() -> bool:
 
 
 def local_world_size() -> int:
-    """Ranks of this node, as launchers say in ``LOCAL_WORLD_SIZE``.
-
-    Raises:
-        StrategyError: it is not set, or is no number.
-    """
+    """Ranks of this node, by LOCAL_WORLD_SIZE; StrategyError if that is not set, or no number."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not text.isdecimal() or int(text) == 0:
         raise StrategyError(
@@ -274,12 +266,9 @@ def local_world_size() -> int:
 
 
 def local_rank() -> int | None:
-    """This process's place among those of its node, as launchers say in ``LOCAL_RANK``.
+    """This process's place among those of its node, by LOCAL_RANK; None if that is not set.
 
-    None if not set.
-
-    Raises:
-        StrategyError: it is no number.
+    Raises StrategyError if it is no number.
     """
     text = os.environ.get("LOCAL_RANK")
     return _parsed("LOCAL_RANK", text, int) if text else None

@@ -1,7 +1,6 @@
 """The files of a ("zarr", 2) checkpoint, and the comparison of their bytes with their digests.
 
-A scan compares names and sizes; ``verify`` and loads with ``verify="full"`` compare the bytes. No
-torch.
+``verify`` and loads with ``verify="full"`` compare the bytes. No torch.
 """
 
 from __future__ import annotations
@@ -41,14 +40,7 @@ def manifest_files(
     objects: Iterable[ObjectRecord],
     common: FileDigest | None,
 ) -> Iterator[FileCheck]:
-    """Every file that the manifest lists, and the comparison of its bytes with their digests.
-
-    Args:
-        store: the checkpoint.
-        arrays: of the manifest.
-        objects: of the manifest.
-        common: the common state's file, if it is listed.
-    """
+    """Every file that the manifest lists, and the comparison of its bytes with their digests."""
     for record in arrays:
         array, content = record.array, zarr_json(record.array)
         listed = FileDigest(len(content), digest_of(content))

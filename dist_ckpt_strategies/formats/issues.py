@@ -129,9 +129,8 @@ class FileCheck:
     """A file that belongs to a checkpoint, and the comparison of its bytes with their digests.
 
     Attributes:
-        key: whose file it is; None for one of the whole checkpoint.
+        key: None for a file of the whole checkpoint.
         name: of the file, below the checkpoint's directory.
-        nbytes: how many it has to have.
         run: returns what is wrong with it; raises where it cannot be read.
         expected: what it should be, for messages.
     """
@@ -220,9 +219,7 @@ def checked_marker(
 ) -> tuple[CheckpointMarker | None, list[Issue]]:
     """The marker of a checkpoint, if there is one, and what is wrong with it.
 
-    Args:
-        store: the checkpoint.
-        expected: backend and version of the sharded state; None for any.
+    ``expected``: backend and version of the sharded state; None for any.
 
     Raises:
         StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.

@@ -1,10 +1,9 @@
 """Where a checkpoint is, a directory or a place in an object store, and whether it is whole.
 
-A location is a Path, absolute, or a Bucket. Both go through strategies as ``checkpoint_dir``.
-``metadata.json``, the marker, is the last file of a checkpoint. In a bucket it names the save whose
-prefix, ``save-ID/``, holds all files. If the request that put it is carried out late, it may name a
-prefix that was removed since; then the largest id counts whose prefix is whole. A checkpoint that
-an earlier release wrote has its files right below its URL.
+A location is a Path, absolute, or a Bucket; ``commit`` says what lies there. If the request that
+put a bucket's marker is carried out late, the marker may name a prefix that was removed since; then
+the largest id counts whose prefix is whole. A checkpoint that an earlier release wrote has its
+files right below its URL.
 """
 
 from __future__ import annotations
@@ -103,10 +102,8 @@ def located(
 ) -> Location:
     """The location that a caller means: ``s3://``, ``gs://``, ``file:///`` or a path.
 
-    Args:
-        address: of a checkpoint, or of what holds several; a location stays as it is.
-        options: how an object store is reached; None: as the environment says, and no peer waits.
-        what: what an empty one is the address of, for messages.
+    Without ``options`` a store is reached as the environment says, and no peer waits. Messages
+    call the address ``what``.
 
     Raises:
         StrategyError: it is no address, or a Path made of a URL; or the environment makes no sense.
@@ -297,11 +294,7 @@ def visible_place(bucket: Bucket) -> Bucket:
 
 
 def require_something(bucket: Bucket) -> None:
-    """Raise where there is nothing at all.
-
-    Raises:
-        CheckpointNotFoundError: there is not.
-    """
+    """Raise CheckpointNotFoundError where there is nothing at all."""
     if not bucket.names():
         what = "there is no checkpoint"
         if not bucket.reports_missing_buckets:

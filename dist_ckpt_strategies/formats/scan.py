@@ -114,11 +114,8 @@ def scan(place: Location, watch: Watch | None = None) -> Scan:
     """What a checkpoint holds, and what is wrong with it, by names, sizes and metadata.
 
     Reads no array and no object; ``verify`` compares their bytes. A checkpoint of another sharded
-    backend is counted, and not looked into.
-
-    Args:
-        place: the directory, or the place in an object store.
-        watch: called with directories, done and known so far, in format 1.
+    backend is counted, and not looked into. In format 1 ``watch`` is called with the directories
+    done and known so far.
 
     Raises:
         CheckpointNotFoundError: it does not exist, or there is nothing of a checkpoint; says which
@@ -142,15 +139,10 @@ def verify(
 
     Format 1 keeps checksums of objects and the common state alone, and no list of its arrays: their
     files are read, and only names and sizes are compared. Each thread takes a few MiB of memory, or
-    those of the object that it looks at.
+    those of the object that it looks at. ``watch`` is called with bytes.
 
     Collective if ``comm`` has several ranks: each reads its share of the files, and all return the
     same.
-
-    Args:
-        scan: of the checkpoint.
-        watch: called with bytes.
-        comm: ranks that share the work; None: this process does it alone.
 
     Raises:
         StoreAccessError, StoreUnreachableError: an object store does not answer any more.

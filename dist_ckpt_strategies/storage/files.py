@@ -67,11 +67,7 @@ def file_errors(
 
 
 def require_directory(root: Path) -> None:
-    """Raise unless there is a checkpoint directory, finished or not.
-
-    Raises:
-        CheckpointNotFoundError: it does not exist, or is something else.
-    """
+    """Raise CheckpointNotFoundError unless it is a directory, of a finished checkpoint or not."""
     with file_errors(None, root):
         is_there, is_dir = root.exists(), root.is_dir()
     if not is_dir:
@@ -177,9 +173,8 @@ def new_file(path: str, *, is_flushed: bool = True) -> Iterator[int]:
 def sync_jobs(root: Path, names: Mapping[str, str]) -> list[Job]:
     """What makes the names of files in directories durable, and those of the directories.
 
-    Args:
-        root: included, like all directories between.
-        names: directories below ``root``, with the key of what is in each, for messages.
+    ``names``: directories below ``root``, with the key of what is in each, for messages. The root
+    and all directories between are included.
     """
     found = {str(root): ""}
     for name, key in names.items():
@@ -197,12 +192,7 @@ _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLC
 def try_lock(handle: int, *, waits: bool = False) -> bool:
     """Lock an open file for as long as it is open; False if another handle holds the lock.
 
-    Args:
-        handle: of the file.
-        waits: until the lock is free.
-
-    Raises:
-        OSError: the system refuses.
+    With ``waits`` until the lock is free. An OSError if the system refuses.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,12 +226,9 @@ def write_buffered(handle: int, content: Bytes) -> None:
 
 
 class WrongSizeError(CorruptCheckpointError):
-    """A file has another size than it should have.
+    """A file has another size than it should have, ``expected`` bytes.
 
-    Args:
-        path: the file.
-        expected: bytes.
-        found: in words; an object store only shows whether it is larger.
+    ``found`` is in words: an object store only shows whether it is larger.
     """
 
     def __init__(self, path: str, expected: int, found: str) -> None:
