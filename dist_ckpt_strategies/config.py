@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import lru_cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
@@ -70,11 +69,7 @@ class Credentials(StrEnum):
 
 
 def require_in_range(name: str, kind: type[Any], limit: float, value: Any) -> None:
-    """Raise unless an option is a number of that kind above 0 and below the limit.
-
-    Raises:
-        StrategyError: it is not; names the option.
-    """
+    """Raise StrategyError unless an option is a number of that kind, > 0 and below the limit."""
     if not (isinstance(value, kind) and 0 < value < limit):  # refuses NaN too
         raise StrategyError(
             f"option {name}: expected a number > 0 and < {limit:g}, found {value!r}"
@@ -213,9 +208,6 @@ class LocalOptions:
     node_directory: Callable[[int], str | Path] | None = None
 
 
-_VARIABLES = {f.name: _PREFIX + f.name.upper() for f in fields(Options) if f.name != "store"}
-
-
 def options_from_environment() -> Options:
     """The defaults, changed by ``DIST_CKPT_<FIELD>`` variables.
 
@@ -225,12 +217,8 @@ def options_from_environment() -> Options:
     Raises:
         StrategyError: a value does not parse, or is out of range.
     """
-    return _options_set_by(tuple(map(os.environ.get, _VARIABLES.values())))
-
-
-@lru_cache(maxsize=8)
-def _options_set_by(values: tuple[str | None, ...]) -> Options:  # noqa: ARG001 - the cache's key
-    return Options(**_set_by_variables(Options, {f: (name,) for f, name in _VARIABLES.items()}))
+    variables = {f.name: (_PREFIX + f.name.upper(),) for f in fields(Options) if f.name != "store"}
+    return Options(**_set_by_variables(Options, variables))
 
 
 def store_options_from_environment(**defaults: Any) -> StoreOptions:
@@ -267,11 +255,7 @@ def debug_from_environment() -> bool:
 
 
 def local_world_size() -> int:
-    """Ranks of this node, as launchers say in ``LOCAL_WORLD_SIZE``.
-
-    Raises:
-        StrategyError: it is not set, or is no number.
-    """
+    """Ranks of this node, by LOCAL_WORLD_SIZE; StrategyError if that is not set, or no number."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not text.isdecimal() or int(text) == 0:
         raise StrategyError(
@@ -282,12 +266,9 @@ def local_world_size() -> int:
 
 
 def local_rank() -> int | None:
-    """This process's place among those of its node, as launchers say in ``LOCAL_RANK``.
+    """This process's place among those of its node, by LOCAL_RANK; None if that is not set.
 
-    None if not set.
-
-    Raises:
-        StrategyError: it is no number.
+    Raises StrategyError if it is no number.
     """
     text = os.environ.get("LOCAL_RANK")
     return _parsed("LOCAL_RANK", text, int) if text else None
@@ -324,13 +305,13 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> Launch:
+def launch_from_environment() -> Launch:
     """How this process was started: by ``dist-ckpt run``, by torchrun, or on its own.
 
     Raises:
         StrategyError: in another way, as one of several; or a variable makes no sense.
     """
-    source = os.environ if environ is None else environ
+    source = os.environ
     if source.get(RENDEZVOUS):
         pipe = source.get(HEARTBEAT_PIPE)
         return Launch(

@@ -143,18 +143,6 @@ def settle(tensors: Sequence[torch.Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """Copies between the host and devices that are under way."""
-
-    streams: tuple[torch.cuda.Stream, ...]
-
-    def wait(self) -> None:
-        """Return when they are done."""
-        for stream in self.streams:
-            stream.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
 class Slot:
     """A place for one tensor, ``byte_offset`` bytes into memory on the host."""
 
@@ -164,14 +152,17 @@ class Slot:
 
 def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Fill each target from its source; returns when the copies are done."""
-    begin_copies(targets, sources).wait()
+    wait = begin_copies(targets, sources)
+    wait()
 
 
-def begin_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Copies:
-    """Begin to fill each target from its source, which stays untouched until ``wait``.
+def begin_copies(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> Callable[[], None]:
+    """Begin to fill each target from its source; a function that waits until all are filled.
 
-    Copies to or from CUDA run on a side stream of that device, after the work already queued on
-    the current stream. Those within the host are done on return.
+    Sources must not change before. Copies to or from CUDA run on a side stream of that device,
+    after the work already queued on the current stream. Those within the host are done on return.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -188,7 +179,12 @@ def begin_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
         with torch.cuda.stream(stream):
             plain.copy_(found, non_blocking=True)
             on_device.record_stream(stream)
-    return Copies(tuple(streams.values()))
+
+    def wait() -> None:
+        for stream in streams.values():
+            stream.synchronize()
+
+    return wait
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Self
 
@@ -220,6 +221,11 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception as failure:  # noqa: BLE001 - whatever a foreign ``__str__`` raises
         return f"its text cannot be had, {type(failure).__name__} was raised instead"
+
+
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """The first of the names for a message; ``...`` stands for the others."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:

@@ -27,7 +27,7 @@ from dist_ckpt_strategies.cli.render import (
 )
 from dist_ckpt_strategies.cli.status import Status, status_of_issues
 from dist_ckpt_strategies.comm.shared_work import Ranks, Watch
-from dist_ckpt_strategies.errors import ArrayNotFoundError
+from dist_ckpt_strategies.errors import ArrayNotFoundError, some_of
 from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.formats.issues import (
     Issue,
@@ -45,7 +45,6 @@ from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy, scan_local, v
 
 _FORMAT2 = 2
 _NUM_FIRST = 3
-_MAX_NAMED = 5
 _MAX_PER_SECTION = 20
 _LABEL_WIDTH = 12
 _PROBLEM_WIDTH = 19
@@ -353,11 +352,7 @@ def _ranks(ranks: Sequence[int]) -> str:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    return _some(["-".join(map(str, run)) for run in runs])
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MAX_NAMED]) + (", ..." if names[_MAX_NAMED:] else "")
+    return some_of(["-".join(map(str, run)) for run in runs])
 
 
 def _facts(found: Scan) -> Iterator[tuple[str, str]]:
@@ -385,7 +380,7 @@ def _facts(found: Scan) -> Iterator[tuple[str, str]]:
     yield "common.pt", "missing" if common is None else bytes_text(common)
     yield from _stale_facts(found.stale_files)
     if found.others:
-        yield "beside it", _some(found.others)
+        yield "beside it", some_of(found.others)
     yield "in all", f"{counted(found.num_files, 'file')}, {bytes_text(found.nbytes)}"
 
 

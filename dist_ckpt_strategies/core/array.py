@@ -283,13 +283,12 @@ class ObjectId:
 
     @property
     def unique_key(self) -> str:
-        """The name under which Megatron-Core stores the shard, without ``.pt``."""
-        return f"{self.key}/shard_{_joined(self.offset)}_{_joined(self.shape)}"
+        """The name under which Megatron-Core stores the shard, without ``.pt``.
 
-    @property
-    def older_key(self) -> str:
-        """The name that early releases used: the last number of the shape is missing."""
-        return f"{self.key}/shard_{_joined(self.offset)}_{_joined(self.shape[:-1])}"
+        Early releases left out the last number of the shape, as this does where it is UNKNOWN.
+        """
+        shape = self.shape[:-1] if self.shape[-1:] == (UNKNOWN,) else self.shape
+        return f"{self.key}/shard_{_joined(self.offset)}_{_joined(shape)}"
 
     @classmethod
     def parse(cls, unique_key: str) -> Self | None:

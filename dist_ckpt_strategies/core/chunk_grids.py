@@ -287,7 +287,7 @@ class ChunkCut(NamedTuple):
 
 
 def cut_chunk(chunk: Shape, shape: Shape, itemsize: int, *, is_movable: bool) -> ChunkCut | None:
-    """Choose inner chunks for a chunk grid.
+    """Choose inner chunks for a chunk grid; shapes are in elements.
 
     Dimensions before the last two (experts) are cut first, down to single elements. Of the last
     two, those are cut that the chunks cut already, along which other layouts will cut too: Megatron
@@ -298,14 +298,7 @@ def cut_chunk(chunk: Shape, shape: Shape, itemsize: int, *, is_movable: bool) ->
 
     A dimension that the chunk covers whole may be cut anywhere: the chunk is made longer there,
     past the array's edge, which costs padding in the last inner chunk and no bytes else. Others can
-    only be cut by their factors.
-
-    Args:
-        chunk: shape of the chunks, in elements.
-        shape: of the array, in elements.
-        itemsize: bytes of one element.
-        is_movable: the boundaries between chunks may move too, to make factors: every dim may be
-            cut anywhere.
+    only be cut by their factors, unless ``is_movable``: the boundaries between chunks move then.
 
     Returns:
         None where the factors of the chunk leave inner chunks larger than MAX_NBYTES and nothing

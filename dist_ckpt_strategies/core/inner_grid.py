@@ -28,7 +28,6 @@ class Run(NamedTuple):
         first: number of the first one, in the order of the file.
         offset: of the first one, in inner chunks.
         shape: how many there are in each dim.
-        num_chunks: how many there are.
     """
 
     first: int
@@ -48,10 +47,8 @@ class InnerGrid(NamedTuple):
             each of those.
         raw_nbytes: bytes of the elements of one.
         stored_nbytes: bytes of one in the file.
-        num_chunks: inner chunks in the file.
         data_nbytes: bytes of the file before its index.
         index_nbytes: bytes of the index, which ends the file.
-        file_nbytes: bytes of the file.
         is_flat: whether the file has the chunk's elements in C order: only its end may be padded.
     """
 

@@ -18,25 +18,6 @@ class _Report:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport(_Report):
-    """One rank's share of a save.
-
-    Attributes:
-        num_arrays: arrays whose metadata this rank wrote.
-        num_chunks: chunk files it wrote.
-        nbytes: payload bytes it wrote.
-        moved_nbytes: bytes it sent to the writers of other chunks.
-        seconds: wall time of the whole save, waiting for peers included.
-    """
-
-    num_arrays: int
-    num_chunks: int
-    nbytes: int
-    moved_nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class SaveMetrics(_Report):
     """One save of all ranks, by a TieredCheckpointManager. Times are those of the slowest rank.
 
@@ -59,21 +40,6 @@ class SaveMetrics(_Report):
     nbytes: int = 0
     gb_per_s: float = 0.0
     unix_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport(_Report):
-    """One rank's share of a load.
-
-    Attributes:
-        num_tensors: tensors that were filled.
-        nbytes: bytes read from storage.
-        seconds: wall time, not waiting for peers.
-    """
-
-    num_tensors: int
-    nbytes: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from dist_ckpt_strategies.formats.chunks import (
     wrong_size,
     zarr_json,
 )
-from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.file_systems import (
@@ -165,12 +164,7 @@ def _chunks_of(write: ArrayWrite) -> Iterator[tuple[Shape, tuple[Region, HostArr
 class DirectoryWriter(StoreWriter):
     """Writes the arrays of one checkpoint directory; see StoreWriter.
 
-    Args:
-        root: the directory.
-        options: whether files go past the page cache and are flushed at once.
-
-    Raises:
-        StorageError: the directory cannot be opened.
+    Raises StorageError if the directory cannot be opened.
     """
 
     def __init__(self, root: Path, options: Options) -> None:
@@ -225,10 +219,6 @@ class BucketWriter(StoreWriter):
     """Writes the arrays of one checkpoint in an object store; see StoreWriter.
 
     Takes ``max_inflight_bytes`` beside the tensors, or twice the largest chunk.
-
-    Args:
-        bucket: the checkpoint.
-        options: how much to have under way.
     """
 
     def __init__(self, bucket: Bucket, options: Options) -> None:
@@ -250,10 +240,6 @@ class Format1Reader:
     """Reads the arrays of one checkpoint directory of format ("zarr", 1); see ArrayReader.
 
     Takes ``max_inflight_bytes`` for chunks that are decoded; a larger one goes alone.
-
-    Args:
-        root: the directory.
-        options: threads, bounds and the decoder.
     """
 
     def __init__(self, root: Path, options: Options) -> None:
@@ -318,7 +304,7 @@ class Format1Reader:
             with self._budget.held(2 * nbytes):
                 raise_if_cancelled()
                 engine = self._options.engine
-                elements = decode_chunk(self._root, array, index, region, handle, engine)
+                elements = zarr2.decode_chunk(self._root, array, index, region, handle, engine)
                 raise_if_cancelled()
                 np.copyto(target, bits_of(elements))
 
@@ -344,10 +330,7 @@ class Format1Reader:
 
 
 class Format2Reader(ABC):
-    """Reads the arrays of one checkpoint of format ("zarr", 2), and verifies what it reads.
-
-    See ArrayReader.
-    """
+    """Reads and verifies the arrays of one checkpoint of format ("zarr", 2); see ArrayReader."""
 
     _store: Store
     _num_threads: int
@@ -392,10 +375,7 @@ class Format2Reader(ABC):
 class DirectoryReader(Format2Reader):
     """Reads the arrays of one checkpoint directory; see Format2Reader.
 
-    Args:
-        root: the directory.
-        options: how to read.
-        find: gives the records that digests are compared with; None to compare none.
+    ``find`` gives the records that digests are compared with; None to compare none.
     """
 
     def __init__(self, root: Path, options: Options, find: FindRecord | None) -> None:
@@ -434,14 +414,9 @@ class DirectoryReader(Format2Reader):
 
 
 class BucketReader(Format2Reader):
-    """Reads the arrays of one checkpoint in an object store; see Format2Reader.
+    """Reads the arrays of one checkpoint in an object store; see DirectoryReader.
 
     Takes ``max_inflight_bytes`` beside the tensors.
-
-    Args:
-        bucket: the checkpoint.
-        options: how much to have under way.
-        find: see DirectoryReader.
     """
 
     _max_job_nbytes, _is_contiguous = 8 << 20, True  # one request for each job

@@ -57,18 +57,10 @@ _compact_json = partial(json.dumps, separators=(",", ":"), allow_nan=False)
 class CheckpointWriter:
     """Writes one rank's share of a checkpoint to a place that only this save writes to.
 
-    Args:
-        version: of the format, ("zarr", 1) or ("zarr", 2).
-        root: the checkpoint: a directory, or for ("zarr", 2) a place in an object store.
-        options: how to write.
-        global_rank: this rank, named in the manifest as the writer.
-        keeps_old: see PlaceBase.
-        overwrite: see PlaceBase.
+    Only ("zarr", 2) takes a place in an object store. The manifest names ``global_rank`` as the
+    writer. See PlaceBase for ``keeps_old`` and ``overwrite``.
 
     Attributes:
-        version: of the format.
-        options: how it writes.
-        root: the checkpoint.
         chunk_layout: what a chunk's file consists of; an object has a few hundred MB at most.
         place: where the save writes until its commit.
         store: that place, as files; after ``require``.
@@ -154,11 +146,9 @@ class CheckpointWriter:
             self.store.write(name, bytes(pack))
 
     def described(self, arrays: Iterable[ArraySpec], firsts: Sequence[str]) -> dict[int, bytes]:
-        """What this rank knows of each segment of the manifest.
+        """What this rank, which has created or written to ``arrays``, knows of each segment.
 
-        Args:
-            arrays: those that this rank has created or written to.
-            firsts: the first key that each segment may list; the empty one first.
+        ``firsts``: the first key that each segment may list; the empty one first.
         """
         rank = self._global_rank
         files: dict[str, list[Fields]] = defaultdict(list)
@@ -184,10 +174,7 @@ class CheckpointWriter:
     def write_segment(self, number: int, first: str, contents: Iterable[bytes]) -> Any:
         """Write a segment of the manifest, durably; its entry in the index, of JSON types.
 
-        Args:
-            number: of the segment.
-            first: the first key that it may list.
-            contents: what ranks know of it, as ``described`` gives it.
+        ``first`` is the first key that it may list; ``contents`` are what ranks have ``described``.
 
         Raises:
             IncompleteCheckpointError: ranks describe an array differently, or no rank has written
@@ -227,10 +214,8 @@ class CheckpointWriter:
     ) -> None:
         """Write the manifest's index, durably: the last file but the marker; on the first rank.
 
-        Args:
-            entries: of all segments, as ``write_segment`` gave them.
-            layout: parallel sizes of the job that saved.
-            common: content of the common state's file; None where others have written that.
+        ``entries`` are what ``write_segment`` gave for all segments. ``common`` is the content of
+        the common state's file; None where others have written that.
         """
         # Megatron-Core's own save has put the common state into the checkpoint already.
         for store in (self.store, store_at(self.root)) if common is None else ():

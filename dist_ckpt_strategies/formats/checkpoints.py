@@ -65,10 +65,6 @@ def has_manifest(root: Path) -> bool:
 class Format1Checkpoint:
     """A checkpoint of format ("zarr", 1) that can be read. Rank-local.
 
-    Args:
-        root: its directory.
-        options: engine and timeout.
-
     Attributes:
         identity: empty: the format has no digests.
     """
@@ -150,10 +146,6 @@ class Format1Checkpoint:
 
 class Format2Checkpoint:
     """A checkpoint of format ("zarr", 2); see Format1Checkpoint.
-
-    Args:
-        root: its directory, or its place in an object store.
-        options: what to verify, and how to read.
 
     Attributes:
         identity: a digest that no other checkpoint has.

@@ -82,14 +82,9 @@ def wrong_size(array: ArraySpec, path: str, found: int, expected: int) -> Corrup
 def opened_chunk(array: ArraySpec, path: str, nbytes: int | None) -> Iterator[int]:
     """The file of a chunk, open for reading; errors name it.
 
-    Args:
-        array: the array.
-        path: of the file.
-        nbytes: the size that it has to have; None for any.
-
     Raises:
         IncompleteCheckpointError: it is missing.
-        CorruptCheckpointError: it has another size.
+        CorruptCheckpointError: it has another size than ``nbytes``; None allows any.
         StorageError: it cannot be read.
     """
     with file_errors(array.key, path):

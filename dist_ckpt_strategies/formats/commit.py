@@ -36,6 +36,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     StorageError,
     StrategyError,
+    some_of,
 )
 from dist_ckpt_strategies.formats.locations import (
     SAVE_FIELD,
@@ -83,8 +84,6 @@ _OLD_NAME = f"{REMOVED_PREFIX}old"
 
 _DECIDED = f"{PARTIAL_PREFIX}*/{MARKER_NAME}"
 """Markers of saves that are decided and not finished; one at most, but for changes by hand."""
-
-_MAX_NAMED = 5
 
 _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 """What torch.distributed.checkpoint names its files."""
@@ -156,8 +155,6 @@ class PlaceBase(ABC):
     """Where the files of one save go until it is committed. Nothing else writes there.
 
     Attributes:
-        root: the checkpoint.
-        options: limits.
         keeps_old: leave an earlier checkpoint in a directory whole until the commit. Not where the
             caller has replaced its ``common.pt`` already.
         overwrite: replace arrays and objects that belong to no finished checkpoint, too.
@@ -181,13 +178,9 @@ class PlaceBase(ABC):
         """Whether what ``begin`` has made is there: no later save has taken the place."""
 
     def require(self, owner: str | None = None) -> None:
-        """Raise unless the place is there, and still this save's.
+        """Raise StorageError where another save has begun there since, or all was removed.
 
-        Args:
-            owner: the rank that has just made it, whose files may take a while to show here.
-
-        Raises:
-            StorageError: it is not: another save has begun there, or all was removed.
+        Files of ``owner``, the rank that has just made the place, may take a while to show here.
         """
         limit_s = min(self.options.timeout_s / 4, _WAIT_S) if owner else 0.0
         deadline = time.monotonic() + limit_s
@@ -233,8 +226,7 @@ class DirectoryPlace(PlaceBase):
     def begin(self, keys: Collection[str] | None) -> None:
         """Make the place, on the first rank, and remove what earlier saves have not finished.
 
-        Args:
-            keys: of the save's arrays and objects; unknown: only ``overwrite`` replaces anything.
+        ``keys`` are those of arrays and objects; None: only ``overwrite`` replaces anything.
 
         Raises:
             CheckpointExistsError: there are arrays or objects of other keys and no marker, or
@@ -400,11 +392,10 @@ def _require_replaceable(root: Path, keys: Collection[str]) -> None:
     found = {*array_keys(root), *(object_id.key for object_id in object_ids(root))}
     others = sorted(found.difference(keys))
     if others:
-        shown = ", ".join(others[:_MAX_NAMED]) + (", ..." if len(others) > _MAX_NAMED else "")
         raise CheckpointExistsError(
             f"{root} holds {len(others)} arrays or objects that this save would not replace and "
-            f"that belong to no finished checkpoint: {shown}; remove them, save elsewhere, or pass "
-            "overwrite=True to dist_ckpt_strategies.save",
+            f"that belong to no finished checkpoint: {some_of(others)}; remove them, save "
+            "elsewhere, or pass overwrite=True to dist_ckpt_strategies.save",
             path=str(root),
         )
 
@@ -621,10 +612,7 @@ def _names_of_earlier_release(bucket: Bucket) -> list[str]:
 def remove(bucket: Bucket) -> tuple[str, ...]:
     """Remove a checkpoint, or what a killed save left: the marker first, what it is known by last.
 
-    Objects that are no part of it stay.
-
-    Returns:
-        What stays: names, up to their first ``/``.
+    Returns what is no part of it and stays: names, up to their first ``/``.
     """
     for name in (MARKER_NAME, INDEX_NAME):
         if bucket.has(name):

@@ -1,7 +1,6 @@
 """The files of a ("zarr", 2) checkpoint, and the comparison of their bytes with their digests.
 
-A scan compares names and sizes; ``verify`` and loads with ``verify="full"`` compare the bytes. No
-torch.
+``verify`` and loads with ``verify="full"`` compare the bytes. No torch.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from dist_ckpt_strategies.formats.manifest import (
     Span,
     digest_of,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, WrongSizeError, block_sizes
-from dist_ckpt_strategies.storage.folders import nbytes_text
+from dist_ckpt_strategies.storage.files import COMMON_NAME, WrongSizeError, block_sizes, nbytes_text
 from dist_ckpt_strategies.storage.store import Store
 
 
@@ -42,14 +40,7 @@ def manifest_files(
     objects: Iterable[ObjectRecord],
     common: FileDigest | None,
 ) -> Iterator[FileCheck]:
-    """Every file that the manifest lists, and the comparison of its bytes with their digests.
-
-    Args:
-        store: the checkpoint.
-        arrays: of the manifest.
-        objects: of the manifest.
-        common: the common state's file, if it is listed.
-    """
+    """Every file that the manifest lists, and the comparison of its bytes with their digests."""
     for record in arrays:
         array, content = record.array, zarr_json(record.array)
         listed = FileDigest(len(content), digest_of(content))

@@ -15,8 +15,7 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
-from dist_ckpt_strategies.storage.folders import nbytes_text
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_text
 
 if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.core.array import ArraySpec, Shape
@@ -130,9 +129,8 @@ class FileCheck:
     """A file that belongs to a checkpoint, and the comparison of its bytes with their digests.
 
     Attributes:
-        key: whose file it is; None for one of the whole checkpoint.
+        key: None for a file of the whole checkpoint.
         name: of the file, below the checkpoint's directory.
-        nbytes: how many it has to have.
         run: returns what is wrong with it; raises where it cannot be read.
         expected: what it should be, for messages.
     """
@@ -221,9 +219,7 @@ def checked_marker(
 ) -> tuple[CheckpointMarker | None, list[Issue]]:
     """The marker of a checkpoint, if there is one, and what is wrong with it.
 
-    Args:
-        store: the checkpoint.
-        expected: backend and version of the sharded state; None for any.
+    ``expected``: backend and version of the sharded state; None for any.
 
     Raises:
         StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.

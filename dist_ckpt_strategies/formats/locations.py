@@ -1,10 +1,9 @@
 """Where a checkpoint is, a directory or a place in an object store, and whether it is whole.
 
-A location is a Path, absolute, or a Bucket. Both go through strategies as ``checkpoint_dir``.
-``metadata.json``, the marker, is the last file of a checkpoint. In a bucket it names the save whose
-prefix, ``save-ID/``, holds all files. If the request that put it is carried out late, it may name a
-prefix that was removed since; then the largest id counts whose prefix is whole. A checkpoint that
-an earlier release wrote has its files right below its URL.
+A location is a Path, absolute, or a Bucket; ``commit`` says what lies there. If the request that
+put a bucket's marker is carried out late, the marker may name a prefix that was removed since; then
+the largest id counts whose prefix is whole. A checkpoint that an earlier release wrote has its
+files right below its URL.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
     StrategyError,
+    some_of,
 )
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
 from dist_ckpt_strategies.formats.zarr2 import array_keys
@@ -90,8 +90,6 @@ class CheckpointMarker:
         return cls(**found)
 
 
-_MAX_NAMED = 5
-
 _LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(/?)(?!/)")
 _FILE_URL = re.compile(r"file://(?:localhost)?/(.*)", re.DOTALL)
 
@@ -104,10 +102,8 @@ def located(
 ) -> Location:
     """The location that a caller means: ``s3://``, ``gs://``, ``file:///`` or a path.
 
-    Args:
-        address: of a checkpoint, or of what holds several; a location stays as it is.
-        options: how an object store is reached; None: as the environment says, and no peer waits.
-        what: what an empty one is the address of, for messages.
+    Without ``options`` a store is reached as the environment says, and no peer waits. Messages
+    call the address ``what``.
 
     Raises:
         StrategyError: it is no address, or a Path made of a URL; or the environment makes no sense.
@@ -246,9 +242,8 @@ def other_contents(root: Path) -> str:
 
 def holds_checkpoints(inner: Sequence[str]) -> str:
     """What a place with checkpoints of these names is; follows what was expected there."""
-    shown = ", ".join(inner[:_MAX_NAMED]) + (", ..." if inner[_MAX_NAMED:] else "")
     noun = "checkpoint" if len(inner) == 1 else "checkpoints"
-    return f"it holds {len(inner)} {noun} ({shown}); name one of them"
+    return f"it holds {len(inner)} {noun} ({some_of(inner)}); name one of them"
 
 
 @limited
@@ -299,11 +294,7 @@ def visible_place(bucket: Bucket) -> Bucket:
 
 
 def require_something(bucket: Bucket) -> None:
-    """Raise where there is nothing at all.
-
-    Raises:
-        CheckpointNotFoundError: there is not.
-    """
+    """Raise CheckpointNotFoundError where there is nothing at all."""
     if not bucket.names():
         what = "there is no checkpoint"
         if not bucket.reports_missing_buckets:

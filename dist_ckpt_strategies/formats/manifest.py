@@ -83,7 +83,6 @@ class ObjectRecord:
     """One shard of an object.
 
     Attributes:
-        id: which.
         writer: global rank that wrote it.
         span: where its pickled form lies; None for a plain value.
         value: the object itself, where JSON holds it exactly and ``span`` is None.
@@ -300,9 +299,7 @@ class Manifest:
     def contents_of(self, entry: SegmentEntry) -> tuple[list[ArrayRecord], list[ObjectRecord]]:
         """The arrays and objects that one segment lists.
 
-        Raises:
-            IncompleteCheckpointError: it is missing.
-            CorruptCheckpointError: it is damaged.
+        Raises IncompleteCheckpointError if it is missing, CorruptCheckpointError if it is damaged.
         """
         segment = self._segment(entry.first)
         return list(map(self.find, segment.arrays)), list(segment.objects.values())

@@ -17,7 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import IO, Any
@@ -97,20 +97,15 @@ def shard_id(path: str) -> ObjectId | None:
     if not path.endswith(OBJECT_SUFFIX):
         return None
     found = ObjectId.parse(path.removesuffix(OBJECT_SUFFIX))
-    return found if found is not None and shard_path(found) == path else None
-
-
-def shard_path(object_id: ObjectId) -> str:
-    """The file of a shard that ``shard_id`` gives, below the checkpoint."""
-    is_older = object_id.shape[-1] == UNKNOWN
-    return (object_id.older_key if is_older else object_id.unique_key) + OBJECT_SUFFIX
+    return found if found and found.unique_key + OBJECT_SUFFIX == path else None
 
 
 @limited
 def object_path(root: Path, object_id: ObjectId) -> Path:
     """The file of a shard that ``object_ids`` yielded."""
+    older_id = replace(object_id, shape=(*object_id.shape[:-1], UNKNOWN))
     path = root / (object_id.unique_key + OBJECT_SUFFIX)
-    older = root / (object_id.older_key + OBJECT_SUFFIX)
+    older = root / (older_id.unique_key + OBJECT_SUFFIX)
     return path if path.exists() or not older.exists() else older
 
 

@@ -67,7 +67,7 @@ from dist_ckpt_strategies.formats.manifest import (
     Manifest,
     ObjectRecord,
 )
-from dist_ckpt_strategies.formats.objects import file_damage, shard_id, shard_path
+from dist_ckpt_strategies.formats.objects import OBJECT_SUFFIX, file_damage, shard_id
 from dist_ckpt_strategies.formats.zarr2 import LOCKS_SUFFIX, METADATA_NAME, parse_metadata
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
@@ -77,17 +77,15 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Directory,
+    Folder,
     block_sizes,
     file_errors,
-    read_file,
-    require_directory,
-)
-from dist_ckpt_strategies.storage.folders import (
-    Folder,
     folders_below,
     nbytes_text,
+    read_file,
     read_folder,
     reason,
+    require_directory,
 )
 from dist_ckpt_strategies.storage.store import Store
 
@@ -116,11 +114,8 @@ def scan(place: Location, watch: Watch | None = None) -> Scan:
     """What a checkpoint holds, and what is wrong with it, by names, sizes and metadata.
 
     Reads no array and no object; ``verify`` compares their bytes. A checkpoint of another sharded
-    backend is counted, and not looked into.
-
-    Args:
-        place: the directory, or the place in an object store.
-        watch: called with directories, done and known so far, in format 1.
+    backend is counted, and not looked into. In format 1 ``watch`` is called with the directories
+    done and known so far.
 
     Raises:
         CheckpointNotFoundError: it does not exist, or there is nothing of a checkpoint; says which
@@ -144,15 +139,10 @@ def verify(
 
     Format 1 keeps checksums of objects and the common state alone, and no list of its arrays: their
     files are read, and only names and sizes are compared. Each thread takes a few MiB of memory, or
-    those of the object that it looks at.
+    those of the object that it looks at. ``watch`` is called with bytes.
 
     Collective if ``comm`` has several ranks: each reads its share of the files, and all return the
     same.
-
-    Args:
-        scan: of the checkpoint.
-        watch: called with bytes.
-        comm: ranks that share the work; None: this process does it alone.
 
     Raises:
         StoreAccessError, StoreUnreachableError: an object store does not answer any more.
@@ -379,7 +369,7 @@ def _compared_objects(
         num_shards = math.prod(shape)
 
         def path_of(offset: Shape, key: str = key, stated: Shape = stated) -> str:
-            return shard_path(ObjectId(key, offset, stated))
+            return ObjectId(key, offset, stated).unique_key + OBJECT_SUFFIX
 
         expected = f"one of {num_shards} shards"
         issues += _compared_grid(key, shape, path_of, present, expected, "shards")

@@ -22,7 +22,6 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local.shard_format import (
     END_NBYTES,
     BufferDigests,
-    Bytes,
     Digest,
     LocalShard,
     LocalShardId,
@@ -30,7 +29,7 @@ from dist_ckpt_strategies.local.shard_format import (
     encode_footer,
     footer_nbytes,
 )
-from dist_ckpt_strategies.storage.file_systems import begin_writeback, directory_name
+from dist_ckpt_strategies.storage.file_systems import Bytes, begin_writeback, directory_name
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     Directory,

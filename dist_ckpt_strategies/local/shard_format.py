@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy.typing as npt
 import xxhash
 
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
+from dist_ckpt_strategies.storage.file_systems import Bytes
 
 if TYPE_CHECKING:  # torch takes a while to import
     import torch
@@ -28,8 +28,6 @@ _MAX_EXTENT = 1 << 58
 _MAX_NDIM = 64
 
 _ID = re.compile(r"iter_(\d{7,})_(\d+)_local_([0-9a-f]{1,64})")
-
-Bytes = npt.NDArray[Any]
 
 Digest = int
 """xxh3_64 of a buffer's bytes."""

@@ -28,13 +28,13 @@ from dist_ckpt_strategies.local.shard_files import ShardReader, ShardWriter
 from dist_ckpt_strategies.local.shard_format import (
     END_NBYTES,
     BufferDigests,
-    Bytes,
     Digest,
     FilledShard,
     LocalShard,
     decode_footer,
     footer_nbytes,
 )
+from dist_ckpt_strategies.storage.file_systems import Bytes
 from dist_ckpt_strategies.storage.io_pool import (
     OrderedQueues,
     clean_up_limit,

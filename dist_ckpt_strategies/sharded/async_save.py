@@ -161,7 +161,7 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
                 save.write_small_files()
                 return write_arrays()
 
-        return BackgroundWork(write, "dist-ckpt-save", save.planned.report.nbytes)
+        return BackgroundWork(write, "dist-ckpt-save", save.planned.nbytes)
 
     work = save.cache.running = start_on_all(comm, prepare)
     name = (save.save_id, f"the end of the save to {writer.root}")

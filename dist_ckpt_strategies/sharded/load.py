@@ -19,7 +19,6 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
-from dist_ckpt_strategies.core.report import LoadReport
 from dist_ckpt_strategies.device import (
     build_batches,
     copy_into,
@@ -212,11 +211,11 @@ class ShardedLoad:
                 reads.append((read.array, read.source, part))
                 nbytes += part.numel() * read.array.dtype.itemsize
         run_reads(self.checkpoint.array_reader(), reads, self.options)
-        report = LoadReport(len(self._plan), nbytes, time.monotonic() - started)
+        figures = len(self._plan), nbytes, time.monotonic() - started
         if self._objects:
             self._read_objects(loaded)
-        me = comm.global_ranks[comm.rank]
-        logger.log(comm.report_level, "rank %s: load from %s: %s", me, self.name, report)
+        text = "rank %s: load from %s: num_tensors %d, nbytes %d, seconds %.3f"
+        logger.log(comm.report_level, text, comm.global_ranks[comm.rank], self.name, *figures)
         self._loaded = finish(mapped_values(lambda value: loaded[id(value)], self.state))
         return self._converted or None
 

@@ -29,7 +29,7 @@ from dist_ckpt_strategies.core.chunk_grids import (
     object_chunk_shape,
 )
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
+from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError, some_of
 
 _MAX_LISTED = 8
 
@@ -109,11 +109,6 @@ class SavePlan:
                 for round_ in self.rounds
             ),
         )
-
-    def sent_nbytes(self, rank: int) -> int:
-        """Bytes that ``rank`` sends to the writers of other chunks."""
-        writes = (write for round_ in self.rounds for write in round_)
-        return sum(w.nbytes_of(move) for w in writes for move in w.moves if move.holder == rank)
 
     @property
     def arrays(self) -> list[ArraySpec]:
@@ -221,10 +216,9 @@ def _object_writers(objects: Iterable[tuple[ObjectId, int]]) -> dict[str, int]:
         num_shards = math.prod(next(iter(ranks)))
         if len(of_key) != num_shards:
             held = [f"{found.offset} on rank {rank}" for found, rank in of_key.items()]
-            more = ", ..." if len(held) > _MAX_LISTED else ""
             raise CoverageError(
                 f"{key}: main replicas of {len(held)} of the {num_shards} shards of an object; "
-                f"each needs one; there are {', '.join(held[:_MAX_LISTED])}{more}",
+                f"each needs one; there are {some_of(held, _MAX_LISTED)}",
                 key=key,
             )
     return {key: next(iter(of_key.values())) for key, of_key in by_key.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from dist_ckpt_strategies.comm.base import (
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, ShardId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
-from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
@@ -98,7 +97,7 @@ class Planned:
         keys: of all arrays and objects.
         manifest: which rank writes which segment of the manifest; none in a format without one.
         arrays: those that this rank creates or writes to.
-        report: what it writes, but for the seconds.
+        nbytes: payload bytes that this rank writes.
     """
 
     own: str
@@ -108,7 +107,7 @@ class Planned:
     keys: frozenset[str]
     manifest: ManifestPlan
     arrays: tuple[ArraySpec, ...]
-    report: SaveReport
+    nbytes: int
 
 
 @dataclass(eq=False)
@@ -218,7 +217,7 @@ class ShardedSave:
                 "%s: files of the given-up save cannot be removed: %s", self.writer.root, error
             )
 
-    def run(self) -> SaveReport:
+    def run(self) -> None:
         """Write everything, and commit it. Collective.
 
         One collective where no chunk is assembled.
@@ -248,7 +247,7 @@ class ShardedSave:
                 run_collectively(comm, lambda: writer.require(owner))
                 assemble(plan, tensors, comm, lambda some: run_writes(writer.arrays, some, options))
             described = run_and_gather(comm, write, is_sparse=True)
-            return self.complete(described, lambda: time.monotonic() - started)
+            self.complete(described, lambda: time.monotonic() - started)
         except StorageError:
             self.abandon()
             raise
@@ -277,7 +276,7 @@ class ShardedSave:
         found = sorted(self._segments.items())
         return [[n, c.decode() if len(c) <= limit else len(c)] for n, c in found] or None
 
-    def complete(self, described: Sequence[Message], seconds: Callable[[], float]) -> SaveReport:
+    def complete(self, described: Sequence[Message], seconds: Callable[[], float]) -> None:
         """Write the manifest, make the save the checkpoint's content, and log it. Collective.
 
         Args:
@@ -317,10 +316,10 @@ class ShardedSave:
             writer.place.commit(self.marker)
 
         run_on_first_rank(comm, commit)
-        report = replace(planned.report, seconds=seconds())
-        text, me = "rank %s: save to %s: %s", comm.global_ranks[comm.rank]
-        logger.log(comm.report_level, text, me, writer.root, report)
-        return report
+        text = "rank %s: save to %s: num_arrays %d, num_chunks %d, nbytes %d, seconds %.3f"
+        plan, me = planned.plan, comm.global_ranks[comm.rank]
+        figures = len(plan.creations), len(plan.writes), planned.nbytes, seconds()
+        logger.log(comm.report_level, text, me, writer.root, *figures)
 
     def _exchange_segments(
         self, large: Sequence[tuple[int, int, int]], received: Mapping[int, list[bytes]]
@@ -391,16 +390,9 @@ class ShardedSave:
         keys = frozenset(array.key for array in arrays).union(object_keys)
         if comm.rank == 0:
             self.writer.place.begin(keys)
-        me = comm.global_ranks[comm.rank]
-        share = plan.share_of(me)
-        report = SaveReport(
-            num_arrays=len(share.creations),
-            num_chunks=len(share.writes),
-            nbytes=sum(write.nbytes for write in share.writes),
-            moved_nbytes=share.sent_nbytes(me),
-            seconds=0.0,
-        )
-        return Planned(self._own, group, share, names, keys, manifest, tuple(share.arrays), report)
+        share = plan.share_of(comm.global_ranks[comm.rank])
+        nbytes = sum(write.nbytes for write in share.writes)
+        return Planned(self._own, group, share, names, keys, manifest, tuple(share.arrays), nbytes)
 
 
 def begun_save(

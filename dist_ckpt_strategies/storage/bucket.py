@@ -67,12 +67,9 @@ class Bucket:
 
     Attributes:
         scheme: one of SCHEMES.
-        bucket: name of the bucket.
         prefix: what the names of all its objects start with: empty, or with a ``/`` at the end.
-        options: how the store is reached.
         is_place: whether the files of a checkpoint lie right below the URL; False where that has
             to be looked up (locations.current_place).
-        block_nbytes: see Store.
         num_readers: see Store; each has one request for data under way.
     """
 

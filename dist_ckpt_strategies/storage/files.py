@@ -1,4 +1,4 @@
-"""Files and directories: durable writes, reads, syncs, locks."""
+"""Files and directories: durable writes, reads, listings, syncs, locks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.storage.folders import nbytes_text
 from dist_ckpt_strategies.storage.io_pool import (
     MAX_SLICE_NBYTES,
     Job,
@@ -68,11 +67,7 @@ def file_errors(
 
 
 def require_directory(root: Path) -> None:
-    """Raise unless there is a checkpoint directory, finished or not.
-
-    Raises:
-        CheckpointNotFoundError: it does not exist, or is something else.
-    """
+    """Raise CheckpointNotFoundError unless it is a directory, of a finished checkpoint or not."""
     with file_errors(None, root):
         is_there, is_dir = root.exists(), root.is_dir()
     if not is_dir:
@@ -178,9 +173,8 @@ def new_file(path: str, *, is_flushed: bool = True) -> Iterator[int]:
 def sync_jobs(root: Path, names: Mapping[str, str]) -> list[Job]:
     """What makes the names of files in directories durable, and those of the directories.
 
-    Args:
-        root: included, like all directories between.
-        names: directories below ``root``, with the key of what is in each, for messages.
+    ``names``: directories below ``root``, with the key of what is in each, for messages. The root
+    and all directories between are included.
     """
     found = {str(root): ""}
     for name, key in names.items():
@@ -198,12 +192,7 @@ _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLC
 def try_lock(handle: int, *, waits: bool = False) -> bool:
     """Lock an open file for as long as it is open; False if another handle holds the lock.
 
-    Args:
-        handle: of the file.
-        waits: until the lock is free.
-
-    Raises:
-        OSError: the system refuses.
+    With ``waits`` until the lock is free. An OSError if the system refuses.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -237,12 +226,9 @@ def write_buffered(handle: int, content: Bytes) -> None:
 
 
 class WrongSizeError(CorruptCheckpointError):
-    """A file has another size than it should have.
+    """A file has another size than it should have, ``expected`` bytes.
 
-    Args:
-        path: the file.
-        expected: bytes.
-        found: in words; an object store only shows whether it is larger.
+    ``found`` is in words: an object store only shows whether it is larger.
     """
 
     def __init__(self, path: str, expected: int, found: str) -> None:
@@ -357,3 +343,77 @@ class Directory:
         for name in names:
             with file_errors(None, self.path(name)):
                 Path(self.path(name)).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One directory.
+
+    Attributes:
+        key: its path relative to the root of the tree, ``/`` between parts; empty for the root.
+        files: size in bytes of each regular file in it, by name.
+        folders: names of the directories in it, sorted.
+        links: names of links to directories in it, sorted.
+        others: names of what is none of these, such as pipes and links to nothing, sorted.
+        failure: why it could not be read; None where it could.
+    """
+
+    key: str
+    files: dict[str, int]
+    folders: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    failure: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files in it."""
+        return sum(self.files.values())
+
+    def path_of(self, name: str) -> str:
+        """What ``key`` is for the directory, for something in it."""
+        return f"{self.key}/{name}" if self.key else name
+
+
+def read_folder(root: Path, key: str) -> Folder:
+    """One directory; empty where it is gone."""
+    files: dict[str, int] = {}
+    folders: list[str] = []
+    links: list[str] = []
+    others: list[str] = []
+    try:
+        with os.scandir(os.path.join(root, key)) as entries:  # noqa: PTH118 - 10,000 times
+            for entry in entries:
+                try:
+                    if entry.is_dir():
+                        (links if entry.is_symlink() else folders).append(entry.name)
+                    elif entry.is_file():
+                        files[entry.name] = entry.stat().st_size
+                    else:
+                        others.append(entry.name)
+                except OSError:  # a link in a circle; gone meanwhile
+                    others.append(entry.name)
+    except FileNotFoundError:
+        return Folder(key, {})
+    except OSError as error:
+        return Folder(key, {}, failure=reason(error))
+    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)), tuple(sorted(others)))
+
+
+def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
+    """The directories of those keys and all below them; links are not followed."""
+    waiting = list(keys)
+    while waiting:
+        folder = read_folder(root, waiting.pop())
+        yield folder
+        waiting.extend(map(folder.path_of, folder.folders))
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Such as ``1 byte`` and ``4096 bytes``."""
+    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
+
+
+def reason(error: OSError) -> str:
+    """What the operating system says, without the path."""
+    return error.strerror or type(error).__name__

@@ -99,12 +99,8 @@ def raise_if_cancelled() -> None:
 def time_limit(timeout_s: float, share: float = ALL, *, then: float = 0.0) -> Iterator[None]:
     """All storage work that is waited for within the block shares one limit.
 
-    An outer block with less time left prevails.
-
-    Args:
-        timeout_s: what peers wait for, in seconds.
-        share: of it, for the storage.
-        then: the share from ``restart_limit`` on.
+    It is ``share`` of ``timeout_s``, for which peers wait; from ``restart_limit`` on, ``then`` of
+    it. An outer block with less time left prevails.
     """
     seconds = share * timeout_s
     limit = _Limit(time.monotonic() + seconds, seconds, then * timeout_s)
@@ -337,14 +333,8 @@ def run_with_limit(step: Callable[[], T], path: object) -> T:
 class OrderedQueues(AbstractContextManager["OrderedQueues"]):
     """Threads that call what they are given, each in the order in which it is given; a context.
 
-    All run already when this is made: where the system has none left, that shows here. Leaving
-    gives up what is not done.
-
-    Args:
-        num_threads: how many.
-
-    Raises:
-        StorageError: the system starts no more threads.
+    All run already when this is made: it raises StorageError if the system starts no more threads.
+    Leaving gives up what is not done.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -382,11 +372,7 @@ class OrderedQueues(AbstractContextManager["OrderedQueues"]):
 
 
 def settled(future: Future[T], path: object) -> T:
-    """What a call gives, within the limit of the block.
-
-    Raises:
-        StorageTimeoutError: it takes longer; names ``path``.
-    """
+    """What a call gives, within the limit of the block; StorageTimeoutError names ``path``."""
     now = time.monotonic()
     limit = min((*_limits.get(), _Limit(now + _LONGEST_WAIT_S, _LONGEST_WAIT_S)))
     try:
@@ -398,11 +384,7 @@ def settled(future: Future[T], path: object) -> T:
 
 
 class ByteBudget:
-    """At most so many bytes at the same time; a single larger demand is let through alone.
-
-    Args:
-        nbytes: the bound.
-    """
+    """At most so many bytes at the same time; a single larger demand is let through alone."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

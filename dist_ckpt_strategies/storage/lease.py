@@ -85,11 +85,7 @@ class Lease:
                 time.sleep(min(0.5, self._lease_s / 20))
 
     def require(self) -> None:
-        """Raise unless this process still holds the lock, and no other has taken it over.
-
-        Raises:
-            CheckpointLockedError: another has.
-        """
+        """Raise CheckpointLockedError unless this process still holds the lock."""
         number, holder = self._current()
         if (number, holder.get("id")) != (self._number, self._id):
             why = f"as this process was silent for {self._lease_s:g} s"

@@ -16,8 +16,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.decoders import array_store_spec
-from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
+from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_store_spec
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.load import destination
 from dist_ckpt_strategies.strategies.registry import register_default_tensorstore_strategies

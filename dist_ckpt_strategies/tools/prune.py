@@ -45,11 +45,12 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     Directory,
     file_errors,
+    folders_below,
     is_elsewhere,
+    reason,
     require_directory,
     sync_path,
 )
-from dist_ckpt_strategies.storage.folders import folders_below, reason
 from dist_ckpt_strategies.storage.store import Store
 
 _TRACKER_NAME = "latest_checkpointed_iteration.txt"

@@ -17,7 +17,6 @@ from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.core.inner_grid import stored_nbytes
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import (
-    Copies,
     as_bytes,
     begin_copies,
     copy_into,
@@ -199,11 +198,11 @@ class _Rounds:
             self._current = self._begun.popleft()
             with self._clock.on("reading"):
                 self._wait_for_reads(self._current)
-            uploads = _begin_uploads(self._current.own)
+            wait_for_uploads = _begin_uploads(self._current.own)
         finally:
             self._fill(before)  # after a failure too: its reads and messages use memory
         with self._clock.on("copying"):
-            uploads.wait()
+            wait_for_uploads()
         return self._current
 
     def finish(self) -> None:
@@ -258,7 +257,8 @@ class _Rounds:
                 self._wait_for_reads(round_)
         blocks = [*round_.own, *round_.cached, *round_.received]
         with self._clock.on("copying"):
-            _begin_uploads(round_.cached).wait()
+            wait_for_uploads = _begin_uploads(round_.cached)
+            wait_for_uploads()
             copy_into(
                 [tensor for block in blocks for tensor in block.copies],
                 [block.memory for block in blocks for _ in block.copies],
@@ -318,7 +318,7 @@ class _Rounds:
         return content[start : start + each.nbytes].view(dtype).reshape(each.region.shape)
 
 
-def _begin_uploads(blocks: Sequence[_Block]) -> Copies:
+def _begin_uploads(blocks: Sequence[_Block]) -> Callable[[], None]:
     staged = [block for block in blocks if block.host is not block.memory]
     return begin_copies([block.memory for block in staged], [block.host for block in staged])
 

@@ -25,12 +25,17 @@ HEARTBEAT = "dist-ckpt-heartbeat"
         ),
     ],
 )
-def test_variables_that_make_no_sense_are_refused(variables: dict[str, str], words: str) -> None:
+def test_variables_that_make_no_sense_are_refused(
+    variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", variables)
     with pytest.raises(StrategyError, match=words):
-        launch_from_environment(variables)
+        launch_from_environment()
 
 
-def test_the_variables_of_torchrun_are_those_of_the_first_look() -> None:
+def test_the_variables_of_torchrun_are_those_of_the_first_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     variables = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "2",
@@ -39,11 +44,12 @@ def test_the_variables_of_torchrun_are_those_of_the_first_look() -> None:
         "RANK": "3",
     }
     expected = Launch(("10.0.0.1", 29500), "3", rank=3, attempt=2)
-    assert launch_from_environment(variables) == expected
+    monkeypatch.setattr(os, "environ", variables)
+    assert launch_from_environment() == expected
 
     variables |= {"TORCHELASTIC_RESTART_COUNT": "77", "MASTER_PORT": "40000"}
 
-    assert launch_from_environment(variables) == expected
+    assert launch_from_environment() == expected
 
 
 def test_signs_of_life_go_to_the_pipe_of_this_process_and_to_nothing_else() -> None:
