@@ -50,17 +50,8 @@ def bench_directory(
 ) -> int:
     """Measure saves and loads of a state of about ``nbytes``, show them, return the exit status.
 
-    Args:
-        directory: on the file system that is measured; None: the temporary directory. In a rank,
-            the workspace in it.
-        nbytes: of the state, about.
-        num_ranks: how many hold it in equal shards.
-        repetitions: measured rounds.
-        flags: ``json`` and ``debug``, as on the command line.
-
-    Raises:
-        StorageError: the directory does not exist or has no space.
-        RankError: a rank failed.
+    The temporary directory is measured if ``directory`` is None; in a rank it is the workspace.
+    ``flags`` are ``json`` and ``debug``, as on the command line.
     """
     directory = (directory or Path(tempfile.gettempdir())).resolve()
     timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * nbytes / GB

@@ -30,16 +30,8 @@ def upgraded_common(content: bytes, path: str, allow: Allowed) -> bytes:
     """The file of the common state in which every distributed optimizer is fully_reshardable.
 
     Parameters' own states of the old form, which hold no more than a step, are gone; the step is
-    that of the parameter groups, and put there where they lack it.
-
-    Args:
-        content: of the file.
-        path: of the file, for messages.
-        allow: classes that it may be unpickled to.
-
-    Raises:
-        StrategyError: no optimizer in it is of the old form, or its steps differ.
-        UnsafeObjectError: it needs a class that is not allowed.
+    that of the parameter groups, and put there where they lack it. Raises a StrategyError if no
+    optimizer in it is of the old form, or its steps differ.
     """
     state = load_content(content, path, "common state", allow)
     optimizers = [found for found in _dicts(state) if _FORM in found]

@@ -258,10 +258,8 @@ def _mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
 def _gather_digests(state: Mapping[str, Any]) -> dict[str, str]:
     """On rank 0 the digest of every whole tensor, by key; elsewhere nothing. Changes ``state``.
 
-    Rank 0 receives the whole state at once; the demonstration's is small. Collective: world.
-
-    Raises:
-        ValueError: the shards of a tensor do not cover it exactly once.
+    Rank 0 receives the whole state at once; the demonstration's is small. A ValueError if the
+    shards of a tensor do not cover it exactly once. Collective: world.
     """
     apply_factories(state)
     # Clones, because pickling a view would send the whole buffer that it looks into.
