@@ -33,8 +33,6 @@ GB = 10**9
 STEPS: Final = ("save", "load")
 BASELINE: Final = "one stream"
 BACKENDS: Final = {"zarr 1": ("zarr", 1), "zarr 2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
-_PACKAGES: Final = {"torch_dist": "psutil"}
-"""What candidates need beside this package's own requirements."""
 _TIMEOUT_S = 120.0
 _TIMEOUT_S_PER_GB = 120.0
 """A network file system may be slow; less than 8 MB per second is an error."""
@@ -86,11 +84,8 @@ def _measure(
     from dist_ckpt_strategies.cli.bench_rank import BenchRank  # noqa: PLC0415 - loads torch
     from dist_ckpt_strategies.comm.torch_communicator import open_communicator  # noqa: PLC0415
 
-    lacking = {
-        name: package
-        for name, package in _PACKAGES.items()
-        if importlib.util.find_spec(package) is None
-    }
+    # What candidates need beside this package's own requirements.
+    lacking = {} if importlib.util.find_spec("psutil") else {"torch_dist": "psutil"}
     candidates = [BASELINE, *(name for name in BACKENDS if name not in lacking)]
     comm = open_communicator(None, timeout_s=timeout_s, purpose="bench")
     rank = BenchRank(comm, nbytes, workspace)
