@@ -187,8 +187,7 @@ def _rank_environment(rank: int, num_ranks: int) -> dict[str, str]:
     found |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     root = str(Path(__file__).resolve().parents[2])
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [root, found.get("PYTHONPATH")]))
-    if sys.platform == "linux":
-        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    found.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return found
 
 
