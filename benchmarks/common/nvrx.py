@@ -14,10 +14,10 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager impor
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     CliqueReplicationStrategy,
 )
-from torch.overrides import TorchFunctionMode
 
 from benchmarks.common.candidates import stand_in_for_cuda
 from benchmarks.common.disks import flush_share
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import CudaMeansCpu
 
 
 class _State(basic_state_dict.BasicTensorAwareStateDict):  # type: ignore[misc]
@@ -29,19 +29,6 @@ class _State(basic_state_dict.BasicTensorAwareStateDict):  # type: ignore[misc]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
         """The tensors are where they belong."""
-
-
-class _CudaMeansCpu(TorchFunctionMode):
-    """``tensor.cuda()`` is the tensor, and ``device="cuda"`` the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        named = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if str(named.get("device", "")).startswith("cuda"):
-            named["device"] = torch.device("cpu")
-        return func(*args, **named)
 
 
 class Nvrx:
@@ -58,13 +45,13 @@ class Nvrx:
         stand_in_for_cuda()
 
     def save(self, root: Path, iteration: int) -> None:
-        with _CudaMeansCpu():
+        with CudaMeansCpu():
             self._manager(root).save(self._state(), iteration)
         if self._flushes:
             flush_share(root, 0, 1)
 
     def begin(self, root: Path, iteration: int) -> None:
-        with _CudaMeansCpu():
+        with CudaMeansCpu():
             self._request = self._manager(root).save(self._state(), iteration, is_async=True)
 
     def finish(self) -> None:
@@ -72,7 +59,7 @@ class Nvrx:
 
     def load(self, root: Path) -> list[torch.Tensor]:
         manager = self._manager(root)
-        with _CudaMeansCpu():
+        with CudaMeansCpu():
             manager.find_latest()
             state, _ = manager.load()
         return list(state.tensors)

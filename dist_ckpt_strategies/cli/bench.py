@@ -33,8 +33,6 @@ GB = 10**9
 STEPS: Final = ("save", "load")
 BASELINE: Final = "one stream"
 BACKENDS: Final = {"zarr 1": ("zarr", 1), "zarr 2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
-_PACKAGES: Final = {"torch_dist": "psutil"}
-"""What candidates need beside this package's own requirements."""
 _TIMEOUT_S = 120.0
 _TIMEOUT_S_PER_GB = 120.0
 """A network file system may be slow; less than 8 MB per second is an error."""
@@ -50,17 +48,8 @@ def bench_directory(
 ) -> int:
     """Measure saves and loads of a state of about ``nbytes``, show them, return the exit status.
 
-    Args:
-        directory: on the file system that is measured; None: the temporary directory. In a rank,
-            the workspace in it.
-        nbytes: of the state, about.
-        num_ranks: how many hold it in equal shards.
-        repetitions: measured rounds.
-        flags: ``json`` and ``debug``, as on the command line.
-
-    Raises:
-        StorageError: the directory does not exist or has no space.
-        RankError: a rank failed.
+    The temporary directory is measured if ``directory`` is None; in a rank it is the workspace.
+    ``flags`` are ``json`` and ``debug``, as on the command line.
     """
     directory = (directory or Path(tempfile.gettempdir())).resolve()
     timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * nbytes / GB
@@ -95,11 +84,8 @@ def _measure(
     from dist_ckpt_strategies.cli.bench_rank import BenchRank  # noqa: PLC0415 - loads torch
     from dist_ckpt_strategies.comm.torch_communicator import open_communicator  # noqa: PLC0415
 
-    lacking = {
-        name: package
-        for name, package in _PACKAGES.items()
-        if importlib.util.find_spec(package) is None
-    }
+    # What candidates need beside this package's own requirements.
+    lacking = {} if importlib.util.find_spec("psutil") else {"torch_dist": "psutil"}
     candidates = [BASELINE, *(name for name in BACKENDS if name not in lacking)]
     comm = open_communicator(None, timeout_s=timeout_s, purpose="bench")
     rank = BenchRank(comm, nbytes, workspace)

@@ -94,12 +94,9 @@ class Target:
 
 
 class BenchRank:
-    """One rank's share of the state. Every method is collective over the communicator.
+    """One rank's share of about ``nbytes`` on all ranks. Every method is collective over these.
 
-    Args:
-        comm: the ranks.
-        nbytes: of the state on all of them together, about.
-        workspace: an empty directory.
+    The workspace is an empty directory.
     """
 
     def __init__(self, comm: Communicator, nbytes: int, workspace: Path) -> None:

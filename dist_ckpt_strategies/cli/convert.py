@@ -38,13 +38,10 @@ _MAX_SHOWN = 100
 def convert_checkpoint(
     tool: str, arguments: dict[str, Any], nproc: int | None, *, as_json: bool
 ) -> None:
-    """Convert or upgrade a checkpoint, and report it.
+    """Convert or upgrade a checkpoint, as ``tool`` says, and report it.
 
-    Args:
-        tool: ``convert`` or ``upgrade``.
-        arguments: those of the library function; ``memory`` in MiB, ``max_file`` in MB.
-        nproc: as the option; this process is one of them.
-        as_json: print one JSON object.
+    The arguments are those of the library function, but ``memory`` is in MiB and ``max_file`` in
+    MB. This process is one of ``nproc``.
     """
     function, description = (convert, "converting") if tool == "convert" else (upgrade, "upgrading")
     report: ConvertReport = _run(function, description, arguments, nproc)

@@ -68,15 +68,10 @@ _UNFINISHED = "the save{} has not ended, or was killed: `dist-ckpt prune` remove
 class Summary:
     """What a checkpoint holds, and what is wrong with it.
 
-    Attributes:
-        fields: of the JSON object of both commands, without the issues.
-        lists: further fields of ``inspect``, each a table of the text.
-        lines: labels and texts.
-        issues: everything that is wrong.
-        checked: what ``verify`` looks at.
-        unfinished: what to say of a save that has not ended; else nothing.
-        is_foreign: another backend wrote the arrays, which are not looked for then.
-        is_local: it lists local checkpoints, and issues below their files, not below keys.
+    ``fields`` are those of the JSON object of both commands, without the issues; ``lists`` further
+    ones of ``inspect``, each a table of the text. ``checked`` is what ``verify`` looks at, and
+    ``unfinished`` what is said of a save that has not ended. Arrays that another backend wrote are
+    not looked for. Issues of local checkpoints are below their files, not below keys.
     """
 
     fields: Mapping[str, Any]
@@ -103,12 +98,7 @@ class Summary:
 def inspect_checkpoint(
     address: str, keys: str | None, *, with_objects: bool, as_json: bool
 ) -> Status:
-    """Show the arrays and objects of a checkpoint, or local shards; returns the exit status.
-
-    Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        ArrayNotFoundError: no key, or id of a local shard, matches the glob ``keys``.
-    """
+    """Show the arrays and objects of a checkpoint, or local shards; returns the exit status."""
     found = _scanned(located(address, None, what="DIR"), None)
     summary = summary_of(found, keys, with_objects=with_objects)
     if as_json:
@@ -119,11 +109,7 @@ def inspect_checkpoint(
 
 
 def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Status:
-    """Check a checkpoint and show what is wrong with it; returns the exit status.
-
-    Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-    """
+    """Check a checkpoint and show what is wrong with it; returns the exit status."""
     began = time.monotonic()
     place = located(address, None, what="DIR")
     with open_bars() as open_bar, tool_ranks(nproc) as comm:
@@ -233,11 +219,7 @@ def _outcome(summary: Summary) -> str:
 def summary_of(
     found: Scan | LocalScan, keys: str | None = None, *, with_objects: bool = True
 ) -> Summary:
-    """The summary of a scan; its lists have the keys that match a glob.
-
-    Raises:
-        ArrayNotFoundError: no key matches.
-    """
+    """The summary of a scan, with the keys that match in its lists; ArrayNotFoundError if none."""
     if isinstance(found, LocalScan):
         return _local_summary(found, keys)
     pattern = "*" if keys is None else keys

@@ -37,17 +37,8 @@ def prune_checkpoints(
 ) -> None:
     """Show what would be removed, ask, and remove it.
 
-    Args:
-        root: holds the checkpoints.
-        rules: ``keep_last``, ``keep_every`` and ``unfinished`` of the library's ``prune``.
-        older_than: unfinished ones stay where something changed less than this ago: ``1h``.
-        dry_run: only show.
-        is_agreed: do not ask.
-        as_json: print one JSON object, and ask nothing: it needs ``dry_run`` or ``is_agreed``.
-
-    Raises:
-        PlanError: nothing is selected, the duration is none, or the shell is not interactive.
-        StorageError: something cannot be read or removed.
+    ``rules`` are ``keep_last``, ``keep_every`` and ``unfinished`` of the library's ``prune``. With
+    ``as_json`` nothing is asked: it needs ``dry_run`` or ``is_agreed``.
     """
     pruned: Callable[..., PruneReport] = partial(
         prune, root, **rules, older_than_s=parse_duration_s(older_than)
@@ -67,11 +58,7 @@ def prune_checkpoints(
 
 
 def parse_duration_s(text: str) -> float:
-    """The seconds of a text such as ``90``, ``90s``, ``30m``, ``1h``, ``2d``.
-
-    Raises:
-        PlanError: the text is none of these.
-    """
+    """The seconds of a text such as ``90``, ``90s``, ``30m``, ``1h``, ``2d``; else a PlanError."""
     found = _DURATION.fullmatch(text.strip())
     if found is None or not math.isfinite(float(found[1])):
         raise PlanError(f"{text!r}: expected a duration such as 90s, 30m, 1h or 2d")
@@ -79,11 +66,7 @@ def parse_duration_s(text: str) -> float:
 
 
 def _is_wanted(plan: PruneReport) -> bool:
-    """Whether a user at standard input says yes.
-
-    Raises:
-        PlanError: standard input has ended, as in a job.
-    """
+    """Whether a user at standard input says yes; a PlanError if that has ended, as in a job."""
     try:
         return typer.confirm(f"Remove {_counted(plan)}?", err=True)
     except typer.Abort as error:

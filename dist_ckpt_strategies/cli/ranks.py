@@ -63,11 +63,7 @@ def is_reporting(nproc: int | None) -> bool:
 
 
 def needs_ranks(nproc: int | None) -> TypeGuard[int]:
-    """Whether a command is to be run by new ranks, and not by this process.
-
-    Raises:
-        PlanError: torchrun has started several ranks, and ``nproc`` asks for more.
-    """
+    """Whether new ranks run a command; a PlanError if torchrun has started several already."""
     if nproc is None or nproc == 1 or is_rank():
         return False
     if (size := rank_from_environment()[1]) > 1:
@@ -101,19 +97,10 @@ def tool_ranks(nproc: int | None) -> Iterator[Communicator | None]:
 def run_ranks(
     num_ranks: int, module: str, arguments: Sequence[str], *, timeout_s: float = _START_S
 ) -> int:
-    """Run a module on new processes, the ranks of a gloo world; on return none is left.
+    """Run a module as ``__main__`` on new ranks of a gloo world; on return no process is left.
 
-    Args:
-        num_ranks: how many processes.
-        module: what each runs as ``__main__``; with ``dist_ckpt_strategies.cli`` the command.
-        arguments: of the module.
-        timeout_s: longest wait in a collective of the world.
-
-    Returns:
-        The exit status of rank 0, which reports failures to stderr.
-
-    Raises:
-        RankError: a rank was killed, or failed without rank 0.
+    Returns the exit status of rank 0, which reports failures to stderr. Raises a RankError if a
+    rank was killed, or failed without rank 0. Collectives of the world wait at most ``timeout_s``.
     """
     with _leaving_on_sigterm(), TemporaryDirectory(prefix="dist-ckpt-ranks-") as scratch:
         logs = [Path(scratch, f"rank{rank}.log") for rank in range(num_ranks)]
@@ -200,8 +187,7 @@ def _rank_environment(rank: int, num_ranks: int) -> dict[str, str]:
     found |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     root = str(Path(__file__).resolve().parents[2])
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [root, found.get("PYTHONPATH")]))
-    if sys.platform == "linux":
-        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    found.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return found
 
 

@@ -85,14 +85,8 @@ def print_table(
     """Print rows in columns, without ever cutting a text.
 
     Where the terminal is too narrow for the longest row, the first text of each row has a line of
-    its own. Without a terminal lines are as long as they need to be, one per row.
-
-    Args:
-        console: where to.
-        titles: of the columns.
-        rows: one text for each column.
-        right: titles of the columns that are aligned at the right.
-        marked: numbers of the rows that are shown in red.
+    its own. Without a terminal lines are as long as they need to be, one per row. ``right`` has the
+    titles of columns aligned at the right, ``marked`` the numbers of rows shown in red.
     """
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     stacked = console.is_terminal and sum(widths) + len(_GAP) * (len(widths) - 1) > console.width

@@ -130,11 +130,7 @@ class _Output:
 def nodes_of(
     nnodes: str, endpoint: str, backend: str, num_ranks: int, **options: Any
 ) -> Nodes | None:
-    """The nodes of a job; None where it has this one alone, and needs no other to find it.
-
-    Raises:
-        PlanError: an option makes no sense.
-    """
+    """The nodes of a job; None where it has this one alone, and needs no other to find it."""
     if backend != "c10d":
         raise PlanError(
             f"--rdzv-backend: expected c10d, a TCPStore, found {backend!r}; etcd, etcd-v2 and "
@@ -160,11 +156,7 @@ def nodes_of(
 
 
 def ranks_of(nproc_per_node: str) -> int:
-    """How many ranks a node has: a number, or one per device with gpu, cpu or auto.
-
-    Raises:
-        PlanError: it is none of these, or there is no such device.
-    """
+    """How many ranks a node has: a number, or one per device with gpu, cpu or auto."""
     try:
         found = determine_local_world_size(nproc_per_node)
     except ValueError as error:

@@ -74,11 +74,7 @@ def status_of_issues(issues: Sequence[Issue]) -> Status:
 
 @contextmanager
 def reported_failures(*, debug: bool) -> Iterator[None]:
-    """End the command with a status and one line on stderr where the block fails.
-
-    Args:
-        debug: show a traceback instead, as ``DIST_CKPT_DEBUG`` does.
-    """
+    """End the command with a status, and one line or a traceback on stderr, if the block fails."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -122,10 +118,6 @@ def require_answers(*addresses: str) -> None:
 
     ``DIST_CKPT_STORE_TIMEOUT_S`` sets another limit. TensorStore's libraries write to stderr which
     files with credentials they miss; the error says what matters of it.
-
-    Raises:
-        StoreUnreachableError, StoreAccessError, BucketNotFoundError: the store does not give it.
-        StrategyError: an address is none, or a variable of the environment does not parse.
     """
     for address in addresses:
         from dist_ckpt_strategies.formats.locations import located  # noqa: PLC0415

@@ -70,13 +70,9 @@ class Format(StrEnum):
 class SourceArray:
     """An array as the source stores it.
 
-    Attributes:
-        key: its name there.
-        shape: in elements.
-        dtype: of its elements.
-        chunk_shape: of its regular grid; None where ``shards`` lists its regions.
-        shards: the regions, and the rank that wrote each.
-        granularity: region sizes whose multiples are read without waste, in elements; None: any.
+    ``chunk_shape`` is that of its regular grid; None where ``shards`` has its regions and the rank
+    that wrote each. Regions whose sizes are multiples of ``granularity``, in elements, are read
+    without waste; None: any.
     """
 
     key: str
@@ -94,13 +90,10 @@ class SourceArray:
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """A region of an array that one thread writes, block by block.
+    """A region of an array, as source and target have it, that one thread writes block by block.
 
-    Attributes:
-        source: the array as the source has it.
-        array: as the target has it.
-        region: which elements; a chunk's whole region, which may reach past the array's edge.
-        byte_offset: of the array's first element, among those of a file of safetensors.
+    A chunk's region is whole, and may reach past the array's edge. ``byte_offset`` is that of the
+    array's first element, among those of a file of safetensors.
     """
 
     source: SourceArray
@@ -121,11 +114,9 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """What one thread writes: a file, or a region of one.
+    """What one thread writes, in order: a file below the target's directory, or a region of one.
 
-    Attributes:
-        name: of the file, below the target's directory; empty for a chunk of a Zarr format.
-        items: what goes there, in order.
+    The name is empty for a chunk of a Zarr format.
     """
 
     name: str
@@ -172,17 +163,12 @@ def build_convert_plan(
 ) -> ConvertPlan:
     """Choose chunks and files: the source's own grid, where it has one.
 
-    Args:
-        sources: all arrays that are converted.
-        target: the format.
-        renames: other keys in the target, by those in the source.
-        objects: those that go there too.
-        file_nbytes: wanted size of a file that holds several arrays.
-        object_nbytes: no chunk is larger, where a chunk is an object of a store; None for any.
+    ``renames`` has keys in the target, by those in the source, where they differ. A file of several
+    arrays has about ``file_nbytes``. No chunk is larger than ``object_nbytes``, where it is an
+    object of a store.
 
-    Raises:
-        CoverageError: the shards of an array do not make it up.
-        PlanError: the target cannot hold an array, or two arrays would have one key.
+    Raises CoverageError if the shards of an array do not make it up, and PlanError if the target
+    cannot hold an array, or two would have one key.
     """
     named = sorted(
         ((renames.get(source.key, source.key), source) for source in sources),
@@ -229,11 +215,8 @@ def blocks(
 ) -> Iterator[Region]:
     """The region cut into blocks, each of them contiguous in its C order, and in that order.
 
-    Args:
-        region: what to cut.
-        itemsize: bytes of an element.
-        max_nbytes: of a block; one element is never cut.
-        granularity: cut at multiples of this, from the region's own start, where that fits.
+    An element is never cut. Cuts are at multiples of ``granularity``, from the region's own start,
+    where that fits.
     """
     shape = region.shape
     if not region.numel or region.numel * itemsize <= max_nbytes:
@@ -290,9 +273,7 @@ def _target_array(
 def chunk_grid(source: SourceArray) -> tuple[Shape, bool]:
     """A chunk shape, and whether its chunks are the shards of the source.
 
-    Raises:
-        CoverageError: elements are missing, or a shard lies outside.
-        DuplicateWriterError: two shards share an element.
+    Raises CoverageError or DuplicateWriterError unless shards hold each element exactly once.
     """
     shape = source.shape
     if source.chunk_shape is not None:

@@ -193,25 +193,13 @@ def build_prune_plan(
     unfinished: bool = False,
     older_than_s: float = 3600.0,
 ) -> tuple[PruneDecision, ...]:
-    """Decide about each directory; the newest complete one is always kept.
+    """Decide about each directory, as the arguments of ``prune`` say; in the order of removal.
 
-    A damaged one does not count, and stays unless enough complete ones are newer. Newer is what has
-    the larger iteration. Of those whose names end in no number, all older than the others,
-    newer is what changed later. What was written last stays too, which is another one where a run
-    was resumed from an older checkpoint, and so does what the run's tracker file names.
-
-    Args:
-        found: the directories.
-        last: number of newest complete checkpoints that stay; without this and ``every`` all do.
-        every: iterations that are a multiple of it stay.
-        unfinished: whether files of killed saves are removed.
-        older_than_s: unfinished ones that changed less than this many seconds ago stay.
-
-    Returns:
-        In the order of removal: unfinished ones, then the oldest.
-
-    Raises:
-        PlanError: a number is out of range.
+    The newest complete one is always kept. A damaged one does not count, and stays unless enough
+    complete ones are newer. Newer is what has the larger iteration. Of those whose names end in no
+    number, all older than the others, newer is what changed later. What was written last stays too,
+    which is another one where a run was resumed from an older checkpoint, and so does what the
+    run's tracker file names. Unfinished ones are removed first, then the oldest.
     """
     for name, count in (("keep_last", last), ("keep_every", every)):
         if count is not None and count < 1:

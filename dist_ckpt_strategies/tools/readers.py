@@ -34,15 +34,10 @@ from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
 
 
 class CheckpointReader(ABC):
-    """A finished checkpoint. Any thread may read.
+    """A finished checkpoint at an absolute place. Any thread may read.
 
-    Args:
-        root: its directory, absolute, or its place in an object store.
-        own_format: that it is stored in.
-
-    Attributes:
-        arrays: all arrays, sorted by key.
-        layout: parallel sizes of the job that saved, as far as they are recorded.
+    ``arrays`` are sorted by key; ``layout`` has the parallel sizes of the job that saved, as far as
+    they are recorded.
     """
 
     arrays: Sequence[SourceArray]
@@ -55,10 +50,8 @@ class CheckpointReader(ABC):
     def read(self, key: str, region: Region, target: HostArray) -> None:
         """Fill ``target``, which is in C order and of the region's shape.
 
-        Verified as far as the format has digests of what is read.
-
-        Raises:
-            StorageError: it is missing or damaged, or cannot be read.
+        What the format has digests of is verified. Raises a StorageError if elements are missing or
+        damaged, or cannot be read.
         """
 
     @abstractmethod
@@ -79,11 +72,8 @@ class CheckpointReader(ABC):
     def common_content(self) -> bytes:
         """The file of the common state, or what it would hold where an object has it instead.
 
-        Megatron-Core 0.19 and later keep the common state among the objects.
-
-        Raises:
-            IncompleteCheckpointError: there is neither.
-            CorruptCheckpointError: it is damaged.
+        Megatron-Core 0.19 and later keep the common state among the objects. Raises
+        IncompleteCheckpointError if there is neither, CorruptCheckpointError if it is damaged.
         """
         try:
             content = self._common_file()
@@ -162,17 +152,10 @@ class Memory(threading.local):
 
 
 def open_reader(root: Location, options: Options, allow: Allowed) -> CheckpointReader:
-    """The finished checkpoint at a place.
+    """The finished checkpoint at an absolute place; ``allow`` is for objects of torch_dist.
 
-    Args:
-        root: the directory, absolute, or a place in an object store.
-        options: how to read, and what to verify.
-        allow: classes that objects of torch_dist may be unpickled to.
-
-    Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError: there is none.
-        IncompatibleVersionError: it is of a format that this package does not read, or not from
-            there.
+    Raises CheckpointNotFoundError or IncompleteCheckpointError if there is none, and
+    IncompatibleVersionError if this package does not read its format, or not from there.
     """
     marker = read_marker(root)
     backend, common = marker.sharded_format, marker.common_format

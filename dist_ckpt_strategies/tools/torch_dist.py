@@ -174,15 +174,7 @@ class TorchDistReader(CheckpointReader):
     """A checkpoint of torch_dist; see CheckpointReader.
 
     ``torch.save`` leaves a CRC-32 of each shard, which is compared. Each thread holds the shard
-    that it has read last.
-
-    Args:
-        root: the directory.
-        allow: classes that objects may be unpickled to: they are kept in lists.
-
-    Raises:
-        CorruptCheckpointError, UnsafeObjectError, IncompatibleVersionError: ``.metadata`` is
-            damaged, names a class that no checkpoint needs, or describes arrays in another form.
+    that it has read last. Objects may be unpickled to the classes of ``allow``: they are in lists.
     """
 
     def __init__(self, root: Path, allow: Allowed) -> None:

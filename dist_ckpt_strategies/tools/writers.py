@@ -49,15 +49,9 @@ _WORD_NBYTES = 8
 class TargetWriter(ABC):
     """Writes a converted checkpoint, on one rank or several; all threads of these may ``write``.
 
-    Args:
-        root: the checkpoint.
-        place: where the files go until the commit.
-        plan: what is written.
-        block_nbytes: elements that are in memory at once, in each thread.
-        allow: classes that objects may be unpickled to, where the format needs that.
-
-    Attributes:
-        marker: makes the checkpoint visible; None where the files alone do, a model's arrays.
+    Files go to ``place`` until the commit. Each thread has ``block_nbytes`` of elements in memory
+    at once. ``marker`` makes the checkpoint visible; None where the files alone do, a model's
+    arrays.
     """
 
     marker: CheckpointMarker | None
@@ -97,12 +91,9 @@ class TargetWriter(ABC):
 
     @abstractmethod
     def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
-        """Write all the rest, on the first rank.
+        """Write all the rest, on the first rank; ``common`` is the file of the common state.
 
-        Args:
-            records: what ``write`` gave, on all ranks, by number of the task.
-            source: gives the objects.
-            common: the file of the common state.
+        ``records`` are what ``write`` gave, on all ranks, by number of the task.
         """
 
 

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
+import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import async_save, local_replicated, object_stores, reshard, tools, two_stage
 from benchmarks.common import candidates
-from tests.support.processes import until
-from tests.support.scripts import command, results_of
+from tests.support.processes import finished, until
 
 pytestmark = pytest.mark.multiprocess
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NEEDS_MOTO = pytest.mark.skipif(
     not (find_spec("moto") and find_spec("boto3")), reason="moto and boto3 are not installed"
 )
+
+
+@dataclass(frozen=True)
+class Results:
+    """The lines that a run wrote, and what it left behind where it worked."""
+
+    lines: list[dict[str, Any]]
+    left: list[Path]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+
+def command(script: str, directory: Path | None, *options: str) -> list[str]:
+    place = () if directory is None else ("--directory", str(directory))
+    return [sys.executable, str(BENCHMARKS / script), *place, *options]
+
+
+def results_of(
+    script: str,
+    directory: Path,
+    *options: str,
+    limit_s: float = 250,
+    takes_directory: bool = True,
+) -> Results:
+    """Of a run that works in one new directory below ``directory``, and writes to another."""
+    place, out = directory / "place", directory / "results.jsonl"
+    place.mkdir()
+    where = place if takes_directory else None
+    line = command(script, where, "--smoke", "--out", str(out), *options)
+    finished(*line, limit_s=limit_s)
+    texts = out.read_text(encoding="utf-8").splitlines()
+    return Results([json.loads(text) for text in texts], list(place.iterdir()))
 
 
 @pytest.mark.parametrize(

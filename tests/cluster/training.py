@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.recovery_training import step
 from dist_ckpt_strategies.inprocess import CheckpointlessAbortManager, HPCallWrapper, HPWrapper
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
 from dist_ckpt_strategies.recovery import CheckpointManager
@@ -69,14 +70,7 @@ def train(note: Callable[..., None], orders: list[int], call: HPCallWrapper | No
             disk.save(to_local(training), training.step)
             save_globally(training)
             note("save", training)
-        manager.begin_step()
-        training.forward_backward()
-        training.reduce_gradients()
-        manager.vote()
-        with manager.updating():
-            training.apply_update()
-        training.gather_weights()
-        manager.end_step()
+        step(training, manager)
         note("step", training)
         if orders:
             orders.clear()

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
+from benchmarks.common.disks import drop_cache
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core import inner_grid
 from dist_ckpt_strategies.core.array import DType
@@ -140,12 +141,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield Path(directory)
 
 
-def forget_cached(root: Path) -> None:
-    for path in (path for path in root.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 @each_format
 @pytest.mark.parametrize(
     ("place", "direct_io"), [("disk", "1"), ("disk", "0"), ("memory", "1")], indirect=["place"]
@@ -166,7 +161,7 @@ def test_large_arrays_come_back_whole_and_in_regions_or_are_damaged_from_cache_a
     regions.append(Cut("matrix", matrix.shape, matrix.dtype, (Part(0, (833, 1), (700, 1298)),)))
 
     for wanted in ([*cuts, matrix], regions):
-        forget_cached(place)
+        drop_cache(place)
         for _ in range(2):
             state = {n: next(iter(state_of(0, [c], zeros).values())) for n, c in enumerate(wanted)}
             found = load(state, place / "c")
@@ -175,7 +170,7 @@ def test_large_arrays_come_back_whole_and_in_regions_or_are_damaged_from_cache_a
     for cut, kept in zip(cuts[1:], (0.9999, 0.3, 0.9999, 0.0), strict=True):
         path = chunk_file(place / "c", backend, cut.key, "0")
         os.truncate(path, int(path.stat().st_size * kept))
-        forget_cached(place)
+        drop_cache(place)
         with pytest.raises(CorruptCheckpointError, match=f"{cut.key}: .*{path}"):
             load(state_of(0, [cut], zeros), place / "c")
 

@@ -17,12 +17,10 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factories,
     is_main_replica,
 )
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.cli.demo.main import ModelSize, ParallelLayout
-from dist_ckpt_strategies.cli.demo.rank import build_model
+from dist_ckpt_strategies.cli.demo.rank import build_model, build_optimizer
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -64,19 +62,8 @@ class Trainee:
             sequence_length=32,
         )
         model = build_model(size, layout)
-        config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True
-        )
-        wrapped = DistributedDataParallel(config=model.config, ddp_config=config, module=model)
-        options = OptimizerConfig(
-            optimizer="adam",
-            lr=0.001,
-            weight_decay=0.01,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True,
-        )
-        return cls(model.module, get_megatron_optimizer(options, [wrapped]))
+        _, optimizer = build_optimizer(model, lr=0.001, weight_decay=0.01)
+        return cls(model.module, optimizer)
 
     def state(self, *, is_loading: bool) -> dict[str, Any]:
         """The sharded state dict. Collective over the world."""

@@ -16,7 +16,7 @@ from dist_ckpt_strategies.cli.demo.main import ParallelLayout
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import CheckpointError, StrategyError
 from dist_ckpt_strategies.formats.objects import dump_object, load_content
-from dist_ckpt_strategies.tools.upgrade import upgraded_common
+from dist_ckpt_strategies.tools.convert import upgraded_common
 from tests.golden.gpt import Trainee, parallel, whole_tensors
 from tests.golden.sets import (
     FLAT,

@@ -15,6 +15,7 @@ from tests.support.processes import is_running, until
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 200
+RUN = (sys.executable, "-m", "dist_ckpt_strategies.cli", "run")
 Agent = subprocess.Popen[str]
 
 VARIABLES = {
@@ -51,15 +52,20 @@ class Agents:
         self.started: list[Agent] = []
 
     def start(
-        self, body: str, *options: str, args: tuple[str, ...] = (), has_pipe: bool = False
+        self,
+        body: str,
+        *options: str,
+        args: tuple[str, ...] = (),
+        has_pipe: bool = False,
+        launcher: str = 'exec "$@"',
     ) -> Agent:
-        """Start one; with a pipe it writes to that."""
+        """Start one, by a shell's line that runs its arguments; with a pipe it writes to that."""
         script = self.directory / "script.py"
         script.write_text(PRELUDE + body)
         tail = [] if "--store-only" in options else [str(script), *args]
         with (self.directory / f"{len(self.started)}.out").open("w") as out:
             agent = subprocess.Popen(
-                [sys.executable, "-m", "dist_ckpt_strategies.cli", "run", *options, *tail],
+                ["/bin/sh", "-c", launcher, "sh", *RUN, *options, *tail],
                 cwd=self.directory,
                 env=os.environ | VARIABLES,
                 stdout=subprocess.PIPE if has_pipe else out,

@@ -291,11 +291,11 @@ Path(f"child{rank}.{child.pid}").touch()
 wait_for("never")
 """
     agent = agents.start(f"import subprocess\n{body}", "--nproc", "2")
-    children = [agents.worker(f"child{rank}") for rank in range(2)]
+    until(lambda: len(agents.pids("child?")) == 2)
 
     agent.kill()
 
-    until(lambda: not any(map(is_running, children)))
+    agents.require_ended()
 
 
 def test_a_job_whose_guard_is_killed_ends_and_says_so(agents: Agents) -> None:

@@ -16,18 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from dist_ckpt_strategies.cli.demo.main import ModelSize, ParallelLayout
-from dist_ckpt_strategies.cli.demo.rank import build_model, forward_step
+from dist_ckpt_strategies.cli.demo.rank import build_model, build_optimizer, forward_step
 from dist_ckpt_strategies.recovery import CheckpointManager, MegatronStateProvider
 from tests.support.tensors import bits
 
@@ -128,25 +122,7 @@ def build(task: Task) -> tuple[Any, Any]:
     for module in gpt.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.1
-    wrapping = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
-        num_distributed_optimizer_instances=2,
-    )
-    model = DistributedDataParallel(gpt.config, wrapping, gpt)
-    options = OptimizerConfig(
-        optimizer="adam",
-        lr=0.01,
-        min_lr=0.001,
-        clip_grad=1.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-    )
-    optimizer = get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
-    model.config.finalize_model_grads_func = finalize_model_grads
-    model.config.grad_scale_func = optimizer.scale_loss
-    return model, optimizer
+    return build_optimizer(gpt, num_instances=2, lr=0.01, min_lr=0.001, clip_grad=1.0)
 
 
 def schedule_of(optimizer: Any) -> Any:

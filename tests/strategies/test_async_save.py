@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import CoverageError, PlanError, SaveTimeoutErr
 from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused
 from tests.support.layouts import irregular, irregular_otherwise
 from tests.support.processes import is_running, until
-from tests.support.queues import GLOBAL, run_queue
+from tests.support.queues import run_queue
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import differences, no_data, on_grid, state_of
 
@@ -35,7 +35,7 @@ OVERTAKEN = "another save to it started before this one ended"
 
 
 def test_megatrons_queue_finalises_saves_of_both_formats(tmp_path: Path) -> None:
-    run_queue(tmp_path, "megatron", GLOBAL)
+    run_queue(tmp_path, "megatron", "global")
 
 
 def weight(rank: int, rows: int = 30_000) -> dict[str, Any]:

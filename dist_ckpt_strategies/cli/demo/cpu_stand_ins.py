@@ -3,8 +3,8 @@
 Megatron-Core's checkpointing runs on a CPU; its training loop does not. It asks CUDA for the
 current device and the generator's state, writes ``device="cuda"`` in a dozen places, recognises
 parameters by the *name* of their CUDA type, and takes its Adam from Apex or Transformer Engine.
-Inside ``with cpu_stand_ins():`` each of these has a CPU form. Only the demonstration and the tests
-that train need this.
+Inside ``with cpu_stand_ins():`` each of these has a CPU form. Only the demonstration, the tests
+that train, and benchmarks need this.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         param.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / first_bias)
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+class CudaMeansCpu(TorchFunctionMode):
     """Every torch call that names CUDA is made on the CPU instead.
 
     - ``torch.zeros(..., device="cuda")``, in the gradient norm and the pipeline schedules;
@@ -156,6 +156,6 @@ def cpu_stand_ins() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in replaced:
             stack.enter_context(patch.object(owner, name, stand_in))
-        stack.enter_context(_CudaMeansCpu())
+        stack.enter_context(CudaMeansCpu())
         stack.enter_context(_ProductsInFloat32())  # type: ignore[no-untyped-call]
         yield

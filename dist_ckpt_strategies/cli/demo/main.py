@@ -67,14 +67,10 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How the demonstration trains.
+    """How the demonstration trains; ``global_batch`` is in sequences, over all data-parallel ranks.
 
-    Attributes:
-        size: the model's sizes.
-        global_batch: sequences per iteration, over all data-parallel ranks.
-        num_before_save: iterations before the checkpoint.
-        num_after_save: iterations after it, done once without a break and once per resumption.
-        sharding_type: Megatron's name for the form that the optimizer's state has on disk.
+    ``num_after_save`` iterations are done once without a break and once per resumption.
+    ``sharding_type`` is Megatron's name for the form of the optimizer's state on disk.
     """
 
     size: ModelSize = field(default_factory=ModelSize)
@@ -88,12 +84,8 @@ class Training:
 class RankTask:
     """The task of all ranks of one start.
 
-    Attributes:
-        layout: the parallel layout of this start.
-        training: the same for every start.
-        checkpoint: the directory that is saved to or loaded from.
-        resumes: load the checkpoint and train on; else train, save and train on.
-        two_stage: each data-parallel group reads each byte once; else every rank reads its own.
+    They load the checkpoint and train on if ``resumes``, else train, save and train on. In a
+    ``two_stage`` load each data-parallel group reads each byte once; else every rank its own.
     """
 
     layout: ParallelLayout
@@ -143,12 +135,7 @@ def run_task(task: RankTask) -> Outcome:
 def compare_digests(
     expected: Mapping[str, str], found: Mapping[str, str]
 ) -> dict[str, tuple[int, list[str]]]:
-    """How two states compare, by kind of tensor: weights first, then the optimizer's by name.
-
-    Returns:
-        For each kind the number of tensors, and the keys of those that differ or are in one state
-        alone.
-    """
+    """By kind, weights first: number of tensors, and keys that differ or are in one state alone."""
     kinds: dict[str, list[str]] = {_WEIGHTS: []}
     for key in sorted(expected.keys() | found.keys()):
         name = key.removeprefix(_OPTIMIZER_PREFIX).split(".", 1)[0]
@@ -167,16 +154,9 @@ def run_demo(
     training: Training | None = None,
     start: Callable[[RankTask], Outcome] = run_task,
 ) -> Status:
-    """Run the demonstration; what went wrong is shown.
+    """Run the demonstration; what went wrong is shown. The checkpoint stays only in ``keep``.
 
-    Args:
-        keep: directory in which the checkpoint stays. None: it is removed at the end.
-        console: where progress and the table are shown.
-        training: sizes and number of iterations, smaller in tests.
-        start: carries out one task, in new processes.
-
-    Raises:
-        CheckpointExistsError: there are files in ``keep``.
+    ``start`` carries out one task, in new processes. Sizes of ``training`` are smaller in tests.
     """
     with tempfile.TemporaryDirectory(prefix="dist-ckpt-demo-") as scratch:
         checkpoint = (keep or Path(scratch)).resolve()

@@ -108,6 +108,34 @@ def build_model(size: ModelSize, layout: ParallelLayout) -> Float16Module:
     return Float16Module(config, model)
 
 
+def build_optimizer(
+    model: Float16Module, num_instances: int = 1, **options: Any
+) -> tuple[Any, Any]:
+    """The model in Megatron's DDP, and its distributed Adam, whose OptimizerConfig has ``options``.
+
+    With several instances each holds the whole state, and groups over gloo are not used.
+    """
+    wrapping = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        num_distributed_optimizer_instances=num_instances,
+    )
+    wrapped = DistributedDataParallel(model.config, wrapping, model)
+    config = OptimizerConfig(
+        optimizer="adam",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        **options,
+    )
+    optimizer = get_megatron_optimizer(
+        config, [wrapped], use_gloo_process_groups=num_instances == 1
+    )
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
+    return wrapped, optimizer
+
+
 class _Rank:
     """One rank's model, optimizer, losses and digests. Every method is collective over the world.
 
@@ -121,23 +149,9 @@ class _Rank:
         text = (resources.files("dist_ckpt_strategies.cli") / "data" / _TEXT).read_bytes()
         self._text = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
         model = build_model(task.training.size, task.layout)
-        config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True
+        self._model, self._optimizer = build_optimizer(
+            model, lr=5e-4, weight_decay=0.01, adam_beta2=0.95, clip_grad=1.0
         )
-        self._model = DistributedDataParallel(model.config, config, model)
-        options = OptimizerConfig(
-            optimizer="adam",
-            lr=5e-4,
-            weight_decay=0.01,
-            adam_beta2=0.95,
-            clip_grad=1.0,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True,
-        )
-        self._optimizer = get_megatron_optimizer(options, [self._model])
-        model.config.finalize_model_grads_func = finalize_model_grads
-        model.config.grad_scale_func = self._optimizer.scale_loss
         # The form of the checkpoint's content, as Megatron-LM records it.
         self._content_metadata = {
             "distrib_optim_sharding_type": task.training.sharding_type,
@@ -258,10 +272,8 @@ def _mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
 def _gather_digests(state: Mapping[str, Any]) -> dict[str, str]:
     """On rank 0 the digest of every whole tensor, by key; elsewhere nothing. Changes ``state``.
 
-    Rank 0 receives the whole state at once; the demonstration's is small. Collective: world.
-
-    Raises:
-        ValueError: the shards of a tensor do not cover it exactly once.
+    Rank 0 receives the whole state at once; the demonstration's is small. A ValueError if the
+    shards of a tensor do not cover it exactly once. Collective: world.
     """
     apply_factories(state)
     # Clones, because pickling a view would send the whole buffer that it looks into.

@@ -1,0 +1,182 @@
+"""A script: asynchronous saves through a queue of each kind, with its worker forked or spawned.
+
+What queues ask of CUDA is answered for a CPU at the top level, since a spawned worker runs this
+file again, as a module. Local saves go through the queue of Megatron-Core or of NVRx, global ones
+through Megatron-Core's.
+
+    python queue_script.py DIRECTORY local|global megatron|nvrx PORT
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from torch import multiprocessing
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.local import (
+    BasicTensorAwareStateDict,
+    LazyCliqueReplicationStrategy,
+    LocalCheckpointManager,
+)
+from dist_ckpt_strategies.strategies.zarr import Format2SaveShardedStrategy, ZarrSaveShardedStrategy
+
+NUM_RANKS = 2
+ROWS = 50_000
+
+STAND_INS: dict[str, Any] = {
+    "synchronize": lambda _device=None: None,
+    "current_device": lambda: torch.device("cpu"),
+    "device_count": lambda: 1,
+    "set_device": lambda _device: None,
+}
+for name, stand_in in STAND_INS.items():
+    setattr(torch.cuda, name, stand_in)
+
+QUEUES = {
+    "megatron": "megatron.core.dist_checkpointing.strategies.async_utils",
+    "nvrx": "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+}
+
+
+def main(rank: int, directory: str, scope: str, owner: str, port: int) -> None:
+    """One rank: for each kind of queue saves that succeed and saves that fail."""
+    os.environ["DIST_CKPT_TIMEOUT_S"] = "60"
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", address, rank=rank, world_size=NUM_RANKS)
+    cliques = LazyCliqueReplicationStrategy(1, 2, timeout_s=40)
+    if scope == "global":
+        dist_ckpt_strategies.register()
+        use_tensorstore(Path(directory))
+    for mode in ("temporal", "persistent"):
+        queue = import_module(QUEUES[owner]).AsyncCallsQueue(persistent=mode == "persistent")
+        if scope == "global":
+            use_queue(rank, queue, Path(directory) / mode)
+            queue.close(abort=True)
+        else:
+            root = Path(directory) / mode / f"node{rank}"
+            manager = LocalCheckpointManager(root, repl_strategy=cliques, timeout_s=40)
+            save_twice(rank, manager, owner, mode, queue)
+            queue.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def finalised_one(queue: Any) -> list[int]:
+    """What the queue says once it has finalised something."""
+    found: list[int] = []
+    while not found:
+        found = queue.maybe_finalize_async_calls()
+        time.sleep(0.05)
+    return found
+
+
+@contextmanager
+def small_files(rank: int) -> Iterator[None]:
+    """Within the block rank 1 cannot write."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def say(rank: int, mode: str, text: str) -> None:
+    """One line, in one piece."""
+    os.write(1, f"{mode}, rank {rank}: {text}\n".encode())
+
+
+def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> None:
+    """Two saves through the queue, the second of which fails on rank 1.
+
+    NVRx's queue gets the first request as it is, and the second in its own class.
+    """
+    weight = torch.full((1000,), float(rank))
+    state = BasicTensorAwareStateDict({"w": weight})
+    index = queue.schedule_async_request(manager.save(state, 1, is_async=True))
+    weight.zero_()
+    finalised = finalised_one(queue)
+    found = manager.load()[0].state_dict["w"]
+    say(rank, mode, f"finalised {finalised == [index]}, w {found.unique().tolist()}")
+    with small_files(rank):
+        request = manager.save(state, 2, is_async=True)
+        queue.schedule_async_request(request if owner == "megatron" else request.for_nvrx())
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except StorageError as error:
+            say(rank, mode, f"refused: {error}")
+    assert manager.find_latest() == 1
+    left = {path.name[:12] for path in Path(manager.local_ckpt_dir).rglob("*.*")}
+    assert left == {"iter_0000001"}
+
+
+def use_queue(rank: int, queue: Any, directory: Path) -> None:
+    strategies = {"1": ZarrSaveShardedStrategy, "2": Format2SaveShardedStrategy}
+    for name, strategy in strategies.items():
+        require_saved(rank, queue, strategy(), directory / name)
+    wrapped = FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy(), dist.group.WORLD)
+    require_saved(rank, queue, wrapped, directory / "wrapped")
+    with small_files(rank):
+        for name, strategy in strategies.items():
+            root = directory / f"refused {name}"
+            schedule(queue, strategy(), root, state(rank, 1.0))
+            with pytest.raises(StorageError, match=r"^rank 1: "):
+                queue.maybe_finalize_async_calls(blocking=True)
+            assert not (root / "metadata.json").exists()
+
+
+def state(rank: int, value: float) -> dict[str, Any]:
+    tensor = torch.full((ROWS,), value + rank)
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, NUM_RANKS)),
+        "b": ShardedTensor.from_rank_offsets("b", torch.full((7,), value), replica_id=rank),
+    }
+
+
+def use_tensorstore(root: Path) -> None:
+    """Load through TensorStore, in the process that the queue forks."""
+    dist_ckpt_strategies.save(state(dist.get_rank(), 0.0), root / "warm", ("zarr", 1))
+    dist_checkpointing.load(state(dist.get_rank(), 0.0), str(root / "warm"))
+
+
+def schedule(queue: Any, strategy: Any, root: Path, wanted: dict[str, Any]) -> Any:
+    if dist.get_rank() == 0:
+        root.mkdir(parents=True)
+    dist.barrier()
+    request = dist_checkpointing.save(wanted, str(root), strategy, async_sharded_save=True)
+    return queue.schedule_async_request(request)
+
+
+def require_saved(rank: int, queue: Any, strategy: Any, root: Path) -> None:
+    """What was saved is loaded, although it was overwritten at once."""
+    wanted = state(rank, 5.0)
+    tensors = [value.data for value in wanted.values()]
+    index = schedule(queue, strategy, root, wanted)
+    for tensor in tensors:
+        tensor.zero_()
+    assert finalised_one(queue) == [index]
+    loaded = dist_checkpointing.load(state(rank, 0.0), str(root))
+    for name, expected in state(rank, 5.0).items():
+        assert torch.equal(loaded[name], expected.data), root
+
+
+if __name__ == "__main__":
+    arguments = (*sys.argv[1:4], int(sys.argv[4]))
+    multiprocessing.spawn(main, args=arguments, nprocs=NUM_RANKS)  # type: ignore[attr-defined,no-untyped-call]
