@@ -369,7 +369,7 @@ class ShardedSave:
         comm = self.comm
         requests, objects = requests_of([messages for messages, *_ in everyone], comm.global_ranks)
         own = map(shard_from_message, everyone[comm.rank][0])
-        names = tuple(shard and shard.id for shard in own)
+        names = tuple(None if shard is None else shard.id for shard in own)
         layouts = sorted({layout for *_, layout in everyone})
         if len(layouts) > 1:
             raise PlanError(f"ranks use different chunk layouts: {' and '.join(layouts)}")
