@@ -277,6 +277,54 @@ def require_equal_common(common: StateDict) -> None:
     validate_sharding_integrity([], common_state_dict=common)
 
 
+def require_valid_sharding(everyone: list[list[Any]]) -> None:
+    """Megatron-Core's check, on rank 0, that the main replicas make up every array and object.
+
+    Empty tensors are left out: Megatron-Core 0.16.1 divides by their size. Arrays and objects
+    are checked apart: it takes the values of one key for all of one kind.
+
+    Raises:
+        PlanError: elements or objects are missing, or held twice; names the key.
+    """
+    for is_object in (False, True):
+        chosen = [
+            [v for v in values if isinstance(v, ShardedObject) is is_object and not _is_empty(v)]
+            for values in everyone
+        ]
+        error = _sharding_error(chosen)
+        if error is not None:
+            keys = sorted({value.key for values in chosen for value in values})
+            key = next((key for key in keys if _sharding_error(_of_key(chosen, key))), None)
+            raise PlanError(
+                f"{key}: the shards of all ranks do not fit together: {error}", key=key
+            ) from error
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, ShardedTensor) and 0 in value.local_shape
+
+
+def _of_key(everyone: list[list[Any]], key: str) -> list[list[Any]]:
+    return [[value for value in values if value.key == key] for values in everyone]
+
+
+def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
+    """What Megatron-Core's check raises; of what lies outside its grid that can be anything."""
+    try:
+        validate_sharding_integrity(everyone)
+    except (
+        CheckpointingException,
+        AssertionError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        return error
+    return None
+
+
 def split_for_load(state_dict: StateDict) -> tuple[StateDict, StateDict, StateDict]:
     """What is loaded, with factories applied; what is not persistent; the factories. Rank-local.
 

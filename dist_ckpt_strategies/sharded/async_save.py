@@ -24,7 +24,7 @@ from dist_ckpt_strategies.sharded.async_request import (
     yield_to_training,
 )
 from dist_ckpt_strategies.sharded.plan import WriteItem
-from dist_ckpt_strategies.sharded.save import Planned, ShardedSave
+from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, Planned, ShardedSave
 from dist_ckpt_strategies.sharded.transfer import stage_plan
 from dist_ckpt_strategies.sharded.writer_process import (
     SharedBytes,
@@ -161,7 +161,9 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
                 save.write_small_files()
                 return write_arrays()
 
-        return BackgroundWork(write, "dist-ckpt-save", save.planned.nbytes)
+        work = BackgroundWork(write, "dist-ckpt-save", save.planned.nbytes)
+        RUNNING_SAVES.add(writer.root, work)
+        return work
 
     work = save.cache.running = start_on_all(comm, prepare)
     name = (save.save_id, f"the end of the save to {writer.root}")

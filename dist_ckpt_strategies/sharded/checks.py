@@ -15,24 +15,24 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
-from dist_ckpt_strategies.core.array import ObjectId, RankShards
-from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
-from dist_ckpt_strategies.errors import CoverageError, PlanError
+from dist_ckpt_strategies.core.array import RankShards
+from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     StrictOutcome,
     apply_strictness,
-    is_main_message,
+    is_main,
     message_of,
     needs_stored_keys,
-    object_from_message,
+    object_id,
     require_equal_common,
-    shard_from_message,
+    require_valid_sharding,
+    shard_spec,
     sharded_values,
     value_from_message,
 )
-from dist_ckpt_strategies.megatron.types import StrictHandling
+from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.sharded.plan import build_save_plan
 
 
@@ -53,13 +53,13 @@ def different_strategies(comm: Communicator, what: str, kinds: Sequence[str]) ->
 
 
 def require_validated(comm: Communicator, messages: list[Any], group: str) -> None:
-    """Check the sharding of all ranks, of which ``group`` is the digest. Collective.
+    """Run Megatron-Core's checks of the sharding, of which ``group`` is the digest. Collective.
 
     Raises:
         PlanError: the main replicas of a key do not fit together.
     """
     everyone = comm.all_gather(messages)
-    run_collectively(comm, lambda: require_valid(everyone))
+    run_collectively(comm, lambda: require_valid(_values(everyone)))
     VALIDATED.last = group
 
 
@@ -81,7 +81,7 @@ def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
         # failed alone.
         if any(digest != answers[0][1] for _, digest in answers) and is_distributed():
             require_equal_common(common)
-        require_valid([messages for messages, _ in answers])
+        require_valid(_values(messages for messages, _ in answers))
 
     run_collectively(comm, check)
 
@@ -112,9 +112,9 @@ def check_load(
     answers = run_and_gather(comm, describe, is_sparse=not needs_all)
 
     def check() -> StrictOutcome:
-        if validate:
-            require_valid(answers)
         everyone = _values(answers) if needs_all else None
+        if validate:
+            require_valid(everyone or [])
         local = None if everyone is None else everyone[comm.rank]
         return apply_strictness(state, strict, local, everyone, stored[0] if stored else None)
 
@@ -129,39 +129,32 @@ def _values(answers: Iterable[Any]) -> list[list[Any]]:
     return [list(map(value_from_message, messages)) for messages in answers]
 
 
-def require_valid(everyone: Sequence[Sequence[Any]]) -> None:
-    """Raise PlanError unless the main replicas make up every array and object, as for a save.
+def require_valid(everyone: list[list[Any]]) -> None:
+    """Megatron-Core's check, which asks torch.distributed who it is: a lone process goes without.
 
-    ``everyone`` has the messages of all ranks. A lone process may ask for a part.
+    What is saved is checked again by the plan. Where that finds fault with a key too, it says
+    better what is wrong, and on which ranks.
     """
     if not is_distributed():
         return
-    requests, objects = requests_of(everyone, range(len(everyone)))
-    build_save_plan(requests, objects, chunk_layout=ChunkLayout.INNER)
+    try:
+        require_valid_sharding(everyone)
+    except PlanError as error:
+        _require_plan(everyone, error.key)
+        raise
 
 
-def requests_of(
-    everyone: Sequence[Sequence[Any]], ranks: Sequence[int]
-) -> tuple[list[RankShards], list[tuple[ObjectId, int]]]:
-    """What ``build_save_plan`` takes, from the messages of all ranks.
-
-    Raises:
-        CoverageError: no rank holds a main replica of an object.
-    """
-    requests, objects, known = [], [], set()
-    for rank, messages in zip(ranks, everyone, strict=True):
-        shards = []
-        for message in messages:
-            shard = shard_from_message(message)
-            if shard is not None:
-                shards.append(shard)
-                continue
-            name = object_from_message(message)
-            known.add(name.key)
-            if is_main_message(message):
-                objects.append((name, rank))
-        requests.append(RankShards(rank, tuple(shards)))
-    if missing := sorted(known.difference(found.key for found, _ in objects)):
-        key = missing[0]
-        raise CoverageError(f"{key}: no rank holds a main replica of the object", key=key)
-    return requests, objects
+def _require_plan(everyone: list[list[Any]], key: str | None) -> None:
+    """Raise PlanError where the plan of a save refuses what the ranks hold of a key."""
+    of_key = [[value for value in values if value.key == key] for values in everyone]
+    requests = [
+        RankShards(rank, tuple(shard_spec(v) for v in values if isinstance(v, ShardedTensor)))
+        for rank, values in enumerate(of_key)
+    ]
+    objects = [
+        (object_id(value), rank)
+        for rank, values in enumerate(of_key)
+        for value in values
+        if isinstance(value, ShardedObject) and is_main(value)
+    ]
+    build_save_plan(requests, objects)

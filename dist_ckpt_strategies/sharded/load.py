@@ -126,7 +126,7 @@ class ShardedLoad:
         options: timeout and memory budget.
         allow: classes that objects may be unpickled to.
         destination_of: gives the tensor to fill for a ShardedTensor.
-        validates: whether it is checked that what all ranks load makes up whole arrays and objects.
+        validates: whether Megatron-Core's own checks of the sharding are run.
     """
 
     comm: Communicator

@@ -8,11 +8,14 @@ for ("zarr", 2) an exchange of what the ranks know of their files; the commit.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,7 +29,8 @@ from dist_ckpt_strategies.comm.base import (
     run_on_first_rank,
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, ShardId
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, ShardId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
@@ -44,9 +48,10 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_data,
     shard_from_message,
     sharded_values,
+    value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.checks import VALIDATED, different_strategies, requests_of
+from dist_ckpt_strategies.sharded.checks import VALIDATED, different_strategies, require_valid
 from dist_ckpt_strategies.sharded.plan import (
     ManifestPlan,
     SavePlan,
@@ -55,9 +60,16 @@ from dist_ckpt_strategies.sharded.plan import (
 )
 from dist_ckpt_strategies.sharded.transfer import assemble, elements, run_writes
 from dist_ckpt_strategies.storage.files import COMMON_NAME
-from dist_ckpt_strategies.storage.io_pool import clean_up_limit, restart_limit
+from dist_ckpt_strategies.storage.io_pool import (
+    WORK,
+    clean_up_limit,
+    limited,
+    restart_limit,
+    uncounted,
+)
 
 if TYPE_CHECKING:
+    from dist_ckpt_strategies.sharded.async_request import BackgroundWork
     from dist_ckpt_strategies.sharded.async_save import SaveCache
 
 logger = logging.getLogger(__name__)
@@ -65,6 +77,49 @@ logger = logging.getLogger(__name__)
 _EAGER_NBYTES = 4 << 20
 """What ranks know of the files of a save travels with a gather up to this many bytes, all ranks
 together; what is larger is sent to the rank that writes it."""
+
+
+class RunningSaves:
+    """The saves that this process writes in the background, by the place that they write to.
+
+    Another save to the same place waits for them first, whichever strategy wrote them: one whose
+    place is taken away while it writes leaves files that nobody removes. A save is not kept alive
+    for this: the memory that it was written from goes with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: WeakKeyDictionary[BackgroundWork[Any], str] = WeakKeyDictionary()
+
+    def add(self, place: Location, work: BackgroundWork[Any]) -> None:
+        """Note one that has begun."""
+        name = _name_of(place)
+        with self._lock:
+            self._places[work] = name
+
+    def wait(self, place: Location, options: Options) -> None:
+        """Return when all that write to a place have ended, well or not. Rank-local.
+
+        Raises:
+            SaveTimeoutError: that takes longer than most of the time limit, of which it is no part.
+        """
+        if not self._places:
+            return
+        name, deadline = _name_of(place), time.monotonic() + WORK * options.timeout_s
+        with self._lock:
+            works = [work for work, known in self._places.items() if known == name]
+        with uncounted():
+            for work in works:
+                work.wait(max(0.0, deadline - time.monotonic()))
+
+
+RUNNING_SAVES = RunningSaves()
+"""Those of this process."""
+
+
+@limited
+def _name_of(place: Location) -> str:
+    return str(place.resolve() if isinstance(place, Path) else place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +176,7 @@ class ShardedSave:
         cache: the plan of the last save, used again where every rank saves the same shards.
         allow: further classes that objects may be of.
         is_async: whether it is written in the background.
+        validates: whether Megatron-Core's own checks of the sharding are run too.
         common: the common state; None where Megatron-Core's own save has written it.
         marker: content of ``metadata.json``; None where Megatron-Core's own save writes it.
         save_id: after ``begin``.
@@ -134,6 +190,7 @@ class ShardedSave:
     cache: SaveCache
     allow: Allowed = ()
     is_async: bool = False
+    validates: bool = False
     common: CommonState | None = None
     marker: bytes | None = None
 
@@ -157,6 +214,7 @@ class ShardedSave:
         writer, options = self.writer, self.writer.options
         if self.is_async:
             self.cache.get_ready(options)
+        RUNNING_SAVES.wait(writer.root, options)
         if self.comm.rank == 0:  # before anything can be refused: see DirectoryPlace
             self.save_id = writer.place.new_save_id()
             writer.place.save_id = self.save_id
@@ -174,7 +232,7 @@ class ShardedSave:
                     self._take_object(value, object_from_message(message))
             self._held.append(data)
         layout = writer.chunk_layout.value
-        self._described = [messages, options.max_inflight_bytes, layout]
+        self._described = [messages, options.max_inflight_bytes, layout, self.validates]
         self._own, last = digest_of(self._described), self.cache.planned
         if self.comm.rank == 0 and last is not None and last.own == self._own:
             writer.place.begin(last.keys)
@@ -367,19 +425,33 @@ class ShardedSave:
     def _new_plan(self, group: str, everyone: Sequence[Message]) -> Planned:
         """The plan that follows from what all ranks have described; the first makes the place."""
         comm = self.comm
-        requests, objects = requests_of([messages for messages, *_ in everyone], comm.global_ranks)
-        own = map(shard_from_message, everyone[comm.rank][0])
-        names = tuple(None if shard is None else shard.id for shard in own)
-        layouts = sorted({layout for *_, layout in everyone})
+        requests: list[RankShards] = []
+        objects: list[tuple[ObjectId, int]] = []
+        names: tuple[ShardId | None, ...] = ()
+        for rank, (messages, *_) in enumerate(everyone):
+            global_rank = comm.global_ranks[rank]
+            shards = list(map(shard_from_message, messages))
+            requests.append(RankShards(global_rank, tuple(s for s in shards if s is not None)))
+            objects += [
+                (object_from_message(message), global_rank)
+                for message, shard in zip(messages, shards, strict=True)
+                if shard is None and is_main_message(message)
+            ]
+            if rank == comm.rank:
+                names = tuple(None if shard is None else shard.id for shard in shards)
+        layouts = sorted({layout for _, _, layout, _ in everyone})
         if len(layouts) > 1:
             raise PlanError(f"ranks use different chunk layouts: {' and '.join(layouts)}")
         plan = build_save_plan(
             requests,
             objects,
-            max_inflight_bytes=min(budget for _, budget, _ in everyone),
+            max_inflight_bytes=min(budget for _, budget, *_ in everyone),
             chunk_layout=ChunkLayout(layouts[0]),
         )
-        VALIDATED.last = digest_of([digest_of(messages) for messages, *_ in everyone])
+        if any(validates for *_, validates in everyone):
+            require_valid([list(map(value_from_message, messages)) for messages, *_ in everyone])
+        if self.validates:
+            VALIDATED.last = digest_of([digest_of(messages) for messages, *_ in everyone])
         arrays = [creation.array for creation in plan.creations]
         object_keys = [object_id.key for object_id, _ in objects]
         manifest = (

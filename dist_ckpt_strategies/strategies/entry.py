@@ -74,7 +74,7 @@ from dist_ckpt_strategies.sharded.checks import (
     different_strategies,
 )
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
-from dist_ckpt_strategies.sharded.save import CommonState, ShardedSave, begun_save
+from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit
@@ -126,8 +126,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             or ``gs://bucket/path``. ``file:///path`` is a directory.
         sharded_strategy: strategy or (backend, version); ("zarr", 2) by default.
         common_strategy: strategy or (backend, version); ("torch", 1) by default.
-        validate_access_integrity: also compare the common state of all ranks. What they hold of the
-            sharded state has to make up whole arrays and objects in any case.
+        validate_access_integrity: also run Megatron-Core's own checks of the sharding.
         async_sharded_save: write in the background, and return a request for Megatron-Core's queue;
             see ``save_async``.
         preprocess_common_before_consistancy_check: applied to the common state before ranks
@@ -280,15 +279,16 @@ class _Save:
                 )
         if base is not self.sharded or not is_ours:
             return None
-        return self._begun(base)
+        return self._begun(base, validates=self.validates)
 
-    def _begun(self, base: Any) -> ShardedSave:
+    def _begun(self, base: Any, *, validates: bool) -> ShardedSave:
         begun: ShardedSave = base.open_save(
             self.comm,
             self.state,
             self.root,
             overwrite=self.overwrite,
             is_async=self.is_async,
+            validates=validates,
             common=self.common,
             marker=self.marker,
         )
@@ -349,10 +349,15 @@ class _Save:
         if isinstance(base, ZarrSaveShardedStrategy):
             run_collectively(comm, lambda: saver.apply_saving_parallelization(state))
             own = base.with_options(timeout_s=self.options.timeout_s)
-            return begun_save(comm, lambda: self._begun(own))
+            return begun_save(comm, lambda: self._begun(own, validates=False))
         root = require_path(self.root, type(saver).__name__)
         place = DirectoryPlace(root, self.options, keeps_old=True, overwrite=self.overwrite)
-        place.save_id = run_and_gather(comm, place.new_save_id)[0]
+
+        def new_save_id() -> str:
+            RUNNING_SAVES.wait(root, self.options)
+            return place.new_save_id()
+
+        place.save_id = run_and_gather(comm, new_save_id)[0]
         run_on_first_rank(comm, lambda: place.begin(None))
 
         def commit() -> None:
@@ -416,8 +421,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         checkpoint_dir: directory of a finished checkpoint, or its URL.
         sharded_strategy: strategy or (backend, version); by default what the checkpoint names.
         common_strategy: the same for the common state.
-        validate_access_integrity: what all ranks ask for has to make up whole arrays and objects;
-            False where they ask for a part.
+        validate_access_integrity: also run Megatron-Core's own checks of the sharding.
         strict: what to do about keys that only one side has, as in Megatron-Core.
         verify_integrity: the same as ``verify="full"``.
         process_group: the ranks that load together: all ranks, or the ``group`` of the strategy.

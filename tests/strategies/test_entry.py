@@ -250,7 +250,7 @@ def an_array_and_an_object_may_have_one_key(rank: int, scratch: Path) -> None:
     wanted: dict[str, Any] = state_of(rank, [cut], no_data)
     wanted["o"] = ShardedObject("w", None, (4,), (rank,))
     for entry in Entry:
-        # Megatron-Core's check takes all values of a key for arrays, or all for objects.
+        # Megatron-Core's own check takes all values of a key for arrays, or all for objects.
         options = {"validate_access_integrity": entry is Entry.OURS}
         both = state_of(rank, [cut]) | {"o": ShardedObject("w", {"of": rank}, (4,), (rank,))}
         save(entry, both, scratch / entry, **options)
@@ -267,10 +267,33 @@ def an_array_and_an_object_may_have_one_key(rank: int, scratch: Path) -> None:
         require_refused(call, CheckpointError, key="new", global_rank=2)
 
 
+def shards_on_no_grid_need_not_make_up_an_array_that_is_loaded(rank: int, scratch: Path) -> None:
+    """They leave gaps, overlap, or are copies alone, as Megatron-Core allows."""
+
+    def on_no_grid(begin: int, end: int, replica_id: int = 0, scale: float = 1.0) -> dict[str, Any]:
+        data = scale * torch.arange(float(begin), float(end))
+        shape = (end - begin,), (10,), (begin,)
+        return {"w": ShardedTensor("w", data, data.dtype, *shape, None, replica_id)}
+
+    begin, end = ((0, 3), (3, 10))[rank % 2]
+    save(Entry.OURS, on_no_grid(begin, end, rank // 2), scratch / "c")
+    for entry, of_rank in product(
+        Entry,
+        (
+            ((0, 3), (4, 7), (4, 6), (9, 10)),
+            ((0, 10),) * 4,
+            ((0, 3, 1), (3, 10, 1), (0, 3, 2), (3, 10, 2)),
+        ),
+    ):
+        loaded = load(entry, on_no_grid(*of_rank[rank], scale=0.0), scratch / "c")
+        assert torch.equal(loaded["w"], on_no_grid(*of_rank[rank])["w"].data)
+
+
 @pytest.mark.parametrize(
     "act",
     [
         each_entry_loads_what_either_saved,
+        shards_on_no_grid_need_not_make_up_an_array_that_is_loaded,
         arguments_are_left_alone,
         classes_are_allowed_by_argument_by_strategy_or_by_registration,
         one_rank_alone_reads_metadata_and_removes_arrays,
