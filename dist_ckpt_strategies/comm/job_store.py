@@ -148,13 +148,9 @@ class JobStore:
 
 
 def require_place() -> None:
-    """Raise if another node has taken the place of this process's node in the job.
+    """Raise a PeerLostError if another node has this node's place, or the store does not answer.
 
-    A process that was stopped for long may wake up before it is killed. What outlives it, such as a
-    commit, asks this first. No answer from the store raises, too.
-
-    Raises:
-        PeerLostError: another node has the place, or the store does not answer.
+    A process that was stopped for long may wake up before it is killed; a commit asks this first.
     """
     place = place_from_environment()
     if place is None:

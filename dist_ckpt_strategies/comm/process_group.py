@@ -171,8 +171,7 @@ def new_group_of(
     ``split_group`` is for NCCL alone. So each rank makes its own group only, under a name that
     counts the calls, which is the same on all ranks, and that has the place in the list.
 
-    Raises:
-        PeerTimeoutError, PeerLostError: a rank has not come to make it, or broke off.
+    Raises a PeerTimeoutError if a rank has not come to make it, a PeerLostError if one broke off.
     """
     if not is_distributed():
         return None

@@ -85,20 +85,12 @@ class Ranks:
         num_threads: int,
         watch: Watch | None = None,
     ) -> dict[int, T]:
-        """Work off tasks that all ranks have listed alike, each on one rank.
+        """Work off tasks, each on one rank; this rank's results by number of the task.
 
-        A failure ends the work of all threads and ranks, at their next count. Ranks that have
-        listed different tasks raise a PlanError.
-
-        Args:
-            tasks: equal on all ranks; distributed so that all have about as many bytes.
-            nbytes_of: bytes of a task.
-            work: carries out a task on any thread, and reports its bytes to its second argument.
-            num_threads: of this rank.
-            watch: called with the bytes done by all ranks and in all, on the calling thread.
-
-        Returns:
-            The results of this rank, by number of the task.
+        Ranks that have listed different tasks raise a PlanError. Each gets about as many bytes.
+        ``work`` runs on any thread, and reports its bytes to its second argument; a failure ends
+        the work of all threads and ranks at their next report. ``watch`` is called on the calling
+        thread with the bytes done by all ranks, and those of all tasks.
         """
         sizes = [nbytes_of(task) for task in tasks]
         self.require_alike(sizes)

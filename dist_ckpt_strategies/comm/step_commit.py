@@ -59,9 +59,8 @@ class StepCommit:
         The first call determines how long content may be, with room to spare. Longer content is
         not replicated later on: the other ranks get none from this one.
 
-        Raises:
-            RestartError: what has arrived of a rank is not what it sent.
-            WaitReleasedError: communication was ended meanwhile.
+        Raises a RestartError if bytes arrive damaged, and a WaitReleasedError if communication was
+        ended meanwhile.
         """
         self.is_new = False
         if not is_distributed() or dist.get_world_size(self._replicas) == 1:
@@ -92,10 +91,8 @@ class StepCommit:
         """Whether all ranks are at the same step. Collective over the ranks that commit.
 
         A rank takes part once the gradients that its GPU reduces are there, over whatever group.
-
-        Raises:
-            PeerTimeoutError: the GPU is not done with its gradients in time.
-            WaitReleasedError: communication was ended before: gradients may be garbage then.
+        Raises a PeerTimeoutError if they are not there in time, and a WaitReleasedError if
+        communication was ended before: they may be garbage then.
         """
         if not is_distributed():
             return True

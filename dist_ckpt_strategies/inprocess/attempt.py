@@ -36,16 +36,8 @@ _CUT_PAUSE_S = 0.02
 class Attempt:
     """One round of this process.
 
-    Args:
-        wrapper: with the settings.
-        state: of the attempt.
-        client: reports faults, and is asked for them.
-        interrupter: of the block.
-
-    Attributes:
-        communication: all that this process opens to talk to its peers in the attempt.
-        fault: what has ended it, None before.
-        lost: the error of a rendezvous that does not answer, None before.
+    ``communication`` is all that it opens to talk to its peers. ``fault`` is what has ended it, and
+    ``lost`` the error of a rendezvous that does not answer; None before.
     """
 
     def __init__(

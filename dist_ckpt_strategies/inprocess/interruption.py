@@ -45,11 +45,8 @@ class Interrupter:
     """Raises RankShouldRestart in the block, again and again, until the block has been left.
 
     By a signal, which also ends ``time.sleep``, waits for locks and system calls. Python delivers
-    signals to the main thread alone, so the block has to run there.
-
-    Args:
-        lock: a ParameterUpdateLock, where there is one. While the block holds it, parameters
-            change, and the block is not interrupted.
+    signals to the main thread alone, so the block has to run there. While the block holds ``lock``,
+    a ParameterUpdateLock, parameters change, and it is not interrupted.
     """
 
     def __init__(self, lock: Any = None) -> None:
@@ -66,11 +63,7 @@ class Interrupter:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While this is open, the signal is ours. Within another one it does nothing.
-
-        Raises:
-            StrategyError: this is not the main thread.
-        """
+        """While this is open, the signal is ours. Within another one it does nothing."""
         if self._is_installed:
             yield
             return

@@ -27,8 +27,7 @@ _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sig
 class NodeGuard:
     """The agent's side: starts the guard, and tells it what to know.
 
-    Args:
-        fence_s: the limit, in seconds; infinite where no other node could take the place.
+    ``fence_s`` is the limit; infinite where no other node could take the place.
     """
 
     def __init__(self, fence_s: float) -> None:
@@ -45,11 +44,7 @@ class NodeGuard:
         os.set_blocking(self._lines, False)
 
     def tell(self, line: str) -> None:
-        """Send one of the lines.
-
-        Raises:
-            OSError: the guard is gone, or does not read.
-        """
+        """Send one of the lines; an OSError if the guard is gone, or does not read."""
         os.write(self._lines, f"{line}\n".encode())
 
     def has_fired(self) -> bool:

@@ -80,16 +80,12 @@ class Places:
 
     All that asks the store for long is for one thread: ``take``, then ``hold``.
 
-    Args:
-        nodes: of the job.
-        on_renewed: called with the time, by the monotonic clock, when a look at the store was begun
-            that found this node's place to be its own.
-        on_spare: called once this node waits as a spare.
-        on_note: called with a text where something happens to a node.
+    ``on_renewed`` is called with the time, by the monotonic clock, when a look at the store was
+    begun that found this node's place to be its own; ``on_spare`` once this node waits as a spare;
+    ``on_note`` with a text where something happens to a node.
 
-    Raises:
-        PeerLostError: there is no store at the endpoint, after the time to wait for a node.
-        PlanError: the store belongs to a job with other options.
+    Raises a PeerLostError if no store comes to the endpoint in the time that a node is waited for,
+    and a PlanError if the store belongs to a job with other options.
     """
 
     def __init__(
@@ -119,11 +115,8 @@ class Places:
     def take(self) -> int | None:
         """Take a place that is vacant, or wait for one; None where the job has ended before.
 
-        None too where this agent is for the store alone, and another one hosts it.
-
-        Raises:
-            RestartError: there are as many spare nodes as there may be.
-            PeerLostError: see ``hold``.
+        None too where this agent is for the store alone, and another one hosts it. Raises a
+        RestartError if too many spare nodes wait, and a PeerLostError as ``hold`` does.
         """
         if self._nodes.is_store_only and self._host is None:
             self._closed = (0, "another agent of this machine hosts the store")
@@ -137,8 +130,7 @@ class Places:
     def hold(self) -> tuple[int, str]:
         """Keep the place until the job ends; its exit code, and why.
 
-        Raises:
-            PeerLostError: the place belongs to another node, or the store does not answer.
+        Raises a PeerLostError if another node has the place, or the store does not answer.
         """
         while self._closed is None and not self._is_stopped:
             self._pause()
@@ -283,8 +275,7 @@ class Places:
     def _wait_as_spare(self) -> None:
         """Take one of the spare nodes' keys, so that no more wait than may.
 
-        Raises:
-            RestartError: all are taken, for longer than a node is waited for.
+        Raises a RestartError if all have been taken for longer than a node is waited for.
         """
         for number in range(self._nodes.num_spare_nodes):
             key = f"spare/{number}"
@@ -310,11 +301,7 @@ class Places:
         return True
 
     def _write(self, value: str) -> None:
-        """Replace what this node has written last.
-
-        Raises:
-            PeerLostError: another node has.
-        """
+        """Replace what this node has written last; a PeerLostError if another node has."""
         found = self._store.compare_set(self._key, self._written, value)
         if found != value:
             other = found.partition("#")[0].rpartition(":")[0]
@@ -351,11 +338,7 @@ class Places:
 
 
 def connected_store(nodes: Nodes) -> JobStore:
-    """A client of the job's store, which may come later than this node.
-
-    Raises:
-        PeerLostError: it has not come within the time that a node is waited for.
-    """
+    """A client of the job's store, which may come as late as a node may; else a PeerLostError."""
     deadline = time.monotonic() + nodes.wait_s
     while True:
         try:

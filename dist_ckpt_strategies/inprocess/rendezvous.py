@@ -84,10 +84,9 @@ def environment_of(place: RankInfo) -> dict[str, str]:
 
 
 def place_of(variables: Mapping[str, object]) -> RankInfo:
-    """The place that variables state; those that torchrun does not name are its environment.
+    """The place that variables state; a ValueError names a number that is missing, or is none.
 
-    Raises:
-        ValueError: a number is missing, or is none; names it.
+    Variables that torchrun does not name are its environment.
     """
     wrong = [name for name in _NUMBERS if not str(variables.get(name, "")).isdecimal()]
     if wrong:

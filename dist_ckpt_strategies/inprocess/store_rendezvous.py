@@ -54,9 +54,7 @@ _MAX_REQUESTS_PER_S = 2000
 class RestartState:
     """Reads and writes the state of rounds and workers; waits for nothing.
 
-    Args:
-        store: of the job.
-        first_round: the number of the first round; the same for all.
+    ``first_round`` is the same for all.
     """
 
     def __init__(self, store: JobStore, first_round: int = 1) -> None:
@@ -68,11 +66,7 @@ class RestartState:
         self._store.set(f"assign/{worker}", json.dumps(environment_of(place)))
 
     def place(self, worker: str) -> RankInfo | None:
-        """The place of a worker, None before it has one.
-
-        Raises:
-            PeerError: the store holds something else.
-        """
+        """A worker's place, None before it has one; a PeerError if the store holds no place."""
         text = self._store.get(f"assign/{worker}")
         try:
             return None if text is None else place_of(json.loads(text))
@@ -119,10 +113,8 @@ class RestartState:
         """Complete the end of a round that a fault, or the return of all ranks, has ended.
 
         Every process that sees the end does this, as the one that ended the round may have died
-        between two writes. Call it only for a round that has ended.
-
-        Returns:
-            Whether all ranks have finished it.
+        between two writes. Call it only for a round that has ended. Returns whether
+        all ranks have finished it.
         """
         self._store.compare_set(f"barrier/{restart_round}", "", _BROKEN)
         is_done = self._store.compare_set(f"finish/{restart_round}", "", _BROKEN) == _DONE

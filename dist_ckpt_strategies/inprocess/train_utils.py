@@ -98,11 +98,7 @@ class HPAgentK8sAPIFactory:
 
 
 class AgentRendezvous:
-    """A RendezvousClient over the client of an agent; sets the variables that the agent gives.
-
-    Args:
-        client: see HPAgentK8sAPIFactory.
-    """
+    """A RendezvousClient over a client of HPAgentK8sAPIFactory's; sets the agent's variables."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

@@ -93,11 +93,7 @@ def _beat(fd: int, content: bytes) -> None:
 
 
 class OutputLines:
-    """The lines of one output of a worker, as they come.
-
-    Args:
-        on_line: called with each line, its end included.
-    """
+    """Calls ``on_line`` with the lines of one output of a worker, as they come, ends included."""
 
     def __init__(self, on_line: Callable[[bytes], None]) -> None:
         self._on_line = on_line
@@ -132,12 +128,9 @@ class OutputLines:
 class WorkerProcess:
     """A worker from its start to its end.
 
-    Args:
-        name: what it is called, in variables and keys.
-        command: program and arguments.
-        environment: all of it, but for what only this worker gets.
-        heartbeat_timeout_s: after which silence is a hang; 0: never.
-        on_line: called with "stdout" or "stderr" and each line of it.
+    The environment is complete, but for what only this worker gets. Silence is a hang after
+    ``heartbeat_timeout_s``; 0: never. ``on_line`` is called with "stdout" or "stderr" and each
+    line of it.
     """
 
     def __init__(

@@ -46,11 +46,7 @@ _FITTING = "fit"
 
 
 def _of_lightning(module: str, name: str) -> Any:
-    """A class of Lightning's.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
+    """A class of Lightning's; a MissingDependencyError if that is not installed."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         try:
             return getattr(import_module(f"{package}.{module}"), name)

@@ -79,20 +79,15 @@ class LoopState(ReplicatedState):
     def begin_training(self, on_final_gradients: Callable[[], None]) -> None:
         """The state is loaded, and the first step comes next.
 
-        Args:
-            on_final_gradients: to be called in each step before a parameter changes, where the
-                optimizer does not commit the step.
+        ``on_final_gradients`` is to be called in each step before a parameter changes, where the
+        optimizer does not commit the step.
         """
         del on_final_gradients
         self.objects()
         self.set_step(int(self._trainer.global_step))
 
     def apply_update(self) -> None:
-        """See StateProvider.
-
-        Raises:
-            RestartError: always: only the trainer can end a step.
-        """
+        """Raise a RestartError: only the trainer can end a step."""
         raise RestartError(
             "it was interrupted before the end of its step, which only its trainer can complete"
         )
@@ -223,9 +218,7 @@ def call_after_closure(plugin: Any, then: Callable[[], None]) -> None:
 
     Lightning runs forward, backward and the clipping of gradients within the optimizer's step, and
     the precision plugin's ``_after_closure`` last. An earlier call's ``then`` is replaced.
-
-    Raises:
-        StrategyError: the plugin has no such moment.
+    Raises a StrategyError if the plugin has no such moment.
     """
     found = getattr(plugin, "_after_closure", None)
     if found is None:
@@ -245,11 +238,7 @@ def call_after_closure(plugin: Any, then: Callable[[], None]) -> None:
 
 
 def wrapper_of(trainer: Any) -> HPCallWrapper:
-    """What the block has put on its trainer: ``trainer.wrapper = caller``.
-
-    Raises:
-        StrategyError: it has not.
-    """
+    """What the block has put on its trainer: ``trainer.wrapper = caller``; else a StrategyError."""
     found = getattr(trainer, "wrapper", None)
     if found is None:
         raise StrategyError(
@@ -260,11 +249,7 @@ def wrapper_of(trainer: Any) -> HPCallWrapper:
 
 
 def manager_of(trainer: Any) -> CheckpointManager:
-    """The manager that the wrapper was made with.
-
-    Raises:
-        StrategyError: it was made with none.
-    """
+    """The manager that the wrapper was made with; a StrategyError if there is none."""
     found = wrapper_of(trainer).wrapper.checkpoint_manager
     if not isinstance(found, CheckpointManager):
         raise StrategyError(

@@ -142,10 +142,8 @@ class _Checkpointing:
     """``megatron.core.dist_checkpointing``, as Megatron-LM's checkpointing.py sees it.
 
     Megatron-LM calls with the strategies of its flags. The groups in which work is shared are
-    taken from these, and what is to be cached; who writes and reads is decided here.
-
-    Attributes:
-        theirs: the module; all but ``save`` and ``load`` is its own.
+    taken from these, and what is to be cached; who writes and reads is decided here. The
+    module is ``theirs``: all but ``save`` and ``load`` is its own.
     """
 
     def __init__(
@@ -184,10 +182,7 @@ class _Checkpointing:
 
         Collective. ``--ckpt-fully-parallel-save`` comes as a wrapper: it keeps its group and, for
         ``--ckpt-assume-constant-structure``, who writes what, and writes by this package.
-
-        Raises:
-            StrategyError: ``--verify-integrity``, and the format keeps no digests.
-            CheckpointError: as ``dist_ckpt_strategies.save``.
+        ``--verify-integrity`` raises a StrategyError where the format keeps no digests.
         """
         saver: Any = self._saver
         if saver is None:
@@ -238,9 +233,6 @@ class _Checkpointing:
 
         Collective. ``--ckpt-fully-parallel-load`` comes as a wrapper: in its group every byte is
         read once, in two stages. ``--verify-integrity`` compares the digests of all chunks first.
-
-        Raises:
-            CheckpointError: as ``dist_ckpt_strategies.load``.
         """
         comm = open_communicator(
             None,

@@ -58,20 +58,12 @@ class _LoopState(MegatronStateProvider):
             setattr(self._arguments, name, value)
 
     def apply_update(self) -> None:
-        """See StateProvider.
-
-        Raises:
-            RestartError: always: the loop alone can end a step.
-        """
+        """Raise a RestartError: the loop alone can end a step."""
         raise RestartError("it was interrupted amid its step, which only its loop can complete")
 
 
 class _Loop:
-    """Takes the place of two functions of Megatron-LM's training.py, and calls them.
-
-    Attributes:
-        call: the attempt's.
-    """
+    """Takes the place of two functions of Megatron-LM's training.py, and calls them."""
 
     def __init__(self, training: Any, manager: CheckpointManager) -> None:
         self.call: HPCallWrapper | None = None

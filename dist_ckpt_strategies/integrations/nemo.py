@@ -40,10 +40,7 @@ class NemoStateProvider(LoopState, MegatronStateProvider):
     Objects: beside Megatron-Core's and LoopState's, the state of the datamodule: NeMo's say how
     many samples were consumed, and their loaders begin after these.
 
-    Args:
-        chunks: the model's, in Megatron-Core's DistributedDataParallel.
-        optimizer: Megatron-Core's.
-        trainer: with a strategy that has been set up.
+    The chunks are in Megatron-Core's DistributedDataParallel, and the strategy has been set up.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, trainer: Any) -> None:
@@ -209,12 +206,7 @@ def _provide_state(strategy: Any, trainer: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """A class over NeMo's, on first use.
-
-    Raises:
-        MissingDependencyError: NeMo is not installed, or lacks something that it needs itself.
-        AttributeError: there is no such name.
-    """
+    """A class over NeMo's, on first use; a MissingDependencyError if NeMo cannot be imported."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -149,8 +149,7 @@ def _as_megatrons(state: MCoreTensorAwareStateDict, devices: Sequence[str]) -> A
 def joined(states: Sequence[Any], shard: LocalShard, num_ranks: int) -> MCoreTensorAwareStateDict:
     """The states of shards of a save of another number of ranks as one; all share the common state.
 
-    Raises:
-        PlanError: they are not of Megatron-Core.
+    Raises a PlanError if they are not of Megatron-Core.
     """
     if not all(hasattr(state, "sharded_state_dict") for state in states):
         raise PlanError(

@@ -150,11 +150,7 @@ def load_newest(
 
     Collective. Copies that turn out to be damaged are left out, and others are used. Where another
     number of ranks saved it, each rank gets some of the shards. Saves of iterations before
-    ``at_least`` are left alone.
-
-    Raises:
-        CheckpointNotFoundError: there is no local checkpoint, at most a first save that was killed.
-        NoReplicasAvailableError: of each save some shard is lost; says which.
+    ``at_least`` are left alone. Errors are those of the manager's ``load``.
     """
     inventory = gather_inventory(comm, directory, session_id, at_least)
     reasons: list[str] = []

@@ -32,11 +32,7 @@ def build_cliques(
 
     Where the world size is not divisible by JF, ``allow_uneven`` makes some cliques larger; none is
     smaller than F. The ranks left over join, in order, the last cliques, so that two of one node
-    are never in one clique.
-
-    Raises:
-        PlanError: a number is less than 1; the world is not divisible by JF and ``allow_uneven`` is
-            not set; or there are fewer than F nodes of J ranks.
+    are never in one clique. Raises a PlanError if the numbers do not fit.
 
     Source: the replication groups of NVIDIA's resiliency extension.
     """
@@ -222,11 +218,8 @@ def build_reshard_plan(
     """Cover every wanted shard by parts of held ones, from the rank itself if possible.
 
     For each rank there is what it holds, replicas are welcome, and what it wants and does not hold
-    as it is.
-
-    Raises:
-        CoverageError: no rank holds a part of something that is wanted; names rank and key.
-        ShapeMismatchError: an array is held with another shape than it is wanted with.
+    as it is. Raises a CoverageError if no rank holds a part of something that is wanted, and a
+    ShapeMismatchError if an array is held with another shape than it is wanted with.
     """
     holders: defaultdict[str, dict[Region, list[int]]] = defaultdict(dict)
     arrays: dict[str, tuple[Shape, DType]] = {}

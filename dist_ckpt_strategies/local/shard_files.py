@@ -221,9 +221,8 @@ class ShardReader:
     transfer that was given up may still be in a system call with its number, which must not become
     another file's meanwhile.
 
-    Raises:
-        IncompleteCheckpointError: there is no such file.
-        CorruptCheckpointError: its footer is damaged, or its size is another.
+    Raises an IncompleteCheckpointError if there is no such file, and a CorruptCheckpointError if
+    its footer is damaged, or its size is another.
     """
 
     def __init__(self, path: Path) -> None:

@@ -60,10 +60,8 @@ def run_replicate(
     ``open_writer`` is called for every file of the clique, this rank's own too.
     ``max_bucket_nbytes`` bounds what travels at once in each direction.
 
-    Raises:
-        StorageError: a file cannot be written, for example if the disk is full.
-        CorruptCheckpointError: a file arrived damaged.
-        PlanError: a peer takes part in another save.
+    Raises a StorageError if a file cannot be written, a CorruptCheckpointError if it arrived
+    damaged, and a PlanError if a peer takes part in another save.
     """
     started = time.monotonic()
     own = filled.shard
@@ -139,10 +137,9 @@ def run_retrieve(
     Collective: every rank of ``comm`` calls this for an equal plan, with the paths of its own
     copies, by id. A copy that is damaged or cannot be read is no error.
 
-    Returns:
-        What this rank wanted; and the same on every rank, why copies cannot be used: the reason,
-        with the file, by the rank that reads the copy, within the group, and by id. If there is
-        any, what was to come from it is missing.
+    Returns what this rank wanted; and the same on every rank, why copies cannot be used: the
+    reason, with the file, by the rank that reads the copy, within the group, and by id. If there is
+    any, what was to come from it is missing.
     """
     with ExitStack() as stack:
         files = _Files(comm, paths, stack)

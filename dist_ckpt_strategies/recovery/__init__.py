@@ -45,11 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A name of a module that needs Megatron-Core, on first use.
-
-    Raises:
-        AttributeError: there is no such name.
-    """
+    """A name of a module that needs Megatron-Core, on first use."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

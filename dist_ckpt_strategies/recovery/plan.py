@@ -147,9 +147,8 @@ def evenly_spaced(ranks: Iterable[int]) -> tuple[range, ...]:
 def build_recovery_plan(inputs: Sequence[RankInput]) -> RecoveryPlan:
     """Decide from what every rank has how all get to the same step; layouts of a shard are equal.
 
-    Raises:
-        NoReplicasAvailableError: no rank has state, or none holds a shard, the objects, or some
-            rank's random states, at the target; names it, and the ranks that might have.
+    Raises a NoReplicasAvailableError if no rank has state, or none holds a shard, the objects, or
+    some rank's random states, at the target; names it, and the ranks that might have.
     """
     target = _target(inputs)
     roles = tuple(_role(one.held, target) for one in inputs)

@@ -62,15 +62,11 @@ class UnfinishedStepError(RestartError):
 class Recovery:
     """One rank's side of a recovery: what it has and needs, what it sends and receives.
 
-    Args:
-        comm: the ranks that recover together.
-        new: the state to be filled; it may have the tensors of the kept one, or be the same object.
-        in_memory: what this rank has in memory; None if nothing, and ``why`` in words.
-        why: see above.
-        random_states: that this rank knows; None if the state has none.
-        checksums: digests of the in-memory state, which is refused if it differs; all
-            copies of a shard have to be equal; None: neither is compared.
-        shards_of: the tensors of a state that are moved.
+    ``new``, to be filled, may have the tensors of the kept state, or be the same object. Where
+    nothing is ``in_memory``, ``why`` says why, in words. ``random_states`` are those that this rank
+    knows; None if the state has none. With ``checksums``, the digests of the in-memory state, it is
+    refused if it differs, and all copies of a shard have to be equal. ``shards_of`` gives the
+    tensors of a state that are moved.
     """
 
     def __init__(  # noqa: PLR0913 - options by name
@@ -135,12 +131,11 @@ class Recovery:
         unusable on ranks that were to receive. The in-memory state changes only where its step is
         finished. Four gathers beside the transfer, two more where weights are gathered.
 
-        Args:
-            plan: equal on all ranks.
-            finish_step: finishes the in-memory state's step from its gradients, and notes that.
-            adopt: called at the end with the target, and the random states of its beginning that
-                this rank received, by global rank; what it raises, every rank raises.
-            on_filling: called when the new state is about to be changed; on all ranks, or on none.
+        The plan is equal on all ranks. ``finish_step`` finishes the in-memory state's step from its
+        gradients, and notes that. ``adopt`` is called at the end with the target, and the random
+        states of its beginning that this rank received, by global rank; what it raises, every rank
+        raises. ``on_filling`` is called when the new state is about to be changed; on all ranks, or
+        on none.
 
         Raises:
             UnfinishedStepError: see there.
