@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.abortable_waits import run_abandonable
 from dist_ckpt_strategies.comm.base import (
     Buffer,
     Communicator,
@@ -38,6 +37,7 @@ from dist_ckpt_strategies.comm.process_group import (
     abort_nccl,
     is_distributed,
     message_device,
+    run_abandonable,
 )
 from dist_ckpt_strategies.errors import (
     CheckpointError,
