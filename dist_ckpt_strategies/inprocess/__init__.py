@@ -11,6 +11,7 @@ from dist_ckpt_strategies.inprocess.abort import (
     HPCheckpointingAbort,
     HPDataLoaderAbort,
 )
+from dist_ckpt_strategies.inprocess.attempt import RankShouldRestart
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, Finalize
 from dist_ckpt_strategies.inprocess.health_check import (
     ChainedHealthCheck,
@@ -19,7 +20,6 @@ from dist_ckpt_strategies.inprocess.health_check import (
     HealthCheck,
     HPState,
 )
-from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
 from dist_ckpt_strategies.inprocess.rendezvous import (
     Fault,
     FaultMode,

@@ -35,7 +35,7 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.attempt import Attempt
+from dist_ckpt_strategies.inprocess.attempt import Attempt, Interrupter, RankShouldRestart
 from dist_ckpt_strategies.inprocess.finalize import (
     Finalize,
     has_kept_memory,
@@ -44,7 +44,6 @@ from dist_ckpt_strategies.inprocess.finalize import (
     release_free_memory,
 )
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
-from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
 from dist_ckpt_strategies.inprocess.rendezvous import FaultMode, RendezvousClient
 from dist_ckpt_strategies.inprocess.store_rendezvous import rendezvous_from_environment
 

@@ -32,9 +32,9 @@ from dist_ckpt_strategies.inprocess.abort import (
     Compose,
     HPAbortTorchDistributed,
 )
+from dist_ckpt_strategies.inprocess.attempt import SIGNAL, Interrupter, RankShouldRestart
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, memory_in_use
 from dist_ckpt_strategies.inprocess.health_check import HPState
-from dist_ckpt_strategies.inprocess.interruption import SIGNAL, Interrupter, RankShouldRestart
 from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 from dist_ckpt_strategies.recovery import CheckpointManager
