@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.peft import PEFTCheckpointManager
 from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.provider import MemoryChecksumManager, StateProvider
+from dist_ckpt_strategies.recovery.provider import (
+    MemoryChecksumManager,
+    ParameterUpdateLock,
+    StateProvider,
+)
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
-from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.recovery.latest import Attempt, Loaded, Tier, load_latest

@@ -34,6 +34,7 @@ from dist_ckpt_strategies.recovery.provider import (
     HeldTensors,
     InMemoryCheckpoint,
     MemoryChecksumManager,
+    ParameterUpdateLock,
     Shards,
     StateProvider,
     dump_objects,
@@ -46,7 +47,6 @@ from dist_ckpt_strategies.recovery.random_states import (
     restore_random_states,
 )
 from dist_ckpt_strategies.recovery.recover import Recovery, UnfinishedStepError
-from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 
 logger = logging.getLogger(__name__)
 
