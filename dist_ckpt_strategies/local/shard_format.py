@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import xxhash
 
 from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
+from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.storage.file_systems import Bytes
 
 if TYPE_CHECKING:  # torch takes a while to import
@@ -64,16 +64,6 @@ class LocalShardId:
             return None
         shard = cls(SaveId(int(found[1]), found[3]), int(found[2]))
         return shard if str(shard) == text else None
-
-    @classmethod
-    def require(cls, text: str) -> Self:
-        """The id that has this text; a PlanError if it is none."""
-        found = cls.parse(text)
-        if found is None:
-            raise PlanError(
-                f"expected the id of a shard, such as iter_0000100_3_local_18f2, found {text!r}"
-            )
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +120,13 @@ class LocalShard:
 
     @classmethod
     def from_message(cls, message: Any) -> LocalShard:
-        """The shard that ``to_message`` described; a ValueError if a number makes no sense."""
+        """The shard that ``to_message`` described; a ValueError if the message makes no sense."""
         (world_size,) = _checked_counts([message["world_size"]], _MAX_WORLD_SIZE)
+        shard_id = LocalShardId.parse(message["id"])
+        if shard_id is None:
+            raise ValueError(f"expected the id of a shard, found {message['id']!r}")
         return cls(
-            LocalShardId.require(message["id"]),
+            shard_id,
             world_size,
             message["session"],
             message["kind"],
