@@ -258,14 +258,11 @@ class ElasticAgent:
         self._place = place
         if self._places is not None:
             self._on_note(f"this node has place {place}")
-        for rank in self._own_ranks():
+        first = place * self._job.num_ranks
+        for rank in range(first, first + self._job.num_ranks):
             self._assign(self._spare() or self._start(rank), rank)
         while len(self._workers) - len(self._ranks) < self._job.num_spares:
             self._start(None)
-
-    def _own_ranks(self) -> range:
-        num_ranks = self._job.num_ranks
-        return range(self._place * num_ranks, (self._place + 1) * num_ranks)
 
     def _step(self) -> None:
         """Wait for the next event and handle it."""

@@ -10,8 +10,8 @@ import logging
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -135,15 +135,12 @@ class HPWrapper:
 
         return wrapped
 
-    @contextmanager
-    def _traced(self) -> Iterator[None]:
+    def _traced(self) -> AbstractContextManager[Any]:
         if self.trace_file_path is None:
-            yield
-            return
+            return nullcontext()
         from viztracer import VizTracer  # noqa: PLC0415 - optional
 
-        with VizTracer(output_file=self.trace_file_path):
-            yield
+        return VizTracer(output_file=self.trace_file_path)  # type: ignore[no-any-return]
 
 
 class HPCallWrapper:

@@ -30,7 +30,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.recovery.plan import Phase, RecoveryPlan
 from dist_ckpt_strategies.recovery.provider import (
-    HasStateProvider,
     HeldTensors,
     InMemoryCheckpoint,
     MemoryChecksumManager,
@@ -128,7 +127,7 @@ class CheckpointManager:
 
     def track(
         self,
-        provider: StateProvider | HasStateProvider,
+        provider: Any,
         *,
         group: ProcessGroup | None = None,
         replica_group: ProcessGroup | None = None,
@@ -243,7 +242,7 @@ class CheckpointManager:
             raise RestartError(f"no random states are known for step {self.global_step}")
         restore_random_states(states)
 
-    def save_checkpoint(self, trainer: StateProvider | HasStateProvider) -> None:
+    def save_checkpoint(self, trainer: Any) -> None:
         """Keep this state, by reference; takes its digests where they are enabled.
 
         Of a state that is tracked, nothing but that: how far it is within its step stays known.
@@ -305,7 +304,7 @@ class CheckpointManager:
 
     def checkpointless_recovery_feasible(
         self,
-        trainer: StateProvider | HasStateProvider,
+        trainer: Any,
         include_checksum_verification: bool = True,  # noqa: FBT001, FBT002 - the kept signature
         *,
         group: ProcessGroup | None = None,
@@ -326,7 +325,7 @@ class CheckpointManager:
         return self._unless_refused(check) is not None
 
     def try_checkpointless_load(
-        self, trainer: StateProvider | HasStateProvider, *, group: ProcessGroup | None = None
+        self, trainer: Any, *, group: ProcessGroup | None = None
     ) -> dict[str, Any] | None:
         """Fill a state from memory, this rank's own or that of others.
 

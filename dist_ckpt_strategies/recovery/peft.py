@@ -12,7 +12,6 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import (
-    HasStateProvider,
     HeldTensors,
     InMemoryCheckpoint,
     MemoryChecksumManager,
@@ -61,19 +60,19 @@ class PEFTCheckpointManager(CheckpointManager):
             return bool(key[1].requires_grad)
         return key in self.params_to_save or ".adapter." in key or key.endswith(".adapters")
 
-    def maybe_save_base_model(self, trainer: StateProvider | HasStateProvider) -> None:
+    def maybe_save_base_model(self, trainer: Any) -> None:
         """Note the base model's weights, by reference; nothing where that has been done."""
         if self.base_model_weights is None:
             self._note_base(self._base_of(provider_of(trainer)))
 
-    def save_checkpoint(self, trainer: StateProvider | HasStateProvider) -> None:
+    def save_checkpoint(self, trainer: Any) -> None:
         """See CheckpointManager; notes the base model too."""
         self.maybe_save_base_model(trainer)
         super().save_checkpoint(trainer)
 
     def track(
         self,
-        provider: StateProvider | HasStateProvider,
+        provider: Any,
         *,
         group: ProcessGroup | None = None,
         replica_group: ProcessGroup | None = None,
@@ -91,7 +90,7 @@ class PEFTCheckpointManager(CheckpointManager):
             }
 
     def try_base_model_checkpointless_load(
-        self, trainer: StateProvider | HasStateProvider, *, group: ProcessGroup | None = None
+        self, trainer: Any, *, group: ProcessGroup | None = None
     ) -> dict[str, Any] | None:
         """Fill the base model from memory, as ``try_checkpointless_load`` the rest. Collective.
 

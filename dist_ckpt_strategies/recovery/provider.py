@@ -79,12 +79,6 @@ class StateProvider(Protocol):
         """
 
 
-class HasStateProvider(Protocol):
-    """What stands for a StateProvider: a trainer that an integration has given one."""
-
-    state_provider: StateProvider
-
-
 class ReplicatedState:
     """The part of a StateProvider that is the same wherever ranks gather nothing."""
 
@@ -108,7 +102,7 @@ class ReplicatedState:
         """See StateProvider; there is nothing to gather."""
 
 
-def provider_of(trainer: StateProvider | HasStateProvider) -> StateProvider:
+def provider_of(trainer: Any) -> StateProvider:
     """The StateProvider that a trainer has as ``state_provider``, or is; else a StrategyError."""
     found: Any = getattr(trainer, "state_provider", trainer)
     if not callable(getattr(found, "parts", None)):
