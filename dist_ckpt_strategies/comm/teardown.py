@@ -88,7 +88,8 @@ class Communication:
     def __init__(self) -> None:
         num_undestroyed_groups()
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self.is_ended = False
+        """Whether ``end`` has been called, and has come to its end."""
         self._older = frozenset(open_sockets())
         self._stores: set[tuple[str, int]] = set()
         self._aborted: set[Any] = set()
@@ -103,11 +104,6 @@ class Communication:
             with suppress(socket.gaierror):
                 found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)
                 self._stores |= {_plain(address[:2]) for *_, address in found}
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether ``end`` has been called, and has come to its end."""
-        return self._ended.is_set()
 
     def end(self) -> None:
         """Cut the connections of all groups and their stores, then abort all waits.
@@ -127,7 +123,7 @@ class Communication:
                 break
             time.sleep(_PAUSE_S)
         InterruptibleGloo.abort_all()
-        self._ended.set()
+        self.is_ended = True
         logger.debug("%d connections cut in %.3f s", num_cut, time.monotonic() - begun)
 
     def cut(self) -> int:

@@ -277,7 +277,8 @@ class ElasticAgent:
             if was_away:
                 worker.excuse()
             if worker.seconds_left() <= 0 and not worker.hear_waiting():
-                worker.kill_as_hung()
+                worker.is_hung = True
+                worker.signal(signal.SIGKILL)
 
     def _handle(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
         for key, _ in events:

@@ -196,11 +196,6 @@ class WorkerProcess:
             return float("inf")
         return self._last_beat + self._timeout_s - time.monotonic()
 
-    def kill_as_hung(self) -> None:
-        """End it for its silence."""
-        self.is_hung = True
-        self.signal(signal.SIGKILL)
-
     def signal(self, number: int) -> None:
         """Send a signal to the process and all that it started."""
         with suppress(ProcessLookupError):
