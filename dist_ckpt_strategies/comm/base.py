@@ -33,7 +33,7 @@ from dist_ckpt_strategies.errors import (
 T = TypeVar("T")
 
 Message = Any
-"""What ranks send each other: JSON types only. Nothing that comes from a peer is unpickled."""
+"""What ranks send each other: JSON types only. A text may hold a pickle: peers are trusted."""
 
 Bytes = npt.NDArray[Any]
 """A one-dimensional, contiguous array of uint8."""
