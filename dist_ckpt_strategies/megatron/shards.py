@@ -56,8 +56,7 @@ _NUM_OBJECT_FIELDS = 4
 def sharded_values(state_dict: StateDict) -> Iterator[Any]:
     """Every ShardedTensor and ShardedObject of a nested state dict, in its order.
 
-    Raises:
-        PlanError: a value is neither.
+    Raises a PlanError if a value is neither.
     """
     for value in nested_values(state_dict):
         if not isinstance(value, (ShardedTensor, ShardedObject)):
@@ -68,11 +67,7 @@ def sharded_values(state_dict: StateDict) -> Iterator[Any]:
 
 
 def is_main(value: Any) -> bool:
-    """Whether this replica is the one that is written.
-
-    Raises:
-        PlanError: its replica_id is no number nor numbers.
-    """
+    """Whether this replica is the one that is written; errors are those of ``message_of``."""
     return is_main_message(message_of(value))
 
 
@@ -86,8 +81,7 @@ def shard_spec(tensor: Any) -> ShardSpec:
 def shard_data(tensor: Any) -> torch.Tensor:
     """The data of a ShardedTensor, shaped like its region; a view, not a copy.
 
-    Raises:
-        PlanError: it has no data, or data of another shape or dtype than it says.
+    Raises a PlanError if it has none, or data of another shape or dtype than it says.
     """
     if tensor.data is None:
         raise PlanError(f"{tensor.key}: the ShardedTensor has no data to save", key=tensor.key)
@@ -104,11 +98,7 @@ def shard_data(tensor: Any) -> torch.Tensor:
 
 
 def object_id(sharded_object: Any) -> ObjectId:
-    """The name of a ShardedObject.
-
-    Raises:
-        PlanError: its key is no text.
-    """
+    """The name of a ShardedObject; errors are those of ``message_of``."""
     return object_from_message(message_of(sharded_object))
 
 
@@ -126,9 +116,8 @@ def metadata_object(found: ObjectId) -> Any:
 def message_of(value: Any) -> Message:
     """A ShardedTensor or ShardedObject without its data, as JSON types for other ranks.
 
-    Raises:
-        PlanError: its key is no text, its replica_id no number nor numbers, or a tensor has a
-            flattened range.
+    Raises a PlanError if its key is no text, its replica_id no number nor numbers, or a tensor has
+    a flattened range.
     """
     key, replica = value.key, value.replica_id
     if not isinstance(key, str):
@@ -189,10 +178,7 @@ def value_from_message(message: Message) -> Any:
 def shard_from_message(message: Message) -> ShardSpec | None:
     """The spec of the ShardedTensor that ``message_of`` described; None of a ShardedObject.
 
-    Prepended axes become dims of size 1.
-
-    Raises:
-        PlanError: its dtype cannot be stored.
+    Prepended axes become dims of size 1. Raises a PlanError if its dtype cannot be stored.
     """
     if len(message) == _NUM_OBJECT_FIELDS:
         return None
@@ -252,10 +238,7 @@ def split_for_save(
 ) -> tuple[StateDict, StateDict]:
     """What is sharded, with factories applied, and what every rank holds alike. Rank-local.
 
-    Values that are not persistent are in neither.
-
-    Raises:
-        PlanError: it is no dict.
+    Values that are not persistent are in neither. Raises a PlanError if it is no dict.
     """
     if not isinstance(state_dict, dict):
         raise _no_dict(state_dict)
@@ -281,10 +264,8 @@ def require_valid_sharding(everyone: list[list[Any]]) -> None:
     """Megatron-Core's check, on rank 0, that the main replicas make up every array and object.
 
     Empty tensors are left out: Megatron-Core 0.16.1 divides by their size. Arrays and objects
-    are checked apart: it takes the values of one key for all of one kind.
-
-    Raises:
-        PlanError: elements or objects are missing, or held twice; names the key.
+    are checked apart: it takes the values of one key for all of one kind. Raises a PlanError that
+    names the key if elements or objects are missing, or held twice.
     """
     for is_object in (False, True):
         chosen = [
@@ -328,8 +309,7 @@ def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
 def split_for_load(state_dict: StateDict) -> tuple[StateDict, StateDict, StateDict]:
     """What is loaded, with factories applied; what is not persistent; the factories. Rank-local.
 
-    Raises:
-        PlanError: it is no dict.
+    Raises a PlanError if it is no dict.
     """
     if not isinstance(state_dict, dict):
         raise _no_dict(state_dict)
@@ -353,8 +333,7 @@ def apply_strictness(
 ) -> StrictOutcome:
     """Megatron-Core's comparison of wanted and stored keys. Rank-local.
 
-    Raises:
-        PlanError: there are keys that ``strict`` does not allow; names the first.
+    Raises a PlanError that names the first key which ``strict`` does not allow.
     """
     compared = _RETURNING.get(strict, strict)
     outcome = StrictOutcome(
@@ -380,11 +359,8 @@ def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:
 def merged(base: StateDict, *others: StateDict, factories: StateDict | None = None) -> StateDict:
     """``base`` with the others merged into it, then with what factories make of their tensors.
 
-    ``base`` itself is changed and returned.
-
-    Raises:
-        PlanError: two of them hold something at one place, such as common state of the checkpoint
-            where a ShardedTensor is wanted.
+    ``base`` itself is changed and returned. Raises a PlanError if two of them hold something at one
+    place, such as common state of the checkpoint where a ShardedTensor is wanted.
     """
     try:
         for other in others:

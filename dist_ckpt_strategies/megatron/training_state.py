@@ -40,8 +40,7 @@ def shard_number() -> int:
 def distributed_optimizers(optimizer: Any) -> list[Any]:
     """The distributed optimizers that an optimizer is made of.
 
-    Raises:
-        StrategyError: one is none, or keeps its state in a way that cannot be moved from here.
+    Raises a StrategyError if one is none, or keeps state in a way that cannot be moved from here.
     """
     found = [
         one

@@ -138,12 +138,9 @@ def handles_objects(strategy: Any) -> bool:
 
 
 def require_reads(strategy: Any, backend: str, version: int) -> None:
-    """Have a load strategy that is no wrapper raise unless it reads a format.
+    """Raise an IncompatibleVersionError unless a load strategy, no wrapper, reads a format.
 
     Megatron-Core's own for torch_dist does not look at the format; from 0.17 on it cannot be asked.
-
-    Raises:
-        IncompatibleVersionError: it does not.
     """
     if hasattr(strategy, "check_backend_compatibility"):
         strategy.check_backend_compatibility(backend)
@@ -216,8 +213,7 @@ def register_strategy(action: StrategyAction, backend: str, version: int, strate
 def torch_dist_strategy(action: StrategyAction) -> Any:
     """Megatron-Core's own strategy for ``("torch_dist", 1)``.
 
-    Raises:
-        CheckpointingException: it has none for this action.
+    Raises a CheckpointingException if it has none for this action.
     """
     if has_registry():
         return base.get_default_strategy(action, *TORCH_DIST)

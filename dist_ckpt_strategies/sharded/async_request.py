@@ -36,19 +36,14 @@ _LOW_PRIORITY = 10
 
 
 class BackgroundWork(Generic[T]):
-    """Work on a thread of its own; other processes can see its end.
+    """Work on a thread of its own; other processes can see its end: until then ``mark`` is a file.
 
     The thread waits for ``begin`` or ``call_off``: that the system has one is known before any
-    other rank relies on it.
+    other rank relies on it. ``nbytes`` are those that this rank itself writes; ``seconds`` is set
+    once the work has ended.
 
-    Attributes:
-        mark: a file that is there until the work has ended.
-        seconds: how long it took, once it has ended.
-        nbytes: that it writes, of this rank's own.
-
-    Raises:
-        StorageError: the temporary directory is full.
-        RuntimeError: the system starts no more threads.
+    Raises a StorageError if the temporary directory is full, a RuntimeError if the system starts no
+    more threads.
     """
 
     def __init__(self, work: Callable[[], T], name: str, nbytes: int = 0) -> None:
@@ -81,8 +76,7 @@ class BackgroundWork(Generic[T]):
     def wait(self, timeout_s: float, what: str = "the save") -> None:
         """Return when it has ended, well or not; at once where its own thread asks.
 
-        Raises:
-            SaveTimeoutError: it takes longer.
+        Raises a SaveTimeoutError if it takes longer.
         """
         if threading.current_thread() is not self._thread and not self.ends_within(timeout_s):
             raise SaveTimeoutError(None, f"{what} is not done after {timeout_s:g} s")
@@ -147,11 +141,8 @@ def wait_for_mark(mark: str, pid: int) -> None:
     """Return when the work of process ``pid`` has ended, or the process has.
 
     This is what the worker process of a checkpoint queue runs: it lasts as long as the save, and
-    does nothing that could fail. The finalisation reports how the save ended.
-
-    Args:
-        mark: a file that is there until the work has ended.
-        pid: the process whose thread does the work.
+    does nothing that could fail. The finalisation reports how the save ended. ``mark`` is a file
+    that is there until the work has ended.
     """
     while Path(mark).exists() and _is_alive(pid):
         time.sleep(_PAUSE_S)
@@ -212,11 +203,9 @@ class _Finalisation:
     def await_work(self, timeout_s: float) -> None:
         """Return when every rank's share has ended, well or not. Collective.
 
-        Ranks exchange their state before any has waited too long for another.
-
-        Raises:
-            SaveTimeoutError: some rank's takes longer; on every rank.
-            PlanError: ranks wait for different saves; all may still be waited for.
+        Ranks exchange their state before any has waited too long for another. All raise a
+        SaveTimeoutError if some rank's share takes longer, or a PlanError if they wait for
+        different saves: all of these may still be waited for.
         """
         if self._is_called:
             return

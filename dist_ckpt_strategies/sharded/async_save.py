@@ -47,21 +47,13 @@ logger = logging.getLogger(__name__)
 
 
 class _SharedMemory:
-    """Allocates the memory of a snapshot, so that another process can map it.
-
-    Attributes:
-        shared: what was given last.
-    """
+    """Allocates the memory of a snapshot, so that another process can map ``shared``, the last."""
 
     def __init__(self) -> None:
         self.shared: SharedBytes | None = None
 
     def allocate(self, nbytes: int, *, is_pinned: bool) -> torch.Tensor:
-        """See HostSnapshot.
-
-        Raises:
-            StorageError: there is not so much.
-        """
+        """See HostSnapshot; a StorageError if there is not so much."""
         self.shared = None  # before the new one is made
         self.shared = SharedBytes(nbytes)
         memory = torch.frombuffer(self.shared.memory, dtype=torch.uint8)
@@ -73,12 +65,8 @@ class _SharedMemory:
 class SaveCache:
     """What is kept from save to save, because a training run saves the same shards again and again.
 
-    One to each strategy, or shared by those that save the same state.
-
-    Attributes:
-        planned: the last plan, and what it followed from.
-        running: what writes in the background, if anything does; the snapshot is its own until it
-            is done.
+    One to each strategy, or shared by those that save the same state. ``running`` writes in the
+    background; the snapshot is its own until it is done.
     """
 
     def __init__(self) -> None:
@@ -110,10 +98,8 @@ class SaveCache:
     def get_ready(self, options: Options) -> None:
         """Return when the asynchronous save before has written all it has to, well or not.
 
-        A process that will write starts meanwhile.
-
-        Raises:
-            SaveTimeoutError: that save takes most of the time limit.
+        A process that will write starts meanwhile. Raises a SaveTimeoutError if that save takes
+        most of the time limit.
         """
         if options.writer_process:
             self.writer_process()
@@ -141,11 +127,9 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
     """Copy what this rank will write to host memory, and write it in the background.
 
     Collective. When it returns the tensors may be overwritten. Slices of irregular shards move
-    between ranks before it returns. Takes as much host memory as this rank's main replicas.
-
-    Returns:
-        The request, whose finalisation is collective; it raises on every rank if the save has
-        failed on any, and then nothing becomes visible.
+    between ranks before it returns. Takes as much host memory as this rank's main replicas. The
+    finalisation of the request is collective; it raises on every rank if the save has failed on
+    any, and then nothing becomes visible.
     """
     comm, writer, timeout_s = save.comm, save.writer, save.writer.options.timeout_s
     staged = stage_plan(save.planned.plan, save.tensors, comm, save.cache.reserve)

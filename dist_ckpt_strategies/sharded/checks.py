@@ -55,8 +55,7 @@ def different_strategies(comm: Communicator, what: str, kinds: Sequence[str]) ->
 def require_validated(comm: Communicator, messages: list[Any], group: str) -> None:
     """Run Megatron-Core's checks of the sharding, of which ``group`` is the digest. Collective.
 
-    Raises:
-        PlanError: the main replicas of a key do not fit together.
+    Raises a PlanError if the main replicas of a key do not fit together.
     """
     everyone = comm.all_gather(messages)
     run_collectively(comm, lambda: require_valid(_values(everyone)))
@@ -64,12 +63,9 @@ def require_validated(comm: Communicator, messages: list[Any], group: str) -> No
 
 
 def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
-    """Check the sharding, and that all ranks hold the same common state.
+    """Check the sharding, and that all ranks hold the same common state. Collective.
 
-    Collective.
-
-    Raises:
-        PlanError: the main replicas of a key do not fit together.
+    Raises a PlanError if the main replicas of a key do not fit together.
     """
     answers = run_and_gather(
         comm,
@@ -93,13 +89,10 @@ def check_load(
     stored_keys: Callable[[], StateDict],
     validate: bool,  # noqa: FBT001
 ) -> StrictOutcome:
-    """Compare what is wanted with what is stored, and what all ranks want among each other.
+    """Compare what is wanted with what is stored, and what all ranks want. Collective.
 
-    Collective.
-
-    Raises:
-        PlanError: the main replicas of a key do not fit together, or ``strict`` forbids a key that
-            only one side has.
+    Raises a PlanError if the main replicas of a key do not fit together, or ``strict`` forbids a
+    key that only one side has.
     """
     needs_all = validate or bool(StrictHandling.requires_global_app_metadata(strict))
     stored: list[StateDict] = []

@@ -118,15 +118,8 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
 class ShardedLoad:
     """One load, in steps. ``describe`` is rank-local and comes first; the others are collective.
 
-    Attributes:
-        comm: ranks that load together.
-        state: ShardedTensors and ShardedObjects to load.
-        checkpoint: where from.
-        name: of the checkpoint, for messages.
-        options: timeout and memory budget.
-        allow: classes that objects may be unpickled to.
-        destination_of: gives the tensor to fill for a ShardedTensor.
-        validates: whether Megatron-Core's own checks of the sharding are run.
+    Messages call the checkpoint ``name``. ``destination_of`` gives the tensor to fill for a
+    ShardedTensor. ``validates``: Megatron-Core's own checks of the sharding are run too.
     """
 
     comm: Communicator
@@ -147,9 +140,8 @@ class ShardedLoad:
     def describe(self) -> Message:
         """Plan the reads; what the other ranks have to know. Rank-local.
 
-        Raises:
-            ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: this rank
-                cannot be given what it asks for.
+        Raises a ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or StorageError if this
+        rank cannot be given what it asks for.
         """
         values = list(sharded_values(self.state))
         self._messages = list(map(message_of, values))
@@ -168,9 +160,7 @@ class ShardedLoad:
     def begin(self, answers: Sequence[Message]) -> None:
         """Raise where the ranks' shards do not fit together, or their checkpoints. Collective.
 
-        Raises:
-            PlanError: the main replicas of a key do not fit together.
-            StorageError: ranks have opened different checkpoints.
+        A PlanError if main replicas of a key do not fit, a StorageError if the checkpoints differ.
         """
         owns, lasts, identities = zip(*answers, strict=True)
         if len(set(identities)) > 1:
@@ -186,9 +176,8 @@ class ShardedLoad:
     def run(self, finish: Callable[[StateDict], Any] = lambda state: state) -> Any:
         """Read everything; what ``finish`` makes of the loaded state dict. Collective.
 
-        Raises:
-            StorageError: a chunk or object is missing or damaged; a PeerError of the same class
-                on the other ranks.
+        A missing or damaged chunk or object is a StorageError; on the other ranks a PeerError of
+        the same class.
         """
         converted = run_and_gather(self.comm, lambda: self._read(finish), is_sparse=True)
         if any(converted):
@@ -276,9 +265,8 @@ def _read_staged(store: ArrayReader, reads: Sequence[TensorRegion], options: Opt
 def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> StateDict:
     """Read what each rank asks for; a state dict of the same structure. Collective.
 
-    Raises:
-        ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: on every rank
-            where one failed.
+    Every rank raises the ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or StorageError
+    of one.
     """
     loads: list[ShardedLoad] = []
 
@@ -298,8 +286,7 @@ def conversions(
 ) -> Conversions:
     """What a load of ShardedTensors converts, where ``stored`` names the dtypes of the arrays.
 
-    Raises:
-        DTypeMismatchError: there is one, and ``is_strict``; names the first.
+    With ``is_strict`` raises a DTypeMismatchError that names the first.
     """
     dtypes = {(t.key, t.dtype if t.data is None else t.data.dtype) for t in tensors}
     wanted = [(key, str(dtype).removeprefix("torch.")) for key, dtype in dtypes]
@@ -336,10 +323,8 @@ def destination(tensor: Any) -> torch.Tensor:
     """The tensor that a load fills: the ShardedTensor's own data, or a new one on the CPU.
 
     Where Megatron-Core's torch_dist has given the data its prepended dims, it is a view of that.
-
-    Raises:
-        ShapeMismatchError: the data has another shape than the ShardedTensor says.
-        PlanError: its elements do not lie in memory of their own.
+    Raises a ShapeMismatchError if the data has another shape than the ShardedTensor says, and a
+    PlanError if its elements do not lie in memory of their own.
     """
     stated = tuple(tensor.local_shape)
     data: torch.Tensor | None = tensor.data

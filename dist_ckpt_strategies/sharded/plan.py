@@ -276,11 +276,8 @@ def _array_of(
 ) -> tuple[ArraySpec, _Chunks | None]:
     """The array that the shards make up, and its chunks; None where each main replica is one.
 
-    Args:
-        held: all replicas, to say who holds what the main ones leave out.
-        main: the main ones.
-        grids: those found so far; a new one is added.
-        chunk_layout: what the file of a chunk is made of.
+    ``held`` are all replicas, to say who holds what the ``main`` ones leave out. ``grids`` are
+    those found so far; a new one is added.
     """
     first = held[0][1]
     array = ArraySpec(first.key, first.array_shape, first.dtype, (1,) * len(first.array_shape))
@@ -397,11 +394,9 @@ _DIGEST_NBYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ManifestPlan:
-    """The manifest's segments, by their first keys.
+    """The first key that each segment of the manifest may hold, and the group rank that writes it.
 
-    Attributes:
-        firsts: the first key that each segment may hold; the empty one first.
-        owners: the rank, within the group, that writes each segment.
+    The empty key comes first.
     """
 
     firsts: tuple[str, ...]
@@ -416,11 +411,8 @@ def build_manifest_plan(
 ) -> ManifestPlan:
     """Cut the keys into ranges of about equal description, one to a segment; at most one to a rank.
 
-    Args:
-        arrays: all arrays of the checkpoint.
-        object_keys: of its objects, once for each shard.
-        num_ranks: in the group that writes it.
-        max_segment_nbytes: wanted size of a segment.
+    ``arrays`` are all of the checkpoint. ``object_keys`` has the key of an object once for each
+    shard. ``max_segment_nbytes`` is the wanted size of a segment.
     """
     sizes: dict[str, int] = {}
     for array in arrays:

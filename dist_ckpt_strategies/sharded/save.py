@@ -100,8 +100,8 @@ class RunningSaves:
     def wait(self, place: Location, options: Options) -> None:
         """Return when all that write to a place have ended, well or not. Rank-local.
 
-        Raises:
-            SaveTimeoutError: that takes longer than most of the time limit, of which it is no part.
+        Raises a SaveTimeoutError if that takes longer than most of the time limit, of which it is
+        no part.
         """
         if not self._places:
             return
@@ -126,12 +126,9 @@ def _name_of(place: Location) -> str:
 class CommonState:
     """What every rank holds alike.
 
-    Attributes:
-        compared: what ranks compare with each other; None where they do not.
-        digest: of that.
-        content: of its file, on the first rank; None where ``save`` writes it.
-        save: writes it to the place of the save, called on every rank; None where ``content`` is
-            what the first rank writes.
+    ``compared`` is what ranks compare with each other, by ``digest``; None where they do not.
+    Either the first rank writes ``content`` to a file, or ``save``, called on every rank, writes it
+    to the place of the save; the other one is None.
     """
 
     compared: StateDict | None
@@ -147,12 +144,11 @@ class Planned:
     Attributes:
         own: digest of what this rank holds.
         digest: of what all ranks hold.
-        plan: this rank's share.
         shards: names its tensors, in the order of its state dict; None for an object.
-        keys: of all arrays and objects.
-        manifest: which rank writes which segment of the manifest; none in a format without one.
+        keys: of all arrays and objects, of all ranks.
+        manifest: without segments in a format that has none.
         arrays: those that this rank creates or writes to.
-        nbytes: payload bytes that this rank writes.
+        nbytes: payload that this rank writes.
     """
 
     own: str
@@ -169,19 +165,11 @@ class Planned:
 class ShardedSave:
     """One save, in steps. ``describe`` is rank-local and comes first; the others are collective.
 
-    Attributes:
-        comm: ranks that save together.
-        state: this rank's ShardedTensors and ShardedObjects.
-        writer: writes the checkpoint.
-        cache: the plan of the last save, used again where every rank saves the same shards.
-        allow: further classes that objects may be of.
-        is_async: whether it is written in the background.
-        validates: whether Megatron-Core's own checks of the sharding are run too.
-        common: the common state; None where Megatron-Core's own save has written it.
-        marker: content of ``metadata.json``; None where Megatron-Core's own save writes it.
-        save_id: after ``begin``.
-        planned: the plan, after ``begin``.
-        tensors: this rank's main replicas by name, after ``begin``.
+    The plan in ``cache`` is used again where every rank saves the same shards. ``allow`` has
+    further classes that objects may be of. ``validates``: Megatron-Core's own checks of the
+    sharding are run too. ``common`` and ``marker``, the content of ``metadata.json``, are None
+    where Megatron-Core's own save writes them. ``save_id``, ``planned`` and ``tensors``, this
+    rank's main replicas, are there after ``begin``.
     """
 
     comm: Communicator
@@ -206,10 +194,8 @@ class ShardedSave:
     def describe(self) -> Message:
         """What the other ranks have to know at first. It waits for saves in the background.
 
-        Raises:
-            PlanError: a value cannot be stored.
-            UnsafeObjectError: an object needs a class that a load would refuse.
-            StorageError: an earlier checkpoint there cannot be invalidated.
+        Raises a PlanError if a value cannot be stored, an UnsafeObjectError if a load would refuse
+        the class of an object, and a StorageError if an earlier checkpoint cannot be invalidated.
         """
         writer, options = self.writer, self.writer.options
         if self.is_async:
@@ -242,9 +228,8 @@ class ShardedSave:
     def begin(self, answers: Sequence[Message]) -> None:
         """Make the plan, and the place that the save goes to. Collective.
 
-        Raises:
-            PlanError: the main replicas do not make up the arrays, or common states differ.
-            CheckpointExistsError: the directory holds other arrays, and no marker.
+        Raises a PlanError if the main replicas do not make up the arrays, or common states differ,
+        and a CheckpointExistsError if the directory holds other arrays, and no marker.
         """
         comm, cache, common = self.comm, self.cache, self.common
         owns, lasts, save_ids, digests = zip(*answers, strict=True)
@@ -276,12 +261,9 @@ class ShardedSave:
             )
 
     def run(self) -> None:
-        """Write everything, and commit it. Collective.
+        """Write everything, and commit it. Collective: one where no chunk is assembled.
 
-        One collective where no chunk is assembled.
-
-        Raises:
-            StorageError: a write failed here; a PeerError of the same class on the other ranks.
+        A write that fails is a StorageError; on the other ranks a PeerError of the same class.
         """
         started = time.monotonic()
         comm, writer, plan, tensors = self.comm, self.writer, self.planned.plan, self.tensors
@@ -337,9 +319,8 @@ class ShardedSave:
     def complete(self, described: Sequence[Message], seconds: Callable[[], float]) -> None:
         """Write the manifest, make the save the checkpoint's content, and log it. Collective.
 
-        Args:
-            described: of all ranks, as ``describe_files`` gives it.
-            seconds: how long the save took, asked for in the end.
+        ``described`` is what ``describe_files`` gave on all ranks. ``seconds``, how long the save
+        took, is asked for in the end.
         """
         comm, writer, common, planned = self.comm, self.writer, self.common, self.planned
         if common is not None and common.save is not None:
@@ -384,11 +365,8 @@ class ShardedSave:
     ) -> None:
         """Add what other ranks know of the segments written here and is too large for a gather.
 
-        Collective.
-
-        Args:
-            large: rank, segment and size of each description.
-            received: what is known of each segment that is written here.
+        Collective. ``large`` has rank, segment and size of each description; ``received`` what is
+        known of each segment that is written here.
         """
         comm = self.comm
         owners, limit = self.planned.manifest.owners, _EAGER_NBYTES // comm.size
@@ -472,10 +450,7 @@ def begun_save(
 ) -> ShardedSave | None:
     """A save that is planned, and nothing of it written; None where all save in another way.
 
-    Collective.
-
-    Raises:
-        PlanError: some ranks save in another way.
+    Collective. Raises a PlanError if only some ranks save in another way.
     """
     saves: list[ShardedSave | None] = []
 

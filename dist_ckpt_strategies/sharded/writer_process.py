@@ -52,11 +52,8 @@ class StagedWrite:
 class WriteJob:
     """One rank's share of a save, copied to host memory: it is written without other ranks.
 
-    Attributes:
-        creations: arrays whose metadata is written.
-        writes: chunks.
-        open_writer: returns what writes them, in the process that does.
-        timeout_s: longest wait for the storage, in seconds.
+    ``creations`` are arrays whose metadata is written. ``open_writer`` returns what writes, in the
+    process that does. ``timeout_s`` is the longest wait for the storage.
     """
 
     creations: tuple[ArraySpec, ...]
@@ -67,11 +64,7 @@ class WriteJob:
     def run(self, memory: memoryview) -> Digests:
         """Write everything, durably; the digests of it, none in a format without them. Rank-local.
 
-        Args:
-            memory: where the elements lie.
-
-        Raises:
-            StorageError: a write failed.
+        The elements lie in ``memory``. A write that fails is a StorageError.
         """
         writer = self.open_writer()
         requests = [
@@ -98,17 +91,9 @@ def is_supported() -> bool:
 class SharedBytes:
     """Memory without a name: a process that is sent its file descriptor can map it too.
 
-    All of it is allocated on return, so that no copy fails halfway.
-
-    Args:
-        nbytes: how much.
-
-    Attributes:
-        handle: the file descriptor, closed when this object is gone.
-        memory: the mapping; its views keep it.
-
-    Raises:
-        StorageError: there is not so much.
+    All of it is allocated on return, so that no copy fails halfway; a StorageError if there is not
+    so much. The descriptor, ``handle``, is closed when this object is gone; views of ``memory``
+    keep the mapping.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -127,11 +112,7 @@ class SharedBytes:
 
 
 class WriterProcess:
-    """Starts when it is made; ends when this object is gone, or this process is.
-
-    Raises:
-        StorageError: it cannot be started.
-    """
+    """Starts when it is made, or a StorageError; ends when this object or this process is gone."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
@@ -172,9 +153,7 @@ class WriterProcess:
         """Have a pickled WriteJob done; what ``digests_from`` takes. Blocks, without Python's lock.
 
         When it returns or raises, nothing is being written any more, unless the error says so.
-
-        Raises:
-            StorageError: the process has ended.
+        Raises a StorageError if the process has ended.
         """
         with self._lock:
             try:

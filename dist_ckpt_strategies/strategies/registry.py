@@ -250,17 +250,12 @@ def resolve(
 ) -> Strategy:
     """The strategy that ``save`` or ``load`` uses for an argument. Registers nothing.
 
-    Args:
-        action: what the strategy is for.
-        choice: an instance; (backend, version); None for ``default``.
-            What is registered comes first, then this package's strategies with the options of the
-            environment, then Megatron-Core's torch_dist.
-        default: backend and version.
-        timeout_s: time limit of a strategy of this package; None for its own.
+    None is ``default``. What is registered comes first, then this package's strategies with the
+    options of the environment, then Megatron-Core's torch_dist. ``timeout_s`` is the time limit of
+    a strategy of this package; None leaves it its own.
 
-    Raises:
-        StrategyNotFoundError: there is no strategy for that backend and version.
-        StrategyError: the choice is no strategy of this kind, and no tuple.
+    Raises a StrategyNotFoundError if there is no strategy for that backend and version, and a
+    StrategyError if the choice is no strategy of this kind, and no tuple.
     """
     kind = "".join(map(str.title, action.value.split("_"))) + "Strategy"
     strategy = choice

@@ -40,10 +40,7 @@ T = TypeVar("T")
 class Target:
     """A tensor, of any dtype, strides and device, to be filled with a region of an array.
 
-    Attributes:
-        array: number of the array.
-        region: in its coordinates.
-        tensor: has the region's shape.
+    The array is a number; the region, in its coordinates, has the tensor's shape.
     """
 
     array: int
@@ -66,17 +63,10 @@ def run_group_plan(
     share the reader's page cache that they can read it. Contiguous tensors of the stored dtype are
     received into and read into directly; others are converted as ``copy_`` does, round by round.
 
-    Args:
-        plan: equal on every rank.
-        arrays: those that the plan was made for.
-        targets: this rank's tensors. Overwritten in place; after an error their content is
-            undefined.
-        open_reader: returns the reader of the arrays; called once, within the first error check.
-        comm: the group that the plan was made for.
-        options: timeout and memory budget.
-
-    Raises:
-        StorageError: on the rank where it occurred; PeerError of the same class elsewhere.
+    The plan is equal on every rank, and made for these arrays and this group. Targets are this
+    rank's; they are overwritten in place, and after an error their content is undefined.
+    ``open_reader`` is called once, within the first error check. A StorageError of one rank is a
+    PeerError of the same class on the others.
     """
     started = time.monotonic()
     clock = _Clock()

@@ -52,12 +52,8 @@ _FREE_PER_NBYTES = 2
 class CheckpointLoad:
     """A load by the ranks of a group: call ``prepare``, then ``run``.
 
-    Args:
-        base: the strategy of this package that reads.
-        checkpoint_dir: what it reads.
-        state_dict: what this rank requests.
-        comm: the group.
-        options: timeout and memory budget; the smallest budget of the group counts.
+    ``base`` is the strategy of this package that reads. ``state_dict`` is what this rank requests.
+    The smallest memory budget of the group counts.
     """
 
     _checkpoint: StoredCheckpoint
@@ -84,11 +80,9 @@ class CheckpointLoad:
     def prepare(self) -> Any:
         """Gather what the ranks request, check it, and plan; what this rank will convert.
 
-        Collective. No tensor has been filled. The caller runs it within an error check.
-
-        Raises:
-            ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: on every rank
-                if one failed.
+        Collective. No tensor has been filled. The caller runs it within an error check, so that
+        every rank raises the ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or
+        StorageError of one.
         """
         comm = self._comm
         answers = run_and_gather_bytes(comm, self._request)
@@ -132,13 +126,8 @@ class CheckpointLoad:
     def run(self, allow: Allowed) -> tuple[StateDict, BroadcastReport]:
         """Read and send everything; a state dict of the structure of the request.
 
-        Collective. The caller runs it within an error check.
-
-        Args:
-            allow: classes that objects may be unpickled to.
-
-        Raises:
-            StorageError: on every rank if one failed.
+        Collective. The caller runs it within an error check, so that every rank raises the
+        StorageError of one.
         """
         comm = self._comm
 

@@ -45,13 +45,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A region, or a part of one, that is read at once.
-
-    Attributes:
-        array: number of the array.
-        region: in coordinates of the array.
-        nbytes: of its elements.
-    """
+    """A region of a numbered array, in its coordinates, or a part of one, that is read at once."""
 
     array: int
     region: Region
@@ -62,10 +56,8 @@ class Slice:
 class Batch:
     """Slices that one rank reads for the same ranks, and sends in one message.
 
-    Attributes:
-        reader: the group rank that reads them, one of the requesters.
-        requesters: the group ranks that request them, sorted.
-        slices: one large one, or several small ones.
+    One large slice, or several small ones. Ranks are group ranks; the requesters are sorted, and
+    the reader is one of them.
     """
 
     reader: int
@@ -141,12 +133,9 @@ def build_group_plan(
 ) -> GroupPlan:
     """Give every region that several ranks request one reader, balanced by bytes.
 
-    Args:
-        requests: for each rank of the group, from ``encode_regions``.
-        arrays: by the numbers in the requests.
-        page_caches: see GroupPlan.
-        max_inflight_bytes: bound, per rank, on the bytes of the rounds under way at a time; a
-            single larger slice has a round of its own.
+    ``requests`` come from ``encode_regions``, one for each rank of the group; the numbers in them
+    are those of ``arrays``. For ``page_caches`` see GroupPlan. ``max_inflight_bytes`` bounds, per
+    rank, the bytes of the rounds under way at a time; a single larger slice has a round of its own.
     """
     wanted = _shared_regions(requests)
     total = sum(_nbytes(arrays[array], region) for array, region in wanted)
