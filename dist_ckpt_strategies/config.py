@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import lru_cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
@@ -208,6 +209,9 @@ class LocalOptions:
     node_directory: Callable[[int], str | Path] | None = None
 
 
+_VARIABLES = {f.name: _PREFIX + f.name.upper() for f in fields(Options) if f.name != "store"}
+
+
 def options_from_environment() -> Options:
     """The defaults, changed by ``DIST_CKPT_<FIELD>`` variables.
 
@@ -217,8 +221,12 @@ def options_from_environment() -> Options:
     Raises:
         StrategyError: a value does not parse, or is out of range.
     """
-    variables = {f.name: (_PREFIX + f.name.upper(),) for f in fields(Options) if f.name != "store"}
-    return Options(**_set_by_variables(Options, variables))
+    return _options_set_by(tuple(map(os.environ.get, _VARIABLES.values())))
+
+
+@lru_cache(maxsize=8)
+def _options_set_by(values: tuple[str | None, ...]) -> Options:  # noqa: ARG001 - the cache's key
+    return Options(**_set_by_variables(Options, {f: (name,) for f, name in _VARIABLES.items()}))
 
 
 def store_options_from_environment(**defaults: Any) -> StoreOptions:
