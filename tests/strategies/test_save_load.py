@@ -318,3 +318,18 @@ def run_checks(rank: int, entry: Entry, scratch: Path) -> None:
 @pytest.mark.parametrize("entry", list(Entry))
 def test_what_a_tensor_or_key_may_be_like_and_what_is_refused(entry: Entry, tmp_path: Path) -> None:
     require_on_ranks(4, run_checks, entry, tmp_path)
+
+
+def save_a_large_manifest(rank: int, root: Path) -> None:
+    """It has two segments, each of which a rank of its own writes from what all send it."""
+    names = [f"o{number:05d}" for number in range(6600)]
+    text = str(rank) * 400
+    state = {name: ShardedObject(name, f"{name} {text}", (4,), (rank,)) for name in names}
+    save(Entry.OURS, state, root, sharded_strategy=("zarr", 2))
+    assert len(list(root.glob("manifest/part-*"))) == 2
+    asked = {name: ShardedObject(name, None, (4,), (rank,)) for name in names}
+    assert load(Entry.OURS, asked, root) == {name: f"{name} {text}" for name in names}
+
+
+def test_a_manifest_too_large_for_one_gather_is_exchanged(tmp_path: Path) -> None:
+    require_on_ranks(4, save_a_large_manifest, tmp_path)
