@@ -270,7 +270,9 @@ def an_array_and_an_object_may_have_one_key(rank: int, scratch: Path) -> None:
 def shards_on_no_grid_need_not_make_up_an_array_that_is_loaded(rank: int, scratch: Path) -> None:
     """They leave gaps, overlap, or are copies alone, as Megatron-Core allows."""
 
-    def on_no_grid(begin: int, end: int, replica_id: int = 0, scale: float = 1.0) -> dict[str, Any]:
+    def on_no_grid(
+        begin: int, end: int, replica_id: int = 0, *, scale: float = 1.0
+    ) -> dict[str, Any]:
         data = scale * torch.arange(float(begin), float(end))
         shape = (end - begin,), (10,), (begin,)
         return {"w": ShardedTensor("w", data, data.dtype, *shape, None, replica_id)}

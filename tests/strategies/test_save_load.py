@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from torch.nn import Parameter
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies import Options
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import PlanError, StrategyError
@@ -333,3 +336,16 @@ def save_a_large_manifest(rank: int, root: Path) -> None:
 
 def test_a_manifest_too_large_for_one_gather_is_exchanged(tmp_path: Path) -> None:
     require_on_ranks(4, save_a_large_manifest, tmp_path)
+
+
+def test_what_fills_up_the_last_inner_chunk_is_zeros(tmp_path: Path) -> None:
+    data = torch.ones(1_000_003)
+    state = {"w": ShardedTensor.from_rank_offsets("w", data)}
+    dist_ckpt_strategies.save(state, tmp_path / "c", ("zarr", 2))
+    array = tmp_path / "c/arrays/w"
+    metadata = json.loads((array / "zarr.json").read_text())
+    (size,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+    stored = np.fromfile(array / "c.0", "<f4", size)
+    assert len(stored) > len(data)
+    assert (stored[: len(data)] == 1).all()
+    assert not stored[len(data) :].any()
