@@ -98,7 +98,7 @@ class _Output:
             self._write(target, f"[{who}] ".encode() + line)
 
     def _write(self, target: IO[Any] | None, line: bytes) -> None:
-        """Write it, unless nobody reads.
+        """Write it, unless the reader does not read.
 
         A reader that does not read holds this up, for less long after a signal. Then lines are lost
         until it reads again; it is told how many.
@@ -107,14 +107,14 @@ class _Output:
             return
         num_lost = self._num_lost[target]
         patience_s = 0.0 if num_lost else _PATIENCE_S
-        notice = b"\ndist-ckpt: %d lines lost, as nobody read them\n" % num_lost
+        notice = b"\ndist-ckpt: %d lines lost: this output was not read\n" % num_lost
         if num_lost and self._can_send(target, notice, patience_s):
             self._num_lost[target] = 0
         if self._num_lost[target] or not self._can_send(target, line, patience_s):
             self._num_lost[target] += 1
 
     def _can_send(self, target: IO[Any], content: bytes, patience_s: float) -> bool:
-        """Send all of it, unless nobody reads."""
+        """Send all of it; False if the reader does not read."""
         rest = memoryview(content)
         deadline = time.monotonic() + patience_s
         while rest:

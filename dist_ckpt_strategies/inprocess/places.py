@@ -273,7 +273,7 @@ class Places:
         return self._written.endswith(f"#{_DONE}")
 
     def _wait_as_spare(self) -> None:
-        """Take one of the spare nodes' keys, so that no more wait than may.
+        """Take one of the spare nodes' keys, so that the limit of spare nodes holds.
 
         Raises a RestartError if all have been taken for longer than a node is waited for.
         """

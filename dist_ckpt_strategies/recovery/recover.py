@@ -62,7 +62,7 @@ class UnfinishedStepError(RestartError):
 class Recovery:
     """One rank's side of a recovery: what it has and needs, what it sends and receives.
 
-    ``new``, to be filled, may have the tensors of the kept state, or be the same object. Where
+    ``new``, to be filled, may have the tensors of the state in memory, or be the same object. Where
     nothing is ``in_memory``, ``why`` says why, in words. ``random_states`` are those that this rank
     knows; None if the state has none. With ``checksums``, the digests of the in-memory state, it is
     refused if it differs, and all copies of a shard have to be equal. ``shards_of`` gives the

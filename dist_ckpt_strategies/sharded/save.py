@@ -83,8 +83,8 @@ class RunningSaves:
     """The saves that this process writes in the background, by the place that they write to.
 
     Another save to the same place waits for them first, whichever strategy wrote them: one whose
-    place is taken away while it writes leaves files that nobody removes. A save is not kept alive
-    for this: the memory that it was written from goes with it.
+    place is taken away while it writes leaves files behind. A save is not kept alive for this: the
+    memory that it was written from goes with it.
     """
 
     def __init__(self) -> None:

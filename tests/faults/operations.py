@@ -47,7 +47,7 @@ Operation = Callable[[int, Path], Action]
 
 
 def _cuts() -> list[Cut]:
-    """Whole chunks, copies, and pieces that have to move to the writer of their chunk."""
+    """Whole chunks, copies, and slices that have to move to the writer of their chunk."""
     runs = ((2, 0, 1000), (0, 1000, 200), (2, 1200, 1800), (1, 3000, 96))
     parts = tuple(Part(holder, (start,), (length,)) for holder, start, length in runs)
     return [

@@ -128,8 +128,8 @@ class Ledger:
 
     def acceptable(self) -> set[Found]:
         """What an undisturbed recovery may bring."""
-        floor = self.newest_whole()
-        return {found for found in self.usable() if floor is None or found >= floor}
+        newest = self.newest_whole()
+        return {found for found in self.usable() if newest is None or found >= newest}
 
     def kept_copies(self, newest: SaveKey) -> set[CopyKey]:
         """Copies that have to be there once a local save is complete.

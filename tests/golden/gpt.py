@@ -80,7 +80,7 @@ class Trainee:
 
 
 def whole_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every global tensor, put together without this package. Collective: world.
+    """Every global tensor, assembled without this package. Collective: world.
 
     A mistake that loads and saves share would not be seen in what is saved and read back.
     """

@@ -265,7 +265,7 @@ def test_a_reader_that_does_not_read_does_not_keep_a_rank_from_being_replaced(
 
     until(lambda: len(agents.pids("begun0")) > 1, 60.0)
     assert agent.stdout is not None
-    until(lambda: "lines lost, as nobody read them" in agent.stdout.read(4000))  # type: ignore[union-attr]
+    until(lambda: "lines lost: this output was not read" in agent.stdout.read(4000))  # type: ignore[union-attr]
 
 
 def test_a_slow_reader_does_not_hide_a_worker_that_hangs(agents: Agents) -> None:

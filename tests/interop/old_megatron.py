@@ -87,8 +87,8 @@ def main():
     """Meet the other ranks, carry out the command, print what is wrong."""
     command, checkpoint, *place = sys.argv[1:]
     rank, size = map(int, place) if place else (0, 1)
-    meeting = f"file://{checkpoint}.{command}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    address = f"file://{checkpoint}.{command}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
     wrong = load(checkpoint) if command == "load" else save(checkpoint, rank, size)
     dist.barrier()
     dist.destroy_process_group()

@@ -41,7 +41,7 @@ def state_of(iteration: int, *, is_filled: bool = True) -> dict[str, Any]:
 
 
 def save_and_load(rank: int, root: str, algo: str) -> list[str]:
-    """Save, behind training too; lose every other rank's directory; load, and refuse an object."""
+    """Save, also asynchronously; lose every other rank's directory; load, and refuse an object."""
     megatrons = tensor_aware_class()
     manager = manager_of(root)
     with cpu_stand_ins():  # Megatron-Core's exchange moves to CUDA and synchronises it

@@ -1,4 +1,4 @@
-"""Saves that go on behind training: what is overwritten meanwhile, what fails, what waits."""
+"""Saves in the background: what is overwritten meanwhile, what fails, what waits."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def run_checks(rank: int, scratch: Path, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
-def test_a_save_behind_training_is_as_one_in_the_foreground(
+def test_a_save_in_the_background_is_as_one_in_the_foreground(
     backend: Backend, tmp_path: Path
 ) -> None:
     require_on_ranks(4, run_checks, tmp_path, backend)
