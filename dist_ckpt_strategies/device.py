@@ -223,7 +223,7 @@ class TensorBytes:
 
     def read(self, start: int, buffer: torch.Tensor) -> torch.Tensor:
         """The bytes from ``start``, as many as ``buffer`` has: where they are, or in the buffer."""
-        found = list(self._pieces(start, buffer.numel()))
+        found = list(self._slices(start, buffer.numel()))
         if len(found) == 1:
             _, own = found[0]
             if own.numel() == buffer.numel() and own.device.type == buffer.device.type:
@@ -237,14 +237,14 @@ class TensorBytes:
     def landing(self, start: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
         """Where a range can be received; None where it has to be received elsewhere."""
         self._keep_copies(start, nbytes)
-        found = list(self._pieces(start, nbytes))
+        found = list(self._slices(start, nbytes))
         is_direct = len(found) == 1 and found[0][1].numel() == nbytes
         return found[0][1] if is_direct and found[0][1].device.type == device.type else None
 
     def write(self, start: int, content: torch.Tensor) -> None:
         """Fill a range, unless the bytes have been received where they belong."""
         self._keep_copies(start, content.numel())
-        found = list(self._pieces(start, content.numel()))
+        found = list(self._slices(start, content.numel()))
         if found and found[0][1].data_ptr() == content[found[0][0] :].data_ptr():
             return
         sources = [content[at : at + own.numel()] for at, own in found]
@@ -278,7 +278,7 @@ class TensorBytes:
         """The tensors that share bytes with a range, and perhaps empty ones between them."""
         return range(bisect_right(self._ends, start), bisect_left(self._starts, start + nbytes))
 
-    def _pieces(self, start: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def _slices(self, start: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The bytes of tensors in a range, each with its place in the range."""
         for number in self._numbers(start, nbytes):
             first = max(start, self._starts[number])

@@ -249,7 +249,7 @@ def summary_of(
     return Summary(
         fields,
         {"arrays": arrays, "objects": objects},
-        tuple(_facts(found)),
+        tuple(_rows_of(found)),
         found.issues,
         f"{contents} and common.pt{_BY_SIZE if found.version == 1 else ''}",
         _UNFINISHED.format(begun) if is_unfinished and found.version == _FORMAT2 else "",
@@ -337,7 +337,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return some_of(["-".join(map(str, run)) for run in runs])
 
 
-def _facts(found: Scan) -> Iterator[tuple[str, str]]:
+def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
     yield "checkpoint", str(found.root)
     backend, marker = "unknown", found.marker
     if marker is not None:
@@ -360,7 +360,7 @@ def _facts(found: Scan) -> Iterator[tuple[str, str]]:
         yield "objects", f"{len(found.objects):,} in {counted(num_shards, 'shard')}, {size}"
     common = found.common_nbytes
     yield "common.pt", "missing" if common is None else bytes_text(common)
-    yield from _stale_facts(found.stale_files)
+    yield from _stale_rows(found.stale_files)
     if found.others:
         yield "beside it", some_of(found.others)
     yield "in all", f"{counted(found.num_files, 'file')}, {bytes_text(found.nbytes)}"
@@ -371,7 +371,7 @@ def _begun(begun: SaveBegun) -> str:
     return f"{moment} on {printable(begun.host)}"
 
 
-def _stale_facts(files: Sequence[StaleFile]) -> Iterator[tuple[str, str]]:
+def _stale_rows(files: Sequence[StaleFile]) -> Iterator[tuple[str, str]]:
     for kind, text in _STALE.items():
         sizes = [stale.nbytes for stale in files if stale.kind is kind]
         if sizes:
@@ -400,7 +400,7 @@ def _local_summary(found: LocalScan, keys: str | None) -> Summary:
         (
             ("directory", root),
             ("local", f"{held} in {counted(num_files, 'file')}, {bytes_text(found.nbytes)}"),
-            *_stale_facts(found.stale_files),
+            *_stale_rows(found.stale_files),
         ),
         found.issues,
         counted(num_tensors, "tensor"),

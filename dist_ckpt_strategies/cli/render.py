@@ -82,7 +82,7 @@ def print_table(
     right: Collection[str] = (),
     marked: Collection[int] = (),
 ) -> None:
-    """Print rows in columns, without ever cutting a text.
+    """Print rows in columns, without ever truncating a text.
 
     Where the terminal is too narrow for the longest row, the first text of each row has a line of
     its own. Without a terminal lines are as long as they need to be, one per row. ``right`` has the

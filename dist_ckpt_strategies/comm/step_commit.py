@@ -56,7 +56,7 @@ class StepCommit:
     def replicate(self, content: bytes) -> dict[int, bytes]:
         """What the other replicas give, by global rank. Collective over the replicas.
 
-        The first call determines how long content may be, with room to spare. Longer content is
+        The first call determines how long content may be, with a reserve. Longer content is
         not replicated later on: the other ranks get none from this one.
 
         Raises a RestartError if bytes arrive damaged, and a WaitReleasedError if communication was

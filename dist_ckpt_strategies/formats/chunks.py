@@ -49,7 +49,7 @@ _END = "}}}"
 """Of that file: what follows the key, the last value in it."""
 
 _MAX_COPY_NBYTES = 4 << 20
-_ABSENT = 2**64 - 1
+_MISSING = 2**64 - 1
 _CRC = struct.Struct("<I")
 
 _BITS: Mapping[int, npt.DTypeLike] = MappingProxyType(
@@ -275,7 +275,7 @@ def differing(found: bytes, listed: bytes) -> Iterator[tuple[int, str, str]]:
 @lru_cache(maxsize=32)
 def _index_of(counts: Shape, slot_counts: Shape, stored_nbytes: int) -> Bytes:
     """The index at the end of the file: offset and size of each inner chunk, and a CRC32C."""
-    entries = np.full((*slot_counts, 2), _ABSENT, "<u8")
+    entries = np.full((*slot_counts, 2), _MISSING, "<u8")
     held = entries[Region.whole(counts).slices()]
     numbers = np.arange(math.prod(counts), dtype="<u8").reshape(counts)
     held[..., 0] = numbers * stored_nbytes

@@ -242,8 +242,8 @@ def other_contents(root: Path) -> str:
 
 def holds_checkpoints(inner: Sequence[str]) -> str:
     """What a place with checkpoints of these names is; follows what was expected there."""
-    noun = "checkpoint" if len(inner) == 1 else "checkpoints"
-    return f"it holds {len(inner)} {noun} ({some_of(inner)}); name one of them"
+    found = "1 checkpoint" if len(inner) == 1 else f"{len(inner)} checkpoints"
+    return f"it holds {found} ({some_of(inner)}); name one of them"
 
 
 @limited

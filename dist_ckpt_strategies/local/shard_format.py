@@ -24,7 +24,7 @@ END_NBYTES = 32
 MAGIC = b"DCKPART4"
 _ALIGNMENT = 64
 _MAX_WORLD_SIZE = 1 << 24
-_MAX_EXTENT = 1 << 58
+_MAX_SIZE = 1 << 58
 _MAX_NDIM = 64
 
 _ID = re.compile(r"iter_(\d{7,})_(\d+)_local_([0-9a-f]{1,64})")
@@ -131,7 +131,7 @@ class LocalShard:
             message["session"],
             message["kind"],
             tuple(
-                BufferSpec(name, DType(dtype), _checked_counts(shape, _MAX_EXTENT))
+                BufferSpec(name, DType(dtype), _checked_counts(shape, _MAX_SIZE))
                 for name, dtype, shape in message["buffers"]
             ),
         )

@@ -326,7 +326,7 @@ class Directory:
             except FileExistsError:
                 return False
             except OSError:
-                Path(path).unlink(missing_ok=True)  # a full disk has room for its name
+                Path(path).unlink(missing_ok=True)  # on a full disk an empty file is left
                 raise
         return True
 

@@ -256,7 +256,7 @@ def what_cannot_be_reported_is_an_error_on_all_ranks_which_stay_in_step(comm: Co
     assert str(caught.value) == "rank 2: TypeError: Object of type set is not JSON serializable"
 
 
-def bytes_that_one_rank_has_no_room_for_are_an_error_on_all(comm: Communicator) -> None:
+def bytes_that_one_rank_has_no_memory_for_are_an_error_on_all(comm: Communicator) -> None:
     content = b"x" * (comm.rank + 1)
     full = failing_call(TARGETS["np.frombuffer"], 1) if comm.rank == 1 else nullcontext()
     with pytest.raises(CheckpointError, match="rank 1: MemoryError: injected"), full:
@@ -291,7 +291,7 @@ def test_four_processes() -> None:
     checks = [
         *CHECKS,
         what_cannot_be_reported_is_an_error_on_all_ranks_which_stay_in_step,
-        bytes_that_one_rank_has_no_room_for_are_an_error_on_all,
+        bytes_that_one_rank_has_no_memory_for_are_an_error_on_all,
         ranks_in_different_steps_find_out,
     ]
     assert run_processes(4, on_gloo_rank, checks) == [""] * 4

@@ -77,7 +77,7 @@ def test_a_marker_that_does_not_parse_means_incomplete(content: bytes, tmp_path:
     assert caught.value.path == str(tmp_path / "metadata.json")
 
 
-# Making room
+# Clearing for overwrite
 
 
 @pytest.mark.parametrize("missing", sorted(KEYS))

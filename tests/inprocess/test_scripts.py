@@ -39,7 +39,7 @@ def block(call: HPCallWrapper):
     return call.num_attempts, int(total)
 
 num_attempts, total = block()
-# In one piece: torchrun starts Python with -u, and then the parts of a print mix with others'.
+# In one write: torchrun starts Python with -u, and then the parts of a print mix with others'.
 sys.stdout.write(f"done {started} {num_attempts} {total}\\n")
 """
 
@@ -113,13 +113,13 @@ def test_who_leaves_in_the_middle_of_the_block_says_why_and_ends_by_its_own_code
     assert not any("terminate called" in text for text in texts), texts
 
 
-NO_ROOM = """
+NO_THREADS = """
 start = threading.Thread.start
-def no_room(thread):
+def no_threads(thread):
     if thread.name == "dist_ckpt-abort":
         raise RuntimeError("can't start new thread")
     start(thread)
-threading.Thread.start = no_room
+threading.Thread.start = no_threads
 @HPWrapper()
 def block(): raise ValueError("on purpose")
 """
@@ -135,7 +135,7 @@ def block():
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (NO_ROOM, r"stopping the block failed: this process ends(?s:.*)can't start new thread"),
+        (NO_THREADS, r"stopping the block failed: this process ends(?s:.*)can't start new thread"),
         (SWALLOWS, "the block has not been left within 2 s: this process ends"),
     ],
 )

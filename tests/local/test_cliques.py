@@ -76,7 +76,7 @@ def exchange(rank: int, kind: str) -> None:
     assert described(got[lost].state_dict) == described(values_of(low, 1))
 
 
-def ask_for_what_nobody_has(rank: int) -> None:
+def ask_for_what_no_rank_has(rank: int) -> None:
     """An error on all members of the clique, and on no other."""
     strategy = strategy_of("made")
     if rank % 2:
@@ -154,7 +154,7 @@ def use_cliques(rank: int, root: str) -> None:
     """Body of a rank."""
     for kind in ("group", "made", "lazy"):
         exchange(rank, kind)
-    ask_for_what_nobody_has(rank)
+    ask_for_what_no_rank_has(rank)
     make_cliques(rank)
     save_side_by_side(rank, f"{root}/beside")
     refuse(rank, f"{root}/refused")

@@ -239,7 +239,7 @@ def test_a_file_system_without_locks_will_do(newest: Path, monkeypatch: pytest.M
     assert len(files_below(newest.parents[1])) == 3
 
 
-def test_odd_leftovers_are_gone_or_a_storage_error(newest: Path) -> None:
+def test_odd_stale_files_are_gone_or_a_storage_error(newest: Path) -> None:
     os.mkfifo(newest.with_name(".partial-pipe"))
     newest.with_name(".partial-link").symlink_to("nowhere")
     save(newest.parents[1], NEW + 1)

@@ -116,7 +116,7 @@ def test_ranks_find_their_parts_wherever_they_and_the_parts_are(tmp_path: Path) 
     run_threads(4, body, tmp_path)
 
 
-def test_as_many_saves_are_kept_as_asked_for_and_no_leftovers(tmp_path: Path) -> None:
+def test_as_many_saves_are_kept_as_asked_for_and_no_stale_files(tmp_path: Path) -> None:
     root = str(tmp_path)
 
     def body(node: Node) -> None:

@@ -180,7 +180,7 @@ def test_objects_come_from_the_first_of_those_that_share_most_parts() -> None:
     assert build_recovery_plan(inputs).object_sources == (0, 1, 2, 1, 0)
 
 
-def test_facts_do_not_grow_with_the_world_and_each_receiver_has_a_source_of_its_own() -> None:
+def test_plan_inputs_do_not_grow_with_the_world_and_each_receiver_has_a_source_of_its_own() -> None:
     """As with plain data parallelism: all ranks hold the same, and replicate to all."""
     assert evenly_spaced(range(3, 16_384, 8)) == (range(3, 16_384, 8),)
     sizes = []
