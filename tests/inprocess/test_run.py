@@ -19,6 +19,8 @@ def test_lines_come_behind_their_rank_and_the_limit_is_status_1(agents: Agents) 
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 print(*map(os.environ.get, names))
 print("no end", end="", file=sys.stderr)
+if os.environ["RANK"] == "1": Path("printed").touch()
+wait_for("printed")
 sys.exit(9 if os.environ["RANK"] == "0" else 0)
 """
     options = ("-n", "2", "--max-restarts", "1")
