@@ -7,8 +7,6 @@ rank's bytes into memory that is in use; and seconds until the checkpoint is com
 of each is loaded and compared.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -15,8 +15,6 @@ bytes instead.
 ``nvrx, flushed`` is the same with its files flushed at the end of a save, as the others do.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -7,8 +7,6 @@ in memory, and shares the cores with the two ranks. The baseline puts and gets t
 object for each shard or 64 MiB of it, with as many requests at the same time as format 2 has.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

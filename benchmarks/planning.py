@@ -10,8 +10,6 @@ one tensor-parallel rank, cut unevenly among its data-parallel ranks. Each case 
 process. Nothing is sent, read or written.
 """
 
-from __future__ import annotations
-
 import gc
 import resource
 import sys

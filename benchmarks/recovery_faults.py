@@ -16,8 +16,6 @@ from its detection on.
 Ends with status 1 at the first job that differs or hangs, and prints its seed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

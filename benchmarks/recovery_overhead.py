@@ -7,8 +7,6 @@ Four gloo ranks, two replicas of two shards, train a small GPT; rounds of steps 
 costs. The model is small so that the steps do not hide it; its share is given for a step of 0.5 s.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

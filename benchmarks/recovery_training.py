@@ -3,8 +3,6 @@
 What a training script has to do to survive faults is ``train`` and ``step``, and the wrapper.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

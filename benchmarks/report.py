@@ -9,8 +9,6 @@
 figures go to ``bench-results`` by default.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -10,8 +10,6 @@ loaded: through calls (mapped memory does not count there), and from the device 
 has any; what the kernel reads ahead counts).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,8 +5,6 @@
 Two ranks. All but ``raw write`` flush their files before a save returns.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -11,8 +11,6 @@ The baselines have as many threads as the tools: ``raw read`` reads the same fil
 also writes and flushes each as it is. A conversion is durable when it returns.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -9,8 +9,6 @@ The baseline of a round is the longer of two things: each rank reads its share o
 file of its own, in one stream; each rank sends its share to all others, over two gloo groups.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path

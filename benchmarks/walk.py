@@ -9,8 +9,6 @@ and lambdas count with the function they stand in), the files that they are in, 
 torch.distributed on rank 0.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

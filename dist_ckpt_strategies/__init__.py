@@ -5,8 +5,6 @@
 more. Names are imported on first use, so that importing the package costs next to nothing.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ Nothing here touches CUDA unless a tensor at hand is a CUDA tensor. The default 
 training script may have set, is never used.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import mmap

@@ -1,7 +1,5 @@
 """Every exception this package raises on purpose."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """One manager for a training's checkpoints: in memory, on the nodes' disks, on shared storage."""
 
-from __future__ import annotations
-
 import json
 import logging
 import signal

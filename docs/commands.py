@@ -1,7 +1,5 @@
 """``python docs/commands.py``: generate docs/commands.md from the command line itself."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How the pages are built: ``sphinx-build -W -b html docs OUT``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any

@@ -4,8 +4,6 @@ Each picture shows the output of real commands, run in a temporary directory. ``
 minutes, ``recovery`` about one, ``inspect`` and ``verify`` some seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

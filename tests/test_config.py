@@ -1,7 +1,5 @@
 """Options refuse what could only hang or crash later, and the environment is read in one place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """The Python of the pages runs, and prints what the pages say."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pages: links, errors, commands, options, variables and quoted texts are those that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Errors name what is at fault, and stay the same on their way between ranks and processes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

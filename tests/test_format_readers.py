@@ -1,7 +1,5 @@
 """The readers on the pages of the formats read every byte, with numpy and xxhash alone."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -7,8 +7,6 @@ StateProvider here, or has one. NVRx's own signatures are compared in ``tests/nv
 installed.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path

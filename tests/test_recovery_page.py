@@ -1,7 +1,5 @@
 """The scripts on the page of recovery train to the end, whatever happens to their ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

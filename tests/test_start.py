@@ -1,7 +1,5 @@
 """What is not loaded before somebody needs it: the package and its command start at once."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The manager of all tiers, in training loops that are killed, preempted, and doubled."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

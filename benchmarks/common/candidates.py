@@ -1,7 +1,5 @@
 """Ways to save and load the same shards, each as its documentation tells people to call it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

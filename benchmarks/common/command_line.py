@@ -1,7 +1,5 @@
 """The command lines of the benchmarks: their options, and JSON lines of what they measure."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

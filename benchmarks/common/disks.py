@@ -16,8 +16,6 @@ Four things that have nothing to do with a candidate decide its time if they are
 Source: ext4(5) and chattr(1), the attribute T; ``recently_deleted`` in the kernel's fs/ext4.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """nvidia-resiliency-ext as a candidate, with what it needs on a machine without CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The first round of each step is not counted. A load fills tensors that are alrea
 been used: a candidate that returns new ones pays for the copy. Every load is checked.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time

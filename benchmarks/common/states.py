@@ -1,7 +1,5 @@
 """A state like a GPT's: small vectors and matrices, half of the layers float32, half bfloat16."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Bar charts of the page as plain values, drawn as SVG: the same figure gives the same bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """docs/measured.md and its figures, out of the files in results/."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Results files as the page reads them. Light to import."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The subjects of the page that compare candidates: what is measured, and how a row is made."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

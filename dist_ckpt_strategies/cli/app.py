@@ -4,8 +4,6 @@ What a command needs is imported when it runs, so that help appears at once and 
 ``verify`` never load torch.
 """
 
-from __future__ import annotations
-
 import platform
 import sys
 import warnings

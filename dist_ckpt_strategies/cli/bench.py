@@ -4,8 +4,6 @@ The command starts its ranks, each of which is the same command in a workspace b
 The directory is left as it was, however the command ends.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

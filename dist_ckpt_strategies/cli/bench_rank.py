@@ -4,8 +4,6 @@ It holds its shards of matrices, and saves and loads them through Megatron-Core'
 ``dist_checkpointing`` and as one plain stream. Every load is compared with what was saved.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """``dist-ckpt convert``, ``upgrade`` and ``diff``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """``dist-ckpt inspect`` and ``verify``: of format 1, of format 2, and of local checkpoints."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``dist-ckpt prune``: remove old checkpoints, and what killed saves have left."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ The text is made for ten thousand lines and for narrow terminals. The JSON is de
 docs/json.md; a change of meaning raises SCHEMA.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

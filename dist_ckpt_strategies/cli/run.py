@@ -6,8 +6,6 @@ reason, such as a full disk or a reader that does not read, is lost: no training
 Options have torchrun's names and meanings where it has them.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import select

@@ -3,8 +3,6 @@
 An object store that is out of reach fails a command before it begins.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

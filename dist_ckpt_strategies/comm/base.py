@@ -4,8 +4,6 @@ A process alone is a group of one. With the check, the failure of a step on one 
 all ranks.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence

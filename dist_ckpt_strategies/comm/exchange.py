@@ -4,8 +4,6 @@ Every ordered pair of ranks has its own sequence of messages, and round n carrie
 of each pair, in one batch. So no rank waits for a message of a later round, over NCCL either.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future

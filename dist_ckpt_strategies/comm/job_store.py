@@ -1,7 +1,5 @@
 """The key-value store of a job: a TCPStore, and a client of it whose requests have a time limit."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket

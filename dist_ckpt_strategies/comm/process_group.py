@@ -1,7 +1,5 @@
 """Groups of torch.distributed, how they are made and aborted; and waits that a thread can abort."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence

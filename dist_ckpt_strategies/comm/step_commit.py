@@ -1,7 +1,5 @@
 """The two collectives of every step: its commit by all ranks, and bytes for replicas."""
 
-from __future__ import annotations
-
 import logging
 import struct
 import time

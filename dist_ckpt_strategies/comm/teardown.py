@@ -1,7 +1,5 @@
 """Ends all communication of this process; keeps the groups of one attempt from those of others."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import logging

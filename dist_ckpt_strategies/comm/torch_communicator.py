@@ -1,7 +1,5 @@
 """A Communicator over a process group of torch.distributed; it names ranks that are missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Prove that shards make up an array, and choose its chunks and inner chunks."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import Counter, defaultdict

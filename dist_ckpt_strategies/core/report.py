@@ -1,7 +1,5 @@
 """What a save or load did, in numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 

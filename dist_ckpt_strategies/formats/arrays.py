@@ -5,8 +5,6 @@ straight into the tensor's memory. Inner chunks of format 2 are compared with th
 they are in the processor's cache. A process that only writes loads no torch for this.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Write a checkpoint of either format: arrays, objects, common state, and what describes them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import math

@@ -1,7 +1,5 @@
 """Checkpoints that can be read, of either format."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice

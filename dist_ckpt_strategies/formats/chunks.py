@@ -7,8 +7,6 @@ TensorStore reads such arrays, and zarr-python those of a dtype it knows.
 Source: the Zarr v3 specification.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import operator

@@ -14,8 +14,6 @@ a directory. One request makes that the checkpoint's content: it puts ``metadata
 ``save`` names the id.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -3,8 +3,6 @@
 ``verify`` and loads with ``verify="full"`` compare the bytes. No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 

@@ -6,8 +6,6 @@ the largest id counts whose prefix is whole. A checkpoint that an earlier releas
 files right below its URL.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The manifest of a format 2 checkpoint: what it says of each file. CheckpointWriter writes it."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from bisect import bisect_right

@@ -3,8 +3,6 @@
 The only place that unpickles, and never freely. Loads torch only where that is needed.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -7,8 +7,6 @@ codecs that TensorStore does not.
 Source: the Zarr v2 specification; checkpoints written by Megatron-Core 0.12.3 and 0.15.3.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -4,8 +4,6 @@ The spelling is TensorStore's and Megatron's: the plain name. Registered on firs
 import; a type that another package has registered under the name is left alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Restart a block of training in place: healthy processes stay alive when one rank fails."""
 
-from __future__ import annotations
-
 from dist_ckpt_strategies.inprocess.abort import (
     Abort,
     AbortTransformerEngine,

@@ -1,7 +1,5 @@
 """What each rank ends when a fault is reported, while the function is still running."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import sys

@@ -3,8 +3,6 @@
 The nodes of a job are in ``places.py``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What is cleaned up between two attempts, once nothing of the block is running any more."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -1,7 +1,5 @@
 """Checks whether this process can take part in another attempt."""
 
-from __future__ import annotations
-
 import datetime as dt
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ ownership are one key. Each node judges by its own clock how long ago it has see
 docs/design/nodes.md has the keys and the limits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,8 +4,6 @@ A *restart round* is one attempt of all ranks to run the function together. The 
 them; numbers grow, and may be skipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum

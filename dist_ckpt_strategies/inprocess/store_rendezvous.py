@@ -3,8 +3,6 @@
 docs/design/recovery.md has the keys, and why each is written when.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

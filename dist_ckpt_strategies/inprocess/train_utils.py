@@ -1,7 +1,5 @@
 """What a training script calls around its wrapped block: wait_rank(), HPAgentK8sAPIFactory."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Also the worker's side: the heartbeat, and what starts the command.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import select

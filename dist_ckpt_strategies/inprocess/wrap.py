@@ -1,7 +1,5 @@
 """Runs a block of training again in place when a rank fails."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util

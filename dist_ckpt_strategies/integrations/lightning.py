@@ -3,8 +3,6 @@
 Needs Lightning: the package ``lightning``, or else ``pytorch_lightning``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path

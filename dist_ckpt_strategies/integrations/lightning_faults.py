@@ -1,7 +1,5 @@
 """Faults injected into a training of Lightning. Imports nothing of Lightning."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -3,8 +3,6 @@
 Imports nothing of Lightning.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Importing this imports nothing of Megatron-LM. What it expects there is the same
 and on the main branch.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import sys

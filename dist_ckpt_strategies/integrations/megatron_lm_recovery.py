@@ -3,8 +3,6 @@
 Importing this imports nothing of Megatron-LM.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from importlib import import_module

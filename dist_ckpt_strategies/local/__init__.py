@@ -3,8 +3,6 @@
 Names are imported on first use: ``dist-ckpt inspect`` and ``verify`` must not import torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

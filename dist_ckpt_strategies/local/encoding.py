@@ -1,7 +1,5 @@
 """States as tensors and a description, for the files of local checkpoints, and back."""
 
-from __future__ import annotations
-
 import datetime as dt
 import pathlib
 from collections.abc import Sequence

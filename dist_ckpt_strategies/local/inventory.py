@@ -1,7 +1,5 @@
 """Which local shard files all ranks have: what is loaded, what a save needs, and what goes."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

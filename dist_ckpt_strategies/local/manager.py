@@ -1,7 +1,5 @@
 """Checkpoints on the nodes' own disks, kept by the ranks for each other."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import os

@@ -1,7 +1,5 @@
 """Pure plans: which ranks hold replicas for each other, and who sends which shard to whom."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """State dicts whose tensors can be taken out and put back; names and signatures are NVRx's."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView

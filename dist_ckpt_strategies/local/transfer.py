@@ -1,7 +1,5 @@
 """Shard files between ranks: copied within a clique at a save, retrieved at a load."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Megatron-Core's sharded tensors and objects as specs and messages; its save and load in steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType

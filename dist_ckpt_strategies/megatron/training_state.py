@@ -1,7 +1,5 @@
 """A Megatron-Core model and distributed optimizer, split into what ranks share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

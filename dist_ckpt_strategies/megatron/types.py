@@ -12,8 +12,6 @@ What differs between releases is here:
 What is missing, be it the whole module, gets a stand-in of the same name and attributes.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from enum import Enum

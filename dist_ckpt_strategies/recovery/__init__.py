@@ -4,8 +4,6 @@ What needs Megatron-Core is imported on first use: its import would make up most
 a process that has died is replaced.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

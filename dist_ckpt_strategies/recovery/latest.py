@@ -1,7 +1,5 @@
 """The newest checkpoint that can be loaded, local or global, one after the other."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """State in memory that outlives an attempt, and how ranks get it from those that have it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

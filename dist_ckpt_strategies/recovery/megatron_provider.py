@@ -1,7 +1,5 @@
 """The state of a Megatron-Core training, with its distributed optimizer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Recovery of fine-tuning, where most of the model never changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any

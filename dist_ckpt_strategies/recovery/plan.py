@@ -1,7 +1,5 @@
 """How far ranks are within a step of training, and how all get to the same one."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The random states of a process, and back. Importing this does not import Megatron-Core."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Sequence

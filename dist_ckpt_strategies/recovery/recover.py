@@ -1,7 +1,5 @@
 """Get all ranks to the same step: finish steps, send state, gather the weights."""
 
-from __future__ import annotations
-
 import base64
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """The state of a plain torch training: a module, an optimizer, a schedule."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Mapping

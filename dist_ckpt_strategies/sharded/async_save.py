@@ -1,7 +1,5 @@
 """Write a planned save in the background; what is kept for that from one save to the next."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections.abc import Callable, Sequence

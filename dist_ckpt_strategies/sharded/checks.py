@@ -1,7 +1,5 @@
 """What is to be saved or loaded, checked among the ranks before anything is written or read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ plan; where the sharding is to be validated and was not by the save or load befo
 the description of all shards, and the check; the reads.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

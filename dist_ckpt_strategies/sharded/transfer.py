@@ -4,8 +4,6 @@ A chunk that is one rank's shard goes from its tensor to storage. Others are ass
 slices that several ranks hold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain

@@ -3,8 +3,6 @@
 The process runs this module, which does not need torch, and so starts at once.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -6,8 +6,6 @@ page under the buffer; with ordinary pages they are slower than buffered writing
 Source: open(2), O_DIRECT; the transparent huge page advice of madvise(2); cachestat(2); syncfs(2).
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -4,8 +4,6 @@ The limit and the cancel flags are context variables: the strategies of Megatron
 argument for them. Threads run in a copy of the context of the thread that starts them.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

@@ -13,8 +13,6 @@ was stopped for longer than its lease may overlap with the next one: of two save
 one place, the second makes the first one fail. Nor does it stop programs that save without it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Names of processes, unique among hosts and times, and whether such a process has ended."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Arrays are read and written by region; small files have names below the checkpoint's root.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Common state and objects in Megatron-Core's own files, read with an allow-list."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Every rank raises where one fails. A finished checkpoint is not overwritten by a
 appears whole, after everything else is durable. torch_dist never takes the place of a strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy

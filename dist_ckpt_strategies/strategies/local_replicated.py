@@ -6,8 +6,6 @@ shards of a save are below a directory that is named by the digest of its ``comm
 earlier save stay until the common state of the new one is in place.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -3,8 +3,6 @@
 And the options that strategies of this package have in common.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy

@@ -1,7 +1,5 @@
 """The TensorStore loader of the Zarr backend, under the names that Megatron-Core 0.15 gave it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The two-stage loader, under the names of Megatron-Core 0.15: read once, then broadcast."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Names that Megatron-Core 0.15 gave to strategies and functions are importable from here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Checkpoints from one format to another, and to the optimizer's state of today."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

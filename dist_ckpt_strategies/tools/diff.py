@@ -1,7 +1,5 @@
 """How two checkpoints of any formats differ: keys, shapes, dtypes, every element, every object."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence

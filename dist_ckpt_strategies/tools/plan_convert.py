@@ -1,7 +1,5 @@
 """Decide how a checkpoint becomes one of another format: its files, and blocks that fit memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

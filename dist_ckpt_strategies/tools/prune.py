@@ -3,8 +3,6 @@
 ``build_prune_plan`` decides, and is pure; the rest finds checkpoints and removes them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Checkpoints of any format, as a conversion or a comparison reads them: region by region."""
 
-from __future__ import annotations
-
 import math
 import threading
 from abc import ABC, abstractmethod

@@ -7,8 +7,6 @@ Megatron-Core's description classes; the shards and objects with ``weights_only=
 Source: torch.distributed.checkpoint; Megatron-Core 0.16.1.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """What a conversion writes to: the Zarr formats through the writers of saves, and safetensors."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

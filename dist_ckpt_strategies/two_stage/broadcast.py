@@ -1,7 +1,5 @@
 """Carry out a GroupPlan: while one round is sent between the ranks, the next ones are read."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Load a state dict by a group of ranks: request, plan, broadcast."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

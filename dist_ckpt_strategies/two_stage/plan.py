@@ -5,8 +5,6 @@ distinct region is read by one of its requesters, large ones in slices by severa
 that overlap without being equal are read separately.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import defaultdict

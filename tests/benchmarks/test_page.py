@@ -1,7 +1,5 @@
 """docs/measured.md is what the committed results amount to."""
 
-from __future__ import annotations
-
 import re
 
 from benchmarks import report

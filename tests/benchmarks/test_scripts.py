@@ -1,7 +1,5 @@
 """Each benchmark at toy size: every candidate takes part, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The commands: in this process, or in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

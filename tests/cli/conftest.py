@@ -1,7 +1,5 @@
 """A checkpoint of format 1 for the commands to look at."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

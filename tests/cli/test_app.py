@@ -1,7 +1,5 @@
 """The command line around the commands: help, versions, failures, exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``dist-ckpt bench``: what it shows, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """``dist-ckpt convert``, ``upgrade`` and ``diff``: what they print, and their exit status."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

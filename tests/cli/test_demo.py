@@ -1,7 +1,5 @@
 """The demonstration, end to end at a small size, and how it fails."""
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import replace

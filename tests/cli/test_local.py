@@ -1,7 +1,5 @@
 """``dist-ckpt inspect`` and ``verify`` of local checkpoints: saves, shards, damage."""
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 from pathlib import Path

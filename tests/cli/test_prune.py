@@ -1,7 +1,5 @@
 """``dist-ckpt prune``: shows what it removes, asks, and removes it."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rank processes: their results and failures, and that none is left; ``--nproc`` and torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``dist-ckpt inspect`` and ``verify`` of format 1: lists, JSON, every sort of damage."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

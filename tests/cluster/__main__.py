@@ -3,8 +3,6 @@
 Each is drawn from the seed and its number alone: ``--seed 7 --only 12`` does the twelfth again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 """Faults of a job on a cluster. Each is a generator: it yields where the job has to go on, and
 repairs what it did when it is resumed."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

@@ -1,7 +1,5 @@
 """A job on a cluster: its agents, what its ranks have noted, and what must be true of that."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable, Iterable

@@ -8,8 +8,6 @@ ends, even by SIGKILL, and nothing is changed outside of the namespaces. Not eve
 so links lose packets (classic BPF that draws random numbers) or are slow (tbf), but do not delay.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

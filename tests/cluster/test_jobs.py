@@ -3,8 +3,6 @@
 ``python -m tests.cluster`` has more faults, at random.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import signal

@@ -5,8 +5,6 @@ the digest of the state. It has no state of its own beside a directory that all 
 ``disk`` in its current directory, which is the node's.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """What every communicator does: one process alone, four threads, four processes of a gloo group."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Blocks between ranks: what arrives, and that a failure of one rank is raised by all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

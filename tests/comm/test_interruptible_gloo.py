@@ -1,7 +1,5 @@
 """The backend interruptible_gloo: gloo's results, and waits that can be ended."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Over real process groups: subgroups, silent peers, killed peers, and who is named."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

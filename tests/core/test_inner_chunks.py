@@ -1,7 +1,5 @@
 """Inner chunks are read in runs that make up a region, and few of them beside it."""
 
-from __future__ import annotations
-
 from itertools import product
 from operator import add
 

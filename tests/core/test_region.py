@@ -1,7 +1,5 @@
 """Regions and chunk grids, checked against counting elements one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

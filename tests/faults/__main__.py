@@ -1,7 +1,5 @@
 """``python -m tests.faults --seed 7``: break a training in every way there is, and compare."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ ranks lie on the disks, each part in two copies. ``dist-ckpt verify`` has to see
 not.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

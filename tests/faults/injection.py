@@ -1,7 +1,5 @@
 """What a rank does to itself: it fails, stops or dies at its n-th call, or after some time."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import mmap

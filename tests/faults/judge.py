@@ -4,8 +4,6 @@ Every function returns what is wrong, in words; nothing, if nothing is. Answers 
 the methods of ``Rank`` return, or RankDiedError, or a Failure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What four ranks do together while a call fails on one of them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What is done to checkpoints, disks and servers from outside of the ranks."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading

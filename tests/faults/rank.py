@@ -1,7 +1,5 @@
 """One rank of a campaign: it trains, saves, recovers and tries operations, as the driver says."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

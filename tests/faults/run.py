@@ -1,7 +1,5 @@
 """A campaign: training, events and recoveries, attempts of operations, and files that change."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What happens in a campaign, from its seed alone: no file, clock or process is looked at."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A small part of the campaigns of ``python -m tests.faults``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

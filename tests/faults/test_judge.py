@@ -1,7 +1,5 @@
 """The judge of the campaigns notices what must not happen; the campaigns show what it lets pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count

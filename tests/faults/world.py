@@ -1,7 +1,5 @@
 """The processes of the ranks, as the driver sees them: started, instructed, waited for, killed."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

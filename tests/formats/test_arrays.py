@@ -1,8 +1,6 @@
 """The contract of both formats: every element comes back, by any region, whatever wrote the array;
 and what is wrong with an array is an error that names key and file."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A checkpoint is visible whole, or not at all, and clearing one touches nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

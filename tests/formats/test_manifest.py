@@ -1,7 +1,5 @@
 """A manifest that makes no sense is an error that names its file, though its digests are right."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Common state and objects: in Megatron-Core's files, read with an allow-list only."""
 
-from __future__ import annotations
-
 import collections
 import io
 import os

@@ -1,7 +1,5 @@
 """Fixtures: the sets unpacked once, and registries that are as before after each test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A format 2 checkpoint with a CRC32C after every inner chunk, which no release writes any more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

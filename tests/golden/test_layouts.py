@@ -1,7 +1,5 @@
 """The sets cut at random over real ranks, along every route."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

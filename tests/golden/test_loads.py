@@ -1,7 +1,5 @@
 """Every array, object and common state of every set, in one process, through both loads."""
 
-from __future__ import annotations
-
 import shutil
 from argparse import Namespace
 from pathlib import Path

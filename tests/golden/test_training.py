@@ -1,7 +1,5 @@
 """Training goes on from the sets, at other layouts; from the flat one once it is upgraded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

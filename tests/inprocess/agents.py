@@ -1,7 +1,5 @@
 """``dist-ckpt run`` as a command, for scripts of a few lines."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The agents of a test, and a job's store."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Abort, finalize and health checks, each for itself."""
 
-from __future__ import annotations
-
 import datetime as dt
 import sys
 import threading

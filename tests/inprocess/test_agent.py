@@ -1,7 +1,5 @@
 """The rendezvous client over an agent: four ranks, and an agent with the calls of the page."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """A supervised job of one node: workers are replaced or end the job, and none is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

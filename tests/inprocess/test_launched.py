@@ -1,7 +1,5 @@
 """What a process takes from the variables that it was started with."""
 
-from __future__ import annotations
-
 import os
 import threading
 

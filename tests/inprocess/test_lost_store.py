@@ -1,7 +1,5 @@
 """Ranks without a common launcher: a rendezvous store that falls silent, or is gone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Nodes of a job as commands: agents that stop, leave, or do not fit; lost nodes: tests/cluster."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """``dist-ckpt run`` as a command: what it prints, how it ends, and whom it leaves behind."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

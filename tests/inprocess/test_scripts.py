@@ -1,7 +1,5 @@
 """Scripts under torchrun; and how a process ends after an attempt: by its own code."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

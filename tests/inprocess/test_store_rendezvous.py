@@ -1,7 +1,5 @@
 """Rounds over a store: no barrier opens too early, no fault is lost, no rank is held up."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

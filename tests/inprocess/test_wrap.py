@@ -1,7 +1,5 @@
 """HPWrapper on one rank, without process groups."""
 
-from __future__ import annotations
-
 import datetime as dt
 import gc
 import importlib.util

@@ -3,8 +3,6 @@
 A fault cuts the connections of process groups and stores, and no others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import queue

@@ -1,7 +1,5 @@
 """A small model of Lightning's and its training, which notes what it does in files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

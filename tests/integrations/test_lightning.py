@@ -1,7 +1,5 @@
 """Trainings with real Lightning: faults, preemption, and the same result to the bit."""
 
-from __future__ import annotations
-
 import os
 import random
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The scripts on the page of the integrations run, with real Lightning."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@
 core_v0.16.1's makes, with the same arguments, and with those that the main branch adds.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from functools import partial

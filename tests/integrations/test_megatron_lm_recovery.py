@@ -4,8 +4,6 @@
 main branch, over Megatron-Core's own model and distributed optimizer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

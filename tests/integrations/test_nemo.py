@@ -1,7 +1,5 @@
 """The documented calls of the NeMo adapters, over small bases with NeMo's methods."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path

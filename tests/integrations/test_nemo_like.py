@@ -1,7 +1,5 @@
 """Recovery of Megatron-Core's state together with Lightning's loops, on one rank, as with NeMo."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Neither this nor what it imports needs this package: the old side has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Each into a directory of its own, without what it depends on: the environment of
 has that.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ makes it and names its interpreter in DIST_CKPT_INTEROP_PYTHON. Older releases, 
 of its own below DIST_CKPT_INTEROP_RELEASES, use that environment too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

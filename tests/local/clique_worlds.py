@@ -1,7 +1,5 @@
 """Ranks on nodes with disks of their own, states with every kind of tensor, and losses."""
 
-from __future__ import annotations
-
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

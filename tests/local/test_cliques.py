@@ -1,7 +1,5 @@
 """Cliques over real process groups: copies in memory, saves side by side, and a rank that dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Files of local checkpoints on one node: whole and durable, refused, or never seen."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

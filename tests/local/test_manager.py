@@ -1,7 +1,5 @@
 """Saves to the nodes' own disks, what is lost, fails or is damaged in between, and loads."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Sharded state dicts through local checkpoints, at the same layout and at others."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import shutil

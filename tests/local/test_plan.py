@@ -1,7 +1,5 @@
 """Plans: who holds copies for whom, who sends what, and new layouts."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

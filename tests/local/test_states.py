@@ -1,7 +1,5 @@
 """States: plain ones, our sharded class, and Megatron-Core's; in memory, saved and loaded."""
 
-from __future__ import annotations
-
 import argparse
 import datetime as dt
 import pathlib

@@ -6,8 +6,6 @@ sizes here give parameters whose length is no multiple of 64, so that the buffer
 between them as well.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

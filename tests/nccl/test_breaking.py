@@ -1,7 +1,5 @@
 """What would hang, or pass for a result, where NCCL's rules are not thought of."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The package's paths between ranks over NCCL's rules, in one queue: the worst that it permits."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The rules of the process group that plays NCCL: breaking one is an error that names it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta

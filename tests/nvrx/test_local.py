@@ -1,7 +1,5 @@
 """Local checkpoints with what was written for NVRx: states, queues and calls."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Sequence
 from importlib import import_module

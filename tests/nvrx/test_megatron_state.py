@@ -1,7 +1,5 @@
 """Megatron-Core's own MCoreTensorAwareStateDict in local checkpoints, where NVRx is installed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What ``python -m build`` makes holds all that it should, and works where it is installed."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tarfile

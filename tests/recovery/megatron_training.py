@@ -1,7 +1,5 @@
 """A GPT of Megatron-Core with dropout and tied embeddings, in a parallel layout, with faults."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

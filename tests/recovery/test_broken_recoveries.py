@@ -1,7 +1,5 @@
 """A recovery that breaks off: what all ranks do then, and what they still know afterwards."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The newest checkpoint that is whole, local or global, and a report of those passed over."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

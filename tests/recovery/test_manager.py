@@ -1,7 +1,5 @@
 """What the manager keeps, when it lets go of it, and what it says where it cannot help."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import random

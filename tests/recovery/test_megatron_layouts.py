@@ -1,7 +1,5 @@
 """Two replicas of a Megatron-Core GPT over two ranks each: killed ranks come back, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fine-tuning: the base model is noted once, and only the rest travels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Who keeps, who finishes, who receives from whom: all cases of a small world, and properties."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """State that goes from rank to rank: what arrives, what is found out, and what is named."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Plain torch trainings: the provider changes nothing, and a lost rank goes on bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The lock around updates: who holds it, and that waiting for it can be interrupted."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

@@ -1,7 +1,5 @@
 """A save plan writes every element once, whichever ranks hold it, within its bounds."""
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """A checkpoint of format 2 in a directory or in an object store, and its files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

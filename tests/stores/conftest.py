@@ -1,7 +1,5 @@
 """The servers that the tests of object stores run over, and a bucket for each test."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

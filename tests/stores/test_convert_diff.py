@@ -1,7 +1,5 @@
 """``convert``, ``upgrade`` and ``diff`` where one of the two, or both, are in object stores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What commands and loads say of changed files of format 2, in directories and in stores."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

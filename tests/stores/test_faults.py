@@ -1,7 +1,5 @@
 """Servers that fail, answer late or go away, and ranks that are killed: never half a checkpoint."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

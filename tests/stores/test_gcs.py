@@ -1,7 +1,5 @@
 """``gs://`` goes through TensorStore's driver for Google Cloud Storage; a stand-in answers it."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Jobs with a manager of all tiers, in buckets and in a directory."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What is not there, or may not be reached, is distinguished, within the time that is set."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

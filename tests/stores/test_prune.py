@@ -1,7 +1,5 @@
 """``prune`` in object stores and directories: old checkpoints and killed saves go, no others."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable

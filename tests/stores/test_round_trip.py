@@ -1,7 +1,5 @@
 """Checkpoints in object stores: whatever is saved comes back bit for bit in any layout."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -9,8 +9,6 @@ release's ``save`` and ``load``. Beside a later release itself, nothing is repla
     python later_megatron.py DIRECTORY 0.19
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

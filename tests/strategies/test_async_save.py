@@ -1,7 +1,5 @@
 """Saves in the background: what is overwritten meanwhile, what fails, what waits."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

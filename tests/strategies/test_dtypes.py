@@ -1,7 +1,5 @@
 """A load fills the tensors that it is given, whatever dtype their arrays are stored in."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What this package's own ``save`` and ``load`` do beyond Megatron-Core's, and just as they do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec

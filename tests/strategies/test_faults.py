@@ -1,7 +1,5 @@
 """What goes wrong on one rank of four is raised on all four, in time, with rank, key and file."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The module functions that Megatron-Core <= 0.15 offered beside its Zarr strategies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

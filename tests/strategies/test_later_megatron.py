@@ -1,7 +1,5 @@
 """Later releases of Megatron-Core: its save and load with this package's strategies, and ours."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """("local_replicated", 1) through Megatron-Core's save and load, and through our own."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import nullcontext
 from functools import partial

@@ -1,8 +1,6 @@
 """A rank that is killed or stopped in the middle: the others raise in time, and nothing half
 done is ever taken for a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Requests that make no sense are refused on every rank, by name, and leave nothing finished."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The registry of strategies: ours, the default one, and Megatron-Core's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

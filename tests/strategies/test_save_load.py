@@ -1,7 +1,5 @@
 """What four gloo ranks save, four gloo ranks load: bit for bit, whatever its shape or cut."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Storage that does not answer on one rank of four: every rank raises that in time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A save writes where nothing else writes: late calls, kills and refusals harm no checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

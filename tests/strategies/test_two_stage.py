@@ -1,7 +1,5 @@
 """Ranks that share the reading get what each would have read, and fail together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Small checkpoints with one of everything, whole or to be damaged."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

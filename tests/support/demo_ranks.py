@@ -3,8 +3,6 @@
 Started afresh, as the command does, each of them imports Megatron-Core for itself: seven seconds.
 """
 
-from __future__ import annotations
-
 import os
 
 from dist_ckpt_strategies.cli.demo.main import Outcome, RankTask

@@ -1,7 +1,5 @@
 """Disks that are full or read-only, where this machine allows to make some."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The two ways into a checkpoint: Megatron-Core's own save and load, and this package's."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

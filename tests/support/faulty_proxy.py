@@ -1,7 +1,5 @@
 """A proxy before an object store that misbehaves on request."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ For the server that ranks are forked from: four hundred thousand objects of impo
 each rank would otherwise go through (a quarter of a second), and by that copy from its parent.
 """
 
-from __future__ import annotations
-
 import gc
 
 gc.collect()

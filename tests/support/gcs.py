@@ -1,7 +1,5 @@
 """A server that speaks the part of Google Cloud Storage's JSON interface that checkpoints use."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Calls that are to be made here as they are made of another package."""
 
-from __future__ import annotations
-
 from inspect import Parameter, signature
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arrays in one parallel layout and in another, for what has to come back in any."""
 
-from __future__ import annotations
-
 import random
 
 import torch

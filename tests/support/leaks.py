@@ -1,7 +1,5 @@
 """What a test has left behind, whatever other tests of the same process leave or end meanwhile."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Collection

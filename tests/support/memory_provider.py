@@ -1,7 +1,5 @@
 """A StateProvider over tensors at hand, that counts what is asked of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

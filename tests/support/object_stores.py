@@ -1,7 +1,5 @@
 """Servers that speak S3, for tests: moto, and Ceph's radosgw where it is installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

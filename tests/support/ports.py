@@ -1,7 +1,5 @@
 """Ports for servers that a test starts a while after it has chosen where they listen."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

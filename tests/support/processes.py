@@ -1,7 +1,5 @@
 """Processes that a test has started, and waiting for what they do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@ through Megatron-Core's.
     python queue_script.py DIRECTORY local|global megatron|nvrx PORT
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

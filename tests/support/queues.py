@@ -1,7 +1,5 @@
 """Run the script of the queues' tests."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hypothesis strategies for arrays cut into regions that ranks hold."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass

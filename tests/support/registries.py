@@ -1,7 +1,5 @@
 """The registries of strategies, as before any registration, and put back afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock

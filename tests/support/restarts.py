@@ -1,7 +1,5 @@
 """Ranks that run a block again in place: real processes, a rendezvous over a real store."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta

@@ -4,8 +4,6 @@ Rank ``r`` of ``replicas * shards`` is shard ``r % shards`` of replica ``r // sh
 different batches and different dropout masks; their gradients are averaged over the world.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

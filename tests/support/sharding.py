@@ -1,7 +1,5 @@
 """Arrays of known content, cut between ranks: every rank can tell what it has to load."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

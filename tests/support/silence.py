@@ -1,7 +1,5 @@
 """A disk that stops to answer: every system call below a directory blocks from then on."""
 
-from __future__ import annotations
-
 import threading
 import time
 import traceback

@@ -1,7 +1,5 @@
 """Act before the system calls of this process: count them, delay them, or have them fail."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import os

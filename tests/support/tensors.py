@@ -1,7 +1,5 @@
 """Tensors of any bits, and tensors whose elements do not simply lie in C order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """N ranks as N threads of one process: for tests and benchmarks of what needs no process."""
 
-from __future__ import annotations
-
 import json
 import queue
 import threading

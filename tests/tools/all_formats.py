@@ -1,7 +1,5 @@
 """One state saved in each format that a conversion reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints that Megatron-Core and this package saved on four ranks, in every other format."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Conversions that are killed, of damaged sources, or refused."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """``convert``, ``diff`` and ``verify`` shared by several ranks: the result of one process."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

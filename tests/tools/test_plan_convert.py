@@ -1,7 +1,5 @@
 """Conversions as planned: every element once, in bounded blocks, on the source's own grid."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Old checkpoints and what killed saves have left go; nothing else does, and never by halves."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

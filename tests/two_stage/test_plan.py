@@ -1,7 +1,5 @@
 """What several ranks request is read once, evenly, and goes to those that request it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ Inside ``with cpu_stand_ins():`` each of these has a CPU form. Only the demonstr
 that train, and benchmarks need this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """One rank of the demonstration: it trains a GPTModel, saves or loads, and takes digests."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
