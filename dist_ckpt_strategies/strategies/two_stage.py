@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import wraps
 from operator import itemgetter
 from pathlib import Path
@@ -53,25 +53,6 @@ _PURPOSE = "two-stage load"
 
 _NUM_CHANNELS = 2
 """Two gloo groups side by side have twice the throughput of one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardedTensorMetadata:
-    """Argument of ``deduplicate_chunks`` and ``load_tensor_from_storage``, as in Megatron-Core.
-
-    Attributes:
-        global_rank: the rank that requests the tensor.
-        sharded_tensor_no_data: the requested ShardedTensor.
-        dist_group_rank: that rank, within its data-parallel group.
-        dist_group_ranks: the ranks of the group.
-        data_size: in bytes.
-    """
-
-    global_rank: int
-    sharded_tensor_no_data: Any
-    dist_group_rank: int
-    dist_group_ranks: tuple[int, ...]
-    data_size: int | None = None
 
 
 def sharded_tensor_chunk_id(sharded_tensor: Any) -> tuple[str, tuple[int, ...]]:

@@ -20,7 +20,6 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import DTypeMismatchError, PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import (
     TwoStageDataParallelLoadShardedStrategy,
-    _ShardedTensorMetadata,
     sharded_tensor_chunk_id,
     timed,
 )
@@ -161,7 +160,7 @@ def the_functions_of_megatron_core_0_15_work(rank: int, root: Path) -> None:
     save(Entry.OURS, state, root)
     strategy = TwoStageDataParallelLoadShardedStrategy(dist.new_subgroups(2)[0])
     metas = [
-        _ShardedTensorMetadata(rank, state[key].without_data(), other, (0, 1))
+        SimpleNamespace(sharded_tensor_no_data=state[key].without_data(), dist_group_rank=other)
         for key in ("w3", "w1")
         for other in (1, 0)
     ]
