@@ -286,11 +286,6 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
         )
 
     @property
-    def request(self) -> LocalSaveRequest:
-        """What a checkpoint queue takes: this."""
-        return self
-
-    @property
     def work(self) -> BackgroundWork[Any]:
         """This rank's share of the save."""
         found: BackgroundWork[Any] = self.finalize_fns[0].work

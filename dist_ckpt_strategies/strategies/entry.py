@@ -201,7 +201,7 @@ def save_async(  # noqa: PLR0913 - those of save
 
     Returns:
         A handle. The checkpoint becomes visible when every rank has called its ``wait``, or when
-        the queue that was given its ``request`` has finalised that.
+        the queue that was given the handle has finalised it.
 
     Raises:
         StrategyError: the strategy saves synchronously only.
