@@ -252,7 +252,8 @@ class StoreRendezvous:
         """Whether the barrier opened; False where the round has ended, or the time is over."""
         # A rank on top of a full world has read an old round: it waits for the next one.
         is_counted = self._joined[1] <= place.world_size
-        if self._joined[1] == place.world_size:
+        # A process that died in this round is counted beside its successor; then there is a fault.
+        if self._joined[1] == place.world_size and self._state.fault(restart_round) is None:
             self._store.compare_set(f"barrier/{restart_round}", "", _OPEN)
         for limit_s in _looks(deadline, place):
             barrier = self._store.get(f"barrier/{restart_round}")
