@@ -386,17 +386,18 @@ def outlive_nccl_errors() -> None:
     """Have NCCL's watchdog leave this process alive when it loses contact with another rank.
 
     By default it ends the process, and with it the state in its memory. Process groups read the
-    variable when they are made.
+    variable when they are made. torchrun sets it to 1 where it is unset.
 
     Raises:
         StrategyError: the variable asks for something else.
     """
-    found = os.environ.setdefault(_NCCL_ERROR_HANDLING, "0")
-    if found != "0":
+    found = os.environ.get(_NCCL_ERROR_HANDLING, "0")
+    if found not in {"0", "1"}:
         raise StrategyError(
             f"{_NCCL_ERROR_HANDLING}={found}: NCCL would end every process when one rank is lost; "
             "leave it unset, or set it to 0"
         )
+    os.environ[_NCCL_ERROR_HANDLING] = "0"
 
 
 def environment() -> dict[str, str]:

@@ -93,9 +93,11 @@ def test_a_variable_that_makes_no_sense_is_refused_by_its_name_or_the_options(
         del environ[name]
 
 
-def test_nccl_leaves_the_process_alive_and_nothing_else_is_accepted(
-    environ: dict[str, str],
+@pytest.mark.parametrize("before", [{}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}])
+def test_nccl_leaves_the_process_alive_under_torchrun_too(
+    before: dict[str, str], environ: dict[str, str]
 ) -> None:
+    environ |= before
     outlive_nccl_errors()
     outlive_nccl_errors()
 

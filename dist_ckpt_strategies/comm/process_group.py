@@ -27,6 +27,8 @@ ProcessGroup = dist.ProcessGroup
 is_distributed: Callable[[], bool] = dist.is_initialized
 """Whether torch.distributed is initialised; this process is alone where it is not."""
 
+_ABORT_S = 20.0
+
 RELEASED = "this process stopped waiting for its peers: a rank has failed"
 
 ABORTED = threading.Event()
@@ -107,19 +109,18 @@ def uses_nccl(group: ProcessGroup) -> bool:
 def abort_nccl(groups: Iterable[ProcessGroup]) -> None:
     """Abort the NCCL communicators of groups, all at once: one by one they wait for each other.
 
-    Source: torch's own abort of the world, which also forgets the groups of other backends.
+    An abort ends its own group's works at once, and then waits for all that the device has, works
+    of other groups too. So each has a thread; one that is not done after ``_ABORT_S`` goes on in
+    it. (An abort within NCCL's group calls, torch's own way, is on a thread outside of them.)
     """
-    backends: list[Any] = [
-        group._get_backend(torch.device("cuda"))  # noqa: SLF001 - no public way
-        for group in groups
-        if uses_nccl(group)
-    ]
-    for first in backends[:1]:
-        first._group_start()  # noqa: SLF001 - no public way
-    for backend in backends:
-        backend.abort()
-    for first in backends[:1]:
-        first._group_end()  # noqa: SLF001 - no public way
+    calls: list[Future[Any]] = []
+    for group in filter(uses_nccl, groups):
+        backend: Any = group._get_backend(torch.device("cuda"))  # noqa: SLF001 - no public way
+        calls.append(Future())
+        target, name = (calls[-1], backend.abort), "dist_ckpt-abort"
+        threading.Thread(target=settle, args=target, name=name, daemon=True).start()
+    for call in futures.wait(calls, _ABORT_S).done:
+        call.result()
 
 
 def is_of_communication(error: BaseException | None) -> bool:

@@ -6,8 +6,8 @@ import struct
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -237,7 +237,7 @@ class TorchCommunicator(Communicator):
         note = f"{reached.total} {reached.name} {process_name(os.getpid())}"
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._message_device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._peer_errors(deadline):
+        with _PeerErrors(self, deadline):
             self._store.set(self._keys[self.global_ranks[self.rank]], note)
             while self._unconnected:
                 nothing = torch.zeros(1, device=self.device)
@@ -270,7 +270,7 @@ class TorchCommunicator(Communicator):
         operations = [operation(dist.irecv, r.from_rank, tensor) for r, tensor in received]
         operations += [operation(dist.isend, s.to_rank, self._tensor_of(s.data)) for s in sends]
         works: list[tuple[int | None, Any]]
-        with self._peer_errors(time.monotonic() + self._timeout_s):
+        with _PeerErrors(self, time.monotonic() + self._timeout_s):
             if self.device.type == "cpu":
                 works = [(o.peer, o.op(o.tensor, o.peer, group=o.group)) for o in operations]
             else:
@@ -288,7 +288,7 @@ class TorchCommunicator(Communicator):
         deadline = time.monotonic() + self._timeout_s
         for peer, work in works:
             if work is not None:
-                with self._peer_errors(deadline, peer):
+                with _PeerErrors(self, deadline, peer):
                     _wait(work, deadline, self.device)
         for receive, tensor in received:
             into = _as_tensor(receive.into)
@@ -298,24 +298,7 @@ class TorchCommunicator(Communicator):
     def _tensor_of(self, data: Buffer) -> torch.Tensor:
         return _as_tensor(data).to(self.device)
 
-    @contextmanager
-    def _peer_errors(self, deadline: float, peer: int | None = None) -> Iterator[None]:
-        """Raise errors of torch's as ours; no later call is to take the bytes of this one."""
-        try:
-            yield
-        except (PeerError, RuntimeError) as error:
-            found = (
-                None if isinstance(error, PeerError) else self._peer_error(error, deadline, peer)
-            )
-            try:
-                self._break_off()
-                if found is None:
-                    raise
-                raise found from error
-            finally:
-                del found  # or the error would hold this frame, and the group, in a cycle
-
-    def _break_off(self) -> None:
+    def break_off(self) -> None:
         """Abort NCCL; over gloo, have every channel wait in vain, for something no rank sends.
 
         Gloo breaks off all connections of a group that has waited in vain, but of no other: the
@@ -334,7 +317,7 @@ class TorchCommunicator(Communicator):
                     work: Any = dist.irecv(nothing, peer, group=channel, tag=_TAG_OF_NOTHING)
                     work.wait(timedelta(milliseconds=1))
 
-    def _peer_error(self, error: Exception, deadline: float, peer: int | None) -> PeerError:
+    def peer_error(self, error: Exception, deadline: float, peer: int | None) -> PeerError:
         """The error for a collective that timed out or broke off, with the ranks to blame."""
         is_lost = time.monotonic() < deadline - 0.001
         missing = [peer] if peer is not None else self._missing(is_lost=is_lost)
@@ -403,6 +386,35 @@ class TorchCommunicator(Communicator):
         except (RuntimeError, TimeoutError):
             return None
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerErrors:
+    """Raises errors of torch's as ours; no later call is to take the bytes of this one.
+
+    A generator would not do: from Python 3.12 on it keeps an error that passes through it in a
+    cycle, with the frames that hold the group, whose connections then stay open. So its peers
+    would wait for their whole limit.
+    """
+
+    comm: TorchCommunicator
+    deadline: float
+    peer: int | None = None
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, PeerError | RuntimeError):
+            return
+        is_ours = isinstance(error, PeerError)
+        found = error if is_ours else self.comm.peer_error(error, self.deadline, self.peer)
+        try:
+            self.comm.break_off()
+            if not is_ours:
+                raise found from error
+        finally:
+            del found  # or the error would hold this frame, and the group, in a cycle
 
 
 def _as_tensor(data: Buffer) -> torch.Tensor:

@@ -18,12 +18,11 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import outlive_nccl_errors
 from tests.local.clique_worlds import cliques, load, manager_of, state_of
 from tests.support.entries import Failure, outcome
-from tests.support.nccl_rules import NcclRules, join_nccl, play_nccl
+from tests.support.nccl_rules import NcclRules, join_nccl, use_nccl
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.multiprocess
 
-CUDA = torch.device("cuda", 0)
 LIMIT_S = 60.0
 MIXED = "cpu:gloo,cuda:nccl"
 
@@ -34,7 +33,7 @@ def run(size: int, body: Any, *args: Any) -> list[Any]:
 
 def abort_before_the_gradients(rank: int, world: str, first: str) -> Any:
     """Rank 2 never reduces its gradients; the aborts of the groups are half a second apart."""
-    (join_nccl if world == "nccl" else play_nccl)(separate_queues=True)
+    (join_nccl if world == "nccl" else use_nccl)(separate_queues=True)
     gradients: Any = dist.group.WORLD if world == "nccl" else dist.new_group(backend="nccl")
     voters: Any = dist.new_group([0, 1], backend=world)
     dist.barrier(group=gradients)
@@ -91,19 +90,19 @@ def test_what_an_aborted_collective_leaves_is_no_result(what: str) -> None:
 def make_a_group_late(rank: int) -> Any:
     """Between two rounds of the abort."""
     join_nccl()
+
+    def reduce(group: Any) -> Any:
+        return dist.all_reduce(torch.ones(4, device="cuda"), group=group)
+
+    reduce(dist.group.WORLD)
     communication = Communication()
     before = dist.new_group([0, 1], backend="nccl")
     communication.cut()
     dist.destroy_process_group(before)
     late = dist.new_group([0, 1], backend="nccl")
-    dist.all_reduce(torch.ones(4, device="cuda"), group=late)
+    reduce(late)
     communication.cut()
-    groups = (dist.group.WORLD, late)
-
-    def reduce(group: Any) -> Any:
-        return dist.all_reduce(torch.ones(4, device="cuda"), group=group)
-
-    return [outcome(partial(reduce, group)) for group in groups]
+    return [outcome(partial(reduce, group)) for group in (dist.group.WORLD, late)]
 
 
 def test_groups_that_are_made_during_the_abort_are_aborted_too() -> None:
@@ -175,7 +174,11 @@ def exchange_first(rank: int, backend: str, num_channels: int) -> Any:
     join_nccl(backend)
     channels = [dist.new_group(backend=backend) for _ in range(num_channels)]
     comm = open_communicator(
-        None, timeout_s=20, purpose="test", payload_device=CUDA, channels=channels
+        None,
+        timeout_s=20,
+        purpose="test",
+        payload_device=torch.device("cuda", torch.cuda.current_device()),
+        channels=channels,
     )
     run_collectively(comm, lambda: None)
     found = torch.zeros(3, dtype=torch.uint8, device="cuda")
@@ -195,10 +198,10 @@ def test_the_first_exchange_may_be_one_of_few_ranks(backend: str, num_channels: 
 def come_late(rank: int) -> Any:
     """Rank 1 reaches a collective after the others' limit."""
     join_nccl()
-    comm = open_communicator(None, timeout_s=1, purpose="test")
+    comm = open_communicator(None, timeout_s=4, purpose="test")
     run_collectively(comm, lambda: None)
     if rank:
-        time.sleep(2.5)
+        time.sleep(6)
     return [outcome(lambda: run_collectively(comm, lambda: None)) for _ in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""The package's paths between ranks over NCCL's rules, in one queue: the worst that it permits."""
+"""The paths between ranks over NCCL, or its rules in one queue: the worst that they permit."""
 
 import time
 from pathlib import Path
@@ -32,7 +32,7 @@ from tests.local.clique_worlds import (
 from tests.support import entries
 from tests.support.entries import Entry, Failure, outcome, prepare
 from tests.support.memory_provider import MemoryProvider
-from tests.support.nccl_rules import join_nccl, play_nccl
+from tests.support.nccl_rules import join_nccl, use_nccl
 from tests.support.ranks import run_processes
 from tests.support.restarts import Wrappers, join_group, run_restartable
 from tests.support.sharding import Cut, Part, at_random, differences, on_grid, part_of, zeros
@@ -178,7 +178,7 @@ def test_every_path_between_ranks(backend: str, tmp_path: Path) -> None:
 
 def restart(rank: int, wrapper: Wrappers, backend: str) -> Any:
     """In the first attempt rank 2 raises while the others reduce the gradients of step 1."""
-    play_nccl()
+    use_nccl()
     attempts: list[str] = []
     manager = CheckpointManager(timeout_s=30)
     abort = CheckpointlessAbortManager.get_default_checkpointless_abort()

@@ -14,7 +14,10 @@ from tests.support.nccl_rules import WATCHDOG_EXIT, NcclRules, join_nccl
 from tests.support.played_cuda import GARBAGE, Stream
 from tests.support.ranks import RankDiedError, run_processes
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is NCCL itself"),
+]
 
 
 def tensor(number: float = 1.0, size: int = 4) -> torch.Tensor:

@@ -159,7 +159,6 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
     broken: ClassVar[RuleBrokenError | None] = None
     """Where a queue has been found to be stuck, it stays so."""
 
-    _together: ClassVar[list[NcclRules] | None] = None  # aborted since ``_group_start``
     _queues: ClassVar[dict[Any, SimpleQueue[NcclWork]]] = {}
 
     def __init__(self, options: Any, gloo: Any) -> None:
@@ -186,26 +185,15 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
         return self if device.type == "cuda" else self.gloo
 
     def abort(self) -> None:
-        """End pending works, with garbage; later ones raise.
+        """End pending works, with garbage; later ones raise, if there is a communicator.
 
-        Returns when the device has none of them any more, or within a group of aborts at its end.
+        Returns when the device has none of them any more.
         """
         time.sleep(self.abort_delay_s.get(self._name, 0.0))
-        self.is_aborted = True
-        if self._together is None:
-            self._await_works()
-        else:
-            self._together.append(self)
+        self.is_aborted = bool(self._made)
+        self._await_works()
 
     shutdown = abort
-
-    def _group_start(self) -> None:
-        NcclRules._together = []
-
-    def _group_end(self) -> None:
-        together, NcclRules._together = self._together or [], None
-        for group in together:
-            group._await_works()
 
     def _await_works(self) -> None:
         for work in [work for work in PENDING if work.group is self]:
@@ -325,6 +313,7 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
         which = f"communicator of {work.members}"
         if which in self._made:
             return
+        self._made.add(which)
         self.store.set(f"{which}/{self.rank()}", b"")
         try:
             for peer in work.members:
@@ -334,7 +323,6 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
                 f"communicators are made by all members at first use: {which} of group "
                 f"{self._name}, by {work.name}: {error}"
             ) from error
-        self._made.add(which)
 
     def require_alive(self) -> None:
         """Raise if this was aborted."""
@@ -420,9 +408,23 @@ def play_nccl(*, separate_queues: bool = False) -> None:
     vars(dist)["batch_isend_irecv"] = batch
 
 
+def use_nccl(*, separate_queues: bool = False) -> None:
+    """Use NCCL itself where there is a GPU, which ranks share if there are too few; else its rules.
+
+    NCCL refuses two ranks of one host on one GPU. With host ids of their own they are on different
+    hosts to it, and talk over sockets.
+    """
+    if not torch.cuda.is_available():
+        play_nccl(separate_queues=separate_queues)
+        return
+    rank, num_gpus = int(os.environ["RANK"]), torch.cuda.device_count()
+    torch.cuda.set_device(rank % num_gpus)
+    os.environ |= {"NCCL_HOSTID": f"host{rank // num_gpus}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def join_nccl(backend: str = "nccl", *, separate_queues: bool = False) -> None:
     """Make a world over NCCL in place of the gloo world of tests' ranks. Collective."""
-    play_nccl(separate_queues=separate_queues)
+    use_nccl(separate_queues=separate_queues)
     store = PrefixStore("nccl", dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
