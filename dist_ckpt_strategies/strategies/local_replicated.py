@@ -33,6 +33,7 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
+    StrategyError,
 )
 from dist_ckpt_strategies.formats.commit import set_marker_aside
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
@@ -357,6 +358,14 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             name = ObjectId(key, tuple(offset), tuple(shape))
             found[name.unique_key] = metadata_object(name)
         return found
+
+    @raises_megatron_errors
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Not offered: all shards of a rank are one file, with copies on other nodes."""
+        raise StrategyError(
+            f"{checkpoint_dir}: arrays of {key_prefix!r} cannot be removed from a local "
+            "checkpoint; save another without them"
+        )
 
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:

@@ -21,7 +21,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 import dist_ckpt_strategies
 from dist_ckpt_strategies import LocalOptions
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.errors import CheckpointNotFoundError, CorruptCheckpointError
+from dist_ckpt_strategies.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StrategyError,
+)
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
@@ -93,6 +97,8 @@ def through_megatron(rank: int, root: str, algo: str) -> None:
         assert found["w"] is wanted["w"].data
     assert load_sharded_metadata(str(directory)).keys() == {"w", "b", "rng/shard_0_1"}
     assert dist_checkpointing.load_tensors_metadata(str(directory))["w"].global_shape == (8, 3)
+    with pytest.raises(StrategyError, match="'w' cannot be removed from a local checkpoint"):
+        dist_checkpointing.remove_sharded_tensors(str(directory), "w")
     lose_node_of(3, directory)
     dist_ckpt_strategies.prepare_local_load(directory)
     found = dist_checkpointing.load(state_of(2, 1.0, is_filled=False), str(directory))
