@@ -1,5 +1,6 @@
 """Groups of torch.distributed, how they are made and aborted; and waits that a thread can abort."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +22,13 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 
+logger = logging.getLogger(__name__)
+
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
 
 is_distributed: Callable[[], bool] = dist.is_initialized
 """Whether torch.distributed is initialised; this process is alone where it is not."""
-
-_ABORT_S = 20.0
 
 RELEASED = "this process stopped waiting for its peers: a rank has failed"
 
@@ -106,21 +107,31 @@ def uses_nccl(group: ProcessGroup) -> bool:
     return "nccl" in str(configs.get(group))
 
 
-def abort_nccl(groups: Iterable[ProcessGroup]) -> None:
+def abort_nccl(groups: Iterable[ProcessGroup], limit_s: float | None = None) -> None:
     """Abort the NCCL communicators of groups, all at once: one by one they wait for each other.
 
     An abort ends its own group's works at once, and then waits for all that the device has, works
-    of other groups too. So each has a thread; one that is not done after ``_ABORT_S`` goes on in
-    it. (An abort within NCCL's group calls, torch's own way, is on a thread outside of them.)
+    of other groups too. So each has a thread; after ``limit_s`` the rest goes on in theirs. (An
+    abort within NCCL's group calls, torch's own way, is on a thread outside of them.) An abort
+    that fails is logged: what else there is to end must not wait for it.
     """
-    calls: list[Future[Any]] = []
-    for group in filter(uses_nccl, groups):
-        backend: Any = group._get_backend(torch.device("cuda"))  # noqa: SLF001 - no public way
-        calls.append(Future())
-        target, name = (calls[-1], backend.abort), "dist_ckpt-abort"
-        threading.Thread(target=settle, args=target, name=name, daemon=True).start()
-    for call in futures.wait(calls, _ABORT_S).done:
-        call.result()
+
+    def abort(group: Any) -> None:
+        try:
+            group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - no public way
+        except RuntimeError as error:
+            logger.warning("a process group of NCCL could not be aborted: %s", error)
+
+    threads = [
+        threading.Thread(target=abort, args=[group], name="dist_ckpt-abort", daemon=True)
+        for group in groups
+        if uses_nccl(group)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 def is_of_communication(error: BaseException | None) -> bool:

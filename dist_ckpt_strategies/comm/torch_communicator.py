@@ -51,6 +51,9 @@ from dist_ckpt_strategies.storage.processes import has_ended, process_name
 
 _DEVICE_PAUSE_S = 0.0002
 
+_ABORT_S = 1.0
+"""Longest wait for what an abort does after it has ended the group's works."""
+
 _TAG_OF_NOTHING = 1 << 30
 """Of a message that no rank sends; others have the tag 0."""
 
@@ -307,8 +310,7 @@ class TorchCommunicator(Communicator):
         """
         # Any group may be broken off, aborted or destroyed already.
         if self.device.type != "cpu":
-            with suppress(RuntimeError, ValueError):
-                abort_nccl({self._group, *self._channels})
+            abort_nccl({self._group, *self._channels}, _ABORT_S)
         if self._has_own_channels and self._message_device.type == "cpu":
             peer = self.global_ranks[self.rank - 1]
             for channel in self._channels:
@@ -392,9 +394,9 @@ class TorchCommunicator(Communicator):
 class _PeerErrors:
     """Raises errors of torch's as ours; no later call is to take the bytes of this one.
 
-    A generator would not do: from Python 3.12 on it keeps an error that passes through it in a
-    cycle, with the frames that hold the group, whose connections then stay open. So its peers
-    would wait for their whole limit.
+    A generator would not do: from Python 3.12 on it keeps an error that it replaces in a cycle,
+    with the frames that hold the group, whose connections then stay open. So its peers would wait
+    for their whole limit.
     """
 
     comm: TorchCommunicator

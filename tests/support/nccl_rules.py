@@ -198,10 +198,11 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
     def _await_works(self) -> None:
         for work in [work for work in PENDING if work.group is self]:
             if not work.done.wait(self.stuck_s / 2):  # before the queue itself counts as stuck
-                raise RuleBrokenError(
+                NcclRules.broken = RuleBrokenError(
                     f"communicators are aborted together: on rank {self.rank()} the abort of "
                     f"{self._name} waits for {work.name}, which is behind another's works"
                 )
+                raise NcclRules.broken
 
     # Collectives.
 
