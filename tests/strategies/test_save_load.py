@@ -1,6 +1,7 @@
 """What four gloo ranks save, four gloo ranks load: bit for bit, whatever its shape or cut."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, product
@@ -39,6 +40,7 @@ from tests.support.layouts import (
     scattered,
     scattered_otherwise,
 )
+from tests.support.ranks import allow_torch_dist
 from tests.support.sharding import (
     ALL_DTYPES,
     Cut,
@@ -300,6 +302,22 @@ def keys_that_no_file_system_takes_are_refused_by_name(rank: int, entry: Entry, 
     assert not list(root.rglob("metadata.json"))
 
 
+def common_state_that_differs_is_logged(rank: int, entry: Entry, root: Path) -> None:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron.core.dist_checkpointing")
+    logger.addHandler(handler)
+    allow_torch_dist()
+    for backend in (("zarr", 2), ("torch_dist", 1)):
+        state = state_of(rank, [on_grid("w", (8,), (4,))]) | {"iteration": 8 if rank == 2 else 7}
+        with cpu_stand_ins():
+            save(entry, state, root / backend[0], sharded_strategy=backend)
+    logger.removeHandler(handler)
+    said = [text for text in texts if "common state dict differs" in text]
+    assert [text[:6] for text in said] == ["Rank 2"] * 2 * (rank == 2), texts
+
+
 CHECKS: tuple[Callable[[int, Entry, Path], None], ...] = (
     only_main_replicas_are_written,
     the_default_device_makes_no_difference,
@@ -308,6 +326,7 @@ CHECKS: tuple[Callable[[int, Entry, Path], None], ...] = (
     load_directly_on_device_fills_the_callers_data,
     a_vocabulary_that_grew_or_shrank_is_padded_or_clipped,
     keys_that_no_file_system_takes_are_refused_by_name,
+    common_state_that_differs_is_logged,
 )
 
 
