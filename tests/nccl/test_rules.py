@@ -164,6 +164,18 @@ def test_abort_ends_pending_works_without_an_error_and_with_garbage() -> None:
     assert "DistBackendError" in later.kinds
 
 
+def abort_before_its_first_use(_rank: int) -> Any:
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+    backend.abort()
+    mine = tensor(3)
+    dist.all_reduce(mine)
+    return mine.tolist()
+
+
+def test_an_abort_leaves_a_group_usable_that_has_no_communicator_yet() -> None:
+    assert run(abort_before_its_first_use) == [[6.0] * 4] * 2
+
+
 def lose_a_peer(rank: int, how: str, handling: str) -> Any:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = handling
     join_nccl()
