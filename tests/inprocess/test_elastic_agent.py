@@ -300,9 +300,9 @@ def test_a_job_whose_guard_is_killed_ends_and_says_so(agents: Agents) -> None:
     agent = agents.start("Path(f'begun0.{os.getpid()}').touch()\nwait_for('never')", "--nproc", "1")
     worker = agents.worker("begun0")
 
-    for child in psutil.Process(agent.pid).children():
-        if any("node_guard" in argument for argument in child.cmdline()):
-            child.kill()
+    children = psutil.Process(agent.pid).children()
+    guard = next(c for c in children if any("node_guard" in argument for argument in c.cmdline()))
+    guard.kill()
 
     assert agents.code(agent) == 88
     assert not is_running(worker)
