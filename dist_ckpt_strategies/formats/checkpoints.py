@@ -25,7 +25,6 @@ from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import (
     Location,
     current_place,
-    require_something,
 )
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
@@ -151,7 +150,7 @@ class Format2Checkpoint:
         file_store: its files.
 
     Raises:
-        CheckpointNotFoundError: there is nothing at that place.
+        CheckpointNotFoundError: the directory does not exist.
         IncompleteCheckpointError: it has no manifest.
         CorruptCheckpointError: the manifest's index is damaged.
         IncompatibleVersionError: a later version of this package wrote it.
@@ -166,11 +165,9 @@ class Format2Checkpoint:
         self._options, self._root = options, root
         try:  # asked for by its name: lists of an object store may not know of it yet
             self.manifest = Manifest(self.file_store)
-        except StorageError as error:
+        except StorageError:
             if isinstance(root, Path):
                 run_with_limit(partial(require_directory, root), root)
-            elif isinstance(error, IncompleteCheckpointError):
-                require_something(root)
             raise
         self.identity = self.manifest.digest
 

@@ -111,13 +111,15 @@ def test_a_key_that_leads_into_something_else_is_refused(key: str, tmp_path: Pat
 def test_a_commit_puts_nothing_where_a_link_in_place_of_a_directory_leads(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     elsewhere.mkdir()
+    dist_ckpt_strategies.save({"iteration": 3}, root, ("zarr", 1))
     tensor = ShardedTensor.from_rank_offsets("model/w", torch.ones(4))
-    request = dist_ckpt_strategies.save_async({"w": tensor}, root, sharded_strategy=("zarr", 1))
+    request = dist_ckpt_strategies.save_async({"w": tensor}, root, ("zarr", 1), overwrite=True)
     (root / "model").symlink_to(elsewhere)  # since the save has begun
 
     with pytest.raises(CheckpointExistsError, match="model is in the way of a file or directory"):
         request.wait(60)
     assert list(elsewhere.iterdir()) == []
+    assert dist_ckpt_strategies.load({}, root) == {"iteration": 3}  # it is not replaced
 
 
 def test_checkpoints_and_files_that_are_no_part_of_it_are_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What commands and loads say of changed files of format 2, in directories and in stores."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats.manifest import digest_of
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.cli.commands import json_of, run
-from tests.stores.commands import CHUNK, INDEX, PACK, Files, cuts, problems, write
+from tests.stores.commands import CHUNK, INDEX, PACK, Files, cuts, differing, problems, write
 from tests.support.entries import Failure, outcome
 from tests.support.object_stores import ObjectStore
 from tests.support.sharding import differences, no_data, state_of
@@ -71,6 +72,19 @@ def test_verify_lists_all_damage_not_just_the_first(files: Files) -> None:
     assert [text.partition(" with")[0] for text in of_chunk] == ["inner chunk 0", "its index"]
     assert all("(chunk (0, 0), written by rank 0)" in text for text in of_chunk)
     assert "(written by rank 0)" in next(line for line in lines if PACK in line)
+
+
+def test_a_directory_that_is_copied_into_a_bucket_is_a_checkpoint_there(
+    environment: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    for path in filter(Path.is_file, Path(write(str(tmp_path / "run"))).rglob("*")):
+        environment.put(bucket, str(path.relative_to(tmp_path)), path.read_bytes())
+    url = f"s3://{bucket}/run"
+    assert (differing(url, cuts()), problems(url)) == ([], {})
+
+    environment.delete(bucket, f"run/{CHUNK}")
+    environment.put(bucket, "run/arrays/stray", b"x")
+    assert problems(url) == {CHUNK: {"missing_file"}, "arrays/stray": {"unexpected_file"}}
 
 
 @ONE_SERVER
@@ -145,10 +159,10 @@ def load(files: Files, verify: str, *keys: str) -> Any:
     return outcome(wrong)
 
 
-def require_named(found: Any, name: str) -> None:
+def require_named(found: Any, name: str, said: str = "") -> None:
     assert isinstance(found, Failure), (name, found)
     assert StorageError.__name__ in found.kinds
-    assert name in found.text, (name, found)
+    assert f"{name} {said}" in found.text if said else name in found.text, (name, found)
 
 
 @ONE_SERVER
@@ -169,7 +183,8 @@ def test_a_flipped_cut_lengthened_or_missing_file_is_named_by_loads_and_verify(
                 assert load(files, "read") == []  # objects are found by where they begin and end
                 require_named(load(files, "full"), name)
             else:
-                require_named(load(files, "read"), name)
+                sizes = f"has {len(changed)} bytes, expected {len(content)}" if changed else ""
+                require_named(load(files, "read"), name, sizes if name == CHUNK else "")
         files.inner.delete(name)
         assert problems(files.address) == {name: {"missing_file"}}
         require_named(load(files, "read"), name)
