@@ -23,7 +23,8 @@ from tests.support.tensors import bits
 pytestmark = pytest.mark.multiprocess
 
 ALLOWED = {"json", "math", "itertools", "pathlib", "ml_dtypes", "numpy", "xxhash"}
-KEYS = ["a/b", "a", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "c.0", "%"]
+KEYS = ["a/b", "a", ".hidden", "..", "manifest", "metadata.json", "ключ", "c.0", "%"]
+KEYS += ["k" * 200, "k" * 194 + "ö", "k" * 300]  # names of 200 characters, and longer ones
 OF_FORMAT_1 = ("dtypes", "scattered", "irregular", "empty", "large")
 """Layouts whose keys format 1 takes."""
 

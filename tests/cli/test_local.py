@@ -30,7 +30,7 @@ def save_all(rank: int, root: Path) -> None:
     """Two saves of a session, and a checkpoint of the backend."""
     cliques = CliqueReplicationStrategy.from_replication_params(2, 2)
     manager = LocalCheckpointManager(root / "local", "run-7", repl_strategy=cliques, keep=2)
-    weight = torch.zeros(5000, dtype=torch.uint8)
+    weight = torch.zeros(2_500_000, dtype=torch.uint8)  # more than is read at a time
     for iteration in (9, 100):
         state = {"model": {"w": weight, "b": torch.ones(2, 5)}, "rng": RNG}
         manager.save(BasicTensorAwareStateDict(state), iteration)
@@ -75,10 +75,10 @@ def test_saves_and_shards_are_listed(session: Path) -> None:
     file = file_of(session, 0, 100, 0)
     save = row_of(result, "100 ")
     assert save[1:6] == ["4", "of", "4", "5", "run-7"]
-    assert save[7:] == ["kB", file.stem.rpartition("_")[2]]
+    assert save[7:] == ["MB", file.stem.rpartition("_")[2]]
     first = row_of(result, file.stem)
-    size = f"{2 * file.stat().st_size / 1000:.1f}"  # of both copies
-    assert first[1:] == ["0", "4", "0,", "1", "basic", "3", size, "kB"]
+    size = f"{2 * file.stat().st_size / 1e6:.2f}"  # of both copies
+    assert first[1:] == ["0", "4", "0,", "1", "basic", "3", size, "MB"]
     assert "local       2 saves, 8 shards in 9 files" in result.stdout
 
 
@@ -96,7 +96,7 @@ def test_verify_lists_what_is_damaged_by_file_and_tensor_and_inspect_what_header
     session: Path,
 ) -> None:
     # A tensor, two tensors, a description, an end, and a name that is not the shard's.
-    flip_at(file_of(session, 0, 100, 0), 4999)
+    flip_at(file_of(session, 0, 100, 0), 2_499_999)
     several = file_of(session, 0, 100, 2)
     flip_at(several, 0)
     flip_bit(several, RNG.numpy().tobytes())
