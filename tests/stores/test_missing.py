@@ -25,6 +25,7 @@ from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.zarr import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
+    ZarrSaveShardedStrategy,
 )
 from tests.stores.commands import FORMAT2, ONE_SERVER, differing
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
@@ -197,6 +198,8 @@ def test_format_1_and_others_take_no_url() -> None:
     for strategy in (("zarr", 1), ("local_replicated", 1), ("torch_dist", 1)):
         with pytest.raises(StrategyError, match=r"s3://bucket/run.*file system"):
             dist_ckpt_strategies.save(state, "s3://bucket/run", strategy)
+    with pytest.raises(StrategyError, match=r"s3://bucket/run.*file system"):
+        ZarrSaveShardedStrategy().save(state_of(0, [CUT]), "s3://bucket/run")
 
 
 def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
