@@ -126,11 +126,6 @@ def meet() -> None:
     open_communicator(None, timeout_s=60.0, purpose="a test begins").all_gather(None)
 
 
-def stay_silent(scratch: Path, num_others: int) -> None:
-    """Return once the others have given up, however long that takes them."""
-    until(lambda: len(list(scratch.iterdir())) == num_others)
-
-
 def in_a_collective(comm: Communicator) -> None:
     run_collectively(comm, lambda: None)
 
@@ -157,7 +152,7 @@ def waits_for(rank: int, silent: int, body: Callable[[Communicator], None], scra
     if rank != silent or body is after_messages_of_two:
         found = outcome(partial(body, comm))
     if rank == silent:
-        stay_silent(scratch, 3)
+        until(lambda: len(list(scratch.iterdir())) == 3)  # the others have given up
     else:
         (scratch / f"done.{rank}").touch()
     return found

@@ -11,24 +11,19 @@ from pathlib import Path
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 from tests.faults.changes import Change
-from tests.faults.run import Campaign, run_campaign
-from tests.faults.schedule import Attempt, Event, Strike
-from tests.faults.world import ViolationError
+from tests.faults.run import Campaign, ViolationError, run_campaign
+from tests.faults.schedule import Attempt, Event
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     parser.add_argument("--events", type=int, default=200, help="in a training")
-    parser.add_argument(
-        "--strike", choices=[one.name.lower() for one in Strike], help="of events; default: all"
-    )
     parser.add_argument("--attempts", type=int, default=2000, help="of operations of all ranks")
     parser.add_argument("--changes", type=int, default=2000, help="of files, of each kind")
     parser.add_argument("--directory", type=Path, help="where to write")
     options = parser.parse_args()
-    strike = Strike[options.strike.upper()] if options.strike else None
-    campaign = Campaign(options.seed, options.events, options.attempts, options.changes, strike)
+    campaign = Campaign(options.seed, options.events, options.attempts, options.changes)
     began = time.monotonic()
 
     def show(what: Event | Attempt | Change) -> None:

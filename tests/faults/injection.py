@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -83,8 +83,20 @@ def armed(trap: Trap | None, root: Path) -> Iterator[Calls]:
         return
     calls = Calls(trap.call + 1)
     strike = partial(_strike, trap.act, calls)
-    with _after(trap.delay_s, strike) if trap.delay_s else _at_a_storage_call(root, calls, strike):
-        yield calls
+
+    def count(_: str, path: str) -> None:
+        if path.startswith(str(root)) and calls.is_to_fail():
+            strike(path)
+
+    timer = threading.Timer(trap.delay_s, strike)
+    timer.daemon = True
+    if trap.delay_s:
+        timer.start()
+    try:
+        with before_calls(count, () if trap.delay_s else _STORAGE_CALLS):
+            yield calls
+    finally:
+        timer.cancel()
     if trap.act in {Act.KILL, Act.STOP} and not calls.failed:
         strike()
 
@@ -94,27 +106,6 @@ def _strike(act: Act, calls: Calls, path: str = "") -> None:
     if act is Act.FAIL:
         raise OSError(errno.EIO, INJECTED, path)
     os.kill(os.getpid(), getattr(signal, act.value))
-
-
-@contextmanager
-def _at_a_storage_call(root: Path, calls: Calls, strike: Callable[[str], None]) -> Iterator[None]:
-    def count(_: str, path: str) -> None:
-        if path.startswith(str(root)) and calls.is_to_fail():
-            strike(path)
-
-    with before_calls(count, _STORAGE_CALLS):
-        yield
-
-
-@contextmanager
-def _after(delay_s: float, strike: Callable[[], None]) -> Iterator[None]:
-    timer = threading.Timer(delay_s, strike)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 Target = tuple[Any, str, Exception]  # a function of a module or class, and how it fails

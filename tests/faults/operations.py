@@ -168,7 +168,7 @@ def load_shards(rank: int, directory: Path) -> Action:
     return lambda _: attempt
 
 
-def exchange_states(rank: int, directory: Path) -> Action:
+def exchange_states(rank: int, _directory: Path) -> Action:
     """Copies of states between the ranks of a clique, and back."""
     strategy = cliques(4, 1, **_SMALL)
     names = {member: f"state{member}" for member in strategy.global_ranks}
@@ -181,7 +181,6 @@ def exchange_states(rank: int, directory: Path) -> Action:
         found = strategy.retrieve_execute(plan, dict(zip(ids, states, strict=True)))
         assert described(found[mine].state_dict) == described(values_of(rank, 3))
 
-    del directory
     return lambda _: attempt
 
 

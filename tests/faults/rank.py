@@ -78,10 +78,6 @@ class Recovered:
     is_loaded: bool = False  # whether the load ended well, also where taking the state over failed
 
 
-def checkpoint_at(address: str, iteration: int) -> str:
-    return f"{address}/iter_{iteration:07d}"
-
-
 class Rank:
     """What a rank has, and does, below the directory of all nodes and global checkpoints."""
 
@@ -125,7 +121,7 @@ class Rank:
         def work() -> None:
             for number in range(steps + 1):
                 digests[training.step] = state_digest(training)
-                directory = checkpoint_at(address, training.step)
+                directory = f"{address}/iter_{training.step:07d}"
                 for save in (one for one in saves if one.after_steps == number):
                     where = "" if save.tier is Tier.LOCAL else directory
                     saved = outcome(lambda: self._save(save, where, timeout_s, manager))  # noqa: B023

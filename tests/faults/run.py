@@ -4,7 +4,9 @@ import json
 import math
 import os
 import shutil
+import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,6 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from torch._C._distributed_c10d import TCPStore
 
 from dist_ckpt_strategies import prune
 from tests.cli.commands import run
@@ -24,7 +28,7 @@ from tests.faults.judge import LOSSES, Reference
 from tests.faults.operations import OPERATIONS
 from tests.faults.oracle import NUM_RANKS, Found, Ledger
 from tests.faults.outside import Outside, object_server
-from tests.faults.rank import NUM_KEPT, NUM_SHARDS, SEED, Recovered, Trained
+from tests.faults.rank import HOST, NUM_KEPT, NUM_SHARDS, SEED, Recovered, Trained, run_rank
 from tests.faults.schedule import (
     MAX_STEPS,
     Attempt,
@@ -34,8 +38,8 @@ from tests.faults.schedule import (
     build_attempt,
     build_event,
 )
-from tests.faults.world import ViolationError, World
-from tests.support.ranks import RankDiedError, done_by
+from tests.support.processes import process_state
+from tests.support.ranks import Processes, RankDiedError, done_by
 from tests.support.sharded_training import undisturbed
 
 TIMEOUT_S = 60.0  # more than the machine may stand still for, and than a store is given to answer
@@ -46,6 +50,9 @@ _MAX_NAP_S = 0.6
 _MAX_DELAY_S = 0.25
 _GOOD_EVERY = 4  # after so many attempts one without a fault has to come to a good end
 _CULPRIT = 2
+_POLL_S = 0.02
+_TRACE_S = 1.0
+_MAX_JOINS = 3
 _ACTS = {
     Strike.KILL: Act.KILL,
     Strike.WAKE: Act.STOP,
@@ -60,14 +67,11 @@ class Campaign:
     num_events: int  # of the training, that have to happen
     num_attempts: int  # of operations
     num_changes: int  # of files of checkpoints of each kind
-    strike: Strike | None = None  # the one kind of events
 
     def __str__(self) -> str:
         """How to repeat it."""
         counts = f"--attempts {self.num_attempts} --changes {self.num_changes}"
-        strike = f"--strike {self.strike.name.lower()} " if self.strike else ""
-        events = f"--events {self.num_events} {strike}{counts}"
-        return f"python -m tests.faults --seed {self.seed} {events}"
+        return f"python -m tests.faults --seed {self.seed} --events {self.num_events} {counts}"
 
 
 @dataclass(slots=True)
@@ -78,6 +82,79 @@ class Tally:
     events: Counter[str] = field(default_factory=Counter)
     attempts: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
+
+
+class ViolationError(Exception):
+    """Something that must never happen did."""
+
+
+class World:
+    """Four ranks, each from ``join`` to ``kill``."""
+
+    def __init__(self, root: Path, variables: Mapping[str, str], timeout_s: float) -> None:
+        self._root, self._variables, self._timeout_s = root, dict(variables), timeout_s
+        # As under torchrun, the store lives outside the ranks and outlasts each of them.
+        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._processes = Processes()
+        self._num_joins = 0
+
+    def join(self, jump: int) -> None:
+        """Start the ranks that are missing, and have all make process groups.
+
+        Where survivors cannot, all are started anew.
+        """
+        for _ in range(_MAX_JOINS):
+            for rank in set(range(NUM_RANKS)) - self._processes.ranks():
+                task = (self._root, self._store.port, self._variables)
+                self._processes.start(rank, run_rank, *task)
+            self._num_joins += 1
+            answers = self.ask_all("join", f"groups{self._num_joins}", jump, self._timeout_s)
+            if all(answer is None for answer in answers.values()):
+                return
+            self.kill(*range(NUM_RANKS))
+        raise ViolationError(f"the ranks do not come together: {answers}")
+
+    def ask_all(self, name: str, *args: Any) -> dict[int, Any]:
+        """Give all ranks the same order; see ``ask``."""
+        return self.ask(dict.fromkeys(range(NUM_RANKS), (name, args)))
+
+    def ask(
+        self, orders: Mapping[int, Any], timeout_s: float = 120.0, *, nap_s: float = math.inf
+    ) -> dict[int, Any]:
+        """Give orders, and wait for what the ranks come to; see ``Processes.receive``.
+
+        Args:
+            orders: by rank, a method of Rank and its arguments.
+            timeout_s: by which all have answered, or, from when it is to go on, a stopped one.
+            nap_s: after so many seconds, or once all others have answered, that happens.
+        """
+        deadline = time.monotonic() + timeout_s
+        for rank, order in orders.items():
+            self._processes.send(rank, order)
+        answers: dict[int, Any] = {}
+        asleep: dict[int, float] = {}
+        while waiting := [rank for rank in orders if rank not in answers]:
+            answers |= self._processes.receive(waiting, _POLL_S)
+            now = time.monotonic()
+            pids = {rank: self._processes.pid(rank) for rank in waiting if rank not in answers}
+            still = [rank for rank, pid in pids.items() if process_state(pid) == "T"]
+            are_last = len(answers) + len(still) == len(orders)
+            for rank in still:
+                if are_last or now - asleep.setdefault(rank, now) >= nap_s:
+                    os.kill(pids[rank], signal.SIGCONT)
+                    deadline = now + timeout_s
+            if now > deadline:
+                raise self._stuck(list(pids), timeout_s)
+        return answers
+
+    def kill(self, *ranks: int) -> None:
+        self._processes.end(*ranks)
+
+    def _stuck(self, ranks: list[int], timeout_s: float) -> ViolationError:
+        for rank in self._processes.ranks():
+            os.kill(self._processes.pid(rank), signal.SIGUSR1)
+        time.sleep(_TRACE_S)
+        return ViolationError(f"a hang: ranks {ranks} have not answered within {timeout_s:g} s")
 
 
 class Run:
@@ -301,8 +378,6 @@ def _run_job(campaign: Campaign, scratch: Path, watch: Watch, tally: Tally) -> N
             if tally.events.total() == campaign.num_events:
                 break
             event = build_event(campaign.seed, number)
-            if campaign.strike not in {None, event.strike}:
-                continue
             with _named(campaign, event, watch):
                 if happened := job.happen(event):
                     tally.events[happened] += 1

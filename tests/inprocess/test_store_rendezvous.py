@@ -1,19 +1,26 @@
 """Rounds over a store: no barrier opens too early, no fault is lost, no rank is held up."""
 
+import os
 import random
-import threading
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies.comm.job_store import JobStore
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
 from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState, StoreRendezvous
+from dist_ckpt_strategies.inprocess.wrap import HPWrapper
+from tests.support.entries import outcome
 from tests.support.ports import HOST
+from tests.support.processes import until
+from tests.support.ranks import Processes, run_processes
+from tests.support.thread_ranks import run_ranks
 
 LIMIT_S = 60.0
 
@@ -46,23 +53,9 @@ def place(rank: int, size: int) -> RankInfo:
     return RankInfo(rank, rank, size, size)
 
 
-def in_threads(*bodies: Callable[[], object]) -> list[object]:
-    """What each returned, or the error that it raised."""
-    results: list[object] = [None] * len(bodies)
-
-    def call(index: int) -> None:
-        try:
-            results[index] = bodies[index]()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            results[index] = error
-
-    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert not any(thread.is_alive() for thread in threads)
-    return results
+def in_threads(*bodies: Callable[[], object]) -> list[Any]:
+    """What each returned, or the Failure."""
+    return run_ranks(len(bodies), lambda comm: outcome(bodies[comm.rank]))
 
 
 Connect = Callable[[], JobStore]
@@ -77,7 +70,7 @@ def world(connect: Connect, size: int) -> list[StoreRendezvous]:
     return [StoreRendezvous(connect(), f"w{r}", place(r, size)) for r in range(size)]
 
 
-def all_join(ranks: list[StoreRendezvous]) -> list[object]:
+def all_join(ranks: list[StoreRendezvous]) -> list[Any]:
     return in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
 
 
@@ -123,13 +116,11 @@ def test_a_fault_while_a_barrier_forms_moves_the_ranks_that_wait_however_much_of
     state = RestartState(connect())
 
     def break_off() -> int:
-        while state.without("reached", 1, range(2)) != [1]:
-            time.sleep(0.001)
+        until(lambda: state.without("reached", 1, range(2)) == [1])
         reporter = state if num_writes is None else stopping(connect(), num_writes)
         with suppress(StoppedError):
             reporter.end(Fault(1, 1, FaultMode.DEATH, "killed"))
-        while state.current() == 1:  # the ranks that wait do the rest
-            time.sleep(0.001)
+        until(lambda: state.current() != 1)  # the ranks that wait do the rest
         return ranks[1].barrier(LIMIT_S)
 
     assert in_threads(lambda: ranks[0].barrier(LIMIT_S), break_off) == [2] * 2
@@ -165,8 +156,7 @@ def test_a_spare_with_an_old_round_does_not_pass_its_open_barrier(connect: Conne
     spare = StoreRendezvous(connect(), "spare", place(1, 2))
 
     def end_it() -> int:
-        while state.joined("spare") is None:
-            time.sleep(0.001)
+        until(lambda: state.joined("spare") is not None)
         ranks[0].report(1, 1, FaultMode.DEATH, "killed")
         return ranks[0].barrier(LIMIT_S)
 
@@ -182,7 +172,7 @@ def test_closing_ends_waits(connect: Connect) -> None:
         time.sleep(0.05)
         rank.close()
 
-    assert isinstance(in_threads(lambda: rank.wait_fault(1, LIMIT_S), close)[0], PeerLostError)
+    assert "PeerLostError" in in_threads(lambda: rank.wait_fault(1, LIMIT_S), close)[0].kinds
 
 
 class Life:
@@ -245,3 +235,63 @@ def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_round(
 
     assert len(set(ends)) == 1, ends
     assert isinstance(ends[0], int), ends
+
+
+# A store that falls silent, or is gone
+
+SIZE = 3
+SILENCE_S = 3.0
+SLACK_S = 10.0
+"""For a busy machine."""
+
+
+def host_a_store(_rank: int, pipe: Connection) -> None:
+    host = host_store()
+    pipe.send(host.port)
+    time.sleep(300)
+
+
+@pytest.fixture
+def store() -> Iterator[tuple[int, int]]:
+    """Process and port of a store."""
+    processes = Processes()
+    processes.start(0, host_a_store)
+    yield processes.pid(0), processes.receive([0], LIMIT_S)[0]
+    processes.end(0)
+
+
+def client(rank: int, port: int) -> StoreRendezvous:
+    store = JobStore(HOST, port, timeout_s=SILENCE_S)
+    return StoreRendezvous(store, f"worker{rank}", place(rank, SIZE))
+
+
+def loses_its_store(rank: int, store: tuple[int, int], number: int) -> float:
+    """Body of a rank: the first is in its block, one has returned, and one raises; seconds."""
+    pid, port = store
+    stopped: list[float] = []
+
+    @HPWrapper(hp_api_factory=lambda: client(rank, port), barrier_timeout_s=60)
+    def block() -> None:
+        time.sleep(0.5)  # until all are here
+        stopped.append(time.monotonic())
+        if rank == 0:
+            time.sleep(0.5)  # until the second waits for the others
+            stopped.append(time.monotonic())
+            os.kill(pid, number)
+            time.sleep(100)
+        if rank == 2:
+            time.sleep(1.0)
+            raise ValueError("on purpose")
+
+    with pytest.raises(PeerLostError, match=f"{HOST}:{port}"):
+        block()
+    return time.monotonic() - stopped[-1]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_is_silent_or_gone_is_named_by_every_rank_within_the_limit(
+    store: tuple[int, int], number: int
+) -> None:
+    for seconds in run_processes(SIZE, loses_its_store, store, number, makes_group=False):
+        assert seconds < SILENCE_S + SLACK_S

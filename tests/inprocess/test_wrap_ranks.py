@@ -71,15 +71,6 @@ class Echo:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(30)
 
 
-class _Slow(torch.utils.data.Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(100)
-        return torch.zeros(1)
-
-
 def in_a_store_of_its_own() -> None:
     """The group cannot be made: no other rank comes."""
     own = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -102,8 +93,9 @@ def in_a_loop() -> None:
 def in_a_data_loader() -> None:
     # As in a script of its own. Ranks of these tests would start a server first, and by that a
     # worker that the fault may find half begun, and that outlives the test.
-    loader = torch.utils.data.DataLoader(_Slow(), num_workers=1, multiprocessing_context="fork")
-    next(iter(loader))
+    items: Any = range(1000)
+    options: Any = {"num_workers": 1, "multiprocessing_context": "fork"}
+    next(iter(torch.utils.data.DataLoader(items, collate_fn=lambda _: time.sleep(100), **options)))
 
 
 def new_group() -> Any:

@@ -1,6 +1,7 @@
 """The newest checkpoint that is whole, local or global, and a report of those passed over."""
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
 )
 from dist_ckpt_strategies.recovery import Loaded, Tier, load_latest
+from tests.local.clique_worlds import once
 from tests.support.checkpoints import flip_at
 from tests.support.entries import require_on_ranks
 from tests.support.system_calls import before_calls
@@ -69,17 +71,18 @@ class Run:
 
     def damage_local(self, iteration: int) -> None:
         """Both copies of rank 1's part."""
-        dist.barrier()
-        for path in self.node.rglob(f"iter_{iteration:07d}_1_*"):
-            flip_at(path, 0)
-        dist.barrier()
+        self._each(f"node*/**/iter_{iteration:07d}_1_*", lambda path: flip_at(path, 0))
+
+    def lose(self, pattern: str) -> None:
+        """Files of the nodes, or of a global checkpoint."""
+        self._each(pattern, Path.unlink)
 
     def lose_global(self, iteration: int, name: str) -> None:
-        """A file of a global checkpoint."""
-        dist.barrier()
-        if self.rank == 0:
-            next(self.directory(iteration).rglob(name)).unlink()
-        dist.barrier()
+        self.lose(f"global/{self.directory(iteration).name}/**/{name}")
+
+    def _each(self, pattern: str, act: Callable[[Path], Any]) -> None:
+        """Collective."""
+        once(self.rank, lambda: list(map(act, self.global_root.parent.glob(pattern))))
 
     def _state(self, value: float) -> dict[str, Any]:
         data = torch.full((2,), value)
@@ -121,11 +124,8 @@ def names_what_is_whole(_rank: int, root: str) -> None:
     run.save_globally(80)
     for number, (iteration, lost) in enumerate([(80, "c.1"), (70, "metadata.json")]):
         found = load_latest(run.manager, [run.global_root])
-        assert (found.tier, found.iteration, len(found.attempts)) == (
-            Tier.GLOBAL,
-            iteration,
-            number,
-        )
+        expected = (Tier.GLOBAL, iteration, number)
+        assert (found.tier, found.iteration, len(found.attempts)) == expected
         assert (Path(found.name), found.state) == (run.directory(iteration), None)
         run.lose_global(iteration, lost)
     assert len(run.require(Tier.LOCAL, 60).attempts) == 2
@@ -158,10 +158,8 @@ def lose_local_saves(_rank: int, root: str) -> None:
     """A first save is killed; then the newest is damaged in both copies; then both lack a part."""
     run = Run(root)
     run.save_locally(5)
-    dist.barrier()
-    for path in [*run.node.rglob("iter_*_1_local_*.part"), *run.node.rglob("finished")]:
-        path.unlink()
-    dist.barrier()
+    run.lose("node*/**/iter_*_1_local_*.part")
+    run.lose("node*/**/finished")
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint to load in"):
         load_latest(run.manager, [])
     run.save_locally(10)
@@ -172,10 +170,7 @@ def lose_local_saves(_rank: int, root: str) -> None:
     (damaged,) = map(str, found.attempts)
     assert "iteration 20" in damaged
     assert "damaged in every copy; iteration 10 is used instead" in damaged
-    dist.barrier()
-    for path in run.node.rglob("iter_*_1_local_*.part"):
-        path.unlink()
-    dist.barrier()
+    run.lose("node*/**/iter_*_1_local_*.part")
     words = "iteration 20: no rank has the shards of ranks 1"
     with pytest.raises(NoUsableCheckpointError, match=words):
         load_latest(run.manager, [])

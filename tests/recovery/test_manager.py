@@ -4,6 +4,7 @@ import gc
 import logging
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     NoReplicasAvailableError,
+    PeerLostError,
     RestartError,
 )
 from dist_ckpt_strategies.recovery import CheckpointManager, Phase
@@ -34,7 +36,7 @@ def value_of(found: MemoryProvider) -> float:
 def tracking(
     old: MemoryProvider, phase: Phase = Phase.RUNNING, **options: Any
 ) -> CheckpointManager:
-    """A manager in a world of one, in a step of that provider."""
+    """A manager in a step of that provider."""
     manager = CheckpointManager(**options)
     manager.track(old)
     manager.begin_step()
@@ -232,6 +234,19 @@ def test_saving_what_is_tracked_does_not_change_how_far_it_is() -> None:
     assert value_of(new) == 2.0
 
 
+@pytest.mark.parametrize("why", ["", "the data has no state"])
+def test_what_was_deleted_or_declined_is_gone_and_the_reason_is_kept(why: str) -> None:
+    old = provider(1.0)
+    manager, seen = tracking(old), weakref.ref(old)
+    del old
+    manager.decline(why) if why else manager.delete_checkpoint()
+
+    assert (seen(), manager.rng_states) == (None, None)
+    assert manager.try_checkpointless_load(provider(9.0)) is None
+    expected = why or "rank 0: has let its state go when delete_checkpoint was called"
+    assert expected in str(manager.last_failure)
+
+
 @pytest.mark.parametrize("enable_offload", [False, True])
 def test_a_byte_that_flips_in_memory_is_found_and_the_tensor_named(enable_offload: bool) -> None:
     old = provider(1.0)
@@ -277,12 +292,9 @@ def loaded_of_two_shards(
     part = f"shard/{rank % 2}"
     kind = Failing if rank in failing else MemoryProvider
     old = kind({part: {"x": torch.full((1000,), 1.0 + rank % 2)}}, step=6)
-    manager = CheckpointManager(enable_checksum=not is_committed, timeout_s=60)
-    manager.track(old)
-    manager.begin_step()
+    phase = Phase.COMMITTED if is_committed else Phase.RUNNING
+    manager = tracking(old, phase, enable_checksum=not is_committed, timeout_s=60)
     expected = torch.rand(2)
-    if is_committed:
-        manager.vote()
     if rank in flipped:
         old.parts()[part]["x"].view(torch.uint8)[-1] ^= 1
     if rank in lost:
@@ -302,10 +314,8 @@ def vote_on_different_steps(rank: int) -> None:
     """The middle ones are what they are on average; no state is offloaded."""
     step = 2 * rank + 4
     old = provider(1.0, step=step)
-    manager, seen = CheckpointManager(timeout_s=60, enable_offload=True), weakref.ref(old)
-    manager.track(old)
+    manager, seen = tracking(old, timeout_s=60, enable_offload=True), weakref.ref(old)
     del old
-    manager.begin_step()
     with pytest.raises(RestartError, match=f"step {step}: some rank commits another one"):
         manager.vote()
     assert manager.phase is Phase.GRADS_FINAL
@@ -335,3 +345,87 @@ def test_ranks_are_served_by_others_or_none_loads_and_all_know_why() -> None:
     assert unfinished == ((True, 7, (2,)), (True, 7, ()), (True, 7, ()), (True, 7, (1,)))
     assert "rank 1: the state provider's apply_update raised MemoryError: in the mi" in without[0]
     assert "shard/1: no rank holds it at step 7" in without[0]
+
+
+# A recovery that breaks off: what all ranks do then, and what they still know afterwards
+
+SIZE, LOST, CULPRIT = 4, 1, 2
+GLOO = "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation"
+
+
+class UnspeakableError(Exception):
+    """Raises where it should say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def committed(rank: int) -> CheckpointManager:
+    """A manager whose rank has committed step 6, but for the one that is lost."""
+    manager = tracking(state(1.0, step=6), Phase.COMMITTED, enable_checksum=True, timeout_s=60)
+    return CheckpointManager(enable_checksum=True, timeout_s=60) if rank == LOST else manager
+
+
+def state(value: float = 0.0, step: int = 0) -> MemoryProvider:
+    parts = {"model": {"w": torch.full((8,), value)}, "shard": {"x": torch.full((1000,), value)}}
+    return MemoryProvider(parts, step=step, gathered=frozenset({"model"}))
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+def outcome(manager: CheckpointManager, new: MemoryProvider) -> str:
+    try:
+        found = manager.try_checkpointless_load(new)
+    except (RestartError, PeerLostError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"None: {manager.last_failure}" if found is None else f"step {found['global_step']}"
+
+
+BREAKS: list[tuple[str, Exception]] = [
+    ("load_objects", ValueError("on purpose")),
+    ("set_step", MemoryError("on purpose")),
+    ("gather_weights", RuntimeError("on purpose")),
+    ("load_objects", UnspeakableError()),
+    ("parts", ValueError("on purpose")),  # before anything was filled
+    ("gather_weights", RuntimeError(GLOO)),
+    ("load_rng_states", ValueError("no such generator")),
+]
+"""Which method raises what: of the culprit's state, or the last of its manager."""
+
+
+def break_off_all(rank: int) -> list[tuple[str, str]]:
+    """Body of a rank: what becomes of each recovery, and of the one after it."""
+    found = []
+    for method, error in BREAKS:
+        manager, new = committed(rank), state()
+        if rank == CULPRIT:
+            vars(new if hasattr(new, method) else manager)[method] = raising(error)
+        found.append((outcome(manager, new), outcome(manager, state())))
+    return found
+
+
+@pytest.mark.multiprocess
+def test_a_recovery_that_breaks_off_ends_alike_on_all_ranks_and_leaves_the_cause() -> None:
+    for found in run_processes(SIZE, break_off_all):
+        *partial, unfilled, lost, generators = found
+        for (method, error), (first, second) in zip(BREAKS, partial, strict=False):
+            what = f"{method} raised {type(error).__name__}: "
+            lead = f"RestartError: rank {CULPRIT}: a recovery from memory broke off"
+            assert first.startswith(lead), first
+            assert what in first
+            # The cause is still reported where only its consequence is left.
+            assert second.startswith("None: no rank has kept its state: ranks 0, 2, 3: has let its")
+            assert what in second
+            assert f"rank {LOST}: has no state" in second
+        assert unfilled[0].startswith("None: ")
+        assert "on purpose" in unfilled[0]
+        assert lost[0].startswith(f"PeerLostError: rank {CULPRIT}: ")
+        assert "Timed out" in lost[0]
+        assert lost[1] == "step 7"
+        assert generators[0].startswith("RestartError: ")
+        assert "no such generator" in generators[0]

@@ -1,6 +1,5 @@
 """State that goes from rank to rank: what arrives, what is found out, and what is named."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,33 +13,24 @@ from dist_ckpt_strategies.recovery.provider import InMemoryCheckpoint, MemoryChe
 from dist_ckpt_strategies.recovery.recover import Recovery
 from tests.support.entries import outcome
 from tests.support.memory_provider import MemoryProvider, Parts
-from tests.support.tensors import LAYOUTS, bits
+from tests.support.sharding import ALL_DTYPES
+from tests.support.tensors import LAYOUTS, bits, noise
 from tests.support.thread_ranks import run_ranks
 
 STEP = 3
-DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.int64, torch.uint8, torch.bool, torch.complex64,
-)  # fmt: skip
 ALL_KNOWN = {(rank, step): b"%d at %d" % (rank, step) for rank in range(4) for step in range(6)}
-
-
-def filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(0, 2 if dtype is torch.bool else 100, tuple(shape), generator=generator)
-    return numbers.to(dtype)
 
 
 def one_of_everything(seed: int) -> dict[str, torch.Tensor]:
     """Tensors of all dtypes and layouts, empty ones and a scalar among them."""
-    tensors = {str(dtype): filled((3, 7), dtype, seed) for dtype in DTYPES}
+    tensors = {str(dtype): noise((3, 7), dtype, seed) for dtype in ALL_DTYPES}
     for name, layout in LAYOUTS.items():
-        tensors[name] = layout(filled((4, 6), torch.float32, seed))
-        tensors[f"{name} in bfloat16"] = layout(filled((4, 6), torch.bfloat16, seed))
-    tensors["conjugated"] = (filled((4, 6), torch.complex64, seed) * (1 + 2j)).conj()
+        tensors[name] = layout(noise((4, 6), torch.float32, seed))
+        tensors[f"{name} in bfloat16"] = layout(noise((4, 6), torch.bfloat16, seed))
+    tensors["conjugated"] = (noise((4, 6), torch.complex64, seed) * (1 + 2j)).conj()
     tensors["scalar"] = torch.tensor(float(seed))
     tensors["empty"] = torch.empty(0, 5, dtype=torch.bfloat16)
-    tensors["large"] = filled((700_000,), torch.float32, seed)
+    tensors["large"] = noise((700_000,), torch.float32, seed)
     return tensors
 
 
@@ -129,7 +119,7 @@ def errors_of(
 
 def test_copies_that_differ_in_memory_are_found_where_they_are_compared() -> None:
     other = {"a": one_of_everything(1)}
-    other["a"]["torch.bfloat16"][0, 0] += 1
+    other["a"]["torch.bfloat16"].view(torch.uint8)[0, 0] ^= 1
     kept, wanted = ({"a": one_of_everything(seed)} for seed in (1, 2))
 
     for error in errors_of(kept, other, wanted, compares_copies=True):

@@ -12,41 +12,31 @@ from dist_ckpt_strategies.recovery import CheckpointManager, TorchStateProvider
 from tests.support.tensors import bits
 
 optim = torch.optim
-MAKERS: dict[str, tuple[Any, Any]] = {
-    "Adam": (lambda p: optim.Adam(p, 0.01, amsgrad=True), lambda o: schedules.StepLR(o, 2, 0.5)),
-    "AdamW": (
-        lambda p: optim.AdamW(p, 0.01, weight_decay=0.1),
-        lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
-    ),
-    "Adamax": (
-        lambda p: optim.Adamax(p, 0.01),
-        lambda o: schedules.MultiStepLR(o, [2, 4], 0.1),
-    ),
-    "RAdam": (
-        lambda p: optim.RAdam(p, 0.01),
-        lambda o: schedules.LambdaLR(o, lambda step: 0.9**step),
-    ),
-    "RMSprop": (
-        lambda p: optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
-        lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
-    ),
-    "Adadelta": (
-        lambda p: optim.Adadelta(p, 0.01),
-        lambda o: schedules.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
-    ),
-    "SGD": (
-        lambda p: optim.SGD(p, 0.01, momentum=0.9, nesterov=True),
-        lambda o: schedules.SequentialLR(
-            o, [schedules.ConstantLR(o, 0.5, 2), schedules.MultiStepLR(o, [2], 0.1)], [3]
-        ),
-    ),
-    "plain SGD": (lambda p: optim.SGD(p, 0.01), lambda o: schedules.LinearLR(o, 0.1)),
-    "Adagrad": (
-        lambda p: optim.Adagrad(p, 0.01, initial_accumulator_value=0.1),
-        lambda o: schedules.LinearLR(o, 0.1),
-    ),
+OPTIMIZERS: dict[str, Any] = {
+    "Adam": lambda p: optim.Adam(p, 0.01, amsgrad=True),
+    "AdamW": lambda p: optim.AdamW(p, 0.01, weight_decay=0.1),
+    "Adamax": lambda p: optim.Adamax(p, 0.01),
+    "RAdam": lambda p: optim.RAdam(p, 0.01),
+    "RMSprop": lambda p: optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
+    "Adadelta": lambda p: optim.Adadelta(p, 0.01),
+    "SGD": lambda p: optim.SGD(p, 0.01, momentum=0.9, nesterov=True),
+    "plain SGD": lambda p: optim.SGD(p, 0.01),
+    "Adagrad": lambda p: optim.Adagrad(p, 0.01, initial_accumulator_value=0.1),
 }
-"""Of each name, an optimizer and a schedule."""
+SCHEDULES: list[Any] = [
+    lambda o: schedules.StepLR(o, 2, 0.5),
+    lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
+    lambda o: schedules.MultiStepLR(o, [2, 4], 0.1),
+    lambda o: schedules.LambdaLR(o, lambda step: 0.9**step),
+    lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
+    lambda o: schedules.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    lambda o: schedules.SequentialLR(
+        o, [schedules.ConstantLR(o, 0.5, 2), schedules.MultiStepLR(o, [2], 0.1)], [3]
+    ),
+    lambda o: schedules.LinearLR(o, 0.1),
+    lambda o: schedules.LinearLR(o, 0.1),
+]
+"""One for each of the optimizers."""
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -67,12 +57,12 @@ def state_of(found: nn.Module) -> dict[str, bytes]:
     return {name: bits(tensor) for name, tensor in found.state_dict().items()}
 
 
-def make(name: str, seed: int) -> tuple[nn.Module, Any, Any]:
+def make(makers: tuple[Any, Any], seed: int) -> tuple[nn.Module, Any, Any]:
     found = model(seed)
     with torch.no_grad():
         next(found.parameters())[0, 0] = -0.0
-    optimizer = MAKERS[name][0](found.parameters())
-    return found, optimizer, MAKERS[name][1](optimizer)
+    optimizer = makers[0](found.parameters())
+    return found, optimizer, makers[1](optimizer)
 
 
 def go_on(
@@ -88,10 +78,14 @@ def go_on(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_training_with_a_provider_is_that_without_and_others_continue_it(name: str) -> None:
+@pytest.mark.parametrize(
+    "makers", list(zip(OPTIMIZERS.values(), SCHEDULES, strict=True)), ids=OPTIMIZERS
+)
+def test_a_training_with_a_provider_is_that_without_and_others_continue_it(
+    makers: tuple[Any, Any],
+) -> None:
     """After the vote of a step a new training takes over."""
-    found, optimizer, schedule = make(name, 1)
+    found, optimizer, schedule = make(makers, 1)
     before = state_of(found)
     provider = TorchStateProvider(found, optimizer, schedule)
     assert state_of(found) == before
@@ -101,12 +95,12 @@ def test_a_training_with_a_provider_is_that_without_and_others_continue_it(name:
         go_on(manager, found, provider, fault)
         manager.begin_step()
         train(found, range(fault, fault + 1), manager.vote)
-        found, optimizer, schedule = make(name, 1 + fault)
+        found, optimizer, schedule = make(makers, 1 + fault)
         provider = TorchStateProvider(found, optimizer, schedule)
         assert manager.try_checkpointless_load(provider) is not None, manager.last_failure
     go_on(manager, found, provider, 7)
 
-    plain, other, schedule = make(name, 1)
+    plain, other, schedule = make(makers, 1)
 
     def update() -> None:
         other.step()

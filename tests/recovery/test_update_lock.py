@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,10 +12,8 @@ from dist_ckpt_strategies.recovery import ParameterUpdateLock
 
 def taken_by_another_thread() -> ParameterUpdateLock:
     lock = ParameterUpdateLock()
-    thread = threading.Thread(target=lock.acquire)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lock.acquire).result()
     return lock
 
 
