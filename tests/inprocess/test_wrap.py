@@ -223,6 +223,31 @@ def importing(call: Any) -> None:
     call.whole = importlib.import_module("takes_long_to_import").whole
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_the_block_is_interrupted_before_or_after_what_the_abort_does(is_early: bool) -> None:
+    found: list[bool] = []
+    is_aborted = threading.Event()
+
+    def abort(state: HPState) -> HPState:
+        until = time.monotonic() + (30 if is_early else 0.5)
+        while not found and time.monotonic() < until:
+            time.sleep(0.01)
+        is_aborted.set()
+        return state
+
+    def block(call: HPCallWrapper) -> None:
+        if call.num_attempts == 1:
+            try:
+                time.sleep(60)
+            finally:
+                found.append(is_aborted.is_set())
+
+    parts: Any = Compose(abort, HPAbortTorchDistributed())  # the last one is called first
+    wrapper(progress_timeout_s=0.5, abort=parts, async_raise_before_abort=is_early)(block)()
+
+    assert found == [not is_early]
+
+
 def updating(call: Any) -> None:
     with call.wrapper.checkpoint_manager.parameter_update_lock:
         time.sleep(1.0)

@@ -274,6 +274,15 @@ def test_a_step_goes_through_its_phases_in_order(call: str, expected: str) -> No
         getattr(manager, call)()
 
 
+def test_a_step_does_not_begin_before_the_last_one_has_ended() -> None:
+    old = provider(1.0)
+    manager = tracking(old)
+    old.set_step(1)  # trained without the manager
+
+    with pytest.raises(RestartError, match="step 1 begins, expected 0"):
+        manager.begin_step()
+
+
 class Failing(MemoryProvider):
     def apply_update(self) -> None:
         super().apply_update()
