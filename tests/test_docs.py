@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing.strategies import base
 import dist_ckpt_strategies
 from dist_ckpt_strategies import Options, config, errors
 from dist_ckpt_strategies.cli.app import app
-from tests.support.pages import PAGES, ROOT, blocks_of, page_id
+from tests.support.pages import PAGES, ROOT, blocks_of
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 from dist_ckpt_strategies.cli.app import app
 
 PROGRAM = (sys.executable, "-m", "dist_ckpt_strategies.cli")
-LIMIT_S = 200
 
 
 def run(*args: Any, answer: str = "") -> Result:

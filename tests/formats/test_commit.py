@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CheckpointExistsError, IncompleteCheckpointError
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
-from tests.support.checkpoints import write_array, write_marker, write_object
+from tests.support.checkpoints import contents, write_array, write_marker, write_object
 
 VALUES = np.arange(16, dtype=np.float32).reshape(4, 4)
 
@@ -30,11 +30,6 @@ def make_checkpoint(root: Path) -> None:
 
 OBJECTS = {"rng_state", "a/b/state"}
 KEYS = {"w", "optimizer/exp_avg.w", "w/below"} | OBJECTS
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    files = (path for path in sorted(root.rglob("*")) if path.is_file())
-    return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 
 def save_over(root: Path, *keys: str) -> None:

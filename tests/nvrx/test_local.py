@@ -12,7 +12,7 @@ import torch
 from dist_ckpt_strategies import local
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.kept import own_parameters, require_understood
-from tests.support.queues import run_queue
+from tests.support.queues import require_local_saves
 
 nvrx: Any = pytest.importorskip(
     "nvidia_resiliency_ext.checkpointing.local.base_state_dict",
@@ -82,17 +82,9 @@ def test_it_comes_back_as_it_was(kind: Any, is_async: bool, tmp_path: Path) -> N
     assert torch.equal(next(iter(loaded.tensors)), before)
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run_queue(tmp_path_factory.mktemp("queue"), "nvrx")
-
-
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mode", ["temporal", "persistent"])
-def test_nvrxs_queue_finalises_a_local_save(mode: str, printed: str) -> None:
-    for rank in range(2):
-        assert f"{mode}, rank {rank}: finalised True, w [{float(rank)}]" in printed
-        assert f"{mode}, rank {rank}: refused: rank 1: " in printed
+def test_nvrxs_queue_finalises_a_local_save(tmp_path: Path) -> None:
+    require_local_saves(tmp_path, "nvrx")
 
 
 def test_a_request_for_nvrx_is_finalised_with_the_one_it_was_made_of(tmp_path: Path) -> None:

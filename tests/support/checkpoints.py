@@ -139,3 +139,9 @@ def copied(source: Path, target: Path) -> Path:
     """A copy of a checkpoint that a test may damage."""
     shutil.copytree(source, target)
     return target
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file below a directory, by its name there."""
+    paths = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}

@@ -12,11 +12,6 @@ _WITH_OUTPUT = re.compile(
 )
 
 
-def page_id(page: Path) -> str:
-    """Its name, for the name of a test."""
-    return str(page.relative_to(ROOT))
-
-
 def blocks_of(page: Path) -> list[tuple[str, str]]:
     """Language and content of each fenced block."""
     return _FENCE.findall(page.read_text())
