@@ -33,7 +33,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, ShardId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.device import require_plain
-from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
+from dist_ckpt_strategies.errors import DuplicateWriterError, StorageError
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
@@ -77,6 +77,12 @@ logger = logging.getLogger(__name__)
 _EAGER_NBYTES = 4 << 20
 """What ranks know of the files of a save travels with a gather up to this many bytes, all ranks
 together; what is larger is sent to the rank that writes it."""
+
+_FORMATS = {
+    ChunkLayout.WHOLE.value: "format ('zarr', 1)",
+    ChunkLayout.INNER.value: "format ('zarr', 2)",
+    ChunkLayout.BOUNDED.value: "format ('zarr', 2), to a URL",
+}
 
 
 class RunningSaves:
@@ -417,9 +423,9 @@ class ShardedSave:
             ]
             if rank == comm.rank:
                 names = tuple(None if shard is None else shard.id for shard in shards)
-        layouts = sorted({layout for _, _, layout, _ in everyone})
-        if len(layouts) > 1:
-            raise PlanError(f"ranks use different chunk layouts: {' and '.join(layouts)}")
+        layouts = [layout for _, _, layout, _ in everyone]
+        if len(set(layouts)) > 1:
+            raise different_strategies(comm, "a save", [_FORMATS[one] for one in layouts])
         plan = build_save_plan(
             requests,
             objects,

@@ -22,6 +22,8 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     StrategyNotFoundError,
 )
+from dist_ckpt_strategies.local import CliqueReplicationStrategy
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.support.entries import Entry, load, require_on_ranks, require_refused, save
 from tests.support.sharding import no_data, on_grid, state_of
@@ -101,6 +103,25 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
     saves(new, verify_integrity=True, async_strategy="nvrx")
     assert isinstance(loads(new, verify_integrity=True, process_group=dist.group.WORLD), dict)
     require_refused(partial(loads, new, verify="all"), StrategyError, "one of off, read, full")
+
+
+def ranks_that_do_not_agree(rank: int, scratch: Path) -> None:
+    """One rank uses another strategy, asks for other cliques, or has a directory of its own."""
+    is_odd, state = rank == 3, state_of(rank, CUTS)
+    for name in ("one", "two"):
+        dist_ckpt_strategies.save(state | {"of": name}, scratch / name / "c")
+    os.chdir(scratch / ("two" if is_odd else "one"))
+    two_stage = TwoStageDataParallelLoadShardedStrategy(None) if is_odd else None
+    saves = partial(dist_ckpt_strategies.save, state, scratch / "new", ("zarr", 1 + is_odd))
+    loads = partial(dist_ckpt_strategies.load, state_of(rank, CUTS, no_data))
+    cliques = partial(CliqueReplicationStrategy.from_replication_params, 2, 2 - is_odd)
+    for call, kind, words in (
+        (saves, PlanError, "; ranks [3] in a save by format ('zarr', 2)"),
+        (partial(loads, scratch / "one" / "c", two_stage), PlanError, "; ranks [3] in a load by "),
+        (partial(loads, "c"), StorageError, "ranks have opened different checkpoints"),
+        (cliques, PlanError, "rank 3 asks for other cliques than rank 0"),
+    ):
+        require_refused(call, kind, words)
 
 
 class Unpicklable:
@@ -206,6 +227,7 @@ def states_that_do_not_fit(rank: int, scratch: Path) -> None:
         values_that_collide,
         an_option_that_one_rank_cannot_read,
         arguments_that_make_no_sense,
+        ranks_that_do_not_agree,
         states_that_do_not_fit,
     ],
 )
