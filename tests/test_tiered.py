@@ -426,3 +426,12 @@ def test_what_makes_no_sense_is_refused_at_once(policy: Any, options: Any) -> No
     if "every_steps" in policy:
         with pytest.raises(PlanError, match="expected"):
             SavePolicy(**policy)
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, "7", None])
+def test_a_step_that_is_no_number_of_steps_is_refused(step: Any, tmp_path: Path) -> None:
+    with (
+        TieredCheckpointManager(tmp_path, policy=SavePolicy(every_steps=1)) as manager,
+        pytest.raises(PlanError, match="step: expected the number of steps done, found"),
+    ):
+        manager.save(step, {})

@@ -17,8 +17,9 @@ from torch.distributed import distributed_c10d
 
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
 from dist_ckpt_strategies.comm.process_group import new_gloo_groups, new_group_of
+from dist_ckpt_strategies.comm.shared_work import open_world
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.errors import PlanError, StorageError
+from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError, StorageError
 from tests.support.entries import Failure, outcome
 from tests.support.processes import until
 from tests.support.ranks import RankDiedError, run_processes
@@ -279,3 +280,12 @@ def test_a_rank_that_dies_while_groups_are_made_is_an_error_of_ours() -> None:
     for error in (first, last):
         assert "PeerError" in error.kinds, error
         assert "making of a gloo group of 3 ranks" in error.text
+
+
+def test_ranks_of_a_tool_that_do_not_come_are_not_waited_for(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    with (
+        pytest.raises(PeerTimeoutError, match="2 ranks did not find each other within 1 s"),
+        open_world(0, 2, store, start_s=1, timeout_s=60),
+    ):
+        pass

@@ -52,6 +52,11 @@ def span_with(at: int, value: Any) -> Callable[[Fields], None]:
     return change
 
 
+def more_digests(part: Fields) -> None:
+    chunk = next(found for found in part["arrays"] if found["key"] == LARGE)["chunks"][0]
+    chunk["digests"] += chunk["digests"]
+
+
 def load(root: Path) -> None:
     state = {
         "w": ShardedTensor.from_rank_offsets(LARGE, torch.zeros(512, 512)),
@@ -63,6 +68,9 @@ def load(root: Path) -> None:
 NO_SENSE: dict[str, tuple[str, Callable[[Fields], None]]] = {
     "equal, but no whole number": (PART, array_with(shape=[512.0, 512])),
     "no chunk": (PART, array_with(chunk_shape=[0, 0])),
+    "fewer dims": (PART, array_with(inner_shape=[512])),
+    "fewer chunks": (PART, array_with(chunks=[])),
+    "more digests than inner chunks": (PART, more_digests),
     "dtype": (PART, array_with(dtype="float31")),
     "array twice": (PART, lambda part: part["arrays"].append(part["arrays"][0])),
     "object twice": (PART, lambda part: part["objects"].append(part["objects"][0])),

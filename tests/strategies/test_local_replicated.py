@@ -24,6 +24,7 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    IncompleteCheckpointError,
     StrategyError,
 )
 from dist_ckpt_strategies.strategies.local_replicated import (
@@ -103,6 +104,10 @@ def through_megatron(rank: int, root: str, algo: str) -> None:
     dist_ckpt_strategies.prepare_local_load(directory)
     found = dist_checkpointing.load(state_of(2, 1.0, is_filled=False), str(directory))
     require_loaded(found, 2, 1.0)
+    for culprit in (1, 3):
+        lose_node_of(culprit, directory)
+    with pytest.raises(IncompleteCheckpointError, match=r"no node .* load an older"):
+        dist_ckpt_strategies.prepare_local_load(directory)
 
 
 @each_algo
