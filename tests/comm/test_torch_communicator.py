@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
@@ -283,7 +284,7 @@ def test_a_rank_that_dies_while_groups_are_made_is_an_error_of_ours() -> None:
 
 
 def test_ranks_of_a_tool_that_do_not_come_are_not_waited_for(tmp_path: Path) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 2)
+    store = FileStore(str(tmp_path / "store"), 2)
     with (
         pytest.raises(PeerTimeoutError, match="2 ranks did not find each other within 1 s"),
         open_world(0, 2, store, start_s=1, timeout_s=60),
