@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -53,9 +52,6 @@ from tests.support.sharding import (
 )
 
 pytestmark = pytest.mark.multiprocess
-needs_psutil = pytest.mark.skipif(
-    find_spec("psutil") is None, reason="without it torch_dist of Megatron-Core 0.16.1 hangs"
-)
 
 TORCH_DIST = ("torch_dist", 1)
 CUTS = [on_grid("w", (8, 4), (4, 2)), on_grid("b", (4,), (1,), num_replicas=4)]
@@ -298,7 +294,7 @@ def shards_on_no_grid_need_not_make_up_an_array_that_is_loaded(rank: int, scratc
         classes_are_allowed_by_argument_by_strategy_or_by_registration,
         one_rank_alone_reads_metadata_and_removes_arrays,
         groups_save_on_their_own_and_errors_name_global_ranks,
-        pytest.param(torch_dist_through_our_entries_is_torch_dist, marks=needs_psutil),
+        torch_dist_through_our_entries_is_torch_dist,
         ranks_that_do_not_share_a_directory_get_an_error,
         an_array_and_an_object_may_have_one_key,
     ],
@@ -378,6 +374,5 @@ def load_strictly(rank: int, scratch: Path) -> None:
             assert described(found) == expected(rank, strict, ASKED[who]), (rank, case)
 
 
-@needs_psutil
 def test_strict_means_the_same_for_every_entry_and_backend(tmp_path: Path) -> None:
     require_on_ranks(4, load_strictly, tmp_path)

@@ -31,7 +31,7 @@ from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
 )
-from tests.support.entries import Entry, load, outcome, save
+from tests.support.entries import Entry, load, outcome, prepare, save
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.restarts import Wrappers, join_group, run_restartable
 from tests.support.system_calls import dying_at_change
@@ -64,13 +64,6 @@ def require_loaded(found: dict[str, Any], tp: int, value: float) -> None:
     assert (found["iteration"], found["rng"]) == (7, {"seed": value})
 
 
-def register(algo: str = "atomic") -> None:
-    dist_ckpt_strategies.register(
-        local=LocalOptions(replication_jump=2, algo=algo),
-        options=dist_ckpt_strategies.Options(timeout_s=30),
-    )
-
-
 def node_of(root: str) -> Path:
     """A directory that stands for this rank's node: each sees its own under one name."""
     return Path(root) / f"node{dist.get_rank() // 2}" / "iter_0000007"
@@ -85,7 +78,7 @@ def lose_node_of(culprit: int, directory: Path) -> None:
 
 def through_megatron(rank: int, root: str, algo: str) -> None:
     """Every rank of a node uses its node's directory, as on machines of their own."""
-    register(algo)
+    prepare(30, local=LocalOptions(replication_jump=2, algo=algo))
     directory = node_of(root)
     directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -124,7 +117,7 @@ def load_ours(directory: Path, value: float) -> dict[str, Any]:
 
 
 def through_ours(rank: int, root: str) -> None:
-    register()
+    prepare(30, local=LocalOptions(replication_jump=2))
     directory = node_of(root)
     dist_ckpt_strategies.save(state_of(2, 1.0), directory, BACKEND)
     dist_ckpt_strategies.save(state_of(2, 2.0), directory, BACKEND, overwrite=True)
@@ -221,10 +214,8 @@ def test_a_function_may_choose_the_directory_of_a_node(
     assert found == [None] * NUM_RANKS
 
 
-def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: str) -> int:
-    dist_ckpt_strategies.register(
-        local=LocalOptions(replication_jump=1), options=dist_ckpt_strategies.Options(timeout_s=30)
-    )
+def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: Entry) -> int:
+    prepare(30, local=LocalOptions(replication_jump=1))
     attempts: list[int] = []
 
     @wrappers(max_attempts=4)
@@ -234,12 +225,8 @@ def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: str) 
         directory = Path(root) / f"node{rank}" / f"iter_{attempts[-1]}"
         directory.mkdir(parents=True)
         value = float(attempts[-1])
-        if entry == "megatron":
-            dist_checkpointing.save(state_of(2, value), str(directory), BACKEND)
-            found = dist_checkpointing.load(state_of(2, value, is_filled=False), str(directory))
-        else:
-            dist_ckpt_strategies.save(state_of(2, value), directory, BACKEND)
-            found = load_ours(directory, value)
+        save(entry, state_of(2, value), directory, sharded_strategy=BACKEND)
+        found = load(entry, state_of(2, value, is_filled=False), directory)
         require_loaded(found, 2, value)
         dist.barrier()
         if len(attempts) <= 2 and rank == len(attempts) % 2:
@@ -249,6 +236,6 @@ def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: str) 
     return len(attempts)
 
 
-@pytest.mark.parametrize("entry", ["ours", "megatron"])
-def test_a_registered_strategy_saves_again_after_each_restart(entry: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", Entry)
+def test_a_registered_strategy_saves_again_after_each_restart(entry: Entry, tmp_path: Path) -> None:
     assert run_restartable(2, saves_in_each_attempt, str(tmp_path), entry) == [3, 3]

@@ -27,6 +27,7 @@ from tests.support.entries import (
     load,
     outcome,
     prepare,
+    require_failure,
     require_on_ranks,
     require_refused,
     save,
@@ -99,12 +100,9 @@ def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
     assert isinstance(results[culprit], RankDiedError), results
     survivors = [result for rank, result in enumerate(results) if rank != culprit]
     for failure in survivors:
-        assert isinstance(failure, Failure), results
-        assert (failure.is_ours, failure.is_megatrons) == (True, True), failure
-        assert PeerError.__name__ in failure.kinds, failure
-        assert failure.global_rank == culprit, failure
+        words = f"[{culprit}]", "save to "
+        require_failure(failure, PeerError, *words, global_rank=culprit)
         assert failure.text.startswith(f"rank {culprit}: "), failure
-        assert all(word in failure.text for word in (f"[{culprit}]", "save to ")), failure
         assert failure.seconds < PROMPT_S, failure
     return survivors
 
@@ -139,9 +137,7 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
 
     for result in results:
         for later in result[1:] if isinstance(result, list) else ():
-            assert isinstance(later, Failure), later
-            assert PeerError.__name__ in later.kinds, later
-            assert later.seconds < PROMPT_S, later
+            assert require_failure(later, PeerError).seconds < PROMPT_S, later
     assert not (tmp_path / "d" / "metadata.json").exists()
     firsts = [result[0] if isinstance(result, list) else result for result in results]
     survivors = require_survivors_raised(firsts, culprit)
@@ -174,8 +170,5 @@ def test_a_stopped_rank_that_hosts_the_key_value_store_does_not_hang_the_others(
 
     assert isinstance(stopped, RankDiedError)
     for failure in others:
-        assert isinstance(failure, Failure), failure
-        assert PeerError.__name__ in failure.kinds
-        assert "perhaps rank 0" in failure.text, failure
-        assert failure.seconds < PROMPT_S
+        assert require_failure(failure, PeerError, "perhaps rank 0").seconds < PROMPT_S, failure
     assert not (tmp_path / "c" / "metadata.json").exists()

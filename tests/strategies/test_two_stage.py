@@ -323,8 +323,6 @@ def a_failure_of_the_base_is_raised_on_all(rank: int, root: Path) -> None:
     ],
 )
 def test_ranks_that_share_the_reading(act: Callable[[int, Path], None], tmp_path: Path) -> None:
-    if act is torch_dist_is_asked_once_per_group_for_each_shard_and_object:
-        pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
     (tmp_path / "c").mkdir()
     require_on_ranks(4, act, tmp_path / "c")
 
