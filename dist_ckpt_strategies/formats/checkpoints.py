@@ -25,6 +25,7 @@ from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import (
     Location,
     current_place,
+    require_something,
 )
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
@@ -150,7 +151,7 @@ class Format2Checkpoint:
         file_store: its files.
 
     Raises:
-        CheckpointNotFoundError: the directory does not exist.
+        CheckpointNotFoundError: there is nothing at that place.
         IncompleteCheckpointError: it has no manifest.
         CorruptCheckpointError: the manifest's index is damaged.
         IncompatibleVersionError: a later version of this package wrote it.
@@ -165,9 +166,11 @@ class Format2Checkpoint:
         self._options, self._root = options, root
         try:  # asked for by its name: lists of an object store may not know of it yet
             self.manifest = Manifest(self.file_store)
-        except StorageError:
+        except StorageError as error:
             if isinstance(root, Path):
                 run_with_limit(partial(require_directory, root), root)
+            elif isinstance(error, IncompleteCheckpointError):
+                require_something(root)
             raise
         self.identity = self.manifest.digest
 

@@ -1,8 +1,10 @@
 """Inner chunks are read in runs that make up a region, and few of them beside it."""
 
 from itertools import product
+from math import prod
 from operator import add
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from tests.support.regions import regions_in
 
 
-@settings(max_examples=100)
+@settings(max_examples=1000)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3)), max_size=3),
     st.integers(1, 7),
@@ -40,6 +42,12 @@ def test_runs_are_contiguous_and_make_up_the_region(
     assert seen == wanted
     whole = [n for run in grid.runs() for n in range(run.first, run.first + run.num_chunks)]
     assert whole == list(range(grid.num_chunks))
+
+    if grid.is_flat:  # written out of the array's own memory
+        elements = np.arange(grid.region.numel).reshape(grid.region.shape)
+        held = [elements[grid.region_of(at).within(grid.region).slices()].ravel() for at in offsets]
+        assert np.concatenate(held).tolist() == list(range(elements.size))
+        assert all(one.size == prod(inner) for one in held[:-1])
 
 
 @pytest.mark.parametrize("hidden", [1024, 1536, 4096])

@@ -51,6 +51,7 @@ def prune(url: str) -> Any:
 BOTH_WAYS = pytest.mark.parametrize("way", [save, load])
 READING: dict[str, Callable[[str], Any]] = {
     "load": load,
+    "strategy": lambda url: Format2LoadShardedStrategy().load_tensors_metadata(url),
     "load_latest": lambda url: load_latest(None, [url], load),
     "prune": prune,
     "convert": lambda url: dist_ckpt_strategies.convert(url, f"{url}-2", "zarr@2"),
