@@ -21,15 +21,25 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch import distributed as dist
 
 import dist_ckpt_strategies
-from benchmarks.common.candidates import TORCH_DIST, ZARR_1, ZARR_2, Megatron, Shards
 from benchmarks.common.command_line import Parser, open_output, run_cases
 from benchmarks.common.disks import fresh, touch_memory
-from benchmarks.common.rounds import SECONDS, Sample, alternate, on_first_rank, timed
-from benchmarks.common.states import GptSize, build_shards
-from dist_ckpt_strategies.cli.bench_rank import Target
+from benchmarks.common.rounds import on_first_rank, timed
+from benchmarks.page.subjects import MEMCPY
+from dist_ckpt_strategies.cli.bench_rank import (
+    SECONDS,
+    TORCH_DIST,
+    ZARR_1,
+    ZARR_2,
+    GptSize,
+    Megatron,
+    Sample,
+    Shards,
+    Target,
+    build_shards,
+    interleaved,
+)
 from tests.support.ranks import allow_processes
 
-MEMCPY: Final = "memcpy"
 NUM_RANKS = 2
 
 
@@ -102,7 +112,7 @@ def measure(size: GptSize, place: Path, repetitions: int, names: list[str]) -> l
     shards = build_shards(size, dist.get_rank(), NUM_RANKS)
     candidates = {name: MAKERS[name](shards) for name in names}
     samples = []
-    for repetition, name in alternate(names, repetitions):
+    for repetition, name in interleaved(names, repetitions):
         on_first_rank(fresh, place, name)
         on_first_rank(touch_memory, size.nbytes)
         candidate = candidates[name]

@@ -16,7 +16,6 @@ bytes instead.
 """
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,15 +31,17 @@ import torch.distributed as dist
 
 from benchmarks.common import rounds
 from benchmarks.common.command_line import Parser, open_output
-from benchmarks.common.disks import file_system, touch_memory, workspace
+from benchmarks.common.disks import file_system, retire, touch_memory, workspace
+from benchmarks.page.subjects import LOCAL_BASELINE, NVRX
+from dist_ckpt_strategies.cli.bench_rank import SECONDS, Sample, interleaved
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
     LocalCheckpointManager,
 )
 
-BASELINE, MANAGER, NVRX, FLUSHED_NVRX = "baseline", "local manager", "nvrx", "nvrx, flushed"
-NAMES: Final = (BASELINE, MANAGER, NVRX, FLUSHED_NVRX)
+MANAGER, FLUSHED_NVRX = "local manager", "nvrx, flushed"
+NAMES: Final = (LOCAL_BASELINE, MANAGER, NVRX, FLUSHED_NVRX)
 _MIB = 1 << 20
 _NUM_RANKS = 4
 _TENSOR_NBYTES = 4 << 20
@@ -147,7 +148,7 @@ class _Manager:
 
 
 def _candidate(name: str, rank: int, tensors: Tensors) -> LocalCandidate:
-    if name == BASELINE:
+    if name == LOCAL_BASELINE:
         return _Baseline(rank, tensors)
     if name == MANAGER:
         return _Manager(tensors)
@@ -157,9 +158,7 @@ def _candidate(name: str, rank: int, tensors: Tensors) -> LocalCandidate:
     return nvrx
 
 
-def measure(
-    nbytes: int, names: Sequence[str], place: Path, repetitions: int
-) -> list[rounds.Sample]:
+def measure(nbytes: int, names: Sequence[str], place: Path, repetitions: int) -> list[Sample]:
     """All steps in one place, on one of the ranks. Collective.
 
     Raises:
@@ -172,7 +171,7 @@ def measure(
     tensors = [torch.randn(shape, generator=generator) for _ in range(count)]
     candidates = {name: _candidate(name, rank, tensors) for name in names}
     samples, loaded = [], list[Tensors]()
-    for repetition, name in rounds.alternate(names, repetitions):
+    for repetition, name in interleaved(names, repetitions):
         one, root = candidates[name], place / name / f"node{rank}"
         load = lambda one=one, root=root: loaded.append(one.load(root))  # noqa: E731
         steps: dict[str, Callable[[], object]] = {
@@ -183,25 +182,26 @@ def measure(
         }
         for step, call in steps.items():
             if step == "recovery" and rank == _LOST_RANK:
-                shutil.rmtree(root)
+                retire(root, place / "attic")
             rounds.on_first_rank(touch_memory, 2 * nbytes * _NUM_RANKS)
             seconds = rounds.timed(call)
             if step == "blocking part":
                 one.finish()
+            rounds.on_first_rank(os.sync)  # some candidates do not flush their files
             while loaded:
                 pairs = zip(loaded.pop(), tensors, strict=True)
                 if not all(torch.equal(one, other) for one, other in pairs):
                     raise ValueError(f"{name}: {step} returned other values than were saved")
             if repetition > 0:
-                samples.append(rounds.Sample(step, name, repetition, {rounds.SECONDS: seconds}))
-        rounds.on_first_rank(shutil.rmtree, place / name)
+                samples.append(Sample(step, name, repetition, {SECONDS: seconds}))
+        rounds.on_first_rank(retire, place / name, place / "attic")
     return samples
 
 
 def main() -> None:
     """Save, load and recover local checkpoints with every candidate in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(NAMES, (BASELINE,), sizes_gb=())
+    parser.add_comparison(NAMES, (LOCAL_BASELINE,), sizes_gb=())
     parser.add_argument("--mib", type=int, default=256, help="MiB of each rank's state (256)")
     options = parser.parse()
     nbytes = (1 if options.smoke else options.mib) * _MIB

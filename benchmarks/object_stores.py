@@ -23,11 +23,20 @@ from torch import distributed as dist
 
 import dist_ckpt_strategies
 from benchmarks.common import rounds
-from benchmarks.common.candidates import ZARR_2, Candidate, Megatron, Shards
 from benchmarks.common.command_line import Parser, open_output, run_cases
 from benchmarks.common.disks import touch_memory, workspace
-from benchmarks.common.states import GptSize, build_shards
-from dist_ckpt_strategies.cli.bench_rank import Tensors
+from dist_ckpt_strategies.cli.bench_rank import (
+    SECONDS,
+    ZARR_2,
+    Candidate,
+    GptSize,
+    Megatron,
+    Sample,
+    Shards,
+    Tensors,
+    build_shards,
+    interleaved,
+)
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
 
 RADOSGW, MOTO = "radosgw", "moto"
@@ -109,7 +118,7 @@ MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
 
 def measure(
     size: GptSize, place: Path, repetitions: int, names: Sequence[str], store: ObjectStore
-) -> list[rounds.Sample]:
+) -> list[Sample]:
     """Saves and loads on one of the ranks that hold equal parts. Collective.
 
     Of a path below ``place``, the last part is the name in the bucket; nothing is written there.
@@ -117,13 +126,13 @@ def measure(
     os.environ.update(store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": _REQUEST_TIMEOUT_S})
     entries = rounds.entries_of(build_shards(size, dist.get_rank(), _NUM_RANKS), MAKERS, names)
     samples = []
-    for repetition, name in rounds.alternate(names, repetitions):
+    for repetition, name in interleaved(names, repetitions):
         rounds.on_first_rank(_delete_all, store, name)
         rounds.on_first_rank(touch_memory, size.nbytes)
         candidate = entries[name].candidate
         seconds = rounds.timed(lambda: candidate.save(place / name))  # noqa: B023 - called at once
         if repetition > 0:
-            samples.append(rounds.Sample("save", name, repetition, {rounds.SECONDS: seconds}))
+            samples.append(Sample("save", name, repetition, {SECONDS: seconds}))
     stored = {name: place / name for name in names}
     return samples + list(rounds.load_rounds(entries, stored, "load", repetitions, size.nbytes))
 

@@ -15,8 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 from benchmarks.common.command_line import Parser, open_output
-from benchmarks.common.rounds import alternate, gathered, run_on_ranks
+from benchmarks.common.rounds import gathered, run_on_ranks
 from benchmarks.recovery_training import NUM_RANKS, NUM_SHARDS, step
+from dist_ckpt_strategies.cli.bench_rank import interleaved
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.sharded_training import ShardedTraining, make_groups, step_once
 
@@ -30,7 +31,7 @@ def measure(num_rounds: int, num_steps: int) -> dict[str, list[float]]:
     groups = make_groups(NUM_SHARDS)
     training = ShardedTraining(groups)
     found: dict[str, list[float]] = {name: [] for name in NAMES}
-    for repetition, name in alternate(NAMES, num_rounds):
+    for repetition, name in interleaved(NAMES, num_rounds):
         manager = CheckpointManager(enable_checksum=name == CHECKSUMS)
         if name != PLAIN:
             manager.track(training, replica_group=groups.twins)

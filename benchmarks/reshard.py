@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from torch import distributed as dist
 
-from benchmarks.common import candidates, rounds
+from benchmarks.common import rounds
 from benchmarks.common.command_line import Parser, open_output, run_cases
-from benchmarks.common.states import GptSize, Split, build_shards
-from dist_ckpt_strategies.cli.bench_rank import Tensors
+from benchmarks.page.subjects import READ_SHARES
+from dist_ckpt_strategies.cli import bench_rank
+from dist_ckpt_strategies.cli.bench_rank import GptSize, Sample, Split, Tensors, build_shards
 
-READ_SHARES: Final = "raw read"
-MAKERS: Final = {READ_SHARES: candidates.Raw} | {
-    name: candidates.MAKERS[name] for name in ("zarr 2", "zarr 1", "torch_dist")
+MAKERS: Final = {READ_SHARES: bench_rank.Stream} | {
+    name: bench_rank.MAKERS[name] for name in ("zarr 2", "zarr 1", "torch_dist")
 }
 MOVES: Final[Mapping[str, tuple[tuple[Split, int], tuple[Split, int]]]] = {
     "TP2 to TP4": (("TP", 2), ("TP", 4)),
@@ -44,7 +44,7 @@ _IO = Path("/proc/self/io")
 class _Counting:
     """A candidate, and the bytes that its last load has read on this rank."""
 
-    def __init__(self, candidate: candidates.Candidate) -> None:
+    def __init__(self, candidate: bench_rank.Candidate) -> None:
         self.save = candidate.save
         self._load = candidate.load
         self.counts = (0, 0)
@@ -66,7 +66,7 @@ def _read_counts() -> tuple[int, int]:
 
 def measure(
     size: GptSize, place: Path, repetitions: int, names: list[str], move: str
-) -> list[rounds.Sample]:
+) -> list[Sample]:
     """The loads after one change of layout, on one of the ranks. Collective."""
     rank = dist.get_rank()
     (saved_split, num_saved), (loaded_split, num_loaded) = MOVES[move]

@@ -26,11 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 from torch import distributed as dist
 
 from benchmarks.common import disks
-from benchmarks.common.candidates import MAKERS
 from benchmarks.common.command_line import Parser, case_of, open_output
-from benchmarks.common.rounds import SECONDS, Sample, alternate, flush, run_on_ranks, timed
-from benchmarks.common.states import GptSize, build_shards
+from benchmarks.common.rounds import flush, run_on_ranks, timed
 from dist_ckpt_strategies import ConvertOptions, convert
+from dist_ckpt_strategies.cli.bench_rank import (
+    MAKERS,
+    SECONDS,
+    GptSize,
+    Sample,
+    build_shards,
+    interleaved,
+)
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.formats.scan import scan, verify
@@ -139,7 +145,7 @@ def _rounds(
     file_nbytes = sum(path.stat().st_size for path in disks.files_below(root))
     for step in ["warm"] if disks.is_in_memory(root) else ["warm", "cold"]:
         # No warm-up: every run has new processes, and finds what it should in the page cache.
-        for repetition, name in alternate(list(tools), repetitions - 1):
+        for repetition, name in interleaved(list(tools), repetitions - 1):
             target = root.with_name(f"from {root.name}")
             target.mkdir()
             disks.touch_memory(2 * bounds.max_memory_nbytes)

@@ -25,13 +25,25 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch import distributed as dist
 
 from benchmarks.common import rounds
-from benchmarks.common.candidates import TORCH_DIST, ZARR_1, Candidate, Megatron, Raw, Shards
 from benchmarks.common.command_line import Parser, open_output, run_cases
-from benchmarks.common.states import GptSize, Shard, build_shards
-from dist_ckpt_strategies.cli.bench_rank import Target, Tensors
+from benchmarks.page.subjects import PARALLEL, READ_SHARES, SEND_SHARES
+from dist_ckpt_strategies.cli.bench_rank import (
+    TORCH_DIST,
+    ZARR_1,
+    Candidate,
+    GptSize,
+    Megatron,
+    Sample,
+    Shard,
+    Shards,
+    Stream,
+    Target,
+    Tensors,
+    build_shards,
+)
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
-READ_SHARES, SEND_SHARES = _BASELINES = ("raw read", "gloo exchange")
+_BASELINES = (READ_SHARES, SEND_SHARES)
 _MESSAGE_NBYTES = 32 << 20
 _NUM_GROUPS = 2
 """Gloo moves twice as much over two groups side by side, and no more over four."""
@@ -125,7 +137,7 @@ class _Exchange:
 MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
     "two-stage, zarr 1": _two_stage_zarr,
     "two-stage, torch_dist": _two_stage_torch_dist,
-    "fully parallel": _FullyParallel,
+    PARALLEL: _FullyParallel,
     "fully parallel, in place": _fully_parallel_in_place,
     "plain, zarr 1": lambda shards: Megatron(shards, ZARR_1),
 }
@@ -143,12 +155,12 @@ def _baselines(shards: Shards) -> dict[str, rounds.Entry]:
     own = shares[dist.get_rank()]
     others = {share.key: share.tensor for share in shares if share is not own}
     return {
-        READ_SHARES: rounds.Entry(Raw((own,)), Target({own.key: own.tensor})),
+        READ_SHARES: rounds.Entry(Stream((own,)), Target({own.key: own.tensor})),
         SEND_SHARES: rounds.Entry(_Exchange(shares), Target(others)),
     }
 
 
-def measure(size: GptSize, place: Path, repetitions: int, names: list[str]) -> list[rounds.Sample]:
+def measure(size: GptSize, place: Path, repetitions: int, names: list[str]) -> list[Sample]:
     """The loads in one place, on one of the ranks that each hold the whole state. Collective."""
     shards = build_shards(size, 0, 1)
     entries = _baselines(shards)

@@ -72,7 +72,7 @@ def test_a_class_that_this_package_does_not_know_becomes_a_peer_error(kind: str)
     assert str(error) == "rank 2: broken"
 
 
-def test_what_the_system_says_of_a_file_is_a_storage_error_that_names_it() -> None:
+def test_an_os_error_of_a_file_is_a_storage_error_that_names_it() -> None:
     error = as_checkpoint_error(FileNotFoundError(2, "No such file or directory", "/ckpt/w"))
 
     assert isinstance(error, StorageError)

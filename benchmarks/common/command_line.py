@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
 
 from benchmarks.common.disks import file_system, workspace
-from benchmarks.common.rounds import Sample, run_on_ranks
-from benchmarks.common.states import GB, TOY, GptSize, gpt_size
+from benchmarks.common.rounds import run_on_ranks
 from benchmarks.page.page import stem_tables
 from benchmarks.page.results import Found
+from dist_ckpt_strategies.cli.bench import GB
+from dist_ckpt_strategies.cli.bench_rank import GptSize, Sample, gpt_size
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 NOWHERE: Final = Path("/dev/null")
 """Where results go without ``--out``."""
 
+_TOY: Final = GptSize(num_layers=2, hidden=32, vocabulary=64)
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a file system
 _VERSIONS_OF: Final = ("megatron-core", "numpy", "tensorstore", "torch", "zarr")
 
@@ -88,7 +90,7 @@ class Parser(argparse.ArgumentParser):
             options[name] = options[name] or default
         if "size" in options:
             sizes = [gpt_size(int(gb * GB)) for gb in options["size"]]
-            options["sizes"] = [TOY] if options["smoke"] else sizes
+            options["sizes"] = [_TOY] if options["smoke"] else sizes
         if "candidate" in options:
             wanted = {*options["candidate"], *options["baselines"]}
             options["names"] = [name for name in self._repeated["candidate"] if name in wanted]

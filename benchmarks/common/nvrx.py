@@ -13,8 +13,8 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     CliqueReplicationStrategy,
 )
 
-from benchmarks.common.candidates import stand_in_for_cuda
 from benchmarks.common.disks import flush_share
+from dist_ckpt_strategies.cli.bench_rank import stand_in_for_cuda
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import CudaMeansCpu
 
 

@@ -6,7 +6,6 @@ been used: a candidate that returns new ones pays for the copy. Every load is ch
 
 import gc
 import os
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 
 from torch import distributed as dist
 
-from benchmarks.common.candidates import RAW_PLAIN, Candidate, Shards
 from benchmarks.common.disks import (
     drop_cache,
     fill_cache,
@@ -24,21 +22,20 @@ from benchmarks.common.disks import (
     is_in_memory,
     touch_memory,
 )
-from dist_ckpt_strategies.cli.bench_rank import Target
-from tests.support.ranks import run_processes
+from benchmarks.page.subjects import PLAIN_STREAM
+from dist_ckpt_strategies.cli.bench_rank import (
+    SECONDS,
+    Candidate,
+    Sample,
+    Shards,
+    Target,
+    interleaved,
+    seconds_of,
+)
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from tests.support.ranks import allow_torch_dist, run_processes
 
 LOAD_WARM, LOAD_COLD = "load warm", "load cold"
-SECONDS = "seconds"
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One run of one candidate in one round; values by name, ``SECONDS`` among them."""
-
-    step: str
-    candidate: str
-    repetition: int
-    values: Mapping[str, float]
 
 
 def run_on_ranks(
@@ -60,6 +57,7 @@ def run_on_ranks(
 def _run_or_end(_rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """End the process where the body fails: its peers then lose their connection, and end too."""
     gc.unfreeze()  # collections take as long as in a process that has imported all by itself
+    allow_torch_dist()
     try:
         return body(*args)
     except Exception:  # noqa: BLE001 - the edge of a process
@@ -69,11 +67,9 @@ def _run_or_end(_rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 def timed(step: Callable[[], object]) -> float:
     """Seconds from the first rank's start of a step to the last rank's end. Collective."""
-    dist.barrier()
-    began = time.perf_counter()
-    step()
-    times = gathered((began, time.perf_counter()))
-    return float(max(end for _, end in times) - min(start for start, _ in times))
+    comm = open_communicator(None, timeout_s=3600.0, purpose="benchmark")
+    comm.all_gather(None)
+    return seconds_of(comm, step)
 
 
 def gathered(value: Any) -> list[Any]:
@@ -94,16 +90,6 @@ def flush(directory: Path) -> None:
     """Flush the files in a directory, each rank its share; returns when all have. Collective."""
     flush_share(directory, dist.get_rank(), dist.get_world_size())
     dist.barrier()
-
-
-def alternate(names: Sequence[str], repetitions: int) -> Iterator[tuple[int, str]]:
-    """Every name once per repetition, forwards and backwards in turn, after a warm-up round, 0.
-
-    What the machine does meanwhile, and what each leaves behind for the next, then affects all.
-    """
-    for repetition in range(repetitions + 1):
-        for name in names if repetition % 2 == 0 else reversed(names):
-            yield repetition, name
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +115,14 @@ def save_rounds(
 
     Collective. ``nbytes`` is what all ranks hold together.
     """
-    for repetition, name in alternate(list(entries), repetitions):
+    for repetition, name in interleaved(list(entries), repetitions):
         on_first_rank(fresh, directory, name)
         on_first_rank(touch_memory, nbytes)
         target, candidate = directory / name, entries[name].candidate
         seconds = timed(lambda: candidate.save(target))  # noqa: B023 - called at once
         flush(target)
         # All others have flushed their files when the save returns.
-        durable = {} if name == RAW_PLAIN else {"durable_seconds": seconds}
+        durable = {} if name == PLAIN_STREAM else {"durable_seconds": seconds}
         if repetition > 0:
             yield Sample("save", name, repetition, {SECONDS: seconds, **durable})
 
@@ -157,7 +143,7 @@ def load_rounds(
 
     They are cold for LOAD_COLD, and warm for any other step. ``nbytes`` is as for saves.
     """
-    for repetition, name in alternate(list(stored), repetitions):
+    for repetition, name in interleaved(list(stored), repetitions):
         entry, place = entries[name], stored[name]
         entry.target.clear()
         on_first_rank(touch_memory, nbytes)

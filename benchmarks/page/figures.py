@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from benchmarks.page.results import Spread
+from dist_ckpt_strategies.cli.bench import Spread
 
 _NUM_DIGITS = 4
 _WIDTH, _BAR, _AROUND = 8.0, 0.2, 0.5
@@ -32,14 +32,15 @@ class Bar:
     median: float
     low: float
     high: float
+    text: str
     is_ours: bool
 
     @classmethod
-    def of(cls, label: str, spread: Spread, *, is_ours: bool) -> Self:
-        """A bar with as many digits as can be seen."""
+    def of(cls, label: str, spread: Spread, text: str, *, is_ours: bool) -> Self:
+        """A bar with as many digits as can be seen, and text behind it."""
         values = (spread.median, spread.low, spread.high)
         median, low, high = (float(f"{value:.{_NUM_DIGITS}g}") for value in values)
-        return cls(label, median, low, high, is_ours)
+        return cls(label, median, low, high, text, is_ours)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,10 @@ def _draw_panel(panel: Panel, axis: Any, baseline: float | None) -> None:
     )
     axis.set_yticks(places, [bar.label for bar in panel.bars])
     axis.invert_yaxis()
-    axis.bar_label(drawn, fmt="%.2f", padding=3)
+    texts = axis.bar_label(drawn, [bar.text for bar in panel.bars], padding=3)
+    for text in texts:
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     if baseline is not None:
-        axis.axvline(baseline, color=_BASELINE, linewidth=0.8)
-    axis.margins(x=0.1)
+        axis.axvline(baseline, color=_BASELINE, linewidth=0.8, zorder=0)
+    axis.margins(x=0.2)
     axis.set_title(panel.title, loc="left", fontweight="bold")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.page.figures import Bar, Figure, Panel
-from benchmarks.page.results import Found, Spread, find_results
-from benchmarks.page.subjects import GOALS, RAW_PLAIN, SUBJECTS, Row, Subject
+from benchmarks.page.results import Found, find_results
+from benchmarks.page.subjects import GOALS, PLAIN_STREAM, SUBJECTS, Row, Subject
+from dist_ckpt_strategies.cli.bench import Spread
 
 FIGURES_NAME: Final = "measured"
 """Directory of the figures, beside the page."""
@@ -25,13 +26,14 @@ _HEAD: Final = """\
 `python benchmarks/report.py page` generates this page from the files in `benchmarks/results`;
 `benchmarks/README.md` describes each benchmark.
 
-- Seconds and ratios are medians, followed by the minimum and maximum in brackets. Lower is better.
-- Candidates are interleaved, in alternating order, after a warm-up round. A ratio compares two
-  candidates within one round.
-- The baseline moves the same bytes in the plainest way, without Megatron-Core. In the plots it is
-  the red line; this package is blue.
+- Seconds and ratios are medians of the rounds, followed by the minimum and maximum in brackets.
+  Lower is better, except for GB/s.
+- Candidates take turns; the first round does not count where there is a warm-up. A ratio compares
+  two candidates within one round.
+- The baseline moves the same bytes in the plainest way, without Megatron-Core. In the plots of
+  ratios it is the red line, with seconds behind each ratio; this package is blue.
 - All ranks share two cores. Do not compare seconds from different machines: the table below lists
-  the machine of each run."""
+  machine and commit of each run. `load before` is what was left of the run before it."""
 
 _SUMMARY: Final = (
     f"![Seconds to save and load the largest state, lower is better]({FIGURES_NAME}/summary.svg)"
@@ -119,22 +121,26 @@ def _goals(rows: Mapping[str, Sequence[Row]]) -> Iterator[str]:
         of_stem = [r for s in SUBJECTS if s.stem == goal.stem for r in rows[s.title]]
         values = goal.values(of_stem)
         if values:
-            num_met = sum(value <= goal.limit for value in values)
+            num_met = sum(value <= goal.limit for value, _ in values)
             met = f"{num_met} of {len(values)}"
-            low, high = _number(min(values)), _number(max(values))
-            span = low if low == high else f"{low} to {high}"
             met = met if num_met == len(values) else f"**{met}**"
-            shown.append([goal.text, _number(goal.limit), span, met])
+            spans = map(_span, zip(*values, strict=True))
+            shown.append([goal.text, _number(goal.limit), *spans, met])
     if shown:
         yield "## Goals"
-        yield table(("goal", "at most", "measured", "met in"), shown)
+        yield table(("goal", "at most", "measured", "seconds", "met in"), shown)
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = _number(min(values)), _number(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def _subject(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         return
     yield f"## {subject.title}"
-    yield subject.words
+    yield f"{subject.words} Samples: `benchmarks/results/{subject.stem}.jsonl`."
     if subject.figure:
         yield f"![{subject.title}, ratios to the baseline]({FIGURES_NAME}/{subject.stem}.svg)"
     yield from _subject_table(subject, rows)
@@ -148,7 +154,7 @@ def _subject_table(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
             row.label,
             row.candidate,
             _spread(row.seconds),
-            _ratio(row, subject.baseline, RAW_PLAIN),
+            _ratio(row, subject.baseline, PLAIN_STREAM),
             *(_ratio(row, peer) for peer in peers),
             *map(_number, row.more.values()),
         ]
@@ -176,10 +182,11 @@ def _number(value: float) -> str:
 def _figure(subject: Subject, rows: Sequence[Row]) -> Figure:
     bars = []
     for row in rows:
-        ratio = row.ratios.get(subject.baseline) or row.ratios.get(RAW_PLAIN)
+        ratio = row.ratios.get(subject.baseline) or row.ratios.get(PLAIN_STREAM)
         if ratio is not None and ratio != Spread(1.0, 1.0, 1.0):
             bars.append((row, ratio))
-    return Figure(subject.stem, "times the baseline (lower is better)", _panels(bars), baseline=1.0)
+    axis = "times the baseline (lower is better)"
+    return Figure(subject.stem, axis, _panels(bars, with_seconds=True), baseline=1.0)
 
 
 def _summary_panels(rows: Sequence[Row]) -> tuple[Panel, ...]:
@@ -189,12 +196,16 @@ def _summary_panels(rows: Sequence[Row]) -> tuple[Panel, ...]:
     return _panels([(r, r.seconds) for r in on_disk if r.fields["nbytes"] == largest])
 
 
-def _panels(values: Iterable[tuple[Row, Spread]]) -> tuple[Panel, ...]:
+def _panels(
+    values: Iterable[tuple[Row, Spread]], *, with_seconds: bool = False
+) -> tuple[Panel, ...]:
     """One for each case and step."""
     panels: dict[str, list[Bar]] = {}
     for row, spread in values:
         name = row.candidate
-        bar = Bar.of(name, spread, is_ours=name.startswith(_OURS))
+        text = _number(spread.median)
+        text += f"  ({_number(row.seconds.median)} s)" if with_seconds else ""
+        bar = Bar.of(name, spread, text, is_ours=name.startswith(_OURS))
         panels.setdefault(row.label, []).append(bar)
     return tuple(Panel(title, tuple(bars)) for title, bars in panels.items())
 
@@ -204,7 +215,7 @@ _RECOVERY: Final = (
     "`stuck` from its detection, until the last rank trains again. After every fault, weights, "
     "moments, random numbers and losses are compared bit for bit with a run without faults. "
     "Faults are 2 to 4 steps apart, so a spare is often still starting when the next rank is "
-    "killed; with `--steps-apart 300` it is ready (figures in [recovery](recovery.md))."
+    "killed; with `--steps-apart 300` it is ready."
 )
 
 
@@ -236,12 +247,15 @@ def _recovery_tables(faults: Found) -> Iterator[str]:
 
 
 def _overhead_table(overhead: Found) -> Iterator[str]:
-    rows = [
-        [line["candidate"], _number(line["ms_per_step"]), f"{100 * line['share']:.2f} %"]
-        for line in overhead.of_kind("summary")
-    ]
+    added = {line["candidate"]: line for line in overhead.of_kind("summary")}
+    rows = []
+    for line in overhead.of_kind("rounds"):
+        row = [line["candidate"], _number(statistics.median(line["ms_per_step"])), "-", "-"]
+        if more := added.get(line["candidate"]):
+            row[2:] = _number(more["ms_per_step"]), f"{100 * more['share']:.2f} %"
+        rows.append(row)
     if rows:
-        yield table(("without faults", "ms per step", "of a step of 0.5 s"), rows)
+        yield table(("without faults", "ms per step", "added", "of a step of 0.5 s"), rows)
 
 
 def _planning_table(found: Found) -> Iterator[str]:

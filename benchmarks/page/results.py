@@ -1,31 +1,16 @@
 """Results files as the page reads them. Light to import."""
 
 import json
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 Line = Mapping[str, Any]
 
 
 class ResultsError(ValueError):
     """A results file is not what a benchmark writes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median, the least and the greatest value."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """The spread of some values."""
-        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True, slots=True)

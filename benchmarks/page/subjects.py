@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.page.results import Found, Line, Spread
+from benchmarks.page.results import Found, Line
+from dist_ckpt_strategies.cli.bench import BASELINE, Spread
 
 TORCH_DIST: Final = "torch_dist"
-RAW_FLUSHED, RAW_PLAIN = "raw write+fsync", "raw write"
+PLAIN_STREAM = "one stream, not flushed"
 READ_SHARES, SEND_SHARES = "raw read", "gloo exchange"
-PARALLEL, NVRX, LOCAL_BASELINE = "fully parallel", "nvrx", "baseline"
+PARALLEL, NVRX, LOCAL_BASELINE, MEMCPY = "fully parallel", "nvrx", "baseline", "memcpy"
 _GB, _MIB = 10**9, 1 << 20
 
 
@@ -75,7 +76,7 @@ class Subject:
         if (self.stem, step) == ("save_load", "save"):
             is_disk = fields["file_system"] != "tmpfs"
             step, name = ("durable save", "durable_seconds") if is_disk else (step, name)
-            baseline = baseline if is_disk else RAW_PLAIN
+            baseline = baseline if is_disk else PLAIN_STREAM
         rounds: dict[str, dict[int, Line]] = {}
         for line in samples:
             values = line["values"]
@@ -86,19 +87,22 @@ class Subject:
             rounds[baseline] = {
                 n: max(read[n], sent[n], key=lambda values: float(values[name])) for n in read
             }
+        seconds = {
+            candidate: {number: float(values[name]) for number, values in own.items()}
+            for candidate, own in rounds.items()
+        }
         for candidate in sorted(rounds, key=lambda one: (one != baseline, one)):
-            own = rounds[candidate]
-            ratios: dict[str, Spread] = {}
-            for other in (baseline, self.peer):
-                both = own.keys() & rounds.get(other, {}).keys()
-                values = [own[n][name] / rounds[other][n][name] for n in both]
-                ratios |= {other: Spread.of(values)} if values else {}
-            seconds = Spread.of([values[name] for values in own.values()])
+            own = seconds[candidate]
+            ratios = {
+                other: found
+                for other in (baseline, self.peer)
+                if (found := Spread.of_ratios(own, seconds.get(other, {})))
+            }
             more = {
-                title: combine([values[value] for values in own.values()]) / unit
+                title: combine([values[value] for values in rounds[candidate].values()]) / unit
                 for title, value, unit, combine in self.more
             }
-            yield Row(fields, step, candidate, seconds, ratios, more)
+            yield Row(fields, step, candidate, Spread.of([*own.values()]), ratios, more)
 
 
 SUBJECTS: Final = (
@@ -108,7 +112,7 @@ SUBJECTS: Final = (
         "Baseline: one stream of the same bytes per rank (write in memory, write and fsync on "
         "disk, or read into the tensors). `load cold` reads files that are not in the page cache. "
         "`zarr 2` digests all it writes and verifies all it reads.",
-        RAW_FLUSHED,
+        BASELINE,
         TORCH_DIST,
         figure=True,
     ),
@@ -148,9 +152,8 @@ SUBJECTS: Final = (
     Subject(
         "async_save",
         "Asynchronous saves",
-        "Seconds until training continues. Baseline: a copy of the rank's bytes in memory. It "
-        "varies up to threefold between rounds on this machine, so compare seconds, not ratios.",
-        "memcpy",
+        "Seconds until training continues. Baseline: a copy of the rank's bytes to memory in use.",
+        MEMCPY,
         "torch_dist, queue",
         (("seconds until durable", "until_there", 1, statistics.median),),
         part="blocking",
@@ -193,8 +196,8 @@ class Goal:
     step: str = ""
     case: str = ""
 
-    def values(self, rows: Sequence[Row]) -> list[float]:
-        """The medians that the goal is about."""
+    def values(self, rows: Sequence[Row]) -> list[tuple[float, float]]:
+        """The medians that the goal is about, and the seconds of each."""
         found = []
         for row in rows:
             if (
@@ -203,25 +206,25 @@ class Goal:
                 and row.label.startswith(self.case)
             ):
                 if self.of in row.more:
-                    found.append(row.more[self.of])
+                    found.append((row.more[self.of], row.seconds.median))
                 elif self.of in row.ratios:
-                    found.append(row.ratios[self.of].median)
+                    found.append((row.ratios[self.of].median, row.seconds.median))
         return found
 
 
 GOALS: Final = (
-    Goal("zarr 1: durable save, of raw", 1.0, "save_load", "zarr 1", RAW_FLUSHED, "durable"),
-    Goal("zarr 1: save to memory, of raw", 1.25, "save_load", "zarr 1", RAW_PLAIN, "save"),
-    Goal("zarr 1: save, of torch_dist", 0.65, "save_load", "zarr 1", TORCH_DIST, "save"),
-    Goal("zarr 1: cold load, of raw", 1.1, "save_load", "zarr 1", RAW_FLUSHED, "load cold"),
-    Goal("zarr 1: warm load, of raw", 1.15, "save_load", "zarr 1", RAW_FLUSHED, "load warm"),
+    Goal("zarr 1: durable save, of raw", 1.0, "save_load", "zarr 1", BASELINE, "durable"),
+    Goal("zarr 1: save to memory, of raw", 1.25, "save_load", "zarr 1", PLAIN_STREAM, "save"),
+    Goal("zarr 1: save to memory, of torch_dist", 0.65, "save_load", "zarr 1", TORCH_DIST, "save"),
+    Goal("zarr 1: durable save, of torch_dist", 0.65, "save_load", "zarr 1", TORCH_DIST, "durable"),
+    Goal("zarr 1: cold load, of raw", 1.1, "save_load", "zarr 1", BASELINE, "load cold"),
+    Goal("zarr 1: warm load, of raw", 1.15, "save_load", "zarr 1", BASELINE, "load warm"),
     Goal("zarr 1: warm load, of torch_dist", 0.5, "save_load", "zarr 1", TORCH_DIST, "load warm"),
-    Goal("zarr 2: durable save, of raw", 1.0, "save_load", "zarr 2", RAW_FLUSHED, "durable"),
-    Goal("zarr 2: save to memory, of raw", 1.6, "save_load", "zarr 2", RAW_PLAIN, "save"),
-    Goal("zarr 2: cold load, of raw", 1.08, "save_load", "zarr 2", RAW_FLUSHED, "load cold"),
-    Goal("zarr 2: warm load, of raw", 1.6, "save_load", "zarr 2", RAW_FLUSHED, "load warm"),
-    Goal("two-stage load in memory, of fully parallel", 0.35, "two_stage", "two-stage, zarr 1",
-         PARALLEL, "load warm"),
+    Goal("zarr 2: durable save, of raw", 1.0, "save_load", "zarr 2", BASELINE, "durable"),
+    Goal("zarr 2: save to memory, of raw", 1.6, "save_load", "zarr 2", PLAIN_STREAM, "save"),
+    Goal("zarr 2: cold load, of raw", 1.08, "save_load", "zarr 2", BASELINE, "load cold"),
+    Goal("zarr 2: warm load, of raw", 1.6, "save_load", "zarr 2", BASELINE, "load warm"),
+    Goal("two-stage load, of fully parallel", 0.35, "two_stage", "two-stage, zarr 1", PARALLEL),
     Goal("two-stage load, of the baseline", 1.5, "two_stage", "two-stage, zarr 1", "baseline"),
     Goal("TP2 to TP4: bytes read, of those needed", 1.1, "reshard", "zarr 2", "read", case="TP"),
     Goal("TP2 to TP4: load, of torch_dist", 0.33, "reshard", "zarr 2", TORCH_DIST, case="TP"),

@@ -5,13 +5,16 @@ The directory is left as it was, however the command ends.
 """
 
 import importlib.util
+import itertools
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from rich.console import Console
 
@@ -30,15 +33,31 @@ from dist_ckpt_strategies.errors import StorageError
 GB = 10**9
 STEPS: Final = ("save", "load")
 BASELINE: Final = "one stream"
-BACKENDS: Final = {"zarr 1": ("zarr", 1), "zarr 2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
 _TIMEOUT_S = 120.0
 _TIMEOUT_S_PER_GB = 120.0
 """A network file system may be slow; less than 8 MB per second is an error."""
 _SPACE = 1.3
 """Space that has to be free, in times of the state: one checkpoint, and metadata."""
 
-Sample = dict[str, Any]
-"""One save or load: ``step``, ``candidate``, ``repetition`` (0 is the warm-up), ``seconds``."""
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median, the least and the greatest value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """The spread of some values."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def of_ratios(cls, own: Mapping[int, float], other: Mapping[int, float]) -> Self | None:
+        """That of the ratios within a round; both are seconds by round."""
+        found = [own[number] / other[number] for number in own if number in other]
+        return cls.of(found) if found else None
 
 
 def bench_directory(
@@ -79,34 +98,35 @@ def _measure(
     workspace: Path, nbytes: int, repetitions: int, timeout_s: float, *, as_json: bool
 ) -> None:
     """Measure on one rank; the first shows the results. Collective."""
-    from dist_ckpt_strategies.cli.bench_rank import BenchRank  # noqa: PLC0415 - loads torch
+    from dist_ckpt_strategies.cli import bench_rank  # noqa: PLC0415 - loads torch
     from dist_ckpt_strategies.comm.torch_communicator import open_communicator  # noqa: PLC0415
 
     # What candidates need beside this package's own requirements.
     lacking = {} if importlib.util.find_spec("psutil") else {"torch_dist": "psutil"}
-    candidates = [BASELINE, *(name for name in BACKENDS if name not in lacking)]
+    names = [name for name in bench_rank.MAKERS if name not in lacking]
     comm = open_communicator(None, timeout_s=timeout_s, purpose="bench")
-    rank = BenchRank(comm, nbytes, workspace)
-    samples: list[Sample] = []
+    size = bench_rank.gpt_size(nbytes, comm.size)
+    shards = bench_rank.build_shards(size, comm.rank, comm.size)
+    samples = []
     with open_bars() as open_bar:
         show = open_bar("saving and loading")
-        num_samples = len(STEPS) * len(candidates) * (repetitions + 1)
-        for sample in rank.samples(candidates, repetitions):
-            samples.append(sample)
+        num_samples = len(STEPS) * len(names) * (repetitions + 1)
+        for sample in bench_rank.measure(comm, shards, workspace, names, repetitions):
+            samples.append(asdict(sample))
             show(len(samples), num_samples)
     if comm.rank:
         return
     samples = [sample for sample in samples if sample["repetition"] > 0]
-    timings = _timings(samples, candidates, rank.nbytes)
+    timings = _timings(samples, names, size.nbytes)
     directory = str(workspace.parent)
     if as_json:
         options = {"path": directory, "num_ranks": comm.size, "repetitions": repetitions}
-        state = {"nbytes": rank.nbytes, "num_arrays": rank.num_arrays}
+        state = {"nbytes": size.nbytes, "num_arrays": size.num_arrays}
         results = {"lacking": lacking, "timings": timings, "samples": samples}
         print_json("bench", options | state | results)
         return
     console = Console(highlight=False)
-    what = f"{bytes_text(rank.nbytes)}, {counted(rank.num_arrays, 'array')}"
+    what = f"{bytes_text(size.nbytes)}, {counted(size.num_arrays, 'array')}"
     rounds = f"{counted(comm.size, 'rank')}, {counted(repetitions, 'round')}"
     console.print(f"{printable(directory)}: {what}, {rounds}", soft_wrap=True, markup=False)
     titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
@@ -115,29 +135,27 @@ def _measure(
         console.print(f"{name} was not measured: {package} is not installed", soft_wrap=True)
 
 
-def _timings(samples: list[Sample], candidates: list[str], nbytes: int) -> list[dict[str, Any]]:
+def _timings(samples: list[dict[str, Any]], names: list[str], nbytes: int) -> list[dict[str, Any]]:
     """The medians of each step and candidate, from the measured rounds, as the JSON has them."""
+    seconds: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for sample in samples:
+        of_candidate = seconds[sample["step"], sample["candidate"]]
+        of_candidate[sample["repetition"]] = sample["values"]["seconds"]
     timings = []
-    for step in STEPS:
-        # Samples of each candidate are in the order of the rounds.
-        seconds = {
-            name: [s["seconds"] for s in samples if (s["step"], s["candidate"]) == (step, name)]
-            for name in candidates
-        }
-        for name, own in seconds.items():
-            median = statistics.median(own)
-            ratios = [a / b for a, b in zip(own, seconds[BASELINE], strict=True)]
-            timings.append(
-                {
-                    "step": step,
-                    "candidate": name,
-                    "seconds": median,
-                    "shortest": min(own),
-                    "longest": max(own),
-                    "nbytes_per_second": nbytes / median,
-                    "baseline_ratio": statistics.median(ratios),
-                }
-            )
+    for step, name in itertools.product(STEPS, names):
+        own = seconds[step, name]
+        found, ratios = Spread.of([*own.values()]), Spread.of_ratios(own, seconds[step, BASELINE])
+        timings.append(
+            {
+                "step": step,
+                "candidate": name,
+                "seconds": found.median,
+                "shortest": found.low,
+                "longest": found.high,
+                "nbytes_per_second": nbytes / found.median,
+                "baseline_ratio": ratios and ratios.median,
+            }
+        )
     return timings
 
 

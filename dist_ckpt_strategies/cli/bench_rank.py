@@ -1,17 +1,17 @@
-"""One rank of ``dist-ckpt bench``.
+"""What measures saves and loads: a state, ways to store it, and rounds in which they take turns.
 
-It holds its shards of matrices, and saves and loads them through Megatron-Core's own
-``dist_checkpointing`` and as one plain stream. Every load is compared with what was saved.
+``dist-ckpt bench`` runs ``measure`` on its ranks. The scripts in ``benchmarks`` use the same parts.
 """
 
 import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, Final, Literal, Protocol
 
 import torch
 import xxhash
@@ -19,39 +19,122 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli.bench import BACKENDS, STEPS, Sample, drop_cache
+from dist_ckpt_strategies.cli.bench import BASELINE, STEPS, drop_cache
 from dist_ckpt_strategies.comm.base import (
     Communicator,
     run_and_gather,
     run_collectively,
     run_on_first_rank,
 )
+from dist_ckpt_strategies.config import rank_from_environment
 
-_NUM_LAYERS = 24
-_SHAPES = {"qkv": (3, 1), "proj": (1, 1), "fc1": (4, 1), "fc2": (4, 1), "norm": (1, 0)}
-"""Arrays of a layer: rows and columns in times of the width; 0: one column."""
-_MEAN_ITEMSIZE = 3
-"""Half of the layers are float32, half bfloat16."""
+SECONDS: Final = "seconds"
+ZARR_1: Final = ("zarr", 1)
+ZARR_2: Final = ("zarr", 2)
+TORCH_DIST: Final = ("torch_dist", 1)
+_GRANULE = 32
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def build_state(nbytes: int, rank: int, num_ranks: int) -> Tensors:
-    """One rank's rows of every array, of a state of about ``nbytes`` on all ranks together."""
-    generator = torch.Generator().manual_seed(rank)
-    num_squares = _NUM_LAYERS * sum(rows * columns for rows, columns in _SHAPES.values())
-    # A multiple of the ranks, so that all have as much.
-    width = (
-        max(1, round(math.sqrt(nbytes / (num_squares * _MEAN_ITEMSIZE)) / num_ranks)) * num_ranks
-    )
-    return {
-        f"decoder.layers.{layer}.{name}.weight": torch.empty(
-            (rows * width // num_ranks, columns * width or 1),
-            dtype=torch.bfloat16 if layer % 2 else torch.float32,
-        ).normal_(generator=generator)
-        for layer in range(_NUM_LAYERS)
-        for name, (rows, columns) in _SHAPES.items()
-    }
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of one candidate in one round; values by name, ``SECONDS`` among them."""
+
+    step: str
+    candidate: str
+    repetition: int
+    values: Mapping[str, float]
+
+
+# A state
+
+
+@dataclass(frozen=True, slots=True)
+class GptSize:
+    """Dimensions of a GPT-like model: half of the layers are float32, half bfloat16.
+
+    A layer has twelve arrays of about 12 * hidden**2 elements.
+    """
+
+    num_layers: int
+    hidden: int
+    vocabulary: int
+
+    def arrays(self) -> Iterator[tuple[str, tuple[int, ...], int, torch.dtype]]:
+        """Key, shape, tensor-parallel axis and dtype of every array."""
+        h = self.hidden
+        yield "embedding.word_embeddings.weight", (self.vocabulary, h), 0, torch.float32
+        for layer in range(self.num_layers):
+            dtype = torch.bfloat16 if layer % 2 else torch.float32
+            for name, shape, axis in (
+                ("input_layernorm.weight", (h,), 0),
+                ("input_layernorm.bias", (h,), 0),
+                ("self_attention.linear_qkv.weight", (3 * h, h), 0),
+                ("self_attention.linear_qkv.bias", (3 * h,), 0),
+                ("self_attention.linear_proj.weight", (h, h), 1),
+                ("self_attention.linear_proj.bias", (h,), 0),
+                ("pre_mlp_layernorm.weight", (h,), 0),
+                ("pre_mlp_layernorm.bias", (h,), 0),
+                ("mlp.linear_fc1.weight", (4 * h, h), 0),
+                ("mlp.linear_fc1.bias", (4 * h,), 0),
+                ("mlp.linear_fc2.weight", (h, 4 * h), 1),
+                ("mlp.linear_fc2.bias", (h,), 0),
+            ):
+                yield f"decoder.layers.{layer}.{name}", shape, axis, dtype
+        yield "decoder.final_layernorm.weight", (h,), 0, torch.float32
+        yield "decoder.final_layernorm.bias", (h,), 0, torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole state."""
+        return sum(math.prod(shape) * dtype.itemsize for _, shape, _, dtype in self.arrays())
+
+    @property
+    def num_arrays(self) -> int:
+        """Of the whole state."""
+        return sum(1 for _ in self.arrays())
+
+
+def gpt_size(nbytes: int, num_parts: int = 1) -> GptSize:
+    """A model of 24 layers, 291 arrays, whose whole state takes about ``nbytes``.
+
+    Every array can be divided into ``num_parts`` equal parts.
+    """
+    granule, vocabulary = math.lcm(_GRANULE, num_parts), -(-8192 // num_parts) * num_parts
+    sizes = [GptSize(24, hidden, vocabulary) for hidden in range(granule, 8192 + granule, granule)]
+    return min(sizes, key=lambda size: abs(size.nbytes - nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of ``num_parts`` equal parts of an array along ``axis``."""
+
+    key: str
+    axis: int
+    part: int
+    num_parts: int
+    tensor: torch.Tensor
+
+
+Shards = Sequence[Shard]
+Split = Literal["TP", "rows", "columns"]
+"""How arrays are divided: as tensor parallelism does, or all along the first or the last axis."""
+
+
+def build_shards(size: GptSize, part: int, num_parts: int, split: Split = "TP") -> Shards:
+    """One part of every array; the values of the whole are the same for every division.
+
+    Takes the memory of one whole array beside the parts.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shards = []
+    for key, shape, tensor_parallel_axis, dtype in size.arrays():
+        axis = {"rows": 0, "columns": len(shape) - 1}.get(split, tensor_parallel_axis)
+        whole = torch.empty(shape, dtype=dtype).normal_(generator=generator)
+        own = whole.chunk(num_parts, axis)[part].clone(memory_format=torch.contiguous_format)
+        shards.append(Shard(key, axis, part, num_parts, own))
+    return shards
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -91,104 +174,173 @@ class Target:
                 raise ValueError(f"{key}: {name} loaded other values than were saved")
 
 
-class BenchRank:
-    """One rank's share of about ``nbytes`` on all ranks. Every method is collective over these.
+# Ways to store it
 
-    The workspace is an empty directory.
+
+class Candidate(Protocol):
+    """One way to save and load."""
+
+    def save(self, directory: Path) -> None:
+        """Store this rank's shards in ``directory``, which exists and is empty. Collective."""
+        ...
+
+    def load(self, directory: Path) -> Tensors:
+        """This rank's shards as stored, by key; in the target's memory where that is possible.
+
+        Collective.
+        """
+        ...
+
+
+class Megatron:
+    """``dist_checkpointing.save`` and ``load`` with a backend chosen by its tuple.
+
+    Ranks beyond the parts of an array hold replicas of them. The loader is the backend's own where
+    none is given. ``torch_dist`` gets stand-ins for two CUDA calls that it makes on any device.
     """
 
-    def __init__(self, comm: Communicator, nbytes: int, workspace: Path) -> None:
-        dist_ckpt_strategies.register()
-        self._comm, self._workspace = comm, workspace
-        self._tensors = build_state(nbytes, comm.rank, comm.size)
-        own_nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
-        self.nbytes = sum(comm.all_gather(own_nbytes))
-        self.num_arrays = len(self._tensors)
+    def __init__(self, shards: Shards, backend: tuple[str, int], loader: Any = None) -> None:
+        if backend == TORCH_DIST:
+            stand_in_for_cuda()
+        else:
+            dist_ckpt_strategies.register()
+        self._shards = shards
+        self.backend = backend
+        self._loader = loader
 
-    def samples(self, candidates: Sequence[str], repetitions: int) -> Iterator[Sample]:
-        """Save and load with every candidate in turn; each step is a sample."""
-        # torch_dist calls both, also for tensors on the CPU.
-        with (
-            patch.object(torch.cuda, "synchronize", lambda _device=None: None),
-            patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        ):
-            for repetition in range(repetitions + 1):
-                # Forwards and backwards in turn, so that what each leaves behind affects all.
-                for name in candidates[:: -1 if repetition % 2 else 1]:
-                    directory = self._workspace / f"{name} {repetition}"
-                    of_name = {"candidate": name, "repetition": repetition}
-                    for step, seconds in self._save_and_load(name, directory):
-                        yield {"step": step, **of_name, "seconds": seconds}
+    def save(self, directory: Path) -> None:
+        """See Candidate."""
+        dist_checkpointing.save(self.state(), str(directory), self.backend)
 
-    def _save_and_load(self, name: str, directory: Path) -> Iterator[tuple[str, float]]:
-        """The steps and their seconds."""
-        tensors, comm = self._tensors, self._comm
-        target = Target(tensors)
-        stream = directory / f"rank{comm.rank}.bin"
-        save, load = partial(write_stream, tensors, stream), partial(read_stream, tensors, stream)
-        if name in BACKENDS:
-            save = partial(self._save, directory, BACKENDS[name])
-            load = partial(self._load, directory, target)
+    def load(self, directory: Path) -> Tensors:
+        """See Candidate."""
+        loaded = dist_checkpointing.load(self.sharded(), str(directory), self._loader)
+        return {shard.key: loaded[shard.key] for shard in self._shards}
 
-        def forget() -> list[Path]:
-            target.clear()
-            files = sorted(path for path in directory.rglob("*") if path.is_file())
-            own_files = files[comm.rank :: comm.size]
-            drop_cache(own_files)
-            return own_files
+    def state(self) -> dict[str, Any]:
+        """What is saved: the shards and a common state."""
+        return {"iteration": 1, "args": {"hidden": 1}, **self.sharded()}
 
-        def finish() -> None:
-            target.check(name)
-            # Truncated now and removed at the end: some file systems are slow at making
-            # directories right after many files were removed.
-            for path in own_files:
-                os.truncate(path, 0)
-
-        run_on_first_rank(comm, directory.mkdir)
-        yield STEPS[0], self._seconds(save)
-        own_files = run_collectively(comm, forget)
-        yield STEPS[1], self._seconds(load)
-        run_collectively(comm, finish)
-
-    def _seconds(self, step: Callable[[], None]) -> float:
-        """From the first rank's start to the last rank's end."""
-
-        def timed() -> list[float]:
-            began = time.perf_counter()
-            step()
-            return [began, time.perf_counter()]
-
-        times = run_and_gather(self._comm, timed)
-        return float(max(ended for _, ended in times) - min(began for began, _ in times))
-
-    def _save(self, directory: Path, backend: tuple[str, int]) -> None:
-        state = {"iteration": 1, **self._sharded()}
-        dist_checkpointing.save(state, str(directory), backend)
-
-    def _load(self, directory: Path, target: Target) -> None:
-        target.accept(dist_checkpointing.load(self._sharded(), str(directory)))
-
-    def _sharded(self) -> dict[str, Any]:
-        comm = self._comm
+    def sharded(self) -> dict[str, Any]:
+        """This rank's shards, as Megatron-Core describes them."""
         return {
-            key: ShardedTensor.from_rank_offsets(key, tensor, (0, comm.rank, comm.size))
-            for key, tensor in self._tensors.items()
+            shard.key: ShardedTensor.from_rank_offsets(
+                shard.key,
+                shard.tensor,
+                (shard.axis, shard.part, shard.num_parts),
+                replica_id=rank_from_environment()[0] // shard.num_parts,
+            )
+            for shard in self._shards
         }
 
 
-def write_stream(tensors: Tensors, path: Path, *, flushes: bool = True) -> None:
-    """The baseline: this rank's bytes into one file of its own."""
-    with path.open("wb") as file:
-        for tensor in tensors.values():
-            file.write(_bytes(tensor))
-        file.flush()
-        if flushes:
-            os.fsync(file.fileno())
+def stand_in_for_cuda() -> None:
+    """Give CPU forms to the two CUDA calls that Megatron-Core's backend makes on any device."""
+    setattr(torch.cuda, "synchronize", lambda _device=None: None)  # noqa: B010 - typed otherwise
+    setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
 
 
-def read_stream(tensors: Tensors, path: Path) -> None:
-    """Fill the tensors with what ``write_stream`` has written of them."""
-    with path.open("rb") as file:
-        for tensor in tensors.values():
-            if file.readinto(memory := _bytes(tensor)) != len(memory):
-                raise EOFError(f"{path}: expected more bytes")
+class Stream:
+    """The baseline: the same bytes through one plain stream per rank, to a file of its own."""
+
+    def __init__(self, shards: Shards, *, flushes: bool = True) -> None:
+        self._tensors = {shard.key: shard.tensor for shard in shards}
+        self._flushes = flushes
+
+    def save(self, directory: Path) -> None:
+        """See Candidate."""
+        with _own_file(directory).open("wb") as file:
+            for tensor in self._tensors.values():
+                file.write(_bytes(tensor))
+            file.flush()
+            if self._flushes:
+                os.fsync(file.fileno())
+
+    def load(self, directory: Path) -> Tensors:
+        """See Candidate."""
+        path = _own_file(directory)
+        with path.open("rb") as file:
+            for tensor in self._tensors.values():
+                if file.readinto(memory := _bytes(tensor)) != len(memory):
+                    raise EOFError(f"{path}: expected more bytes")
+        return self._tensors
+
+
+def _own_file(directory: Path) -> Path:
+    return directory / f"rank{rank_from_environment()[0]}.bin"
+
+
+MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
+    BASELINE: Stream,
+    "zarr 1": partial(Megatron, backend=ZARR_1),
+    "zarr 2": partial(Megatron, backend=ZARR_2),
+    "torch_dist": partial(Megatron, backend=TORCH_DIST),
+}
+"""Every candidate, the baseline first; made in a rank process, for its shards."""
+
+
+# Rounds
+
+
+def interleaved(names: Sequence[str], repetitions: int) -> Iterator[tuple[int, str]]:
+    """Every name once per round, after a warm-up round, 0. The order is the same on every rank.
+
+    Later rounds are in random order: what one leaves behind, and what the machine does meanwhile,
+    affects each. No name follows itself, which would find caches as it left them.
+    """
+    draw, order = random.Random(0), list(names)  # noqa: S311 - no secret
+    for repetition in range(repetitions + 1):
+        for name in order:
+            yield repetition, name
+        last = order[-1]
+        draw.shuffle(order)
+        while len(order) > 1 and order[0] == last:
+            draw.shuffle(order)
+
+
+def seconds_of(comm: Communicator, step: Callable[[], object]) -> float:
+    """From the first rank's start of a step to the last rank's end. Collective."""
+
+    def timed() -> list[float]:
+        began = time.perf_counter()
+        step()
+        return [began, time.perf_counter()]
+
+    times = run_and_gather(comm, timed)
+    return float(max(ended for _, ended in times) - min(began for began, _ in times))
+
+
+def measure(
+    comm: Communicator, shards: Shards, workspace: Path, names: Sequence[str], repetitions: int
+) -> Iterator[Sample]:
+    """Save this rank's shards and load them with every candidate in turn. Collective.
+
+    Files are dropped from the page cache before a load, and every load is checked. The workspace is
+    an empty directory.
+    """
+    candidates = {name: MAKERS[name](shards) for name in names}
+    target = Target({shard.key: shard.tensor for shard in shards})
+
+    def forget(directory: Path) -> list[Path]:
+        target.clear()
+        files = sorted(path for path in directory.rglob("*") if path.is_file())
+        own_files = files[comm.rank :: comm.size]
+        drop_cache(own_files)
+        return own_files
+
+    def finish(name: str, own_files: Sequence[Path]) -> None:
+        target.check(name)
+        # Truncated now and removed at the end: some file systems are slow at making directories
+        # right after many files were removed.
+        for path in own_files:
+            os.truncate(path, 0)
+
+    for repetition, name in interleaved(names, repetitions):
+        candidate, directory = candidates[name], workspace / f"{name} {repetition}"
+        run_on_first_rank(comm, directory.mkdir)
+        seconds = seconds_of(comm, partial(candidate.save, directory))
+        yield Sample(STEPS[0], name, repetition, {SECONDS: seconds})
+        own_files = run_collectively(comm, partial(forget, directory))
+        seconds = seconds_of(comm, lambda: target.accept(candidate.load(directory)))  # noqa: B023
+        yield Sample(STEPS[1], name, repetition, {SECONDS: seconds})
+        run_collectively(comm, partial(finish, name, own_files))

@@ -64,7 +64,7 @@ class InterruptibleGloo(dist.ProcessGroup):
         if is_late:
             self.waits.abort()
         # On another thread: waiting for a rank that never connects, there is no connection to cut.
-        self._inner = self.waits.run(lambda: _gloo_group(store, rank, size, timeout))
+        self._inner = self.waits.run(lambda: gloo_group(store, rank, size, timeout))
 
     @classmethod
     def abort_all(cls) -> list[InterruptibleGloo]:
@@ -227,7 +227,7 @@ def register_interruptible_gloo() -> None:
         dist.Backend.register_backend(BACKEND_NAME, InterruptibleGloo, devices=["cpu"])
 
 
-def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A group as torch makes it for the backend gloo."""
     backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     backend._set_sequence_number_for_group()  # noqa: SLF001 - as torch does

@@ -77,7 +77,8 @@ class _Registered:
     strategy: Strategy | None = None
 
 
-_REGISTERED: dict[_Key, _Registered] = {}
+REGISTERED: dict[_Key, _Registered] = {}
+"""The strategies that were registered here, by key."""
 
 _SAVE, _LOAD = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
 _SAVE_COMMON, _LOAD_COMMON = StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON
@@ -169,7 +170,7 @@ def register(
         _register_everywhere(common, replace=True)
         return
     for key, factory in common.items():
-        if replace or key not in _REGISTERED:
+        if replace or key not in REGISTERED:
             _register(key, factory, replace=True)
 
 
@@ -264,14 +265,14 @@ def resolve(
                 f"expected a {kind} or a tuple (backend, version), found {choice!r}"
             )
         key = _Key(action, *found)
-        if key in _REGISTERED:
+        if key in REGISTERED:
             strategy = _found(key)
         elif key in _DEFAULTS:
             strategy = _unregistered(key, options_from_environment())
         elif (key.backend, key.version) == TORCH_DIST:
             return torch_dist_strategy(action)
         else:
-            raise _not_found(key, {*_REGISTERED, *_DEFAULTS})
+            raise _not_found(key, {*REGISTERED, *_DEFAULTS})
         if not is_strategy(strategy, action):
             raise StrategyError(f"{key}: expected a {kind} there, found {strategy!r}")
     if timeout_s is not None and hasattr(strategy, "with_options"):
@@ -290,18 +291,18 @@ def _is_instance(strategy: Any) -> bool:
 
 
 def _register(key: _Key, factory: Strategy | StrategyFactory, *, replace: bool) -> None:
-    present = _REGISTERED.get(key)
+    present = REGISTERED.get(key)
     if present is not None and present.factory == factory:
         return
     if present is not None and not replace:
         raise _exists(key, present.factory)
-    _REGISTERED[key] = _Registered(factory)
+    REGISTERED[key] = _Registered(factory)
 
 
 def _found(key: _Key) -> Strategy:
-    if key not in _REGISTERED:
-        raise _not_found(key, _REGISTERED)
-    found = _REGISTERED[key]
+    if key not in REGISTERED:
+        raise _not_found(key, REGISTERED)
+    found = REGISTERED[key]
     if found.strategy is None:
         is_made = _is_instance(found.factory)
         found.strategy = found.factory if is_made else found.factory()
@@ -319,11 +320,11 @@ def _register_everywhere(factories: Mapping[_Key, StrategyFactory], *, replace: 
     If the installed Megatron-Core has no registry (0.17), only ours is filled.
     """
     for key, factory in factories.items():
-        ours = _found(key) if key in _REGISTERED else None
+        ours = _found(key) if key in REGISTERED else None
         theirs = registered_strategy(key.action, key.backend, key.version)
         if replace:
             continue
-        if ours is not None and _REGISTERED[key].factory != factory:
+        if ours is not None and REGISTERED[key].factory != factory:
             raise _exists(key, type(ours).__qualname__)
         if theirs is not None and theirs is not ours:
             raise _exists(key, type(theirs).__qualname__)

@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import async_save, local_replicated, object_stores, reshard, tools, two_stage
-from benchmarks.common import candidates
+from benchmarks import (
+    async_save,
+    local_replicated,
+    object_stores,
+    reshard,
+    save_load,
+    tools,
+    two_stage,
+)
 from tests.support.processes import finished, until
 
 pytestmark = pytest.mark.multiprocess
@@ -59,7 +66,7 @@ def results_of(
 @pytest.mark.parametrize(
     ("script", "options", "candidates"),
     [
-        ("save_load.py", (), candidates.MAKERS),
+        ("save_load.py", (), save_load.MAKERS),
         ("async_save.py", (), async_save.MAKERS),
         ("two_stage.py", ("--ranks", "3"), two_stage.NAMES),
         ("reshard.py", ("--move", "2 rows to 2 columns"), reshard.MAKERS),

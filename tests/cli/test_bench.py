@@ -49,7 +49,9 @@ def test_two_ranks_measure_every_candidate(tmp_path: Path) -> None:
     assert [(x["step"], x["candidate"]) for x in found["timings"]] == expected
     for timing in found["timings"]:
         which = timing["step"], timing["candidate"]
-        own = [x["seconds"] for x in found["samples"] if (x["step"], x["candidate"]) == which]
+        own = [
+            x["values"]["seconds"] for x in found["samples"] if (x["step"], x["candidate"]) == which
+        ]
         assert len(own) == 2
         assert timing["seconds"] == statistics.median(own) > 0
         assert timing["baseline_ratio"] == 1 or timing["candidate"] != "one stream"

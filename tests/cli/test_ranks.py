@@ -137,7 +137,7 @@ def test_no_process_is_left_when_the_command_or_one_of_its_ranks_is_ended(
             os.kill(process.pid, sent)
         if sent is signal.SIGKILL:
             os.kill(children[1], signal.SIGCONT)
-        _, stderr = process.communicate(timeout=50)
+        _, stderr = process.communicate(timeout=100)
 
     assert process.returncode == status
     assert stderr.startswith(said)

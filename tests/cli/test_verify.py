@@ -154,7 +154,7 @@ def test_a_directory_that_may_not_be_listed_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_megatron_wrote_has_no_issues(tmp_path: Path, name: str) -> None:
+def test_checkpoints_of_megatron_have_no_issues(tmp_path: Path, name: str) -> None:
     root = GoldenSet.unpack(name, tmp_path).checkpoint
     assert issues_of(root) == []
     assert {one["kind"] for one in json_of("inspect", root)["stale_files"]} <= {"locks"}
@@ -239,7 +239,7 @@ def test_an_array_of_a_shape_beyond_all_bounds_lacks_its_chunks(
     assert issues_of(checkpoint) == [("missing_file", "huge", "huge")]
 
 
-def test_what_a_killed_save_left_is_listed_and_harmless(checkpoint: Path) -> None:
+def test_files_of_a_killed_save_are_listed_and_harmless(checkpoint: Path) -> None:
     (checkpoint / ".removed-w").mkdir()
     left = {
         ".partial-0123": ("partial", 2),

@@ -47,8 +47,11 @@ def broken(break_: Act, repair: Act, *, most: float = 0, is_spare: bool = False)
 
 
 def cut_off(number: int) -> Fault:
-    """Nodes are a part without the store. One finds its place taken; of two, there is a spare node
-    for one, and both come back."""
+    """Nodes lose the others and the store.
+
+    A single node finds its place taken later; one of two is replaced by a spare node, and both
+    come back.
+    """
 
     def fault(job: Job, draw: random.Random) -> Iterator[None]:
         names = draw.sample(job.busy(), number)

@@ -193,7 +193,7 @@ class Job:
     def go_on(self, since: float, num_steps: int = 3) -> float:
         """Wait until all ranks have done some steps more; seconds from ``since`` to the first.
 
-        Where ranks have begun anew since then, their steps after that count, else all.
+        If ranks have restarted since then, only their steps after the restart count.
         """
 
         def first_steps() -> list[float]:

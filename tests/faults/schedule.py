@@ -60,7 +60,7 @@ _LOCAL_SHARE = 0.7
 _ASYNC_SHARE = 0.75
 _STAY_SHARE = 0.5
 _TIMED_SHARE = 0.4
-_MAX_CALL = 30  # storage calls that a rank makes before a fault at most; a save is of some forty
+_MAX_CALL = 30  # storage calls that a rank makes before a fault at most; a save makes about forty
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(90
     [Campaign(1, 18, 0, 0), Campaign(3, 1, 68, 0), Campaign(4, 0, 0, 75)],
     ids=str,
 )
-def test_nothing_happens_that_must_not(campaign: Campaign, tmp_path: Path) -> None:
+def test_the_oracle_finds_nothing_wrong(campaign: Campaign, tmp_path: Path) -> None:
     tally = run_campaign(campaign, tmp_path)
 
     assert tally.events.total() == campaign.num_events

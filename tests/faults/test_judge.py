@@ -124,7 +124,7 @@ WRONG: dict[str, Iterable[str]] = {
 }
 
 
-def test_what_is_wrong_is_noticed() -> None:
+def test_the_judge_notices_every_wrong_result() -> None:
     assert [name for name, wrong in WRONG.items() if not list(wrong)] == []
 
 

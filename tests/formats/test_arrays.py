@@ -295,7 +295,7 @@ UNKNOWN: list[dict[str, Any]] = [
         *((e, {"compressor": {"id": "homemade"}}, bytes(16), "homemade") for e in Engine),
     ],
 )
-def test_what_cannot_be_decoded_is_an_error_that_says_so(
+def test_chunks_that_cannot_be_decoded_are_an_error_that_says_so(
     engine: Engine, fields: dict[str, Any], content: bytes, said: str, tmp_path: Path
 ) -> None:
     write_metadata(tmp_path / "w", **fields)
@@ -354,7 +354,7 @@ def load_described(root: Path, content: bytes | dict[str, Any]) -> Any:
     return outcome(partial(read, root, VALUES, Engine.TENSORSTORE, "w"))
 
 
-def test_what_describes_no_array_is_an_error_that_names_key_and_file(tmp_path: Path) -> None:
+def test_invalid_array_metadata_is_an_error_that_names_key_and_file(tmp_path: Path) -> None:
     for content in NO_ARRAY:
         found = load_described(tmp_path, content)
         assert isinstance(found, Failure), content

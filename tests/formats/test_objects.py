@@ -165,7 +165,7 @@ def test_a_class_that_the_file_does_not_name_is_no_damage_and_can_be_allowed(
 
 
 @pytest.mark.parametrize("wrong", ["os.system", 5, (Fraction,), (Fraction, 5), ["list"], None])
-def test_what_is_no_class_cannot_be_allowed(wrong: Any, tmp_path: Path) -> None:
+def test_only_classes_can_be_allowed(wrong: Any, tmp_path: Path) -> None:
     write(tmp_path, {})
     with pytest.raises(StrategyError, match="allow: expected classes"):
         load(tmp_path, [wrong])
@@ -267,7 +267,7 @@ def test_no_flipped_byte_changes_what_is_loaded(tmp_path: Path) -> None:
         *(pickle.dumps({"c": 1}), b"\x80\x02" + b"(" * 100_000, b"\x80\x02]q\0(h\0l."),
     ],
 )
-def test_what_torch_did_not_save_is_damaged_without_advice_to_unpickle_it_freely(
+def test_files_that_torch_did_not_save_are_damaged_without_advice_to_unpickle_them_freely(
     content: bytes, tmp_path: Path
 ) -> None:
     found = load_or_error(tmp_path, content)
@@ -288,7 +288,7 @@ def test_common_state_that_is_no_dict_is_damaged(content: Any, tmp_path: Path) -
 # Format 2, which keeps small plain objects as JSON
 
 
-def test_what_json_cannot_hold_is_saved_as_format_1_does_or_refused_with_its_key(
+def test_objects_that_json_cannot_hold_are_saved_as_in_format_1_or_refused_with_their_key(
     tmp_path: Path,
 ) -> None:
     state: dict[str, Any] = {"deep": {}}

@@ -94,11 +94,11 @@ def test_a_worker_that_computes_or_ends_for_longer_than_the_limit_is_not_hung(
 ) -> None:
     computes = """
 import atexit, hashlib
-atexit.register(time.sleep, 2.0)
-end = time.monotonic() + 2.0
+atexit.register(time.sleep, 4.0)
+end = time.monotonic() + 4.0
 while time.monotonic() < end: hashlib.sha256(b"x" * 1000).digest()
 """
-    code, text = agents.run(BEATS + computes, "--nproc", "1", "--heartbeat-timeout", "1.5")
+    code, text = agents.run(BEATS + computes, "--nproc", "1", "--heartbeat-timeout", "3")
 
     assert code == 0
     assert "dist-ckpt:" not in text
@@ -193,7 +193,7 @@ def test_a_job_goes_on_or_ends_and_says_why(
     assert re.search(words, text)
 
 
-def test_what_a_worker_has_recorded_is_in_the_notes_and_in_the_report_at_the_end(
+def test_the_error_that_a_worker_recorded_is_in_the_notes_and_in_the_final_report(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = """

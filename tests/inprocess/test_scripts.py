@@ -80,7 +80,7 @@ except RestartLimitError as error:
 """
 
 
-def test_who_leaves_in_the_middle_of_the_block_says_why_and_ends_by_its_own_code() -> None:
+def test_a_process_that_leaves_the_block_says_why_and_keeps_its_exit_code() -> None:
     host = host_store()
     torchrun = {
         "MASTER_ADDR": HOST,

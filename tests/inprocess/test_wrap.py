@@ -71,7 +71,7 @@ def test_a_wrapper_that_is_not_enabled_gives_the_function_back() -> None:
         ({"hp_api_factory": 5}, "hp_api_factory: .* found 5"),
     ],
 )
-def test_what_could_only_fail_at_the_first_fault_is_refused_at_once(
+def test_settings_that_would_fail_at_the_first_fault_are_refused_at_once(
     settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(StrategyError, match=words):
@@ -148,7 +148,7 @@ def test_an_abort_that_fails_does_not_end_the_restart(abort: Any) -> None:
 
 
 @pytest.mark.parametrize("leaving", [KeyboardInterrupt(), SystemExit(0), SystemExit(3)], ids=repr)
-def test_who_ends_the_process_is_not_held_up(leaving: BaseException) -> None:
+def test_an_exit_of_the_process_is_not_delayed(leaving: BaseException) -> None:
     def block() -> None:
         raise leaving
 
@@ -157,7 +157,7 @@ def test_who_ends_the_process_is_not_held_up(leaving: BaseException) -> None:
     assert found.value is leaving
 
 
-def test_what_the_health_check_raises_leaves_the_call() -> None:
+def test_errors_of_the_health_check_leave_the_call() -> None:
     with pytest.raises(HealthCheckError, match="unfit"):
         wrapper(health_check=failing)(fails_once)()
 
@@ -263,7 +263,7 @@ def called_from_native_code(call: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [swallowing, importing, updating, called_from_native_code])
-def test_what_bears_no_interruption_is_completed_and_the_block_is_left(
+def test_code_that_must_not_be_interrupted_is_completed_and_then_the_block_is_left(
     what: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "takes_long_to_import.py").write_text("import time\ntime.sleep(2.5)\nwhole = 1\n")
@@ -285,8 +285,8 @@ def test_what_bears_no_interruption_is_completed_and_the_block_is_left(
 def test_no_interruption_comes_after_the_block_has_returned() -> None:
     """A thousand blocks that return about when the signal comes: never an exception outside.
 
-    Who was interrupted returns earlier the next time, who was not later: whatever else the machine
-    does, the end of the block stays where the signal comes.
+    After a block that was interrupted the next one is shorter, else longer: so the signal comes
+    near the end of the block, however busy the machine is.
     """
     interrupter, fault = Interrupter(), Fault(1, 7, FaultMode.EXCEPTION, "a test")
     num_interrupted, length_s = 0, 1e-4
@@ -357,7 +357,7 @@ def test_memory_and_cycles_of_an_attempt_are_gone_in_the_next() -> None:
     assert memory_in_use()[0] - resident[2] > 60 << 20
 
 
-def test_what_was_made_before_the_call_is_ended_and_the_users_frozen_objects_stay_so() -> None:
+def test_groups_made_before_the_call_are_ended_and_the_users_frozen_objects_stay_frozen() -> None:
     gc.freeze()
     num_frozen = gc.get_freeze_count()
     items: Any = range(100)

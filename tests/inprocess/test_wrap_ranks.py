@@ -255,6 +255,6 @@ def kept_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
     return said
 
 
-def test_of_an_attempt_its_frames_are_gone_and_its_groups_dead_and_destroyed_in_the_next() -> None:
+def test_frames_and_groups_of_an_attempt_are_gone_in_the_next() -> None:
     expected = [True, "WaitReleasedError"]
     assert run_restartable(2, kept_of_the_old_attempt) == [expected, expected]

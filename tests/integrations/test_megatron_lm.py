@@ -159,7 +159,7 @@ def damage(array: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_the_calls_of_megatron_lm_save_and_load_by_this_package(tmp_path: Path) -> None:
-    found = run_processes(NUM_RANKS, use_global_checkpoints, tmp_path, timeout_s=60)
+    found = run_processes(NUM_RANKS, use_global_checkpoints, tmp_path)
 
     assert found == [None] * NUM_RANKS
     text = (tmp_path / "iter_0000001" / "metadata.json").read_text()
@@ -252,7 +252,7 @@ def use_local_checkpoints(rank: int, scratch: Path, own: bool) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("own", [False, True])
 def test_local_checkpoints_go_through_this_package_without_nvrx(tmp_path: Path, own: bool) -> None:
-    found = run_processes(NUM_RANKS, use_local_checkpoints, tmp_path, own, timeout_s=60)
+    found = run_processes(NUM_RANKS, use_local_checkpoints, tmp_path, own)
 
     assert found == [None] * NUM_RANKS
     assert (tmp_path / "local").exists() != own

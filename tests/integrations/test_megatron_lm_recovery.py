@@ -40,8 +40,11 @@ FAULTS = ((3, "reached", 1, "kill"),)
 
 def arguments() -> Namespace:
     """What Megatron-LM's parser returns."""
-    counts = dict.fromkeys(megatron_lm_recovery._COUNTS, 0)
-    return Namespace(micro_batch_size=MICRO_BATCH, **counts)
+    samples = {
+        f"{kind}_samples": 0 for kind in ("consumed_train", "consumed_valid", "skipped_train")
+    }
+    flops = {"num_floating_point_operations_so_far": 0}
+    return Namespace(micro_batch_size=MICRO_BATCH, iteration=0, **samples, **flops)
 
 
 def megatron_training(task: Task) -> tuple[Any, Any]:

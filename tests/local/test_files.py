@@ -132,7 +132,7 @@ def test_a_description_with_a_tensor_less_than_its_state_is_an_error_of_ours(new
     ],
     ids=["directory", "pipe", "device", "loop", "dangling", "other"],
 )
-def test_what_is_no_such_file_is_refused_without_waiting(
+def test_other_files_are_refused_without_waiting(
     replace: Callable[[Path], object], newest: Path
 ) -> None:
     newest.rename(newest.with_name("x"))
@@ -193,7 +193,7 @@ def test_a_shard_that_cannot_be_finished_does_not_appear(call: str, tmp_path: Pa
     assert files_below(tmp_path) == []
 
 
-def test_what_a_killed_save_left_is_removed_and_what_another_one_is_writing_is_not(
+def test_files_of_a_killed_save_are_removed_and_those_of_a_running_one_are_not(
     newest: Path,
 ) -> None:
     root, begun = newest.parents[1], list[str]()

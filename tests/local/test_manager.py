@@ -52,7 +52,7 @@ LOSSES: dict[str, tuple[int, int, int, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("lost", LOSSES)
-def test_what_one_member_of_each_clique_has_is_enough(lost: str, tmp_path: Path) -> None:
+def test_one_surviving_member_of_each_clique_is_enough(lost: str, tmp_path: Path) -> None:
     size, factor, bucket, names = LOSSES[lost]
     before = threading.enumerate()
 
@@ -171,7 +171,7 @@ class Unknown:
     """A class that is not allowed."""
 
 
-def test_what_one_rank_asks_for_in_vain_is_refused_on_all(tmp_path: Path) -> None:
+def test_a_request_that_fails_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     def body(node: Node) -> None:
         manager, state, hollow = node.manager(), state_of(node.rank, 1), state_of(node.rank, 1)
         hollow.pop_tensors()

@@ -49,7 +49,7 @@ def test_twenty_ranks_on_nodes_of_eight_as_the_page_works_out() -> None:
     )  # fmt: skip
 
 
-def test_of_two_saves_of_one_iteration_the_later_is_kept() -> None:
+def test_the_later_of_two_saves_of_one_iteration_is_kept() -> None:
     first, again, new = SaveId(5, "a"), SaveId(5, "b"), SaveId(9, "c")
 
     assert build_retention([first, again, new], new, 2) == {again, new}
@@ -123,7 +123,7 @@ def test_replicas_share_the_sending() -> None:
     assert sorted(one.sender for one in plan) == [0, 0, 1, 1]
 
 
-def test_what_is_held_in_part_is_named_with_the_rank_that_wants_all_of_it() -> None:
+def test_a_shard_held_only_in_part_is_named_with_the_rank_that_wants_all_of_it() -> None:
     half, whole = (spec_of(Region((0, 0), (rows, 3)), (12, 3)) for rows in (6, 12))
 
     with pytest.raises(CoverageError, match=r"w: rank 1 wants .* hold 18 of them"):

@@ -119,7 +119,7 @@ def test_objects_come_back_equal_and_their_tensors_stay_apart_from_those_of_the_
     ],
     ids=["sparse", "class"],
 )
-def test_what_cannot_be_saved_is_refused_by_its_name(
+def test_values_that_cannot_be_saved_are_refused_by_name(
     state: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -152,7 +152,7 @@ def nested() -> dict[str, Any]:
     }
 
 
-def test_what_is_popped_and_inserted_is_the_same_state_and_the_callers_is_left_as_it_is() -> None:
+def test_popped_and_inserted_tensors_give_the_same_state_and_leave_the_callers_alone() -> None:
     before = nested()
     inner = before["list"]
     state = BasicTensorAwareStateDict(before)

@@ -115,7 +115,7 @@ def aborts_one_by_one(rank: int) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_breaks_a_rule_names_the_rule(
+def test_breaking_a_rule_is_an_error_that_names_the_rule(
     rule: str, program: Callable[[int], None], size: int
 ) -> None:
     waits = program in {both_send_first, first_use_by_a_subset, crossed_queues, aborts_one_by_one}

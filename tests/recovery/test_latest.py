@@ -203,7 +203,7 @@ NOT_FOUND, UNUSABLE = CheckpointNotFoundError, NoUsableCheckpointError
         ("x" * 300, None, StorageError, "x: .*too long for the file system"),
     ],
 )
-def test_what_is_no_checkpoint_is_refused_and_what_was_one_is_named(
+def test_other_files_are_refused_and_incomplete_checkpoints_are_named(
     name: str,
     content: bytes | None,
     error: type[Exception],

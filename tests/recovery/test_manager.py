@@ -235,7 +235,7 @@ def test_saving_what_is_tracked_does_not_change_how_far_it_is() -> None:
 
 
 @pytest.mark.parametrize("why", ["", "the data has no state"])
-def test_what_was_deleted_or_declined_is_gone_and_the_reason_is_kept(why: str) -> None:
+def test_a_deleted_or_declined_checkpoint_is_gone_and_the_reason_is_kept(why: str) -> None:
     old = provider(1.0)
     manager, seen = tracking(old), weakref.ref(old)
     del old

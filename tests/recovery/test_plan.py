@@ -153,14 +153,14 @@ WITHOUT_RANDOM_STATES = [
         (WITHOUT_RANDOM_STATES, f"random states of rank 1 .* {STEP}"),
     ],
 )
-def test_what_no_rank_has_is_named_with_the_ranks_that_had_it(
+def test_a_part_that_no_rank_has_is_named_with_the_ranks_that_had_it(
     inputs: Sequence[RankInput], words: str
 ) -> None:
     with pytest.raises(NoReplicasAvailableError, match=words):
         build_recovery_plan(inputs)
 
 
-def test_who_has_its_own_random_states_keeps_them_and_others_ask_the_first_that_has_them() -> None:
+def test_ranks_keep_their_own_random_states_and_others_ask_the_first_that_has_them() -> None:
     inputs = inputs_of([(STEP, Phase.RUNNING), None, (STEP, Phase.RUNNING), (STEP, Phase.RUNNING)])
     own = replace(inputs[0], random_states=((STEP, range(1)), (STEP - 1, range(1, 2))))
     last = replace(inputs[3], random_states=((STEP, range(3, 4)),))

@@ -118,7 +118,7 @@ def test_an_unfinished_save_is_reported_with_its_start(files: Files, command: st
 
 
 @BOTH_COMMANDS
-def test_what_is_missing_or_no_checkpoint_is_distinguished(
+def test_a_missing_checkpoint_and_other_files_give_different_errors(
     environment: ObjectStore, bucket: str, command: str
 ) -> None:
     write(f"s3://{bucket}/run/iter_0000003")
@@ -194,7 +194,7 @@ def test_a_flipped_cut_lengthened_or_missing_file_is_named_by_loads_and_verify(
 
 
 @ONE_SERVER
-def test_what_to_verify_says_what_is_looked_at(files: Files) -> None:
+def test_verify_takes_the_keys_or_files_to_check(files: Files) -> None:
     """Nothing, what the load asks for, or all."""
     assert load(files, "full", "v") == []
     for name in (CHUNK, "arrays/w/zarr.json"):

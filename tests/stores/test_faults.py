@@ -98,7 +98,7 @@ def test_a_server_that_fails_for_good_is_reported_in_time_by_all_ranks(
     limits_s: tuple[int, float],
     said: str,
 ) -> None:
-    """Also before peers, which would know of a late rank alone, give up on one that waits."""
+    """In time, too: before peers give up on a rank that waits for the store."""
     store_s, peers_s = limits_s
     url = f"s3://{bucket}/run"
     begun: list[Request] = []
@@ -184,7 +184,9 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_checkpoint
 
 
 @ONE_SERVER
-def test_who_may_put_read_and_list_saves_to_a_new_url(proxy: FaultyProxy, bucket: str) -> None:
+def test_a_save_to_a_new_url_needs_rights_to_put_read_and_list_alone(
+    proxy: FaultyProxy, bucket: str
+) -> None:
     """No object is put twice either, as in a bucket whose objects stay as they were written."""
     url, cut = f"s3://{bucket}/run", on_grid("w", (4, 4), (1, 1))
     put: set[str] = set()

@@ -66,7 +66,7 @@ def begins(rank: int, variables: Mapping[str, str], root: str, rendezvous: str) 
     return ""
 
 
-def test_of_four_jobs_that_start_together_one_runs(place: Folder, tmp_path: Path) -> None:
+def test_one_of_four_jobs_that_start_together_runs(place: Folder, tmp_path: Path) -> None:
     rendezvous = tmp_path / "rendezvous"
     rendezvous.mkdir()
     args = ({**os.environ}, place.address, str(rendezvous))

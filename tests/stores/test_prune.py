@@ -72,7 +72,7 @@ def root(environment: ObjectStore, bucket: str) -> str:
 
 
 @ONE_SERVER
-def test_what_a_killed_save_left_goes_once_it_began_long_ago(
+def test_files_of_a_killed_save_are_removed_once_it_began_long_ago(
     environment: ObjectStore, bucket: str, root: str
 ) -> None:
     age(environment, bucket, "run/iter_0000004", 60)

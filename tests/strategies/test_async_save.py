@@ -147,7 +147,7 @@ def a_save_that_another_one_has_overtaken_is_not_made_visible(
 def a_save_that_has_lost_its_place_is_not_made_visible(
     rank: int, root: Path, backend: Backend
 ) -> None:
-    """What was staged goes, and a late write makes the directory again; that goes in the end."""
+    """Staged files are removed, also the directory that a late write makes again."""
     request = save_async(weight(rank), root, backend)
     until(request.done)
     dist.barrier()

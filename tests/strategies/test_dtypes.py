@@ -171,7 +171,7 @@ def refuse_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> None
 
 
 def refuse_shared_memory(rank: int, backend: tuple[str, int], root: Path) -> None:
-    """Data that is no memory of its own for each element; nothing else is filled either."""
+    """Of tensors whose elements share memory; no other tensor is filled either."""
     cut = on_grid("w", (8, 6), (4, 1))
     save_all(rank, backend, root, [cut])
     other = Parameter(torch.full((2, 6), 7.0))

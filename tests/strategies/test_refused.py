@@ -231,7 +231,7 @@ def states_that_do_not_fit(rank: int, scratch: Path) -> None:
         states_that_do_not_fit,
     ],
 )
-def test_what_makes_no_sense_is_refused_on_every_rank(
+def test_invalid_arguments_are_refused_on_every_rank(
     act: Callable[[int, Path], None], tmp_path: Path
 ) -> None:
     require_on_ranks(4, act, tmp_path)

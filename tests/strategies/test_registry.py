@@ -94,7 +94,7 @@ def test_an_instance_is_returned_and_a_callable_is_called_once() -> None:
         ((5, "mine", 1), Plain),
     ],
 )
-def test_what_is_no_key_or_no_strategy_is_refused(key: Any, strategy: Any) -> None:
+def test_invalid_keys_and_strategies_are_refused(key: Any, strategy: Any) -> None:
     action, backend, version = key
     with pytest.raises(StrategyError, match="expected an action, a str, an int and a strategy"):
         register_default_strategy(action, backend, version, strategy)

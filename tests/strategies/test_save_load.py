@@ -336,7 +336,7 @@ def run_checks(rank: int, entry: Entry, scratch: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", list(Entry))
-def test_what_a_tensor_or_key_may_be_like_and_what_is_refused(entry: Entry, tmp_path: Path) -> None:
+def test_unusual_tensors_and_keys_are_saved_or_refused(entry: Entry, tmp_path: Path) -> None:
     require_on_ranks(4, run_checks, entry, tmp_path)
 
 
@@ -355,7 +355,7 @@ def test_a_manifest_too_large_for_one_gather_is_exchanged(tmp_path: Path) -> Non
     require_on_ranks(4, save_a_large_manifest, tmp_path)
 
 
-def test_what_fills_up_the_last_inner_chunk_is_zeros(tmp_path: Path) -> None:
+def test_the_last_inner_chunk_is_padded_with_zeros(tmp_path: Path) -> None:
     data = torch.ones(1_000_003)
     state = {"w": ShardedTensor.from_rank_offsets("w", data)}
     dist_ckpt_strategies.save(state, tmp_path / "c", ("zarr", 2))

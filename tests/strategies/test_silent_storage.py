@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -194,19 +195,42 @@ def test_the_process_ends_though_a_thread_still_waits_for_the_disk(
     assert done.stdout == "raised\n"
 
 
+def test_a_shard_that_gets_its_name_after_its_save_was_given_up_is_removed(tmp_path: Path) -> None:
+    is_back, is_over, renaming = threading.Event(), threading.Event(), []
+
+    def wait(name: str, _: str) -> None:
+        if name == "replace":
+            renaming.append(threading.current_thread())
+            is_back.wait(20.0)
+        elif threading.current_thread() not in renaming:
+            is_over.wait(20.0)  # the removal of what was written
+
+    state = BasicTensorAwareStateDict({"w": torch.ones(9)})
+    try:
+        with before_calls(wait, ["replace", "unlink"]):
+            with pytest.raises(StorageTimeoutError):
+                LocalCheckpointManager(tmp_path, timeout_s=8).save(state, 1)
+            is_back.set()
+            renaming[0].join()
+        assert LocalCheckpointManager(tmp_path).find_latest() == -1
+    finally:
+        is_over.set()
+
+
 # Loads whose peers are late, or that are interrupted
 
 
 def load_late(rank: int, root: Path) -> None:
     """One rank begins later than storage may take, and sooner than a peer may."""
+    timeout_s = 2 * TIMEOUT_S  # 2 s between these two
     dist_ckpt_strategies.save(state_of(rank), root)
-    manager = LocalCheckpointManager(root.with_name("local"), timeout_s=TIMEOUT_S)
+    manager = LocalCheckpointManager(root.with_name("local"), timeout_s=timeout_s)
     manager.save(BasicTensorAwareStateDict({"x": torch.ones(10) * rank}), 5, is_async=False)
-    strategy = TwoStageDataParallelLoadShardedStrategy(None, timeout_s=TIMEOUT_S)
+    strategy = TwoStageDataParallelLoadShardedStrategy(None, timeout_s=timeout_s)
     load = partial(dist_ckpt_strategies.load, state_of(rank), root)
-    for act in (partial(load, timeout_s=TIMEOUT_S), partial(load, strategy), manager.load):
+    for act in (partial(load, timeout_s=timeout_s), partial(load, strategy), manager.load):
         dist.barrier()
-        time.sleep(0.85 * TIMEOUT_S * rank)
+        time.sleep(0.8 * timeout_s * rank)
         act()
 
 

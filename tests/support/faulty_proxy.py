@@ -48,7 +48,7 @@ class FaultyProxy(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    request_queue_size = 128  # who comes on top of it is heard a second later
+    request_queue_size = 128  # a further client is served a second later
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
     ) -> None:
         self.send_response_only(status)
         kept = {name.lower(): value for name, value in headers if name.lower() not in _DROPPED}
-        kept.setdefault("content-length", str(len(content)))  # that of HEAD tells of another
+        kept.setdefault("content-length", str(len(content)))  # HEAD has the object's
         for name, value in kept.items():
             self.send_header(name, value)
         self.end_headers()

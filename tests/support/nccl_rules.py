@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.utils._pytree import tree_flatten
 
-from dist_ckpt_strategies.comm.interruptible_gloo import _gloo_group
+from dist_ckpt_strategies.comm.interruptible_gloo import gloo_group
 from tests.support.played_cuda import (
     PENDING,
     CudaTensor,
@@ -388,7 +388,7 @@ def play_nccl(*, separate_queues: bool = False) -> None:
             gloo = None
             if "gloo" in asked:
                 store = PrefixStore("gloo", options.store)
-                gloo = _gloo_group(store, options.group_rank, options.group_size, options.timeout)
+                gloo = gloo_group(store, options.group_rank, options.group_size, options.timeout)
             return NcclRules(options, gloo)
 
         dist.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cuda"])

@@ -55,7 +55,7 @@ def run_script(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; one that waits for its parent has."""
+    """Whether a process has not ended; a zombie has."""
     return process_state(pid) not in {"", "Z", "X"}
 
 

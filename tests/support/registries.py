@@ -6,7 +6,7 @@ from unittest import mock
 
 from megatron.core.dist_checkpointing.strategies import base
 
-from dist_ckpt_strategies.strategies.registry import _REGISTERED
+from dist_ckpt_strategies.strategies.registry import REGISTERED
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def fresh_registries() -> Iterator[None]:
         for action, found in base.default_strategies.items()
     }
     changed = mock.patch.dict(base.default_strategies, theirs)
-    with changed, mock.patch.dict(_REGISTERED, clear=True):
+    with changed, mock.patch.dict(REGISTERED, clear=True):
         yield
 
 

@@ -69,7 +69,7 @@ class ThreadCommunicator(Communicator):
 
 
 def run_ranks(
-    size: int, body: Callable[[ThreadCommunicator], T], timeout_s: float = 10.0
+    size: int, body: Callable[[ThreadCommunicator], T], timeout_s: float = 60.0
 ) -> list[T]:
     """Call ``body`` on every rank at once; the results by rank."""
     world = ThreadWorld(size, timeout_s)

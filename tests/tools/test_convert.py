@@ -152,7 +152,7 @@ def test_the_models_arrays_go_to_safetensors(saved: Path, tmp_path: Path) -> Non
         assert file.metadata() == {"format": "pt"}
 
 
-def test_what_safetensors_has_not_is_said_before_anything_is_written(
+def test_what_safetensors_cannot_hold_is_reported_before_anything_is_written(
     saved: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(PlanError, match=r"z.torch.complex128: safetens"):

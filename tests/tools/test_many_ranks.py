@@ -48,7 +48,7 @@ def test_ranks_write_the_same_bytes_as_one_process(
             sources / source, tmp_path / "two", to, options=SMALL, watch=watch, comm=comm
         )
 
-    reports = run_ranks(2, body, timeout_s=60.0)
+    reports = run_ranks(2, body)
 
     assert [report.nbytes for report in reports] == [one.nbytes] * 2, reports
     files = [contents(tmp_path / name) for name in ("one", "two")]
@@ -80,7 +80,7 @@ def test_ranks_that_see_different_checkpoints_are_refused(sources: Path, tmp_pat
         with pytest.raises(PlanError, match="see different checkpoints"):
             convert(source, tmp_path / "t", "zarr@2", comm=comm)
 
-    run_ranks(2, body, timeout_s=60.0)
+    run_ranks(2, body)
 
 
 def convert_or_die(rank: int, source: Path, target: Path) -> None:

@@ -83,7 +83,7 @@ def test_an_incomplete_checkpoint_never_causes_older_ones_to_be_pruned(
 
 
 @pytest.mark.parametrize("sample", ["one_unfinished", "two_unfinished"])
-def test_what_a_killed_save_left_goes_once_it_is_old(
+def test_files_of_a_killed_save_are_removed_once_they_are_old(
     sample: str, samples: Path, tmp_path: Path
 ) -> None:
     place = put(samples / sample, tmp_path, 5)
@@ -255,7 +255,7 @@ WENT_BACK = [of(100, is_named=True), of(200), of(300, age_s=1.0), of(400), of(50
         (WENT_BACK, Policy(last=1), [200, 400]),
     ],
 )
-def test_what_is_not_to_be_kept_goes_in_this_order(
+def test_the_order_in_which_checkpoints_are_removed(
     found: list[PruneDecision], policy: Policy, removed: list[int]
 ) -> None:
     plan = build_prune_plan(found, **policy)
