@@ -107,6 +107,7 @@ def test_a_script_writes_its_lines_and_leaves_nothing(
     assert results.left == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # most faults cost a start of a process, on cores that others use
 def test_a_twentieth_of_the_campaign_of_recovery_finds_no_violation(tmp_path: Path) -> None:
     found = results_of("recovery_faults.py", tmp_path, "--seed", "4", limit_s=880)
