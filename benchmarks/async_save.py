@@ -38,7 +38,6 @@ from dist_ckpt_strategies.cli.bench_rank import (
     build_shards,
     interleaved,
 )
-from tests.support.ranks import allow_processes
 
 NUM_RANKS = 2
 
@@ -70,7 +69,6 @@ class _Queue(Megatron):
 
     def __init__(self, shards: Shards) -> None:
         super().__init__(shards, TORCH_DIST)
-        allow_processes()
         vars(filesystem_async)["_results_queue"] = None  # it makes one that processes share
         self._queue: Any = AsyncCallsQueue()
 
@@ -92,7 +90,10 @@ class _Memcpy:
     """
 
     def __init__(self, shards: Shards) -> None:
-        self._pairs = [(shard.tensor.clone().share_memory_(), shard.tensor) for shard in shards]
+        self._pairs = [
+            (shard.tensor.clone().share_memory_(), shard.tensor)  # type: ignore[no-untyped-call]
+            for shard in shards
+        ]
 
     def begin(self, directory: Path) -> None:
         del directory

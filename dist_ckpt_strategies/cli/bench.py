@@ -106,10 +106,10 @@ def _measure(
     names = [name for name in bench_rank.MAKERS if name not in lacking]
     comm = open_communicator(None, timeout_s=timeout_s, purpose="bench")
     size = bench_rank.gpt_size(nbytes, comm.size)
-    shards = bench_rank.build_shards(size, comm.rank, comm.size)
     samples = []
     with open_bars() as open_bar:
         show = open_bar("saving and loading")
+        shards = bench_rank.build_shards(size, comm.rank, comm.size)
         num_samples = len(STEPS) * len(names) * (repetitions + 1)
         for sample in bench_rank.measure(comm, shards, workspace, names, repetitions):
             samples.append(asdict(sample))

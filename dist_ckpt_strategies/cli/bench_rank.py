@@ -32,7 +32,7 @@ SECONDS: Final = "seconds"
 ZARR_1: Final = ("zarr", 1)
 ZARR_2: Final = ("zarr", 2)
 TORCH_DIST: Final = ("torch_dist", 1)
-_GRANULE = 32
+_NUM_LAYERS, _GRANULE = 24, 32
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -101,8 +101,11 @@ def gpt_size(nbytes: int, num_parts: int = 1) -> GptSize:
 
     Every array can be divided into ``num_parts`` equal parts.
     """
-    granule, vocabulary = math.lcm(_GRANULE, num_parts), -(-8192 // num_parts) * num_parts
-    sizes = [GptSize(24, hidden, vocabulary) for hidden in range(granule, 8192 + granule, granule)]
+    granule, vocabulary = (-(-n // num_parts) * num_parts for n in (_GRANULE, 8192))
+    most = math.isqrt(nbytes // (_NUM_LAYERS * 12 * 3))  # without the embedding
+    sizes = [
+        GptSize(_NUM_LAYERS, h, vocabulary) for h in range(granule, most + 2 * granule, granule)
+    ]
     return min(sizes, key=lambda size: abs(size.nbytes - nbytes))
 
 
@@ -286,7 +289,8 @@ def interleaved(names: Sequence[str], repetitions: int) -> Iterator[tuple[int, s
     """Every name once per round, after a warm-up round, 0. The order is the same on every rank.
 
     Later rounds are in random order: what one leaves behind, and what the machine does meanwhile,
-    affects each. No name follows itself, which would find caches as it left them.
+    affects each. No name follows itself, which would find caches as it left them; so two names
+    alternate.
     """
     draw, order = random.Random(0), list(names)  # noqa: S311 - no secret
     for repetition in range(repetitions + 1):

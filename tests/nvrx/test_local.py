@@ -16,7 +16,7 @@ from tests.support.queues import require_local_saves
 
 nvrx: Any = pytest.importorskip(
     "nvidia_resiliency_ext.checkpointing.local.base_state_dict",
-    reason="needs nvidia-resiliency-ext: tox -e nvrx",
+    reason="needs nvidia-resiliency-ext: tox -e optional",
 )
 
 

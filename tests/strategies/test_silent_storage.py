@@ -211,8 +211,9 @@ def test_a_shard_that_gets_its_name_after_its_save_was_given_up_is_removed(tmp_p
             with pytest.raises(StorageTimeoutError):
                 LocalCheckpointManager(tmp_path, timeout_s=8).save(state, 1)
             is_back.set()
-            renaming[0].join()
-        assert LocalCheckpointManager(tmp_path).find_latest() == -1
+            for thread in renaming:
+                thread.join()
+        assert (len(renaming), LocalCheckpointManager(tmp_path).find_latest()) == (1, -1)
     finally:
         is_over.set()
 
