@@ -236,6 +236,7 @@ def test_a_missing_common_state_is_incomplete(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_no_flipped_byte_changes_what_is_loaded(tmp_path: Path) -> None:
     """At any of its places: an error that says so, or (in names and padding) the same object."""
     small = {key: STATE[key] for key in ("numbers", "text", "ordered", "tensor", "dtype", "size")}

@@ -262,6 +262,7 @@ def called_from_native_code(call: Any) -> None:
     _extract_tensors()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [swallowing, importing, updating, called_from_native_code])
 def test_code_that_must_not_be_interrupted_is_completed_and_then_the_block_is_left(
     what: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -137,6 +137,7 @@ def run_alone(
     return wrapper(block)(), notes(scratch, "loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loops", LOOPS, ids=str)
 def test_faults_one_after_the_other_at_any_point_of_an_epoch_change_nothing(
     loops: dict[str, Any], tmp_path: Path
