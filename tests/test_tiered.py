@@ -244,9 +244,7 @@ def outlasts_failures_in_background(rank: int, root: str) -> list[str]:
     return [failed.text]
 
 
-def test_a_failed_save_of_one_rank_costs_that_step_and_no_other(
-    tmp_path: Path,
-) -> None:
+def test_a_failed_save_of_one_rank_costs_that_step_and_no_other(tmp_path: Path) -> None:
     for too_large, without_state, in_background, rest in run_processes(
         2, outlasts_failures, str(tmp_path)
     ):
@@ -284,9 +282,7 @@ def test_a_save_under_way_is_given_up_where_one_rank_is_new(tmp_path: Path) -> N
         assert "found [3, 4]" in different
 
 
-def test_checkpoints_of_others_are_neither_loaded_nor_removed(
-    tmp_path: Path,
-) -> None:
+def test_checkpoints_of_others_are_neither_loaded_nor_removed(tmp_path: Path) -> None:
     training = Training()
     policy = SavePolicy(every_steps=1, keep_last=1)
     with TieredCheckpointManager(tmp_path, policy=policy, options=OPTIONS) as manager:

@@ -94,9 +94,9 @@ class Subject:
         for candidate in sorted(rounds, key=lambda one: (one != baseline, one)):
             own = seconds[candidate]
             ratios = {
-                other: found
+                other: Spread.of_ratios(own, seconds[other])
                 for other in (baseline, self.peer)
-                if (found := Spread.of_ratios(own, seconds.get(other, {})))
+                if own.keys() & seconds.get(other, {}).keys()
             }
             more = {
                 title: combine([values[value] for values in rounds[candidate].values()]) / unit
