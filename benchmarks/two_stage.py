@@ -5,8 +5,10 @@
 All ranks request the whole state, as data-parallel replicas do; from a memory file system, and from
 a disk whose files are not in the page cache.
 
-The baseline of a round is the longer of two things: each rank reads its share of the bytes from a
-file of its own, in one stream; each rank sends its share to all others, over two gloo groups.
+The baseline is ``raw read``: each rank reads its share of the bytes from a file of its own, in one
+stream, and then the others' from the page cache, which the ranks of one host share. ``gloo
+exchange`` is what ranks of different hosts would do instead: each sends its share to all others,
+over two groups.
 """
 
 import sys
@@ -36,7 +38,6 @@ from dist_ckpt_strategies.cli.bench_rank import (
     Sample,
     Shard,
     Shards,
-    Stream,
     Target,
     Tensors,
     build_shards,
@@ -105,6 +106,33 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class _SharedRead:
+    """Each rank reads its share of some memory, and then those that others have read before."""
+
+    def __init__(self, shares: Shards) -> None:
+        rank = dist.get_rank()
+        self._own, *self._others = [*shares[rank:], *shares[:rank]]
+
+    def save(self, directory: Path) -> None:
+        _file(directory, self._own).write_bytes(self._own.tensor.numpy().data)
+
+    def load(self, directory: Path) -> Tensors:
+        self._read(directory, self._own)
+        dist.barrier()
+        for share in self._others:
+            self._read(directory, share)
+        return {share.key: share.tensor for share in (self._own, *self._others)}
+
+    @staticmethod
+    def _read(directory: Path, share: Shard) -> None:
+        with _file(directory, share).open("rb", buffering=0) as file:
+            file.readinto(share.tensor.numpy().data)
+
+
+def _file(directory: Path, share: Shard) -> Path:
+    return directory / f"share{share.part}.bin"
+
+
 class _Exchange:
     """Each rank sends its share of some memory to all others, and receives theirs."""
 
@@ -153,9 +181,10 @@ def _baselines(shards: Shards) -> dict[str, rounds.Entry]:
         for rank, part in enumerate(state.tensor_split(num_ranks))
     ]
     own = shares[dist.get_rank()]
-    others = {share.key: share.tensor for share in shares if share is not own}
+    all_shares = {share.key: share.tensor for share in shares}
+    others = {key: tensor for key, tensor in all_shares.items() if key != own.key}
     return {
-        READ_SHARES: rounds.Entry(Stream((own,)), Target({own.key: own.tensor})),
+        READ_SHARES: rounds.Entry(_SharedRead(shares), Target(all_shares)),
         SEND_SHARES: rounds.Entry(_Exchange(shares), Target(others)),
     }
 
