@@ -1,6 +1,6 @@
 """Jobs of several nodes: they go on bit for bit, or end on all nodes and say why.
 
-``python -m tests.cluster`` has more faults, at random.
+``python -m tests.faults`` has more faults, at random.
 """
 
 import random

@@ -70,7 +70,7 @@ class Campaign:
 
     def __str__(self) -> str:
         """How to repeat it."""
-        counts = f"--attempts {self.num_attempts} --changes {self.num_changes}"
+        counts = f"--attempts {self.num_attempts} --changes {self.num_changes} --node-faults 0"
         return f"python -m tests.faults --seed {self.seed} --events {self.num_events} {counts}"
 
 
