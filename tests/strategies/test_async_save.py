@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CoverageError, PlanError, SaveTimeoutError, StorageError
-from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused
+from tests.support.entries import Entry, load, require_on_ranks, require_refused
 from tests.support.layouts import irregular, irregular_otherwise
 from tests.support.processes import is_running, until
 from tests.support.queues import run_queue
@@ -51,6 +51,18 @@ def is_saved(rank: int, root: Path, rows: int = 30_000) -> bool:
 def writer() -> Any:
     (found,) = psutil.Process().children()
     return found
+
+
+def a_save_waits_until_the_one_before_has_written_its_share(
+    rank: int, root: Path, backend: Backend
+) -> None:
+    """It begins while the first one still writes, from memory that both use."""
+    handles = [save_async(weight(rank, 3_000_000), root / name, backend) for name in "ab"]
+    assert handles[0].done()
+    for handle in handles:
+        handle.wait()
+    assert all(is_saved(rank, root / name, 3_000_000) for name in "ab")
+    assert threading.active_count() < 20
 
 
 def tensors_may_be_overwritten_as_soon_as_the_call_returns(
@@ -181,6 +193,7 @@ def a_save_may_be_waited_for_again_after_a_wait_that_failed_on_all_ranks(
 
 
 CHECKS: tuple[Callable[[int, Path, Backend], None], ...] = (
+    a_save_waits_until_the_one_before_has_written_its_share,
     tensors_may_be_overwritten_as_soon_as_the_call_returns,
     a_failure_reaches_every_rank_and_publishes_nothing,
     a_changed_structure_is_never_saved_by_an_old_plan,
@@ -204,39 +217,11 @@ def test_a_save_in_the_background_is_as_one_in_the_foreground(
     require_on_ranks(4, run_checks, tmp_path, backend)
 
 
-def save_while_one_runs(rank: int, root: Path, register: Callable[[], None] | None) -> None:
-    """The second save begins while the first one still writes, into memory that both use."""
-    os.environ["DIST_CKPT_TIMEOUT_S"] = "60"
-    if register is not None:
-        register()
-    backend = (
-        "zarr",
-        1 if register is dist_ckpt_strategies.register_default_zarr_strategies else 2,
-    )
-    handles = [save_async(weight(rank, 3_000_000), root / name, backend) for name in "ab"]
-    assert writer(), "both have the same"
-    assert handles[0].done()
-    for handle in handles:
-        handle.wait()
-    assert all(is_saved(rank, root / name, 3_000_000) for name in "ab")
-    assert threading.active_count() < 20
-
-
-@pytest.mark.parametrize(
-    "register",
-    [None, dist_ckpt_strategies.register, dist_ckpt_strategies.register_default_zarr_strategies],
-)
-def test_a_save_waits_until_the_one_before_has_written_its_share(
-    register: Callable[[], None] | None, tmp_path: Path
-) -> None:
-    assert run_processes(2, save_while_one_runs, tmp_path, register) == [None] * 2
-
-
 def die_beside_a_writer(rank: int, root: Path) -> None:
-    prepare(60)
+    """Both saves have the same writer, also where nothing is registered."""
     save_async(weight(rank), root / "good").wait()
-    (root / "pid").write_text(str(writer().pid))
     save_async(weight(rank, 3_000_000), root / "bad")
+    (root / "pid").write_text(str(writer().pid))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
