@@ -23,29 +23,20 @@ def test_two_regions_are_compared_as_counting_elements_would(data: st.DataObject
     assert not is_outside if one.contains(other) else is_outside or other.numel == 0
 
 
-@st.composite
-def arrays(draw: st.DrawFn) -> ArraySpec:
-    shape = draw(shapes(max_ndim=3, max_size=7))
-    chunk = tuple(draw(st.integers(1, max(1, n) + 1)) for n in shape)
-    return ArraySpec("w", shape, DType.INT16, chunk)
-
-
-@given(arrays())
-def test_the_chunks_cover_the_array_exactly_once(array: ArraySpec) -> None:
-    whole = Region.whole(array.shape)
+@given(st.data())
+def test_chunks_cover_the_array_once_and_those_of_a_region_share_an_element_with_it(
+    data: st.DataObject,
+) -> None:
+    shape = data.draw(shapes(max_ndim=3, max_size=7))
+    chunk = tuple(data.draw(st.integers(1, max(1, n) + 1)) for n in shape)
+    array = ArraySpec("w", shape, DType.INT16, chunk)
+    whole = Region.whole(shape)
     regions = [array.chunk_region(index).intersect(whole) for index in array.chunk_indices()]
 
     assert all(regions)
-    assert (times_covered(array.shape, [region for region in regions if region]) == 1).all()
+    assert (times_covered(shape, [region for region in regions if region]) == 1).all()
     assert len(regions) == array.num_chunks
-
-
-@given(st.data())
-def test_the_chunks_of_a_region_are_those_that_share_an_element_with_it(
-    data: st.DataObject,
-) -> None:
-    array = data.draw(arrays())
-    region = data.draw(regions_in(array.shape))
+    region = data.draw(regions_in(shape))
     touched = [i for i in array.chunk_indices() if array.chunk_region(i).intersect(region)]
 
     assert list(region.cells(array.chunk_shape)) == touched

@@ -24,10 +24,6 @@ from tests.support.regions import NUM_RANKS, Split, merged, regions_in, splits, 
 some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))
 
 
-def is_moving(plan: SavePlan) -> bool:
-    return any(write.moves for write in plan.writes)
-
-
 def requests_of(cases: list[Split]) -> list[RankShards]:
     return merged(*(split.requests(key=f"w{n}") for n, split in enumerate(cases)))
 
@@ -72,7 +68,7 @@ def require_one_writer_per_chunk(array: ArraySpec, plan: SavePlan) -> None:
 def test_nothing_moves_where_the_shards_lie_on_a_regular_grid(split: Split) -> None:
     plan = build_save_plan(split.requests())
 
-    assert not is_moving(plan)
+    assert not any(write.moves for write in plan.writes)
     assert plan.rounds == ()
     assert all(write.is_whole_shard for write in plan.writes)
     writers = {write.region: write.writer for write in plan.writes}
@@ -92,7 +88,7 @@ def test_nothing_moves_where_a_flat_buffer_is_cut_at_rank_boundaries(
     parts = [(a // per_rank, Region((a,), (b - a,))) for a, b in pairwise(bounds)]
     plan = build_save_plan(Split((size,), tuple(parts)).requests())
 
-    assert not is_moving(plan)
+    assert not any(write.moves for write in plan.writes)
     assert len(plan.writes) <= max(num_ranks, len(bounds) - 1)
 
 
