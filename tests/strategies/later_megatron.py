@@ -212,10 +212,12 @@ def state(value: float) -> State:
     }
 
 
-def check(save: Callable[..., Any], root: Path, backend: tuple[str, int], *loaders: Any) -> None:
+def check(
+    save: Callable[..., Any], strategy: Any, root: Path, backend: tuple[str, int], *loaders: Any
+) -> None:
     """The save has that format, and our load, and theirs with these strategies, give it back."""
     root.mkdir(parents=True)
-    save(state(7.0) | COMMON, str(root))
+    save(state(7.0) | COMMON, str(root), strategy)
     marker = json.loads((root / "metadata.json").read_text())
     assert backend == (marker["sharded_backend"], marker["sharded_backend_version"]), root
     ours, theirs = dist_ckpt_strategies.load, dist_checkpointing.load
@@ -246,29 +248,23 @@ def check_all(directory: Path) -> None:
     for version in (1, 2):
         saver, loader, backend = SAVERS[version], LOADERS[version], ("zarr", version)
         root, named = directory / f"zarr{version}", {"backend": "zarr", "version": version}
-        save = partial(theirs, sharded_strategy=saver())
-        check(save, root / "theirs", backend, loader(), two_stage())
-        save = partial(theirs, sharded_strategy=save_wrapper(saver(), **named))
-        check(save, root / "wrapped", backend, load_wrapper(loader()))
-        save = partial(theirs, sharded_strategy=save_wrapper(saver()))
-        check(save, root / "not named", TORCH_DIST, loader())
-        check(partial(save_behind, strategy=saver()), root / "behind", backend, loader())
-        save = partial(ours, sharded_strategy=backend, async_strategy="nvrx")
-        check(save, root / "ours", backend, loader())
-        save = partial(ours, sharded_strategy=save_wrapper(saver()))
-        check(save, root / "ours wrapped", backend, loader())
-        check(partial(save_before_0_19, saver=saver()), root / "before 0.19", backend)
+        check(theirs, saver(), root / "theirs", backend, loader(), two_stage())
+        wrapped = save_wrapper(saver(), **named)
+        check(theirs, wrapped, root / "wrapped", backend, load_wrapper(loader()))
+        check(theirs, save_wrapper(saver()), root / "not named", TORCH_DIST, loader())
+        check(save_behind, saver(), root / "behind", backend, loader())
+        check(partial(ours, async_strategy="nvrx"), backend, root / "ours", backend, loader())
+        check(ours, save_wrapper(saver()), root / "ours wrapped", backend, loader())
+        check(save_before_0_19, saver(), root / "before 0.19", backend)
     root, two = directory / "torch_dist", two_stage(base_strategy=Loader())
-    save = partial(ours, sharded_strategy=TORCH_DIST)
-    check(save, root / "ours", TORCH_DIST, Loader(), load_wrapper(Loader()), two)
-    check(theirs, root / "theirs", TORCH_DIST, Loader(), two)
+    check(ours, TORCH_DIST, root / "ours", TORCH_DIST, Loader(), load_wrapper(Loader()), two)
+    check(theirs, None, root / "theirs", TORCH_DIST, Loader(), two)
     local_saver: Any = local_replicated.LocalReplicatedSaveShardedStrategy
     local = local_saver(replication_jump=1, replication_factor=1)
     with pytest.raises(StrategyError):
         theirs(state(7.0), str(directory), local, async_sharded_save=True)
     loader = local_replicated.LocalReplicatedLoadShardedStrategy
-    save = partial(theirs, sharded_strategy=local)
-    check(save, directory / "iter_5", ("local_replicated", 1), loader())
+    check(theirs, local, directory / "iter_5", ("local_replicated", 1), loader())
 
 
 def main(directory: Path) -> None:

@@ -1,5 +1,6 @@
-"""The registry of strategies: ours, the default one, and Megatron-Core's own."""
+"""The registry of strategies: ours, the default one, and Megatron-Core's own, if it has one."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, Torc
 from dist_ckpt_strategies.strategies.registry import get_default_strategy, register_default_strategy
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from tests.support.processes import run_script
 from tests.support.registries import fresh_registries
 
 KEY = (StrategyAction.SAVE_SHARDED, "mine", 1)
@@ -210,3 +212,18 @@ def test_another_format_is_refused_by_name(make: Any) -> None:
 def test_a_save_strategy_cannot_be_made_for_another_format(make: Any) -> None:
     with pytest.raises(IncompatibleVersionError, match=r"found \('other', 1\)"):
         make("other", 1)
+
+
+# Later releases of Megatron-Core, which have none
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("release", ["0.17", "0.19"])
+def test_every_way_works_beside_a_later_release(release: str, tmp_path: Path) -> None:
+    source = Path(__file__).with_name("later_megatron.py")
+    script = Path(shutil.copy(source, tmp_path / "script.py"))
+
+    done = run_script(script, str(tmp_path), release)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("this release of Megatron-Core has no registry"), done.stdout
