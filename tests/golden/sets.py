@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,12 +66,6 @@ class GoldenSet:
             found: dict[str, Any] = torch.load(
                 self.folder / "expected_objects.pt", weights_only=True
             )
-        return found
-
-    @cached_property
-    def info(self) -> dict[str, Any]:
-        """What the writer noted about itself and each array."""
-        found: dict[str, Any] = json.loads((self.folder / "info.json").read_text())
         return found
 
 

@@ -1,7 +1,9 @@
-"""Every array, object and common state of every set, in one process, through both loads."""
+"""Every array, object and common state of every set, through both loads; and by several ranks."""
 
+import json
 import shutil
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
-from tests.golden.sets import GoldenSet, differing
+from tests.golden.sets import NAMES, TP4, GoldenSet, Route, differing, load_along, register_engine
 from tests.local.clique_worlds import described
-from tests.support.sharding import no_data, on_grid, state_of, zeros
+from tests.support.ranks import done_by
+from tests.support.sharding import Cut, at_random, differences, no_data, on_grid, state_of, zeros
 
 both_loads = pytest.mark.parametrize("load", [dist_checkpointing.load, dist_ckpt_strategies.load])
 UNCHECKED = {"validate_access_integrity": False}
@@ -56,7 +60,8 @@ def test_arrays_objects_and_common_state_are_what_was_saved(
     assert {key: described(value) for key, value in found["objects"].items()} == saved
     assert found.keys() == common.keys() | asked.keys()
     assert described({name: found[name] for name in common}) == described(dict(common))
-    assert (common["iteration"], common["args"]["note"]) == (golden.info["steps"], "été")
+    info = json.loads((golden.folder / "info.json").read_text())  # what the writer noted
+    assert (common["iteration"], common["args"]["note"]) == (info["steps"], "été")
     assert Namespace in allowed  # others allowed it; a load leaves their list alone
     assert set(torch.serialization.get_safe_globals()) == allowed
 
@@ -90,3 +95,43 @@ def test_removing_a_prefix_leaves_everything_else_as_it_was(
     assert serialization.load_sharded_metadata(copy).keys() == kept.keys() | objects
     left = [path for path in Path(copy).glob(f"{prefix}*") if path.is_file() or any(path.iterdir())]
     assert left == [], "the locks of its writer go, too"
+
+
+# Cut at random over real ranks, along every route
+
+
+def cuts(golden: GoldenSet, seed: int, size: int) -> list[Cut]:
+    """In regions of all sizes; where layers are stacked, by layer as pipeline stages do."""
+    found = []
+    for key, whole in golden.tensors.items():
+        shape, dtype = tuple(whole.shape), whole.dtype
+        if seed == 0 and "decoder.layers." in key:
+            grid = (shape[0], *[1] * (len(shape) - 1))
+            found.append(on_grid(key, shape, grid, size=size, dtype=dtype, num_prepended=1))
+        else:
+            found.append(at_random(key, shape, 1 + 4 * seed, size=size, dtype=dtype, seed=seed))
+    return found
+
+
+def load_every_cut(rank: int, golden: GoldenSet, engine: Engine, size: int) -> list[str]:
+    """Body of a rank: the routes and keys that came out wrong."""
+    register_engine(engine)
+    wrong = []
+    for route in Route:
+        for seed, data in enumerate((zeros, no_data)):
+            asked = cuts(golden, seed, size)
+            found = load_along(route, state_of(rank, asked, data), golden.checkpoint)
+            names = differences(rank, asked, found, golden.part_of)
+            wrong += [f"{route}, seed {seed}: {name}" for name in names]
+    return wrong
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "size", "engine"),
+    [*((name, 4, Engine.TENSORSTORE) for name in NAMES), (TP4, 2, Engine.ZARR)],
+)
+def test_every_set_loads_bit_exactly_at_other_layouts(
+    unpacked: Callable[[str], GoldenSet], name: str, size: int, engine: Engine
+) -> None:
+    assert done_by(size, load_every_cut, unpacked(name), engine, size) == [[]] * size
