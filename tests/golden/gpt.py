@@ -52,15 +52,7 @@ class Trainee:
     @classmethod
     def build(cls, layout: ParallelLayout, num_rows: int) -> Trainee:
         """The sets' model with a vocabulary padded to ``num_rows``."""
-        size = ModelSize(
-            num_layers=4,
-            hidden=64,
-            num_heads=4,
-            num_query_groups=4,
-            ffn_hidden=256,
-            vocab=num_rows,
-            sequence_length=32,
-        )
+        size = ModelSize(4, 64, num_heads=4, ffn_hidden=256, vocab=num_rows, sequence_length=32)
         model = build_model(size, layout)
         _, optimizer = build_optimizer(model, lr=0.001, weight_decay=0.01)
         return cls(model.module, optimizer)

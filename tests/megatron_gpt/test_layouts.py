@@ -102,14 +102,7 @@ def test_a_model_is_the_same_in_another_layout(kind: str, tmp_path: Path) -> Non
 
 
 TRAINING = Training(
-    size=ModelSize(
-        num_layers=2,
-        hidden=40,
-        num_heads=4,
-        num_query_groups=2,
-        ffn_hidden=72,
-        sequence_length=16,
-    ),
+    size=ModelSize(2, 40, num_heads=4, num_query_groups=2, ffn_hidden=72, sequence_length=16),
     global_batch=8,
     num_before_save=3,
     num_after_save=2,

@@ -71,11 +71,8 @@ def loaders(backend: tuple[str, int], options: Options | None = None) -> dict[st
     plain = partial(STRATEGIES[backend], options=options)
     found = {"plain": plain(), "wrapped": FullyParallelLoadStrategyWrapper(plain())}
     if backend[0] == "zarr":
-        for name, group in {
-            "two-stage": None,
-            "two-stage in pairs": dist.new_subgroups(2)[0],
-        }.items():
-            found[name] = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=plain())
+        over = partial(TwoStageDataParallelLoadShardedStrategy, base_strategy=plain())
+        found |= {"two-stage": over(None), "two-stage in pairs": over(dist.new_subgroups(2)[0])}
     return found
 
 
@@ -220,12 +217,10 @@ LARGE_ARRAYS = [on_grid(f"w{n}", LARGE, (1, 1), size=1, dtype=torch.float32) for
 """256 MiB, each in one chunk of format 1."""
 
 
-def require_memory(
-    backend: tuple[str, int], root: Path, arrays: list[Cut], dtype: torch.dtype, nbytes: int
-) -> None:
+def require_memory(backend: tuple[str, int], root: Path, dtype: torch.dtype, nbytes: int) -> None:
     wanted = {
         cut.key: sharded(cut, cut.parts[0], torch.zeros(LARGE, dtype=dtype), dtype=dtype)
-        for cut in arrays
+        for cut in LARGE_ARRAYS
     }
     options = Options(timeout_s=60, max_inflight_bytes=32 << 20, io_threads=16)
     strategy = STRATEGIES[backend](options=options)
@@ -237,7 +232,7 @@ def require_memory(
 
 def load_large(rank: int, backend: tuple[str, int], root: Path) -> None:
     save_all(rank, backend, root, LARGE_ARRAYS)
-    require_memory(backend, root, LARGE_ARRAYS, torch.float64, 128 << 20)
+    require_memory(backend, root, torch.float64, 128 << 20)
 
 
 def load_compressed(rank: int, backend: tuple[str, int], root: Path) -> None:
@@ -248,7 +243,7 @@ def load_compressed(rank: int, backend: tuple[str, int], root: Path) -> None:
         path.write_text(json.dumps(fields))
         (chunk,) = path.parent.glob("0*")
         chunk.write_bytes(codec.encode(chunk.read_bytes()))
-    require_memory(backend, root, LARGE_ARRAYS, torch.float32, 256 << 20)  # an import takes 100 MiB
+    require_memory(backend, root, torch.float32, 256 << 20)  # an import takes 100 MiB
 
 
 @pytest.mark.parametrize("act", [load_every_pair, load_large])
