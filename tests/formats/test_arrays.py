@@ -78,12 +78,12 @@ def chunk_file(root: Path, backend: tuple[str, int], key: str, index: str) -> Pa
     return root / (f"{key}/{index}" if backend[1] == 1 else f"arrays/{key}/c.{index}")
 
 
-def region_of(key: str, shape: tuple[int, ...], chance: random.Random) -> tuple[Cut, Part]:
-    """Any region of an array, as one shard of it; it may be empty."""
+def region_of(shape: tuple[int, ...], chance: random.Random) -> tuple[Cut, Part]:
+    """Any region of the array w, as one shard of it; it may be empty."""
     low = tuple(chance.randrange(n + 1) for n in shape)
     length = tuple(chance.randint(0, n - a) for a, n in zip(low, shape, strict=True))
     part = Part(0, low, length)
-    return Cut(key, shape, torch.float32, (part,)), part
+    return Cut("w", shape, torch.float32, (part,)), part
 
 
 @each_format
@@ -101,7 +101,7 @@ def test_any_region_is_loaded_into_memory_of_any_layout(
     wanted: dict[str | None, Any] = {}
     targets: dict[str | None, torch.Tensor] = {}
     for layout in ("dense", "transposed", "every other element", None):
-        cut, part = region_of("w", shape, chance)
+        cut, part = region_of(shape, chance)
         if layout is not None and shape:
             targets[layout] = LAYOUTS[layout](torch.zeros(part.shape, dtype=dtype))
         wanted[layout] = sharded(cut, part, targets.get(layout), dtype=dtype)
@@ -118,10 +118,7 @@ def test_any_region_is_loaded_into_memory_of_any_layout(
 
 
 SIZES = [
-    (64 << 10) - 1,
-    64 << 10,
-    (256 << 10) + 4096 - 7,
-    (4 << 20) + 3 * 4096 + 5,
+    *((64 << 10) - 1, 64 << 10, (256 << 10) + 4096 - 7, (4 << 20) + 3 * 4096 + 5),
     (16 << 20) + 12345,
 ]
 """Around the sizes at which files are cut, and go past the page cache."""
@@ -203,28 +200,12 @@ def test_every_file_and_directory_is_flushed_before_the_save_ends(
 # What others wrote
 
 
-def write_foreign(root: Path, values: Values, key: str = "layer.w", **how: Any) -> Path:
-    """An array of another writer in a finished checkpoint of format 1; its directory."""
-    options: dict[str, Any] = {"dtype": values.dtype, "fill_value": None, "compressors": None} | how
-    array = zarr.create_array(
-        str(root / key),
-        shape=values.shape,
-        chunks=tuple(max(1, -(-n // 2)) for n in values.shape),
-        zarr_format=2,
-        config={"write_empty_chunks": True},
-        **options,
-    )
-    array[...] = values
-    finish(root)
-    return root / key
-
-
 def finish(root: Path) -> None:
     write_object(root / "common.pt", {})
     write_marker(root, "zarr")
 
 
-def read(root: Path, values: Values, engine: Engine, key: str = "layer.w") -> Values:
+def read(root: Path, values: Values, engine: Engine, key: str = "w") -> Values:
     """All of an array of that shape and type, as one of the engines reads it."""
     data = torch.from_numpy(np.empty(values.shape, values.dtype.newbyteorder("=")))
     wanted = ShardedTensor.from_rank_offsets(key, data)
@@ -245,31 +226,41 @@ WAYS: dict[str, dict[str, Any]] = {
     "nested": {"chunk_key_encoding": {"name": "v2", "separator": "/"}},
     "fill value": {"fill_value": 7.0},
 }
-by_engine = pytest.mark.parametrize("engine", Engine)
 
 
-@by_engine
+@pytest.mark.parametrize("engine", Engine)
 @pytest.mark.parametrize("name", WAYS)
 def test_arrays_of_other_writers_are_read_and_bad_chunks_are_named(
     name: str, engine: Engine, tmp_path: Path
 ) -> None:
     values = random_values((7, 5), DType.FLOAT32)
     values[np.isnan(values)] = 1.5  # numcodecs and numpy may touch payloads of swapped NaNs
-    directory = write_foreign(tmp_path, values, **WAYS[name])
+    directory = tmp_path / "layer.w"
+    options: dict[str, Any] = {"dtype": values.dtype, "fill_value": None, "compressors": None}
+    array = zarr.create_array(
+        str(directory),
+        shape=values.shape,
+        chunks=(4, 3),
+        zarr_format=2,
+        config={"write_empty_chunks": True},
+        **options | WAYS[name],
+    )
+    array[...] = values
+    finish(tmp_path)
     bad = directory / ("0/1" if name == "nested" else "0.1")
 
-    found = read(tmp_path, values, engine)
+    found = read(tmp_path, values, engine, "layer.w")
     assert (found.dtype, found.tobytes()) == (values.dtype, values.tobytes())
     content = bad.read_bytes()
     if "compressors" in WAYS[name]:
         for damaged in (content[: len(content) // 2], b"", b"\x01" * len(content)):
             bad.write_bytes(damaged)
             with pytest.raises(CorruptCheckpointError, match=rf"layer\.w: .*{directory}") as caught:
-                read(tmp_path, values, engine)
+                read(tmp_path, values, engine, "layer.w")
             assert caught.value.key == "layer.w"
     bad.unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"^(rank 0: )?layer\.w: ") as lost:
-        read(tmp_path, values, engine)
+        read(tmp_path, values, engine, "layer.w")
     assert (lost.value.key, lost.value.path) == ("layer.w", str(bad))
 
 
@@ -303,7 +294,7 @@ def test_chunks_that_cannot_be_decoded_are_an_error_that_says_so(
     finish(tmp_path)
 
     with pytest.raises(StorageError, match=said) as caught:
-        read(tmp_path, VALUES, engine, "w")
+        read(tmp_path, VALUES, engine)
     assert caught.value.key == "w"
 
 
@@ -351,7 +342,7 @@ def load_described(root: Path, content: bytes | dict[str, Any]) -> Any:
         write_metadata(root / "w", **content)
     else:
         (root / "w" / ".zarray").write_bytes(content)
-    return outcome(partial(read, root, VALUES, Engine.TENSORSTORE, "w"))
+    return outcome(partial(read, root, VALUES, Engine.TENSORSTORE))
 
 
 def test_invalid_array_metadata_is_an_error_that_names_key_and_file(tmp_path: Path) -> None:
