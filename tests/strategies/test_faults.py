@@ -62,10 +62,6 @@ from tests.support.sharding import (
 
 pytestmark = pytest.mark.multiprocess
 
-by_entry = pytest.mark.parametrize(
-    ("entry", "engine"), [(Entry.OURS, "tensorstore"), (Entry.MEGATRON, "zarr")], ids=str
-)
-
 CULPRIT = 2
 KEY = "own.2"
 NOBODY = 65534
@@ -220,7 +216,9 @@ def load_with_faults(
     return seen
 
 
-@by_entry
+@pytest.mark.parametrize(
+    ("entry", "engine"), [(Entry.OURS, "tensorstore"), (Entry.MEGATRON, "zarr")], ids=str
+)
 def test_damage_that_one_rank_meets_is_raised_on_every_rank(
     entry: Entry, engine: str, scratch: Path
 ) -> None:

@@ -40,7 +40,6 @@ pytestmark = pytest.mark.multiprocess
 
 NUM_RANKS = 4
 BACKEND = ("local_replicated", 1)
-each_algo = pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
 
 
 def state_of(tp: int, value: float, *, is_filled: bool = True) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def through_megatron(rank: int, root: str, algo: str) -> None:
         dist_ckpt_strategies.prepare_local_load(directory)
 
 
-@each_algo
+@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
 def test_megatrons_save_and_load_find_it_and_a_lost_node_is_restored(
     algo: str, tmp_path: Path
 ) -> None:

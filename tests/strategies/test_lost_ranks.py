@@ -23,7 +23,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support.entries import (
     Entry,
-    Failure,
     load,
     outcome,
     prepare,
@@ -96,17 +95,6 @@ def lose_rank_in_save(rank: int, entry: Entry, culprit: int, number: int, scratc
         return survive(rank, culprit, scratch, lambda: [outcome(call) for call in calls])
 
 
-def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
-    assert isinstance(results[culprit], RankDiedError), results
-    survivors = [result for rank, result in enumerate(results) if rank != culprit]
-    for failure in survivors:
-        words = f"[{culprit}]", "save to "
-        require_failure(failure, PeerError, *words, global_rank=culprit)
-        assert failure.text.startswith(f"rank {culprit}: "), failure
-        assert failure.seconds < PROMPT_S, failure
-    return survivors
-
-
 def require_incomplete_and_replaceable(rank: int, root: Path) -> None:
     """A new job finds no checkpoint, and can save there."""
     ours = partial(load, Entry.OURS, state_of(rank, CUTS, no_data), root)
@@ -135,20 +123,21 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
 ) -> None:
     results = run_processes(4, lose_rank_in_save, entry, culprit, number, tmp_path)
 
-    for result in results:
-        for later in result[1:] if isinstance(result, list) else ():
-            assert require_failure(later, PeerError).seconds < PROMPT_S, later
+    assert isinstance(results.pop(culprit), RankDiedError), results
+    for first, *later in results:
+        require_failure(first, PeerError, f"[{culprit}]", "save to ", global_rank=culprit)
+        assert first.text.startswith(f"rank {culprit}: "), first
+        for failure in (first, *later):
+            assert require_failure(failure, PeerError).seconds < PROMPT_S, failure
     assert not (tmp_path / "d" / "metadata.json").exists()
-    firsts = [result[0] if isinstance(result, list) else result for result in results]
-    survivors = require_survivors_raised(firsts, culprit)
-    late = [failure for failure in survivors if PeerTimeoutError.__name__ in failure.kinds]
+    late = [first for first, *_ in results if PeerTimeoutError.__name__ in first.kinds]
     for failure in late:
         assert "did not reach this collective within 5 s" in failure.text
         assert "TimeoutError" in failure.kinds
     if number == signal.SIGSTOP:
         assert late
     else:
-        assert any(PeerLostError.__name__ in failure.kinds for failure in survivors)
+        assert any(PeerLostError.__name__ in first.kinds for first, *_ in results)
     require_on_ranks(4, require_incomplete_and_replaceable, tmp_path / "c")
 
 

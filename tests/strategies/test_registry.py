@@ -32,10 +32,6 @@ from tests.support.registries import fresh_registries
 KEY = (StrategyAction.SAVE_SHARDED, "mine", 1)
 
 
-class Plain:
-    """Stands for a strategy."""
-
-
 class Foreign:
     """A strategy that another package put into Megatron's registry."""
 
@@ -66,7 +62,7 @@ def _registries() -> Iterator[None]:
 def test_an_unknown_key_is_an_error_that_lists_the_registered_ones() -> None:
     with pytest.raises(StrategyNotFoundError, match="registered: none"):
         get_default_strategy(*KEY)
-    register_default_strategy(StrategyAction.LOAD_COMMON, "b", 2, Plain)
+    register_default_strategy(StrategyAction.LOAD_COMMON, "b", 2, dict)
 
     with pytest.raises(LookupError, match=r"'mine', 1\); registered: \(load_common, 'b', 2\)"):
         get_default_strategy(*KEY)
@@ -90,10 +86,10 @@ def test_an_instance_is_returned_and_a_callable_is_called_once() -> None:
 @pytest.mark.parametrize(
     ("key", "strategy"),
     [
-        ((StrategyAction.SAVE_SHARDED, "mine", "1"), Plain),
-        ((StrategyAction.SAVE_SHARDED, None, 1), Plain),
+        ((StrategyAction.SAVE_SHARDED, "mine", "1"), dict),
+        ((StrategyAction.SAVE_SHARDED, None, 1), dict),
         ((StrategyAction.SAVE_SHARDED, "a number", 1), 5),
-        ((5, "mine", 1), Plain),
+        ((5, "mine", 1), dict),
     ],
 )
 def test_invalid_keys_and_strategies_are_refused(key: Any, strategy: Any) -> None:
@@ -113,13 +109,13 @@ def test_a_load_strategy_does_not_save(tmp_path: Path) -> None:
 
 def test_the_same_registration_again_changes_nothing_and_another_needs_replace() -> None:
     key, options = (StrategyAction.SAVE_SHARDED, "zarr", 1), Options(timeout_s=77.0)
-    register(options=options, local=LocalOptions(replication_jump=2), allow=[Plain])
+    register(options=options, local=LocalOptions(replication_jump=2), allow=[Own])
     before = get_default_strategy(*key)
-    register(options=replace(options), local=LocalOptions(replication_jump=2), allow=[Plain])
+    register(options=replace(options), local=LocalOptions(replication_jump=2), allow=[Own])
     others: list[dict[str, Any]] = [
         {},
         {"options": Options(timeout_s=60.0)},
-        {"options": options, "allow": [Plain]},
+        {"options": options, "allow": [Own]},
         {"options": options, "local": LocalOptions(replication_jump=2)},
     ]
     for other in others:

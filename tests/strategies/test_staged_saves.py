@@ -224,7 +224,6 @@ def slow_renames(root: Path, seconds: float) -> AbstractContextManager[None]:
 
 
 NOTHING = {"CheckpointNotFoundError", "NoUsableCheckpointError"}
-each_format = pytest.mark.parametrize("backend", FORMATS, ids=str)
 
 
 def save_beside_a_reader(rank: int, root: Path, backend: Any) -> None:
@@ -276,7 +275,7 @@ def search_beside_what_cannot_be_completed(rank: int, root: Path, backend: Any) 
     assert [attempt.iteration for attempt in found.attempts] == [2]
 
 
-@each_format
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
 @pytest.mark.parametrize(
     "act", [save_beside_a_reader, complete_together, search_beside_what_cannot_be_completed]
 )

@@ -89,17 +89,13 @@ def outcome(action: Callable[[], Any]) -> Any:
 
 
 def require_failure_everywhere(
-    results: Sequence[Any], *, kind: type[Exception], culprit: int | None, names: Sequence[str]
+    results: Sequence[Any], *, kind: type[Exception], culprit: int, names: Sequence[str]
 ) -> None:
-    """Every rank raised an error of that class, in both families, that names all it should.
-
-    With None for ``culprit``, any rank may be the one that failed.
-    """
+    """Every rank raised an error of that class, in both families, that names all it should."""
     for rank, result in enumerate(results):
-        found = require_failure(result, kind, *names)
-        assert culprit in {None, found.global_rank}, (rank, found)
-        assert found.text.startswith(f"rank {found.global_rank}: "), (rank, found)
-        assert (PeerError.__name__ in found.kinds) == (rank != found.global_rank), (rank, found)
+        found = require_failure(result, kind, *names, global_rank=culprit)
+        assert found.text.startswith(f"rank {culprit}: "), (rank, found)
+        assert (PeerError.__name__ in found.kinds) == (rank != culprit), (rank, found)
 
 
 def require_refused(
