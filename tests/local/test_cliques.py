@@ -36,7 +36,7 @@ from tests.local.clique_worlds import (
     values_of,
 )
 from tests.support.entries import require_on_ranks
-from tests.support.queues import require_local_saves
+from tests.support.queues import run_queue
 from tests.support.ranks import RankDiedError, run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -187,4 +187,4 @@ def test_a_rank_that_is_killed_while_it_saves_costs_that_save_only(tmp_path: Pat
 def test_megatrons_queue_finalises_a_local_save_and_tells_when_one_has_failed(
     tmp_path: Path,
 ) -> None:
-    require_local_saves(tmp_path, "megatron")
+    run_queue(tmp_path, "megatron")

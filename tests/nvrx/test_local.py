@@ -12,7 +12,7 @@ import torch
 from dist_ckpt_strategies import local
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.kept import own_parameters, require_understood
-from tests.support.queues import require_local_saves
+from tests.support.queues import run_queue
 
 nvrx: Any = pytest.importorskip(
     "nvidia_resiliency_ext.checkpointing.local.base_state_dict",
@@ -83,8 +83,8 @@ def test_it_comes_back_as_it_was(kind: Any, is_async: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.multiprocess
-def test_nvrxs_queue_finalises_a_local_save(tmp_path: Path) -> None:
-    require_local_saves(tmp_path, "nvrx")
+def test_nvrxs_queue_finalises_a_local_save_and_tells_when_one_has_failed(tmp_path: Path) -> None:
+    run_queue(tmp_path, "nvrx")
 
 
 def test_a_request_for_nvrx_is_finalised_with_the_one_it_was_made_of(tmp_path: Path) -> None:
