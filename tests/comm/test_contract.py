@@ -31,7 +31,7 @@ from dist_ckpt_strategies.errors import (
     error_from_peer,
 )
 from tests.faults.injection import TARGETS, failing_call
-from tests.support.ranks import run_processes
+from tests.support.ranks import done_by
 from tests.support.thread_ranks import run_ranks
 
 Check = Callable[[Communicator], None]
@@ -221,12 +221,6 @@ CHECKS: list[Check] = [
 ]
 
 
-def on_gloo_rank(_rank: int, checks: list[Check]) -> None:
-    comm = open_communicator(None, timeout_s=60.0, purpose="a test")
-    for check in checks:
-        check(comm)
-
-
 @pytest.mark.parametrize("check", CHECKS)
 def test_one_process_alone(check: Check) -> None:
     check(Communicator())
@@ -277,13 +271,15 @@ def ranks_in_different_steps_find_out(comm: Communicator) -> None:
     assert caught.value.global_rank == (0 if comm.rank == last else last)
 
 
+def on_gloo_rank(_rank: int) -> None:
+    comm = open_communicator(None, timeout_s=60.0, purpose="a test")
+    for check in CHECKS:
+        check(comm)
+    what_cannot_be_reported_is_an_error_on_all_ranks_which_stay_in_step(comm)
+    bytes_that_one_rank_has_no_memory_for_are_an_error_on_all(comm)
+    ranks_in_different_steps_find_out(comm)
+
+
 @pytest.mark.multiprocess
 def test_four_processes() -> None:
-    checks = [
-        *CHECKS,
-        what_cannot_be_reported_is_an_error_on_all_ranks_which_stay_in_step,
-        bytes_that_one_rank_has_no_memory_for_are_an_error_on_all,
-        ranks_in_different_steps_find_out,
-    ]
-    found = run_processes(4, on_gloo_rank, checks)
-    assert found == [None] * 4, [getattr(one, "__notes__", one) for one in found]
+    done_by(4, on_gloo_rank)
