@@ -3,10 +3,11 @@
 A fault cuts the connections of process groups and stores, and no others.
 """
 
-import asyncio
 import gc
 import queue
 import random
+import select
+import socket
 import threading
 import time
 import weakref
@@ -48,27 +49,19 @@ def require_results(results: list[Any]) -> list[Any]:
 
 
 class Echo:
-    """A server of the rank and its client, on an epoll instance, as gloo's connections are."""
+    """A server of the rank and its client, on one epoll instance, as gloo's connections are."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._reader, self._writer = self._run(self._open())
+        self._epoll = select.epoll()
+        self._server = socket.create_server((HOST, 0))
+        self._client = socket.create_connection(self._server.getsockname())
+        self._served, _ = self._server.accept()
+        for one in (self._server, self._client, self._served):
+            self._epoll.register(one)
 
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            while line := await reader.readline():
-                writer.write(line)
-
-        server = await asyncio.start_server(echo, HOST, 0)
-        return await asyncio.open_connection(HOST, server.sockets[0].getsockname()[1])
-
-    def answer(self) -> Any:
-        self._writer.write(b"ok\n")
-        return self._run(self._reader.readline())
-
-    def _run(self, what: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result(30)
+    def answer(self) -> bytes:
+        self._served.sendall(b"ok")
+        return self._client.recv(2)
 
 
 def in_a_store_of_its_own() -> None:
@@ -165,7 +158,7 @@ def test_a_fault_ends_whatever_the_others_wait_for_and_cuts_no_other_connection(
 
     for total, answers, waits, causes in require_results(results):
         assert total == 6.0
-        assert answers == [b"ok\n"] * (len(PLACES) + 1)
+        assert answers == [b"ok"] * (len(PLACES) + 1)
         assert causes == [f"ValueError: fault {attempt}" for attempt in range(len(PLACES))]
         assert max(waits) < LIMIT_S, dict(zip(PLACES, waits, strict=True))
 
