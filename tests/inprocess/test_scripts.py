@@ -1,14 +1,13 @@
 """Scripts under torchrun; and how a process ends after an attempt: by its own code."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from dist_ckpt_strategies.comm.job_store import host_store
-from dist_ckpt_strategies.config import environment
+from tests.cli.commands import begun
 from tests.inprocess.agents import VARIABLES, Agents
 from tests.support.processes import finished
 from tests.support.restarts import HOST
@@ -82,7 +81,7 @@ except RestartLimitError as error:
 
 def test_a_process_that_leaves_the_block_says_why_and_keeps_its_exit_code() -> None:
     host = host_store()
-    torchrun = {
+    torchrun = VARIABLES | {
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(host.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -91,12 +90,7 @@ def test_a_process_that_leaves_the_block_says_why_and_keeps_its_exit_code() -> N
         "LOCAL_WORLD_SIZE": "2",
     }
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEAVES],
-            env={**environment(), **VARIABLES, **torchrun, "RANK": rank, "LOCAL_RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        begun(sys.executable, "-c", LEAVES, **torchrun, RANK=rank, LOCAL_RANK=rank)
         for rank in ("0", "1")
     ]
     try:
