@@ -12,7 +12,6 @@ import torch
 
 from dist_ckpt_strategies.errors import HealthCheckError, RestartError
 from dist_ckpt_strategies.inprocess.abort import (
-    Abort,
     AbortTransformerEngine,
     CheckpointlessAbortManager,
     Compose,
@@ -20,9 +19,7 @@ from dist_ckpt_strategies.inprocess.abort import (
     HPCheckpointingAbort,
     HPDataLoaderAbort,
 )
-from dist_ckpt_strategies.inprocess.finalize import (
-    CheckpointlessFinalizeCleanup,
-)
+from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
 from dist_ckpt_strategies.inprocess.health_check import (
     ChainedHealthCheck,
     CudaHealthCheck,
@@ -34,25 +31,22 @@ from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode
 STATE = HPState(rank=1, world_size=4, restart_round=3, attempt=2)
 
 
-class Noting(Abort):
-    def __init__(self, calls: list[str], name: str, error: Exception | None = None) -> None:
-        self.calls = calls
-        self.name = name
-        self.error = error
-
-    def __call__(self, state: HPState) -> HPState:
-        self.calls.append(self.name)
-        if self.error:
-            raise self.error
+def noting(calls: list[str], name: str, error: Exception | None = None) -> Any:
+    def part(state: HPState) -> HPState:
+        calls.append(name)
+        if error:
+            raise error
         return state
+
+    return part
 
 
 def test_all_parts_are_called_the_last_one_first_and_every_text_is_kept() -> None:
     calls: list[str] = []
     parts = Compose(
-        Noting(calls, "a", ValueError("first")),
-        Noting(calls, "b"),
-        Noting(calls, "c", OSError("2nd")),
+        noting(calls, "a", ValueError("first")),
+        noting(calls, "b"),
+        noting(calls, "c", OSError("2nd")),
     )
 
     with pytest.raises(RestartError, match="abort failed: OSError: 2nd; ValueError: first"):
@@ -71,7 +65,7 @@ def test_buffers_of_transformer_engine_are_destroyed_after_the_communicators(
     default = CheckpointlessAbortManager.get_default_checkpointless_abort()
 
     CheckpointlessAbortManager.override_abort(
-        default, HPAbortTorchDistributed, Noting(calls, "communicators")
+        default, HPAbortTorchDistributed, noting(calls, "communicators")
     )(STATE)
 
     assert calls == ["communicators", "buffers"]
@@ -79,21 +73,20 @@ def test_buffers_of_transformer_engine_are_destroyed_after_the_communicators(
 
 def test_the_default_has_the_documented_parts_which_are_replaced_in_a_copy() -> None:
     default = CheckpointlessAbortManager.get_default_checkpointless_abort()
-    part = Noting([], "a")
-    no_compose: Any = part
+    part = noting([], "a")
 
     assert default(STATE) is default(STATE) is STATE
     assert CheckpointlessAbortManager.create_custom_abort(part).instances == (part,)
     changed = CheckpointlessAbortManager.override_abort(default, HPCheckpointingAbort, part)
-    expected = [AbortTransformerEngine, Noting, HPAbortTorchDistributed, HPDataLoaderAbort]
+    expected = [AbortTransformerEngine, type(part), HPAbortTorchDistributed, HPDataLoaderAbort]
     assert list(map(type, changed.instances)) == expected
     expected[1] = HPCheckpointingAbort
     assert list(map(type, default.instances)) == expected
     with pytest.raises(ValueError, match="expected one or more"):
         CheckpointlessAbortManager.create_custom_abort()
     with pytest.raises(ValueError, match="expected a Compose"):
-        CheckpointlessAbortManager.override_abort(no_compose, HPCheckpointingAbort, part)
-    with pytest.raises(ValueError, match="HPDataLoaderAbort: expected one of Noting"):
+        CheckpointlessAbortManager.override_abort(part, HPCheckpointingAbort, part)
+    with pytest.raises(ValueError, match="HPDataLoaderAbort: expected one of function"):
         CheckpointlessAbortManager.override_abort(Compose(part), HPDataLoaderAbort, part)
 
 
