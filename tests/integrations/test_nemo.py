@@ -85,11 +85,6 @@ def test_without_the_framework_the_error_says_what_to_install(
         getattr(import_module(f"dist_ckpt_strategies.integrations.{module}"), name)
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="Nothing"):
-        _ = nemo.Nothing
-
-
 def test_a_trainer_without_a_state_provider_is_refused() -> None:
     with pytest.raises(StrategyError, match="SimpleNamespace: expected a StateProvider"):
         CheckpointManager().save_checkpoint(SimpleNamespace())
