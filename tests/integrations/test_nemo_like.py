@@ -21,7 +21,6 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
-from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins  # noqa: E402
 from dist_ckpt_strategies.inprocess import (  # noqa: E402
@@ -45,17 +44,6 @@ from tests.integrations.lightning_training import QUIET, digest  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
 
 MICRO_BATCH, NUM_MICRO_BATCHES, NUM_SAMPLES = 2, 2, 60
-
-
-class Layers(MegatronModule):  # type: ignore[misc]
-    """Two, with dropout."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config=config)
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return self.layers(inputs)
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -89,9 +77,9 @@ class Model(pl.LightningModule):  # type: ignore[misc]
             use_cpu_initialization=True,
             gradient_accumulation_fusion=False,
         )
-        self.chunk = DistributedDataParallel(
-            config, DistributedDataParallelConfig(use_distributed_optimizer=True), Layers(config)
-        )
+        layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        wrapping = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        self.chunk = DistributedDataParallel(config, wrapping, layers)
 
     def configure_optimizers(self) -> Any:
         options = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True)
