@@ -40,21 +40,15 @@ done
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a job: nodes, ranks and spare processes of each, spare nodes, and the rest.
-
-    Attributes:
-        num_shards: that the state is cut into; ranks a multiple of it apart hold the same.
-        save_every: steps from a local checkpoint to the next; 0: none are made.
-        wait_s: for a node.
-    """
+    """Of a job."""
 
     num_nodes: int = 2
-    num_ranks: int = 2
-    num_spares: int = 1
+    num_ranks: int = 2  # of each node
+    num_spares: int = 1  # processes of each node
     num_spare_nodes: int = 1
-    num_shards: int = 2
-    save_every: int = 0
-    wait_s: float = 60.0
+    num_shards: int = 2  # of the state; ranks a multiple of it apart hold the same
+    save_every: int = 0  # steps from a local checkpoint to the next; 0: none are made
+    wait_s: float = 60.0  # for a node
 
     @property
     def world_size(self) -> int:
@@ -63,18 +57,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a rank has done.
+    """What a rank has done."""
 
-    Attributes:
-        at: time by the clock of the machine.
-        process: node, boot id and process number of who did it.
-        what: "step", "save", or what the state came from: "begin", "memory", "disk".
-    """
-
-    at: float
+    at: float  # time by the clock of the machine
     rank: int
-    process: tuple[str, str, int]
-    what: str
+    process: tuple[str, str, int]  # node, boot id and process number of who did it
+    what: str  # "step", "save", or what the state came from: "begin", "memory", "disk"
     step: int
     digest: str
 

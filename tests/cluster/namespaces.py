@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 ROOT = Path(__file__).parents[2]
@@ -146,12 +145,7 @@ class Cluster:
             self._ip(f"link add br{number} type bridge", f"link set br{number} up")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         for name in list(self.nodes):
             self.kill(name)
         self._switch.communicate(timeout=_LIMIT_S)
