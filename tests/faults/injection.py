@@ -4,13 +4,11 @@ import builtins
 import errno
 import mmap
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -34,17 +32,11 @@ _OF_COLLECTIVES = ("comm/base.py", "comm/process_group.py", "comm/torch_communic
 """A rank that fails in there cannot tell the others any more."""
 
 
-class Act(StrEnum):
-    KILL = "SIGKILL"
-    STOP = "SIGSTOP"
-    FAIL = "an error"
-
-
 @dataclass(frozen=True, slots=True)
 class Trap:
     """What is to happen to a rank, and when."""
 
-    act: Act  # what. KILL and STOP happen at the end, if they have not until then
+    number: int | None  # of the signal, which comes at the end at the latest; None: calls fail
     call: int = 0  # calls before it: of ``target``, or of storage below the root
     delay_s: float = 0.0  # if not 0, in place of ``call``: seconds from the begin of the order
     # a name in TARGETS, of which the package's own calls fail; empty: storage calls.
@@ -82,7 +74,7 @@ def armed(trap: Trap | None, root: Path) -> Iterator[Calls]:
             yield calls
         return
     calls = Calls(trap.call + 1)
-    strike = partial(_strike, trap.act, calls)
+    strike = partial(_strike, trap.number, calls)
 
     def count(_: str, path: str) -> None:
         if path.startswith(str(root)) and calls.is_to_fail():
@@ -97,15 +89,15 @@ def armed(trap: Trap | None, root: Path) -> Iterator[Calls]:
             yield calls
     finally:
         timer.cancel()
-    if trap.act in {Act.KILL, Act.STOP} and not calls.failed:
+    if trap.number is not None and not calls.failed:
         strike()
 
 
-def _strike(act: Act, calls: Calls, path: str = "") -> None:
+def _strike(number: int | None, calls: Calls, path: str = "") -> None:
     calls.failed = 1
-    if act is Act.FAIL:
+    if number is None:
         raise OSError(errno.EIO, INJECTED, path)
-    os.kill(os.getpid(), getattr(signal, act.value))
+    os.kill(os.getpid(), number)
 
 
 Target = tuple[Any, str, Exception]  # a function of a module or class, and how it fails

@@ -23,7 +23,7 @@ from tests.cli.commands import run
 from tests.faults import judge
 from tests.faults.changes import Change, run_changes
 from tests.faults.files import local_copies
-from tests.faults.injection import TARGETS, Act, Trap
+from tests.faults.injection import TARGETS, Trap
 from tests.faults.judge import LOSSES, Reference
 from tests.faults.operations import OPERATIONS
 from tests.faults.oracle import NUM_RANKS, Found, Ledger
@@ -53,11 +53,11 @@ _CULPRIT = 2
 _POLL_S = 0.02
 _TRACE_S = 1.0
 _MAX_JOINS = 3
-_ACTS = {
-    Strike.KILL: Act.KILL,
-    Strike.WAKE: Act.STOP,
-    Strike.PAUSE: Act.STOP,
-    Strike.FAIL: Act.FAIL,
+_SIGNALS: Mapping[Strike, int | None] = {
+    Strike.KILL: signal.SIGKILL,
+    Strike.WAKE: signal.SIGSTOP,
+    Strike.PAUSE: signal.SIGSTOP,
+    Strike.FAIL: None,
 }
 
 
@@ -199,7 +199,7 @@ class Run:
             shutil.rmtree(scratch, ignore_errors=True)
             self._world.ask_all("prepare", attempt.operation, scratch / "shared")
             self._operation = attempt.operation
-        trap = Trap(Act.FAIL, attempt.call, target=attempt.target, for_ever=attempt.for_ever)
+        trap = Trap(None, attempt.call, target=attempt.target, for_ever=attempt.for_ever)
         is_good_too = attempt.number % _GOOD_EVERY == _GOOD_EVERY - 1
         for culprit in [_CULPRIT, None] if is_good_too else [_CULPRIT]:
             directory = scratch / f"{attempt.number} {culprit}"
@@ -320,11 +320,11 @@ def _timeout_s(event: Event | None) -> float:
 
 
 def _trap(event: Event | None, rank: int) -> Trap | None:
-    if event is None or rank != event.victim or event.strike not in _ACTS:
+    if event is None or rank != event.victim or event.strike not in _SIGNALS:
         return None
-    act = _ACTS[event.strike]
-    is_timed = event.is_timed and act in {Act.KILL, Act.STOP}
-    return Trap(act, event.call, event.share * _MAX_DELAY_S if is_timed else 0.0)
+    number = _SIGNALS[event.strike]
+    is_timed = event.is_timed and number is not None
+    return Trap(number, event.call, event.share * _MAX_DELAY_S if is_timed else 0.0)
 
 
 def _has_struck(event: Event, answers: Mapping[int, Any]) -> bool:
