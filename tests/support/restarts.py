@@ -11,7 +11,7 @@ from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState, StoreRendezvous
 from dist_ckpt_strategies.inprocess.wrap import HPWrapper
-from tests.support.ranks import run_processes
+from tests.support.ranks import done_by, run_processes
 
 HOST = "127.0.0.1"
 GROUP_TIMEOUT_S = 100.0  # of process groups: no test may come near it
@@ -21,10 +21,10 @@ _MAX_DEATHS = 8
 def run_restartable(
     size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
-    """Call ``body(rank, wrapper, *args)`` in processes; ``wrapper(...)`` is one of Wrappers."""
+    """What ``body(rank, wrapper, *args)`` returns in processes; ``wrapper`` is one of Wrappers."""
     host = host_store()
     task = (size, host.port, body, args)
-    return run_processes(size, _on_rank, task, timeout_s=timeout_s, makes_group=False)
+    return done_by(size, _on_rank, task, timeout_s=timeout_s, makes_group=False)
 
 
 def run_respawned(
@@ -77,7 +77,6 @@ class Wrappers:
     def __init__(self, worker: str, place: RankInfo, port: int) -> None:
         self.worker = worker
         self.place = place
-        self.size = place.world_size
         self.port = port
 
     def __call__(self, **settings: Any) -> HPWrapper:
