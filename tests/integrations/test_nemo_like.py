@@ -213,9 +213,6 @@ def run(
     class Start(pl.Callback):  # type: ignore[misc]
         """A callback and a part of the abort, told of the trainer as both."""
 
-        hooked: Any = None
-        told: Any = None
-
         def __call__(self, state: Any) -> Any:
             return state
 
