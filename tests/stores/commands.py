@@ -43,6 +43,12 @@ def differing(
     return differences(rank, wanted, loaded)
 
 
+def inner_of(checkpoint: Folder) -> Folder:
+    """Where all its files but the marker are: in a bucket below the prefix of its one save."""
+    saves = {name.partition("/")[0] for name in checkpoint.names() if name.startswith("save-")}
+    return checkpoint.below(*saves) if saves else checkpoint
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
     """A checkpoint, and its files by their names below the place of its save."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.commands import Files, write
+from tests.stores.commands import Files, inner_of, write
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.folders import Folder, folder_in_bucket, folder_on_disk
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
@@ -58,6 +58,12 @@ def environment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectSt
 
 
 @pytest.fixture
+def in_bucket(environment: ObjectStore, bucket: str) -> Folder:
+    """Where a run has its checkpoints, on each server in turn."""
+    return folder_in_bucket(environment, bucket)
+
+
+@pytest.fixture
 def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A proxy before the server, for this process too."""
     with FaultyProxy(store) as found:
@@ -81,8 +87,7 @@ def files(place: Folder) -> Files:
     """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
     top = place.below("iter_0000003")
     write(top.address)
-    saves = {name.partition("/")[0] for name in top.names() if name.startswith("save-")}
-    return Files(top, top.below(*saves) if saves else top)
+    return Files(top, inner_of(top))
 
 
 def _store(request: pytest.FixtureRequest) -> ObjectStore:

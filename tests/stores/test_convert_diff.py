@@ -13,9 +13,8 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from tests.cli.commands import run
-from tests.stores.commands import ONE_SERVER, cuts, differing, write
+from tests.stores.commands import ONE_SERVER, cuts, differing, inner_of, write
 from tests.support.folders import Folder
-from tests.support.object_stores import ObjectStore
 
 SMALL_BLOCKS = ConvertOptions(max_memory_bytes=1, num_threads=2)
 """Blocks of 64 KiB; the arrays have 240 kB."""
@@ -23,10 +22,10 @@ SMALL_BLOCKS = ConvertOptions(max_memory_bytes=1, num_threads=2)
 
 @pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)])
 def test_a_checkpoint_goes_to_a_store_and_back(
-    environment: ObjectStore, bucket: str, tmp_path: Path, backend: tuple[str, int]
+    in_bucket: Folder, tmp_path: Path, backend: tuple[str, int]
 ) -> None:
     source = write(str(tmp_path / "source"), backend=backend)
-    url, back, again = f"s3://{bucket}/run", tmp_path / "back", f"s3://{bucket}/again"
+    url, back, again = in_bucket.address, tmp_path / "back", f"{in_bucket.address}-again"
     seen: list[tuple[int, int]] = []
 
     there = convert(
@@ -46,36 +45,34 @@ def test_a_checkpoint_goes_to_a_store_and_back(
         assert differing(str(place), cuts()) == []
     assert diff(again, url).is_equal
     assert max(seen) == (there.nbytes, there.nbytes)
-    inner = environment.place(bucket, "run")
-    chunks = [n for n in environment.names(bucket) if n.startswith(f"{inner}/arrays/w/c.")]
-    assert len(chunks) > 3
-    assert max(len(environment.read(bucket, name)) for name in chunks) < (64 << 10) + 4096
+    inner = inner_of(in_bucket)
+    sizes = [len(inner.read(name)) for name in inner.names() if name.startswith("arrays/w/c.")]
+    assert len(sizes) > 3
+    assert max(sizes) < (64 << 10) + 4096
     assert run("verify", url).exit_code == 0
 
 
 @ONE_SERVER
-def test_other_formats_do_not_go_to_a_store_and_say_so(
-    environment: ObjectStore, bucket: str, tmp_path: Path
-) -> None:
+def test_other_formats_do_not_go_to_a_store_and_say_so(in_bucket: Folder, tmp_path: Path) -> None:
     source = write(str(tmp_path / "one"), backend=("zarr", 1))
-    url = write(f"s3://{bucket}/run")
+    url, new = write(f"{in_bucket.address}/two"), f"{in_bucket.address}/new"
 
     for to in ("zarr@1", "torch_dist", "safetensors"):
-        with pytest.raises(StrategyError, match=rf"s3://{bucket}/x: .*{to} needs a directory"):
-            convert(source, f"s3://{bucket}/x", to)
+        with pytest.raises(StrategyError, match=rf"{new}: .*{to} needs a directory"):
+            convert(source, new, to)
         with pytest.raises(StrategyError, match="file system"):
-            convert(url, f"s3://{bucket}/x", to)
+            convert(url, new, to)
     with pytest.raises(StrategyError, match="needs a directory"):
-        dist_ckpt_strategies.upgrade(source, f"s3://{bucket}/x")
-    assert not [name for name in environment.names(bucket) if name.startswith("x")]
+        dist_ckpt_strategies.upgrade(source, new)
+    assert in_bucket.below("new").names() == []
     with pytest.raises(BucketNotFoundError):
         convert(url, "s3://not-there/run", "zarr@2")
 
     marker = b'{"sharded_backend":"torch_dist","common_backend":"torch"}'
-    environment.put(bucket, "other/manifest/index.json", b"{}")
-    environment.put(bucket, "other/metadata.json", marker)
+    in_bucket.put("other/manifest/index.json", b"{}")
+    in_bucket.put("other/metadata.json", marker)
     with pytest.raises(IncompatibleVersionError, match="read from an object store"):
-        diff(f"s3://{bucket}/other", source)
+        diff(f"{in_bucket.address}/other", source)
 
 
 @pytest.mark.parametrize("place", ["directory", "moto"], indirect=True)

@@ -13,8 +13,9 @@ from dist_ckpt_strategies.formats.manifest import digest_of
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.cli.commands import json_of, run
 from tests.stores.commands import CHUNK, INDEX, PACK, Files, cuts, differing, problems, write
-from tests.support.entries import Failure, outcome
-from tests.support.object_stores import ObjectStore
+from tests.support.checkpoints import contents
+from tests.support.entries import outcome, require_failure
+from tests.support.folders import Folder
 from tests.support.sharding import differences, no_data, state_of
 
 ONE_SERVER = pytest.mark.parametrize("place", ["directory", "moto"], indirect=True)
@@ -75,15 +76,15 @@ def test_verify_lists_all_damage_not_just_the_first(files: Files) -> None:
 
 
 def test_a_directory_that_is_copied_into_a_bucket_is_a_checkpoint_there(
-    environment: ObjectStore, bucket: str, tmp_path: Path
+    in_bucket: Folder, tmp_path: Path
 ) -> None:
-    for path in filter(Path.is_file, Path(write(str(tmp_path / "run"))).rglob("*")):
-        environment.put(bucket, str(path.relative_to(tmp_path)), path.read_bytes())
-    url = f"s3://{bucket}/run"
+    for name, content in contents(Path(write(str(tmp_path / "c")))).items():
+        in_bucket.put(name, content)
+    url = in_bucket.address
     assert (differing(url, cuts()), problems(url)) == ([], {})
 
-    environment.delete(bucket, f"run/{CHUNK}")
-    environment.put(bucket, "run/arrays/stray", b"x")
+    in_bucket.delete(CHUNK)
+    in_bucket.put("arrays/stray", b"x")
     assert problems(url) == {CHUNK: {"missing_file"}, "arrays/stray": {"unexpected_file"}}
 
 
@@ -119,15 +120,16 @@ def test_an_unfinished_save_is_reported_with_its_start(files: Files, command: st
 
 @BOTH_COMMANDS
 def test_a_missing_checkpoint_and_other_files_give_different_errors(
-    environment: ObjectStore, bucket: str, command: str
+    in_bucket: Folder, command: str
 ) -> None:
-    write(f"s3://{bucket}/run/iter_0000003")
-    environment.put(bucket, "other/x", b"x")
+    root = in_bucket.address
+    write(f"{root}/job/iter_0000003")
+    in_bucket.put("other/x", b"x")
 
     for address, said in {
-        f"s3://{bucket}/ru": "there is no checkpoint",
-        f"s3://{bucket}/run": "is no checkpoint: it holds 1 checkpoint (iter_0000003)",
-        f"s3://{bucket}/other": "no checkpoint of format ('zarr', 2)",
+        f"{root}/jo": "there is no checkpoint",
+        f"{root}/job": "is no checkpoint: it holds 1 checkpoint (iter_0000003)",
+        f"{root}/other": "no checkpoint of format ('zarr', 2)",
         "s3://not-there/run": "no bucket 'not-there'",
         "ftp://host/run": "expected s3://bucket/path",
     }.items():
@@ -159,12 +161,6 @@ def load(files: Files, verify: str, *keys: str) -> Any:
     return outcome(wrong)
 
 
-def require_named(found: Any, name: str, said: str = "") -> None:
-    assert isinstance(found, Failure), (name, found)
-    assert StorageError.__name__ in found.kinds
-    assert f"{name} {said}" in found.text if said else name in found.text, (name, found)
-
-
 @ONE_SERVER
 def test_a_flipped_cut_lengthened_or_missing_file_is_named_by_loads_and_verify(
     files: Files,
@@ -181,13 +177,15 @@ def test_a_flipped_cut_lengthened_or_missing_file_is_named_by_loads_and_verify(
             assert problems(files.address).keys() == {name}
             if name == PACK and changed == content + b"x":
                 assert load(files, "read") == []  # objects are found by where they begin and end
-                require_named(load(files, "full"), name)
+                require_failure(load(files, "full"), StorageError, name)
             else:
-                sizes = f"has {len(changed)} bytes, expected {len(content)}" if changed else ""
-                require_named(load(files, "read"), name, sizes if name == CHUNK else "")
+                said = name
+                if changed and name == CHUNK:
+                    said += f" has {len(changed)} bytes, expected {len(content)}"
+                require_failure(load(files, "read"), StorageError, said)
         files.inner.delete(name)
         assert problems(files.address) == {name: {"missing_file"}}
-        require_named(load(files, "read"), name)
+        require_failure(load(files, "read"), StorageError, name)
         files.inner.put(name, content)
     assert problems(files.address) == {}
     assert load(files, "full") == []
@@ -202,7 +200,7 @@ def test_verify_takes_the_keys_or_files_to_check(files: Files) -> None:
         files.inner.put(name, content[:-1])
         for _ in range(2):
             assert load(files, "read", "v") == []
-            require_named(load(files, "full", "v"), name)
+            require_failure(load(files, "full", "v"), StorageError, name)
             files.inner.put(name, content)
             files.flip(name)
         files.inner.put(name, content)

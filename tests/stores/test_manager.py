@@ -39,16 +39,16 @@ def trains(rank: int, variables: Mapping[str, str], root: str, num_steps: int) -
 
 
 def test_a_job_continues_from_a_bucket_and_old_checkpoints_are_removed(
-    environment: ObjectStore, bucket: str
+    environment: ObjectStore, in_bucket: Folder
 ) -> None:
-    root = f"s3://{bucket}/run"
+    root = in_bucket.address
     first = run_processes(2, trains, environment.variables, root, 7)
     second = run_processes(2, trains, environment.variables, root, 10)
 
     assert first == [(0, 7 * 16.0)] * 2
     assert second == [(6, 10 * 16.0)] * 2
     assert TieredCheckpointManager(root).all_steps() == [8, 10]
-    assert not [name for name in environment.names(bucket) if "lock" in name]
+    assert not [name for name in in_bucket.names() if "lock" in name]
 
 
 def begins(rank: int, variables: Mapping[str, str], root: str, rendezvous: str) -> str:
@@ -78,16 +78,13 @@ def test_one_of_four_jobs_that_start_together_runs(place: Folder, tmp_path: Path
     assert all(said in text for text in refused), refused
 
 
-def test_a_lock_that_is_not_renewed_expires_by_the_clock_of_the_next_job(
-    environment: ObjectStore, bucket: str
-) -> None:
-    root, name = f"s3://{bucket}/run", "run/.dist-ckpt-lock-00000007"
-    holder = '{"id": "a", "process": "", "pid": 5, "host": "node9", "lease_s": 1.5, "beat": 4}'
-    environment.put(bucket, name, holder.encode())
+def test_a_lock_that_is_not_renewed_expires_by_the_clock_of_the_next_job(in_bucket: Folder) -> None:
+    holder = b'{"id": "a", "process": "", "pid": 5, "host": "node9", "lease_s": 1.5, "beat": 4}'
+    in_bucket.put(".dist-ckpt-lock-00000007", holder)
     began = time.monotonic()
-    with TieredCheckpointManager(root, options=replace(OPTIONS, lease_s=20.0)):
+    with TieredCheckpointManager(in_bucket.address, options=replace(OPTIONS, lease_s=20.0)):
         waited_s = time.monotonic() - began
-        names = environment.names(bucket)
+        names = in_bucket.names()
 
     assert waited_s >= 1.5
-    assert names == ["run/.dist-ckpt-lock-00000008"]
+    assert names == [".dist-ckpt-lock-00000008"]

@@ -29,6 +29,7 @@ from dist_ckpt_strategies.strategies.zarr import (
 )
 from tests.stores.commands import FORMAT2, ONE_SERVER, differing
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
+from tests.support.folders import Folder
 from tests.support.object_stores import ObjectStore
 from tests.support.ports import free_port
 from tests.support.sharding import differences, no_data, on_grid, state_of
@@ -36,8 +37,8 @@ from tests.support.sharding import differences, no_data, on_grid, state_of
 CUT = on_grid("w", (4, 4), (1, 1))
 
 
-def save(url: str | Path, **options: Any) -> None:
-    dist_ckpt_strategies.save(state_of(0, [CUT]), url, FORMAT2, **options)
+def save(url: str | Path) -> None:
+    dist_ckpt_strategies.save(state_of(0, [CUT]), url, FORMAT2)
 
 
 def load(url: str | Path) -> Any:
@@ -72,18 +73,17 @@ def test_a_bucket_that_is_missing_is_named(
     assert f"at {environment.endpoint}; make it" in str(caught.value)
 
 
-def test_a_checkpoint_that_is_missing_is_not_taken_for_an_unfinished_one(
-    environment: ObjectStore, bucket: str
-) -> None:
+def test_a_checkpoint_that_is_missing_is_not_taken_for_an_unfinished_one(in_bucket: Folder) -> None:
+    url = in_bucket.address
     for way in READING.values():
-        with pytest.raises(CheckpointNotFoundError, match=f"s3://{bucket}/run"):
-            way(f"s3://{bucket}/run")
+        with pytest.raises(CheckpointNotFoundError, match=url):
+            way(url)
 
-    environment.put(bucket, "run/manifest/save.json", b"{}")
+    in_bucket.put("manifest/save.json", b"{}")
     with pytest.raises(IncompleteCheckpointError, match=r"metadata\.json"):
-        load(f"s3://{bucket}/run")
+        load(url)
     with pytest.raises(CheckpointNotFoundError):
-        load(f"s3://{bucket}/ru")
+        load(url[:-1])
 
 
 @pytest.mark.parametrize(
@@ -230,13 +230,11 @@ def test_a_strategy_reaches_the_store_as_its_own_options_say(
     assert set(loader.load_tensors_metadata(url)) == {"w"}
 
 
-def test_a_finished_checkpoint_is_only_replaced_when_that_is_asked_for(
-    environment: ObjectStore, bucket: str
-) -> None:
-    url = f"s3://{bucket}/run"
+def test_a_finished_checkpoint_is_only_replaced_when_that_is_asked_for(in_bucket: Folder) -> None:
+    url = f"{in_bucket.address}/c"
     save(url)
-    environment.put(bucket, "run/notes.txt", b"mine")
-    environment.put(bucket, "run-2/arrays/w/c.0.0", b"mine")
+    for name in ("c/notes.txt", "c-2/arrays/w/c.0.0"):
+        in_bucket.put(name, b"mine")
     other = on_grid("other", (4, 4), (1, 1))
 
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
@@ -245,6 +243,6 @@ def test_a_finished_checkpoint_is_only_replaced_when_that_is_asked_for(
 
     loaded: Any = dist_ckpt_strategies.load(state_of(0, [other], no_data), url)
     assert set(loaded) == {"other #0"}
-    names = environment.names(bucket)
-    assert not [n for n in names if n.startswith("run/") and "/arrays/w/" in n]
-    assert {"run/notes.txt", "run-2/arrays/w/c.0.0"} <= set(names)
+    names = in_bucket.names()
+    assert not [n for n in names if n.startswith("c/") and "/arrays/w/" in n]
+    assert {"c/notes.txt", "c-2/arrays/w/c.0.0"} <= set(names)

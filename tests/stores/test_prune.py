@@ -2,14 +2,13 @@
 
 import json
 import time
-from collections.abc import Iterable
 
 import pytest
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Credentials, StoreOptions
 from dist_ckpt_strategies.tools.prune import Status
-from tests.stores.commands import ONE_SERVER, write
+from tests.stores.commands import ONE_SERVER, inner_of, write
 from tests.support.faulty_proxy import BUSY, NONE, Fault, FaultyProxy, Request
 from tests.support.folders import Folder
 from tests.support.object_stores import ObjectStore
@@ -17,15 +16,15 @@ from tests.support.object_stores import ObjectStore
 OLD_S = 7200
 
 
-def age(store: ObjectStore, bucket: str, name: str, seconds: float) -> None:
+def age(checkpoint: Folder, seconds: float) -> None:
     """Have a save begun so long ago."""
-    path = f"{store.place(bucket, name)}/manifest/save.json"
-    fields = json.loads(store.read(bucket, path)) | {"time": time.time() - seconds}
-    store.put(bucket, path, json.dumps(fields).encode())
+    inner = inner_of(checkpoint)
+    fields = json.loads(inner.read("manifest/save.json")) | {"time": time.time() - seconds}
+    inner.put("manifest/save.json", json.dumps(fields).encode())
 
 
-def folders(names: Iterable[str]) -> list[str]:
-    return sorted({name.split("/")[1] for name in names if name.startswith("run/")})
+def folders_in(root: Folder) -> list[str]:
+    return sorted({name.partition("/")[0] for name in root.names()})
 
 
 def test_old_ones_go_and_what_is_no_part_of_them_stays(place: Folder) -> None:
@@ -62,40 +61,36 @@ def test_old_ones_go_and_what_is_no_part_of_them_stays(place: Folder) -> None:
 
 
 @pytest.fixture
-def root(environment: ObjectStore, bucket: str) -> str:
+def root(in_bucket: Folder) -> Folder:
     """Four checkpoints, the last of them killed before its end; the first begun the longest ago."""
     for number in range(1, 5):
-        write(f"s3://{bucket}/run/iter_{number:07d}", number)
-        age(environment, bucket, f"run/iter_{number:07d}", OLD_S - number)
-    environment.delete(bucket, "run/iter_0000004/metadata.json")
-    return f"s3://{bucket}/run"
+        checkpoint = in_bucket.below(f"iter_{number:07d}")
+        write(checkpoint.address, number)
+        age(checkpoint, OLD_S - number)
+    in_bucket.delete("iter_0000004/metadata.json")
+    return in_bucket
 
 
 @ONE_SERVER
-def test_files_of_a_killed_save_are_removed_once_it_began_long_ago(
-    environment: ObjectStore, bucket: str, root: str
-) -> None:
-    age(environment, bucket, "run/iter_0000004", 60)
-    place = environment.place(bucket, "run/iter_0000004")
-    environment.delete(bucket, f"{place}/manifest/index.json")
+def test_files_of_a_killed_save_are_removed_once_it_began_long_ago(root: Folder) -> None:
+    killed = root.below("iter_0000004")
+    age(killed, 60)
+    inner_of(killed).delete("manifest/index.json")
 
-    young = dist_ckpt_strategies.prune(root, unfinished=True)
+    young = dist_ckpt_strategies.prune(root.address, unfinished=True)
     assert young.removed == ()
     assert any("may still be written: changed 6" in one.why for one in young.kept)
 
-    old = dist_ckpt_strategies.prune(root, unfinished=True, older_than_s=30)
+    old = dist_ckpt_strategies.prune(root.address, unfinished=True, older_than_s=30)
     assert [(one.name, one.nbytes) for one in old.removed] == [("iter_0000004", None)]
-    assert folders(environment.names(bucket)) == [f"iter_{number:07d}" for number in (1, 2, 3)]
+    assert folders_in(root) == [f"iter_{number:07d}" for number in (1, 2, 3)]
 
 
 @ONE_SERVER
-def test_a_checkpoint_that_has_lost_a_file_is_not_what_a_killed_save_left(
-    environment: ObjectStore, bucket: str, root: str
-) -> None:
-    place = environment.place(bucket, "run/iter_0000003")
-    environment.delete(bucket, f"{place}/metadata.json")
+def test_a_checkpoint_that_has_lost_a_file_is_not_what_a_killed_save_left(root: Folder) -> None:
+    inner_of(root.below("iter_0000003")).delete("metadata.json")
 
-    report = dist_ckpt_strategies.prune(root, keep_last=2, unfinished=True)
+    report = dist_ckpt_strategies.prune(root.address, keep_last=2, unfinished=True)
 
     assert [one.name for one in report.removed] == ["iter_0000004"]
     assert {one.name: one.status for one in report.kept}["iter_0000003"] is Status.DAMAGED
@@ -103,7 +98,7 @@ def test_a_checkpoint_that_has_lost_a_file_is_not_what_a_killed_save_left(
 
 @ONE_SERVER
 def test_a_prune_that_breaks_off_leaves_nothing_that_counts_and_the_next_goes_on(
-    environment: ObjectStore, bucket: str, root: str
+    environment: ObjectStore, root: Folder
 ) -> None:
     def decide(request: Request) -> Fault:
         is_of_first = "iter_0000001/" in request.path and "/arrays/w" in request.path
@@ -113,11 +108,11 @@ def test_a_prune_that_breaks_off_leaves_nothing_that_counts_and_the_next_goes_on
         endpoint = proxy.store.endpoint
         options = StoreOptions(endpoint, credentials=Credentials.ENVIRONMENT, timeout_s=4)
         with pytest.raises(ConnectionError, match="within 4 s"):
-            dist_ckpt_strategies.prune(root, keep_last=1, store=options)
+            dist_ckpt_strategies.prune(root.address, keep_last=1, store=options)
 
-    left = {one.name: one.status for one in dist_ckpt_strategies.prune(root).kept}
+    left = {one.name: one.status for one in dist_ckpt_strategies.prune(root.address).kept}
     assert left["iter_0000001"] is Status.UNFINISHED
     assert left["iter_0000002"] is Status.COMPLETE
-    report = dist_ckpt_strategies.prune(root, keep_last=1, unfinished=True)
+    report = dist_ckpt_strategies.prune(root.address, keep_last=1, unfinished=True)
     assert [one.name for one in report.removed] == ["iter_0000001", "iter_0000004", "iter_0000002"]
-    assert folders(environment.names(bucket)) == ["iter_0000003"]
+    assert folders_in(root) == ["iter_0000003"]

@@ -62,20 +62,6 @@ class ObjectStore:
         pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket)
         return [found["Key"] for page in pages for found in page.get("Contents", ())]
 
-    def read(self, bucket: str, name: str) -> bytes:
-        content: bytes = self.client().get_object(Bucket=bucket, Key=name)["Body"].read()
-        return content
-
-    def place(self, bucket: str, name: str = "run") -> str:
-        """The prefix below which the objects of the one save to a checkpoint lie."""
-        below = [n for n in self.names(bucket) if n.startswith(f"{name}/")]
-        names = {n.removeprefix(f"{name}/").partition("/")[0] for n in below}
-        (found,) = (one for one in names if one.startswith("save-"))
-        return f"{name}/{found}"
-
-    def put(self, bucket: str, name: str, content: bytes) -> None:
-        self.client().put_object(Bucket=bucket, Key=name, Body=content)
-
     def delete(self, bucket: str, name: str) -> None:
         self.client().delete_object(Bucket=bucket, Key=name)
 
