@@ -33,14 +33,16 @@ def before_calls(act: Callable[[str, str], None], names: Iterable[str] = CALLS) 
         yield
 
 
-def dying_at_change(number: int) -> AbstractContextManager[None]:
+def dying_at_change(
+    number: int, die: Callable[[], object] = lambda: os._exit(9)
+) -> AbstractContextManager[None]:
     """Within the block this process dies at its n-th change of a directory, counted from 1."""
     left = [number]
 
     def count(_name: str, _path: str) -> None:
         left[0] -= 1
-        if left[0] == 0:
-            os._exit(9)
+        if left[0] <= 0:
+            die()
 
     return before_calls(count, CHANGES)
 

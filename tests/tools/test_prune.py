@@ -21,7 +21,7 @@ from tests.support.checkpoints import (
     write_foreign_checkpoint,
     write_format2,
 )
-from tests.support.system_calls import CHANGES, before_calls
+from tests.support.system_calls import dying_at_change
 
 OLD_S = 7200
 
@@ -181,17 +181,8 @@ class KilledError(BaseException):
     """Stands for the end of the process."""
 
 
-@contextmanager
-def dying_after(number: int) -> Iterator[None]:
-    """Within the block the process ends, so to speak, after so many changes of directories."""
-    left = iter(range(number))
-
-    def count(_name: str, _path: str) -> None:
-        if next(left, None) is None:
-            raise KilledError
-
-    with before_calls(count, CHANGES):
-        yield
+def killed() -> None:
+    raise KilledError
 
 
 @pytest.mark.parametrize("sample", ["one", "two"])
@@ -204,7 +195,7 @@ def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
         for iteration in (1, 2):
             put(samples / sample, root, iteration)
         was_killed = True
-        with suppress(KilledError), dying_after(number):
+        with suppress(KilledError), dying_at_change(number + 1, killed):
             prune(root, keep_last=1)
             was_killed = False
         expected = Status.COMPLETE if number == 0 else Status.UNFINISHED
