@@ -2,11 +2,11 @@
 
 import json
 import signal
-import subprocess
 import sys
-from dataclasses import dataclass
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 import pytest
@@ -29,38 +29,24 @@ NEEDS_MOTO = pytest.mark.skipif(
     not (find_spec("moto") and find_spec("boto3")), reason="moto and boto3 are not installed"
 )
 
-
-@dataclass(frozen=True)
-class Results:
-    """The lines that a run wrote, and what it left behind where it worked."""
-
-    lines: list[dict[str, Any]]
-    left: list[Path]
-
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line["kind"] == kind]
+Lines = dict[str, list[dict[str, Any]]]
 
 
-def command(script: str, directory: Path | None, *options: str) -> list[str]:
-    place = () if directory is None else ("--directory", str(directory))
-    return [sys.executable, str(BENCHMARKS / script), *place, *options]
-
-
-def results_of(
-    script: str,
-    directory: Path,
-    *options: str,
-    limit_s: float = 250,
-    takes_directory: bool = True,
-) -> Results:
-    """Of a run that works in one new directory below ``directory``, and writes to another."""
-    place, out = directory / "place", directory / "results.jsonl"
+def lines_of(
+    script: str, scratch: Path, *options: str, limit_s: float = 250, takes_directory: bool = True
+) -> Lines:
+    """The lines that a run writes, by kind; it leaves nothing in the directory where it works."""
+    place, out = scratch / "place", scratch / "results.jsonl"
     place.mkdir()
-    where = place if takes_directory else None
-    line = command(script, where, "--smoke", "--out", str(out), *options)
-    finished(*line, limit_s=limit_s)
-    texts = out.read_text(encoding="utf-8").splitlines()
-    return Results([json.loads(text) for text in texts], list(place.iterdir()))
+    where = ("--directory", str(place)) if takes_directory else ()
+    args = (*where, "--smoke", "--out", str(out), *options)
+    finished(sys.executable, BENCHMARKS / script, *args, limit_s=limit_s)
+    assert list(place.iterdir()) == []
+    lines: Lines = defaultdict(list)
+    for text in out.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        lines[line["kind"]].append(line)
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -81,13 +67,11 @@ def results_of(
 def test_every_candidate_is_measured_or_reported_as_missing(
     script: str, options: tuple[str, ...], candidates: list[str], tmp_path: Path
 ) -> None:
-    results = results_of(script, tmp_path, *options)
+    lines = lines_of(script, tmp_path, *options)
 
-    samples = results.of_kind("sample")
-    assert min(line["values"]["seconds"] for line in samples) > 0
-    reported = [*samples, *results.of_kind("skipped")]
+    assert min(line["values"]["seconds"] for line in lines["sample"]) > 0
+    reported = lines["sample"] + lines["skipped"]
     assert {line["candidate"] for line in reported} == {*candidates}
-    assert results.left == []
 
 
 @pytest.mark.parametrize(
@@ -101,26 +85,23 @@ def test_every_candidate_is_measured_or_reported_as_missing(
 def test_a_script_writes_its_lines_and_leaves_nothing(
     script: str, kind: str, takes_directory: bool, tmp_path: Path
 ) -> None:
-    results = results_of(script, tmp_path, takes_directory=takes_directory)
-
-    assert results.of_kind(kind)
-    assert results.left == []
+    assert lines_of(script, tmp_path, takes_directory=takes_directory)[kind]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # most faults cost a start of a process, on cores that others use
 def test_a_twentieth_of_the_campaign_of_recovery_finds_no_violation(tmp_path: Path) -> None:
-    found = results_of("recovery_faults.py", tmp_path, "--seed", "4", limit_s=880)
+    lines = lines_of("recovery_faults.py", tmp_path, "--seed", "4", limit_s=880)
 
-    assert len(found.of_kind("recovery")) == 25
-    assert [line["faults"] for line in found.of_kind("campaign")] == [25]
-    assert (found.of_kind("violation"), found.left) == ([], [])
+    assert len(lines["recovery"]) == 25
+    assert [line["faults"] for line in lines["campaign"]] == [25]
+    assert lines["violation"] == []
 
 
 def test_a_run_that_is_stopped_leaves_nothing_behind(tmp_path: Path) -> None:
     options = ("--candidate", "zarr 1", "--repetitions", "1000", "--size", "0.01")
-    started = command("save_load.py", tmp_path, *options)
-    process = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    line = [sys.executable, str(BENCHMARKS / "save_load.py"), "--directory", str(tmp_path)]
+    process = Popen([*line, *options], stdout=DEVNULL, stderr=DEVNULL)
     try:
         until(lambda: list(tmp_path.glob("*/*")))  # ranks are at work
         process.send_signal(signal.SIGTERM)
