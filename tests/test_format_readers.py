@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 
 from dist_ckpt_strategies.local import LocalCheckpointManager
 from tests.local.clique_worlds import state_of as state_of_all_kinds
+from tests.support.checkpoints import flip_at
 from tests.support.entries import Entry, require_on_ranks, save
 from tests.support.layouts import empties, irregular, scattered
 from tests.support.pages import ROOT, python_blocks
@@ -135,11 +136,10 @@ def test_the_reader_of_format_2_notices_a_changed_byte_in_each_file(saved: Path)
     read()
     manifest = (root / "manifest" / name for name in ("index.json", "part-00000.json"))
     for path in (*root.glob("arrays/*/c.*"), *root.glob("objects/*"), *manifest):
-        content = path.read_bytes()
-        path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        flip_at(path, -3)
         with pytest.raises(ValueError, match="digest"):
             read()
-        path.write_bytes(content)
+        flip_at(path, -3)
 
 
 def save_locally(rank: int, root: Path) -> None:
@@ -165,9 +165,8 @@ def test_the_reader_of_local_shards_finds_every_value_and_notices_a_changed_byte
         for name, tensor in expected.items():
             assert found[name].shape == tensor.shape
             assert found[name].tobytes() == bits(tensor)
-    content = path.read_bytes()
-
-    for at in (0, *(len(content) - back for back in (1, 9, 20, 100, 5000))):
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    for at in (0, -1, -9, -20, -100, -5000):
+        flip_at(path, at)
         with pytest.raises(ValueError, match="damaged"):
             reader["read_shard"](path)
+        flip_at(path, at)

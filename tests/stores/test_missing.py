@@ -27,29 +27,24 @@ from dist_ckpt_strategies.strategies.zarr import (
     Format2SaveShardedStrategy,
     ZarrSaveShardedStrategy,
 )
-from tests.stores.commands import FORMAT2, ONE_SERVER, differing
+from tests.stores.commands import FORMAT2, ONE_SERVER, cuts, differing, write
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.folders import Folder
 from tests.support.object_stores import ObjectStore
 from tests.support.ports import free_port
 from tests.support.sharding import differences, no_data, on_grid, state_of
 
-CUT = on_grid("w", (4, 4), (1, 1))
-
-
-def save(url: str | Path) -> None:
-    dist_ckpt_strategies.save(state_of(0, [CUT]), url, FORMAT2)
-
 
 def load(url: str | Path) -> Any:
-    return dist_ckpt_strategies.load(state_of(0, [CUT], no_data), url)
+    return dist_ckpt_strategies.load(state_of(0, cuts(), no_data), url)
 
 
 def prune(url: str) -> Any:
     return dist_ckpt_strategies.prune(url, keep_last=1)
 
 
-BOTH_WAYS = pytest.mark.parametrize("way", [save, load])
+WAYS: dict[str, Callable[[str], Any]] = {"save": write, "load": load}
+BOTH_WAYS = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 READING: dict[str, Callable[[str], Any]] = {
     "load": load,
     "strategy": lambda url: Format2LoadShardedStrategy().load_tensors_metadata(url),
@@ -60,14 +55,14 @@ READING: dict[str, Callable[[str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", [save, *READING.values()], ids=["save", *READING])
+@pytest.mark.parametrize("way", [write, *READING.values()], ids=["save", *READING])
 def test_a_bucket_that_is_missing_is_named(
     environment: ObjectStore, way: Callable[[str], Any]
 ) -> None:
     with pytest.raises(BucketNotFoundError, match="'not-there'") as caught:
         way("s3://not-there/run")
 
-    assert isinstance(caught.value, CheckpointingException) or way not in {save, load}
+    assert isinstance(caught.value, CheckpointingException) or way not in WAYS.values()
     assert caught.value.path == "s3://not-there/run"
     assert str(caught.value).count("s3://") == 1  # no name of an object that was asked for
     assert f"at {environment.endpoint}; make it" in str(caught.value)
@@ -101,7 +96,7 @@ def test_wrong_or_no_credentials_are_said_to_be_that(
 ) -> None:
     monkeypatch.setenv(name, value)
 
-    for way in (save, load):
+    for way in WAYS.values():
         with pytest.raises(StoreAccessError, match=said) as caught:
             way(f"s3://{bucket}/run")
         assert isinstance(caught.value, PermissionError)
@@ -164,7 +159,7 @@ def test_each_answer_of_a_server_has_its_class_of_error(
     status, kind = ANSWERS[code]
     answer = f"<Error><Code>{code}</Code><Message>No</Message></Error>".encode()
     url = f"{proxy.store.make_bucket(f'answers-{code.lower()}-{way.__name__}')}/run"
-    save(url)
+    write(url)
     monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "3")
     fault = Fault(status=status, content=answer)
     with proxy.faulty(lambda _: fault), pytest.raises(kind, match=url) as caught:
@@ -174,7 +169,7 @@ def test_each_answer_of_a_server_has_its_class_of_error(
 
 
 RIGHTS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "PUT": (save, "this takes s3:PutObject"),
+    "PUT": (write, "this takes s3:PutObject"),
     "GET": (lambda root: load(f"{root}/iter_1"), "this takes s3:GetObject"),
     "DELETE": (prune, "this takes s3:DeleteObject.*a save to a new URL deletes nothing"),
 }
@@ -185,7 +180,7 @@ RIGHTS: dict[str, tuple[Callable[[str], Any], str]] = {
 def test_a_refusal_says_which_right_it_takes(method: str, proxy: FaultyProxy, bucket: str) -> None:
     root, (act, said) = f"s3://{bucket}/run", RIGHTS[method]
     for number in (1, 2):
-        save(f"{root}/iter_{number}")
+        write(f"{root}/iter_{number}")
 
     def decide(request: Request) -> Fault:
         return DENIED if request.method == method and "list-type" not in request.path else NONE
@@ -200,15 +195,15 @@ def test_format_1_and_others_take_no_url() -> None:
         with pytest.raises(StrategyError, match=r"s3://bucket/run.*file system"):
             dist_ckpt_strategies.save(state, "s3://bucket/run", strategy)
     with pytest.raises(StrategyError, match=r"s3://bucket/run.*file system"):
-        ZarrSaveShardedStrategy().save(state_of(0, [CUT]), "s3://bucket/run")
+        ZarrSaveShardedStrategy().save(state_of(0, cuts()), "s3://bucket/run")
 
 
 def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
-    save(f"file://{tmp_path}/with%20space")
+    write(f"file://{tmp_path}/with%20space")
 
     assert (tmp_path / "with space" / "metadata.json").exists()
     for place in (tmp_path / "with space", f"file://{tmp_path}/with space"):
-        assert differing(str(place), [CUT]) == []
+        assert differing(str(place), cuts()) == []
 
 
 @ONE_SERVER
@@ -223,22 +218,22 @@ def test_a_strategy_reaches_the_store_as_its_own_options_say(
     url = f"s3://{bucket}/run"
 
     saver = Format2SaveShardedStrategy(options=options)
-    dist_ckpt_strategies.save(state_of(0, [CUT]), url, saver)
+    dist_ckpt_strategies.save(state_of(0, cuts()), url, saver)
 
-    assert differing(url, [CUT], loader) == []
-    assert differences(0, [CUT], loader.load(state_of(0, [CUT], no_data), url)) == []
-    assert set(loader.load_tensors_metadata(url)) == {"w"}
+    assert differing(url, cuts(), loader) == []
+    assert differences(0, cuts(), loader.load(state_of(0, cuts(), no_data), url)) == []
+    assert set(loader.load_tensors_metadata(url)) == {"v", "w"}
 
 
 def test_a_finished_checkpoint_is_only_replaced_when_that_is_asked_for(in_bucket: Folder) -> None:
     url = f"{in_bucket.address}/c"
-    save(url)
+    write(url)
     for name in ("c/notes.txt", "c-2/arrays/w/c.0.0"):
         in_bucket.put(name, b"mine")
     other = on_grid("other", (4, 4), (1, 1))
 
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
-        save(url)
+        write(url)
     dist_ckpt_strategies.save(state_of(0, [other]), url, FORMAT2, overwrite=True)
 
     loaded: Any = dist_ckpt_strategies.load(state_of(0, [other], no_data), url)
