@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dis
 import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, diff
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.errors import CheckpointExistsError, PlanError
+from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.scan import scan
 from tests.support.checkpoints import write_marker
 from tests.support.entries import prepare
@@ -163,8 +163,6 @@ def test_what_safetensors_cannot_hold_is_reported_before_anything_is_written(
 
     index = json.loads((tmp_path / "c" / INDEX).read_bytes())
     assert len(index["weight_map"]) == 8
-    with pytest.raises(CheckpointExistsError, match="holds files of something else"):
-        convert(saved / "zarr@2", tmp_path / "c", "zarr@2")
 
 
 ROWS, COLUMNS = 2048, 4096
