@@ -232,10 +232,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_pa
     assert done.returncode == 0, done.stderr
     printed = done.stdout.split(f"{_BETWEEN}\n")[1:-1]
     expected = expected_outputs(page)
-    assert len(printed) == len(expected)
-    assert [p for p, e in zip(printed, expected, strict=True) if e is not None] == [
-        e for e in expected if e is not None
-    ]
+    assert [None if e is None else p for p, e in zip(printed, expected, strict=True)] == expected
 
 
 @pytest.mark.multiprocess

@@ -42,9 +42,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def age(directory: Path, seconds: float = OLD_S) -> Path:
     """Make everything in it old."""
     then = time.time() - seconds
-    for at, _, names in os.walk(directory):
-        for path in (at, *(f"{at}/{name}" for name in names)):
-            os.utime(path, (then, then), follow_symlinks=False)
+    for path in (directory, *directory.rglob("*")):
+        os.utime(path, (then, then), follow_symlinks=False)
     return directory
 
 
