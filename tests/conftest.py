@@ -30,11 +30,13 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what ``tox -e long`` runs, and ``tox -e py`` does not."""
-    long_ones = [Path(__file__).parent / name for name in _LONG]
+    """Mark what ``tox -e long`` runs, and ``tox -e py`` does not; a server is another process."""
+    root = Path(__file__).parent
     for item in items:
-        if any(item.path.is_relative_to(one) for one in long_ones):
+        if any(item.path.is_relative_to(root / name) for name in _LONG):
             item.add_marker(pytest.mark.long)
+        if item.path.is_relative_to(root / "stores"):
+            item.add_marker(pytest.mark.multiprocess)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import PROGRAM, begun, json_of, run
-from tests.support.checkpoints import copied
+from tests.support.checkpoints import copied, names_in
 
 
 @pytest.fixture
@@ -17,10 +17,6 @@ def root(written: Path, tmp_path: Path) -> Path:
     marker = tmp_path / "iter_0000004" / "metadata.json"
     marker.rename(marker.with_name(".removed-metadata.json"))
     return tmp_path
-
-
-def names_in(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
 
 
 def test_it_shows_what_it_removes_and_asks(root: Path) -> None:

@@ -12,13 +12,6 @@ from tests.support.folders import Folder, folder_in_bucket, folder_on_disk
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each of these tests has a server, which is another process."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.multiprocess)
-
-
 @pytest.fixture(scope="session")
 def moto_store() -> Iterator[ObjectStore]:
     """One moto server for the whole session."""

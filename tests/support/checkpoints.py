@@ -141,6 +141,10 @@ def copied(source: Path, target: Path) -> Path:
     return target
 
 
+def names_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
 def contents(root: Path) -> dict[str, bytes]:
     """Every file below a directory, by its name there."""
     paths = (path for path in root.rglob("*") if path.is_file())

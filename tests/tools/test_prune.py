@@ -17,6 +17,7 @@ from dist_ckpt_strategies.tools.prune import PruneDecision, Status, build_prune_
 from tests.support.checkpoints import (
     WEIGHT,
     copied,
+    names_in,
     write_checkpoint,
     write_foreign_checkpoint,
     write_format2,
@@ -50,10 +51,6 @@ def age(directory: Path, seconds: float = OLD_S) -> Path:
 def put(sample: Path, root: Path, number: int) -> Path:
     """A copy of a sample as the checkpoint of an iteration, a little younger than those before."""
     return age(copied(sample, root / f"iter_{number:07d}"), OLD_S - number)
-
-
-def names_in(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
 
 
 def statuses(root: Path) -> dict[str, Status]:
