@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import random
 import re
@@ -309,9 +310,13 @@ def test_checkpoints_of_others_are_neither_loaded_nor_removed(tmp_path: Path) ->
 
 
 def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
-    """Body of a rank: steps, minutes, retention, what is left out."""
+    """Body of a rank: steps, minutes, retention, what is left out, and what is written of it."""
     in_threads()
     training = Training()
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dist_ckpt_strategies.tiered").addHandler(handler)
     quiet = ManagerOptions(timeout_s=40.0, preemption_signals=(), metrics=f"{root}/metrics.jsonl")
     policy = SavePolicy(every_steps=10, keep_last=1, keep_every=20)
     with TieredCheckpointManager(f"{root}/steps", policy=policy, options=quiet) as manager:
@@ -350,6 +355,7 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
         "minutes": [one.step for one in rates],
         "nbytes": {one.nbytes for one in rates},
         "both": both,
+        "waited": [text for text in texts if "training waited" in text and "local" in text],
     }
 
 
@@ -366,6 +372,7 @@ def test_steps_minutes_and_retention_are_as_the_policy_says(tmp_path: Path) -> N
     assert (first["minutes"], first["nbytes"]) == ([5, 10], {2 * 8 * 16 * 4})
     assert second["minutes"] == []  # rank 0 alone knows
     assert first["both"] == [True, True]
+    assert first["waited"][0].startswith("step 4: training waited")
 
 
 def asks_memory_first(rank: int, root: str) -> list[Any]:
@@ -414,6 +421,9 @@ def test_memory_is_tried_before_the_disks_and_its_refusal_is_reported(tmp_path: 
 def test_what_makes_no_sense_is_refused_at_once(policy: Any, options: Any) -> None:
     with pytest.raises(PlanError, match="expected"):
         TieredCheckpointManager("x", policy=SavePolicy(**policy), options=ManagerOptions(**options))
+    if "every_steps" in policy:
+        with pytest.raises(PlanError, match="expected"):
+            SavePolicy(**policy)
 
 
 @pytest.mark.parametrize("step", [-1, 2.5, "7", None])

@@ -118,7 +118,10 @@ def test_any_region_is_loaded_into_memory_of_any_layout(
 
 
 SIZES = [
-    *((64 << 10) - 1, 64 << 10, (256 << 10) + 4096 - 7, (4 << 20) + 3 * 4096 + 5),
+    (64 << 10) - 1,
+    64 << 10,
+    (256 << 10) + 4096 - 7,
+    (4 << 20) + 3 * 4096 + 5,
     (16 << 20) + 12345,
 ]
 """Around the sizes at which files are cut, and go past the page cache."""

@@ -165,6 +165,27 @@ def numbers() -> list[Any]:
     ]
 
 
+def test_a_step_is_run_again_from_the_random_states_of_its_beginning() -> None:
+    manager = tracking(provider(1.0, step=6))
+    first = numbers()
+    manager.vote()
+    with manager.updating():
+        pass
+    manager.end_step()
+    second = numbers()
+
+    new = provider(9.0)
+    assert manager.try_checkpointless_load(new) is not None
+    numbers()
+    manager.track(new)
+    manager.begin_step()
+    assert numbers() == second
+    assert first != second
+
+    manager.load_rng_states()
+    assert numbers() == second
+
+
 def test_random_states_stored_by_hand_are_loaded_again_with_those_that_megatron_tracks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
