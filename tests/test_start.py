@@ -51,3 +51,12 @@ def test_libraries_are_loaded_when_they_are_needed(tmp_path: Path) -> None:
     assert loaded_by(COMMANDS, *HELP) & HEAVY == set()
     assert loaded_by(COMMANDS, *looking) & {"torch", "tensorstore", "zarr", "megatron"} == set()
     assert not killed.exists()
+
+
+def test_a_rank_that_replaces_another_loads_torch_and_little_more() -> None:
+    code = "import sys, dist_ckpt_strategies.inprocess, dist_ckpt_strategies.recovery"
+    loaded = finished(sys.executable, "-c", f"{code}\nprint(*sys.modules)").stdout.split()
+
+    assert {"torch", "dist_ckpt_strategies.recovery.manager"} <= set(loaded)
+    slow = {"megatron", "tensorstore", "zarr", "torch.distributed.checkpoint"}
+    assert not slow.intersection(loaded)

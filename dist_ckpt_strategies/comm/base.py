@@ -5,6 +5,7 @@ all ranks.
 """
 
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -168,7 +168,7 @@ def run_and_gather(
             own = error
         except (PeerTimeoutError, PeerLostError):
             raise  # ranks are out of step: there is no collective any more
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised again below
+        except _failures() as error:
             own = _own_error(error)
         if own is not None:
             key, path = (None if text is None else str(text) for text in (own.key, own.path))
@@ -186,14 +186,24 @@ def run_and_gather(
         del result, own  # or a raised error would hold this frame and its tensors, in a cycle
 
 
-def _own_error(error: Exception | CheckpointException) -> CheckpointError:
-    """An error of this package; for torch's, which is no Exception, the first failure it reports.
+def _failures() -> tuple[type[BaseException], ...]:
+    """All exceptions, with torch's CheckpointException, which is no Exception.
+
+    Importing it takes most of a second, for which a rank that replaces another is waited for.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.api")
+    return Exception, getattr(module, "CheckpointException", Exception)
+
+
+def _own_error(error: BaseException) -> CheckpointError:
+    """An error of this package; for a CheckpointException, the first failure it reports.
 
     Its ranks are global ones. Rank 0 is that, or this rank where there were no collectives.
     """
     if isinstance(error, Exception):
         return as_checkpoint_error(error)
-    rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+    raised: Any = error
+    rank, (failure, _) = min(raised.failures.items(), key=lambda item: item[0])
     found = as_checkpoint_error(
         failure if isinstance(failure, Exception) else RuntimeError(text_of(failure))
     )

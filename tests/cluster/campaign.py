@@ -1,4 +1,4 @@
-"""Random faults of a job on a cluster, one after the other; ``python -m tests.faults`` runs them."""
+"""Random faults of a job on a cluster; ``python -m tests.faults`` runs them."""
 
 import random
 import time
@@ -13,7 +13,7 @@ from tests.cluster.namespaces import Cluster
 def run_node_faults(
     seed: int, num_faults: int, save_every: int, directory: Path, watch: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Seconds until all ranks went on, by kind of fault; each is drawn from the seed and its number.
+    """Seconds until all ranks went on, by kind of fault; a fault depends on seed and number.
 
     Raises:
         AssertionError: a state or a checkpoint is wrong, two processes were one rank, or an agent
