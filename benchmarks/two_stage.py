@@ -125,7 +125,7 @@ class _SharedRead:
 
     @staticmethod
     def _read(directory: Path, share: Shard) -> None:
-        with _file(directory, share).open("rb", buffering=0) as file:
+        with _file(directory, share).open("rb") as file:
             file.readinto(share.tensor.numpy().data)
 
 

@@ -28,8 +28,8 @@ _HEAD: Final = """\
 
 - Seconds and ratios are medians of the rounds, followed by the minimum and maximum in brackets.
   Lower is better, except for GB/s.
-- Candidates take turns, in an order that changes from round to round; the first round does not
-  count where there is a warm-up. A ratio compares two candidates within one round.
+- Candidates take turns, three or more in random order; the first round does not count where there
+  is a warm-up. A ratio compares two candidates within one round.
 - The baseline moves the same bytes in the plainest way, without Megatron-Core. In the plots of
   ratios it is the red line, with seconds behind each ratio; this package is blue.
 - All ranks share two cores. Do not compare seconds from different machines: the table below lists

@@ -16,8 +16,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from enum import Enum, EnumMeta
 from itertools import repeat
 from pathlib import Path
+from signal import Signals
 from typing import IO, Any
 
 from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId
@@ -216,17 +218,61 @@ def dump_loadable(obj: Any, *, name: str, allow: Allowed) -> bytes:
         UnsafeObjectError: it needs a class that is not allowed.
         StorageError: it cannot be pickled, or not be unpickled.
     """
-    import torch  # noqa: PLC0415 - takes a while, and scans go without
-
     content = dump_object(obj, name=name)
     with allowing(allow):
         try:
-            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            _unpickled(content)
         except Exception as error:
             unsafe = _unsafe_error(error, content, name)
             text = f"{name} cannot be saved: a load would fail: {error}"
             raise unsafe or StorageError(text, key=name) from error
     return content
+
+
+def _unpickled(content: bytes) -> Any:
+    """The object, its tensors on the CPU; within ``allowing``."""
+    import torch  # noqa: PLC0415 - takes a while, and scans go without
+
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        early = [(_EARLY[name], name) for name in _not_allowed_in(content) if name in _EARLY]
+        if not early:
+            raise
+    with allowing(early):
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _not_allowed_in(content: bytes) -> list[str]:
+    """Names that torch's list does not hold; none of a file that is too old or broken to list."""
+    import torch  # noqa: PLC0415 - takes a while, and scans go without
+
+    names: list[str] = []
+    with suppress(Exception):
+        names += torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+    return names
+
+
+def enum_member(kind: Any, name: str) -> Enum:
+    """What a pickle of Python 3.11.0 to 3.11.3 asks ``getattr`` for, and nothing else.
+
+    Raises:
+        UnpicklingError: it asks for something that is no member of an enum.
+        ValueError: the installed release has no such member.
+    """
+    if not isinstance(kind, EnumMeta):
+        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r}, which is no enum")
+    members: dict[str, Enum] = dict(kind.__members__)
+    if name not in members:
+        raise ValueError(f"{name!r} is not a valid {kind.__name__}")
+    return members[name]
+
+
+_EARLY: dict[str, Any] = {
+    "builtins.getattr": enum_member,
+    **{f"signal.{number.name}": number for number in Signals},
+}
+"""What stands for the names by which Python 3.11.0 to 3.11.3 pickle members of enums."""
 
 
 @contextmanager
@@ -273,7 +319,7 @@ def _by_name(found: Any) -> tuple[Any, str]:
     else:
         parts = [getattr(found, field, None) for field in ("__module__", "__qualname__")]
         name = None if None in parts else ".".join(map(str, parts))
-    if not callable(found) or name is None:
+    if name is None or not (callable(found) or isinstance(found, Enum)):
         raise StrategyError(
             f"allow: expected classes, functions or (class, name) tuples, found {found!r}"
         )
@@ -293,11 +339,9 @@ def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) ->
         if plain is not None:
             return plain.value
     require_archive(content, path, name)
-    import torch  # noqa: PLC0415 - takes a while, and scans go without
-
     with allowing(allow):
         try:
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            return _unpickled(content)
         except Exception as error:
             raise _load_error(error, content, path, name) from error
 
@@ -320,14 +364,10 @@ def _unsafe_error(
     error: Exception, content: bytes, name: str, path: Path | str | None = None
 ) -> UnsafeObjectError | None:
     """The error for classes that are not allowed; None where it has another reason."""
-    import torch  # noqa: PLC0415 - takes a while, and scans go without
-
     if not isinstance(error, pickle.UnpicklingError):
         return None
-    missing: list[str] = []
-    with suppress(Exception):  # of a file too broken to list
-        missing += torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-    missing = missing or _UNSAFE.findall(str(error))
+    missing = _not_allowed_in(content) or _UNSAFE.findall(str(error))
+    missing = [found for found in missing if found not in _EARLY] or missing
     if not missing:
         return None
     classes = ", ".join(sorted(missing))

@@ -41,6 +41,7 @@ from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_loadable,
     dump_object,
+    enum_member,
     is_plain,
     load_content,
     plain_content,
@@ -105,6 +106,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "PosixPath" and module in {"pathlib", "pathlib._local"}:
             return PurePosixPath
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         if name not in _ALLOWED.get(module, ()):
             raise UnsafeObjectError(f"{module}.{name}")
         return super().find_class(module, name)

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -247,6 +248,15 @@ class Job:
         assert not issues, issues
         assert roots, "no checkpoint was finished"
         return len(roots)
+
+
+def started(cluster: Cluster, shape: Shape, *names: str) -> Job:
+    """A job whose store and nodes are up, and whose ranks have done some steps."""
+    job = Job(cluster, shape)
+    began = time.monotonic()
+    job.start(STORE, *names)
+    job.go_on(began)
+    return job
 
 
 def twice_written(notes: Iterable[Note]) -> Iterable[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import faults
-from tests.cluster.job import FENCED, STORE, TTL_S, Job, Shape
+from tests.cluster.job import FENCED, STORE, TTL_S, Shape, started
 from tests.cluster.namespaces import Cluster, why_not
 
 pytestmark = [
@@ -31,14 +31,6 @@ SMALL = Shape(num_ranks=1, num_spares=0, num_spare_nodes=0, num_shards=1)
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with Cluster(tmp_path, [STORE, "a", "b", "c"]) as found:
         yield found
-
-
-def started(cluster: Cluster, shape: Shape, *names: str) -> Job:
-    job = Job(cluster, shape)
-    began = time.monotonic()
-    job.start(STORE, *names)
-    job.go_on(began)
-    return job
 
 
 def test_a_job_continues_after_each_fault_as_if_there_had_been_none(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -20,6 +21,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from dist_ckpt_strategies import prune
 from tests.cli.commands import run
+from tests.cluster import faults as cluster_faults
+from tests.cluster.job import STORE, Shape, started
+from tests.cluster.namespaces import Cluster
 from tests.faults import judge
 from tests.faults.changes import Change, run_changes
 from tests.faults.files import local_copies
@@ -67,21 +71,26 @@ class Campaign:
     num_events: int  # of the training, that have to happen
     num_attempts: int  # of operations
     num_changes: int  # of files of checkpoints of each kind
+    num_node_faults: int = 0  # of a job on a cluster
 
     def __str__(self) -> str:
         """How to repeat it."""
-        counts = f"--attempts {self.num_attempts} --changes {self.num_changes} --node-faults 0"
-        return f"python -m tests.faults --seed {self.seed} --events {self.num_events} {counts}"
+        return (
+            f"python -m tests.faults --seed {self.seed} --events {self.num_events} --attempts "
+            f"{self.num_attempts} --changes {self.num_changes} --node-faults {self.num_node_faults}"
+        )
 
 
 @dataclass(slots=True)
 class Tally:
     """What has happened: events by what struck and where the next recovery found a checkpoint,
-    attempts by operation, changes by kind of checkpoint, fault and what was hit."""
+    attempts by operation, changes by kind of checkpoint, fault and what was hit; faults of nodes
+    by kind, with the seconds until the job went on."""
 
     events: Counter[str] = field(default_factory=Counter)
     attempts: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
+    node_faults: dict[str, list[float]] = field(default_factory=dict)
 
 
 class ViolationError(Exception):
@@ -341,7 +350,7 @@ def _require(wrong: Iterable[str]) -> None:
         raise ViolationError("\n  ".join(found))
 
 
-Watch = Callable[[Event | Attempt | Change], None]
+Watch = Callable[[Event | Attempt | Change | str], None]
 
 
 def run_campaign(
@@ -358,7 +367,31 @@ def run_campaign(
                     _require(wrong)
                 damage = change.damage
                 tally.changes[f"{change.checkpoint}: {damage.fault} of {damage.what}"] += 1
+        if campaign.num_node_faults:
+            _run_cluster(campaign, Path(scratch) / "cluster", watch, tally)
     return tally
+
+
+def _run_cluster(campaign: Campaign, scratch: Path, watch: Watch, tally: Tally) -> None:
+    """A job of four nodes and a spare one, which goes on after each fault."""
+    shape = Shape(num_nodes=4, num_shards=4, save_every=20)
+    names = [f"n{number}" for number in range(shape.num_nodes + shape.num_spare_nodes)]
+    scratch.mkdir()
+    with Cluster(scratch, [STORE, *names]) as cluster:
+        with _named(campaign, "the start of a job on a cluster", watch):
+            job = started(cluster, shape, *names)
+            job.await_spares()
+        for number in range(1, campaign.num_node_faults + 1):
+            chance = random.Random(f"{campaign.seed}/{number}")
+            kind = chance.choice(list(cluster_faults.ALL))
+            with _named(campaign, f"node fault {number}: {kind}", watch):
+                seconds = cluster_faults.happen(job, cluster_faults.ALL[kind], chance)
+            tally.node_faults.setdefault(kind, []).append(seconds)
+        with _named(campaign, "the end of the job", watch):
+            codes = job.finish()
+            job.require_right()
+            job.require_whole_checkpoints()
+            assert not any(codes.values()), f"exit codes {codes}: {job.report()}"
 
 
 def _run_job(campaign: Campaign, scratch: Path, watch: Watch, tally: Tally) -> None:
@@ -390,11 +423,13 @@ def _run_job(campaign: Campaign, scratch: Path, watch: Watch, tally: Tally) -> N
 
 
 @contextmanager
-def _named(campaign: Campaign, what: Event | Attempt | Change, watch: Watch) -> Iterator[None]:
+def _named(
+    campaign: Campaign, what: Event | Attempt | Change | str, watch: Watch
+) -> Iterator[None]:
     """Show what happens within the block, and have a violation say how to repeat it."""
     watch(what)
     try:
         yield
-    except ViolationError as violation:
+    except (ViolationError, AssertionError, TimeoutError) as violation:
         text = f"seed {campaign.seed}, {what}\n  {violation}\n  again: {campaign}"
         raise ViolationError(text) from violation

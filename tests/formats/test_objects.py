@@ -70,6 +70,15 @@ class Kind(Enum):
     GPT = 1
 
 
+class EarlyKind(Enum):
+    """Pickled as Python 3.11.0 to 3.11.3 do."""
+
+    GPT = 1
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return getattr, (type(self), self.name)
+
+
 class FormerKind:
     """Pickled as the member that is gone."""
 
@@ -135,13 +144,19 @@ def test_saving_common_state_makes_an_older_checkpoint_incomplete(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("obj", "allow"), [(Recipe(3), Recipe), (Kind.GPT, Kind), (Fraction(1, 3), Fraction)]
+    ("obj", "allow"),
+    [
+        (Recipe(3), Recipe),
+        (Kind.GPT, Kind),
+        (EarlyKind.GPT, EarlyKind),
+        (Fraction(1, 3), Fraction),
+    ],
 )
 def test_a_class_is_written_and_read_only_where_it_is_allowed(
     obj: object, allow: type, tmp_path: Path
 ) -> None:
     state = {"deep": [obj]}
-    with pytest.raises(UnsafeObjectError, match=rf"{allow.__name__}.*allow="):
+    with pytest.raises(UnsafeObjectError, match=rf"needs \S*{allow.__name__}, .*allow="):
         TorchCommonSaveStrategy().save_common(state, tmp_path)
     assert not (tmp_path / "common.pt").exists()
     TorchCommonSaveStrategy(allow=[allow]).save_common(state, tmp_path)
@@ -206,6 +221,20 @@ def test_a_call_of_a_command_is_refused_by_name_and_never_made(
     for said in ("posix.system", "allow=", str(path)):
         assert said in str(caught.value)
     assert not trace.exists()
+
+
+class AsksForMore:
+    """Has a pickle get what is no member of an enum."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (Namespace, "mro")
+
+
+def test_only_members_of_enums_are_got_by_a_pickle(tmp_path: Path) -> None:
+    write(tmp_path, {"x": AsksForMore()})
+
+    with pytest.raises(UnsafeObjectError, match=r"needs builtins\.getattr,"):
+        load(tmp_path)
 
 
 def test_tensors_that_were_on_a_gpu_land_on_the_cpu(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tests.local.clique_worlds import (
     save,
 )
 from tests.support import entries
-from tests.support.entries import Entry, Failure, outcome, prepare
+from tests.support.entries import Entry, outcome, prepare
 from tests.support.memory_provider import MemoryProvider
 from tests.support.nccl_rules import join_nccl, use_nccl
 from tests.support.ranks import done_by
@@ -209,5 +209,4 @@ def test_a_block_runs_again_from_memory_after_the_fault_of_one_rank(backend: str
     results = run_restartable(SIZE, restart, backend, timeout_s=LIMIT_S)
 
     for found in results:
-        assert not isinstance(found, Exception | Failure), found
         assert found == ((1, [4.0]), ["", "ValueError: on purpose"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt_strategies
+from tests.golden.sets import TP4, GoldenSet
 from tests.support.processes import finished
 
 pytest.importorskip("build", reason="the extra `test` has it")
@@ -51,9 +52,7 @@ def test_the_archives_have_every_file_and_the_wheel_no_other(built: tuple[Path, 
 def test_the_wheel_works_where_it_is_installed(built: tuple[Path, Path], tmp_path: Path) -> None:
     install = ("install", "--no-deps", "--no-index", "--quiet", "--target", tmp_path / "site")
     finished(sys.executable, "-m", "pip", *install, built[0], cwd=tmp_path)
-    packed = ROOT / "tests" / "golden" / "data" / "m0123_tp4_modelonly.tar.xz"
-    shutil.unpack_archive(packed, tmp_path, filter="data")
-    place = tmp_path / "m0123_tp4_modelonly" / "ckpt"
+    place = GoldenSet.unpack(TP4, tmp_path).checkpoint
     script = tmp_path / "site" / "bin" / "dist-ckpt"
     site = {"PYTHONPATH": str(tmp_path / "site")}
 
