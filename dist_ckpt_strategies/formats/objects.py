@@ -55,6 +55,9 @@ _UNSAFE = re.compile(
 )
 """In torch's message: the first class of an older file, or one that no name in it stands for."""
 
+_EARLY_GLOBAL = re.compile(r"GLOBAL (builtins\.)?(getattr|signal\.SIG\w+) ")
+"""In torch's message: the name by which an early Python 3.11 pickled a member of an enum."""
+
 _UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(.*)")
 """In torch's message; what stands before it advises to unpickle freely."""
 
@@ -235,11 +238,10 @@ def _unpickled(content: bytes) -> Any:
 
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        early = [(_EARLY[name], name) for name in _not_allowed_in(content) if name in _EARLY]
-        if not early:
+    except pickle.UnpicklingError as error:
+        if not _EARLY_GLOBAL.search(str(error)):
             raise
-    with allowing(early):
+    with allowing([(found, name) for name, found in _EARLY.items()]):
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
@@ -257,15 +259,16 @@ def enum_member(kind: Any, name: str) -> Enum:
     """What a pickle of Python 3.11.0 to 3.11.3 asks ``getattr`` for, and nothing else.
 
     Raises:
-        UnpicklingError: it asks for something that is no member of an enum.
-        ValueError: the installed release has no such member.
+        UnpicklingError: it asks for something of what is no enum.
+        ValueError: the installed release has no such member, and no ``_missing_`` stands for it.
     """
     if not isinstance(kind, EnumMeta):
-        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r}, which is no enum")
-    members: dict[str, Enum] = dict(kind.__members__)
-    if name not in members:
-        raise ValueError(f"{name!r} is not a valid {kind.__name__}")
-    return members[name]
+        raise pickle.UnpicklingError("GLOBAL getattr of what is no enum")
+    enum: Any = kind
+    found: Enum | None = enum.__members__.get(name) or enum._missing_(name)
+    if found is None:
+        raise ValueError(f"{name!r} is not a valid {enum.__name__}")
+    return found
 
 
 _EARLY: dict[str, Any] = {

@@ -107,10 +107,17 @@ class _MetadataUnpickler(pickle.Unpickler):
         if name == "PosixPath" and module in {"pathlib", "pathlib._local"}:
             return PurePosixPath
         if (module, name) == ("builtins", "getattr"):
-            return enum_member
+            return _enum_member
         if name not in _ALLOWED.get(module, ()):
             raise UnsafeObjectError(f"{module}.{name}")
         return super().find_class(module, name)
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    try:
+        return enum_member(kind, name)
+    except pickle.UnpicklingError:
+        raise UnsafeObjectError("builtins.getattr") from None
 
 
 def _read_metadata(path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:

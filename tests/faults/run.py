@@ -388,7 +388,7 @@ def _run_cluster(campaign: Campaign, scratch: Path, watch: Watch, tally: Tally) 
                 seconds = cluster_faults.happen(job, cluster_faults.ALL[kind], chance)
             tally.node_faults.setdefault(kind, []).append(seconds)
         with _named(campaign, "the end of the job", watch):
-            codes = job.finish()
+            codes = job.finish(2 * shape.save_every)
             job.require_right()
             job.require_whole_checkpoints()
             assert not any(codes.values()), f"exit codes {codes}: {job.report()}"

@@ -118,6 +118,13 @@ class Trap:
         return os.mkdir, ("trapped",)
 
 
+class Part:
+    """Has a pickle get what is no member of an enum."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (torch.Size, "numel")
+
+
 def test_a_description_that_would_run_something_or_leaves_out_a_shard_is_refused(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,9 +138,10 @@ def test_a_description_that_would_run_something_or_leaves_out_a_shard_is_refused
         convert(tmp_path / "c", tmp_path / "t", "zarr@2")
     with pytest.raises(CoverageError, match="w1: main replicas cover"):
         diff(tmp_path / "c", saved / "torch_dist")
-    description.write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(UnsafeObjectError, match=r"\.metadata names posix\.mkdir"):
-        convert(tmp_path / "c", tmp_path / "t", "zarr@2")
+    for wanted, name in ((Trap(), "posix.mkdir"), (Part(), "builtins.getattr")):
+        description.write_bytes(pickle.dumps(wanted))
+        with pytest.raises(UnsafeObjectError, match=rf"\.metadata names {name},"):
+            convert(tmp_path / "c", tmp_path / "t", "zarr@2")
     assert not (tmp_path / "trapped").exists()
 
 
