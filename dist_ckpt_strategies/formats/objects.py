@@ -265,7 +265,8 @@ def enum_member(kind: Any, name: str) -> Enum:
     if not isinstance(kind, EnumMeta):
         raise pickle.UnpicklingError("GLOBAL getattr of what is no enum")
     enum: Any = kind
-    found: Enum | None = enum.__members__.get(name) or enum._missing_(name)
+    found: Enum | None = enum.__members__.get(name)  # of an IntEnum it may be 0
+    found = enum._missing_(name) if found is None else found
     if found is None:
         raise ValueError(f"{name!r} is not a valid {enum.__name__}")
     return found

@@ -15,7 +15,11 @@ import pytest
 import torch
 
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from dist_ckpt_strategies.local import (
+    BasicTensorAwareStateDict,
+    LocalCheckpointManager,
+    ReplicationStrategy,
+)
 from tests.local.clique_worlds import (
     SAVED,
     Node,
@@ -262,7 +266,8 @@ def test_a_manager_refuses_what_makes_no_sense(tmp_path: Path) -> None:
             options: Any = {name: number}
             with pytest.raises(PlanError, match=f"{name}: expected 1 or more"):
                 LocalCheckpointManager(tmp_path, **options)
-    strategy: Any = Unknown()
-    manager = LocalCheckpointManager(tmp_path, repl_strategy=strategy)
-    with pytest.raises(StrategyError, match="Unknown cannot say which ranks keep copies"):
+    methods = dict.fromkeys(ReplicationStrategy.__abstractmethods__)
+    strategy: Any = type("NoClique", (ReplicationStrategy,), methods)
+    manager = LocalCheckpointManager(tmp_path, repl_strategy=strategy())
+    with pytest.raises(StrategyError, match="NoClique cannot say which ranks keep copies"):
         manager.save(BasicTensorAwareStateDict(values_of(0, 1)), 1)
