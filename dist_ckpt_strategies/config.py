@@ -43,13 +43,6 @@ def limit_of_wait(timeout_s: float) -> float:
     return _SHARE_OF_WAIT * timeout_s
 
 
-class Engine(StrEnum):
-    """Which library decodes chunks of format 1 that are compressed or laid out in another way."""
-
-    TENSORSTORE = "tensorstore"
-    ZARR = "zarr"
-
-
 class Verify(StrEnum):
     """What a load of format 2 compares with the digests in the manifest."""
 
@@ -140,7 +133,6 @@ class Options:
             decoded. A single larger tensor or chunk goes alone.
         io_threads: chunks of format 1 per rank that are decoded at the same time, and requests to
             object stores. The number of other open files follows from the file system.
-        engine: decodes compressed chunks of format 1: TensorStore, or numcodecs.
         direct_io: whether large files on local disks bypass the page cache. This saves a copy and
             leaves the cache to training data; a load right after the save reads from the disk.
         whole_flush: whether a save to a local disk may flush the file system once instead of every
@@ -158,7 +150,6 @@ class Options:
     timeout_s: float = 1800.0
     max_inflight_bytes: int = 512 * MIB
     io_threads: int = 128
-    engine: Engine = Engine.TENSORSTORE
     direct_io: bool = True
     whole_flush: bool = True
     verify: Verify = Verify.READ

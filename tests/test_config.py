@@ -7,7 +7,6 @@ import pytest
 
 from dist_ckpt_strategies.config import (
     Credentials,
-    Engine,
     Options,
     StoreOptions,
     options_from_environment,
@@ -35,7 +34,6 @@ def test_each_option_has_its_variable_which_is_read_when_it_is_asked_for(
         "DIST_CKPT_TIMEOUT_S": "60.5",
         "DIST_CKPT_MAX_INFLIGHT_BYTES": "1048576",
         "DIST_CKPT_IO_THREADS": "7",
-        "DIST_CKPT_ENGINE": "zarr",
         "DIST_CKPT_DIRECT_IO": "0",
         "DIST_CKPT_WHOLE_FLUSH": "0",
         "DIST_CKPT_S3_ENDPOINT": "https://store:9000",
@@ -47,7 +45,7 @@ def test_each_option_has_its_variable_which_is_read_when_it_is_asked_for(
     }
 
     assert options_from_environment() == Options(
-        60.5, 1 << 20, 7, Engine.ZARR, direct_io=False, whole_flush=False
+        60.5, 1 << 20, 7, direct_io=False, whole_flush=False
     )
     assert store_options_from_environment() == StoreOptions(
         "https://store:9000", "here", Credentials.PROFILE, "training", 5.5, max_retries=3

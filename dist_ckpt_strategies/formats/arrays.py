@@ -301,8 +301,7 @@ class Format1Reader:
                 return
             with self._budget.held(2 * nbytes):
                 raise_if_cancelled()
-                engine = self._options.engine
-                elements = zarr2.decode_chunk(self._root, array, index, region, handle, engine)
+                elements = zarr2.decode_chunk(self._root, array, index, region)
                 raise_if_cancelled()
                 np.copyto(target, bits_of(elements))
 

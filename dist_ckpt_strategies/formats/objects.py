@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from enum import Enum, EnumMeta
+from enum import Enum
 from itertools import repeat
 from pathlib import Path
-from signal import Signals
 from typing import IO, Any
 
 from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId
@@ -54,9 +53,6 @@ _UNSAFE = re.compile(
     r"(?<=GLOBAL )\S+|(?<=allowlisted via `add_safe_globals`, but got <class ')[^']+(?='>)"
 )
 """In torch's message: the first class of an older file, or one that no name in it stands for."""
-
-_EARLY_GLOBAL = re.compile(r"GLOBAL (builtins\.)?(getattr|signal\.SIG\w+) ")
-"""In torch's message: the name by which an early Python 3.11 pickled a member of an enum."""
 
 _UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(.*)")
 """In torch's message; what stands before it advises to unpickle freely."""
@@ -236,13 +232,7 @@ def _unpickled(content: bytes) -> Any:
     """The object, its tensors on the CPU; within ``allowing``."""
     import torch  # noqa: PLC0415 - takes a while, and scans go without
 
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if not _EARLY_GLOBAL.search(str(error)):
-            raise
-    with allowing([(found, name) for name, found in _EARLY.items()]):
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def _not_allowed_in(content: bytes) -> list[str]:
@@ -253,30 +243,6 @@ def _not_allowed_in(content: bytes) -> list[str]:
     with suppress(Exception):
         names += torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
     return names
-
-
-def enum_member(kind: Any, name: str) -> Enum:
-    """What a pickle of Python 3.11.0 to 3.11.3 asks ``getattr`` for, and nothing else.
-
-    Raises:
-        UnpicklingError: it asks for something of what is no enum.
-        ValueError: the installed release has no such member, and no ``_missing_`` stands for it.
-    """
-    if not isinstance(kind, EnumMeta):
-        raise pickle.UnpicklingError("GLOBAL getattr of what is no enum")
-    enum: Any = kind
-    found: Enum | None = enum.__members__.get(name)  # of an IntEnum it may be 0
-    found = enum._missing_(name) if found is None else found
-    if found is None:
-        raise ValueError(f"{name!r} is not a valid {enum.__name__}")
-    return found
-
-
-_EARLY: dict[str, Any] = {
-    "builtins.getattr": enum_member,
-    **{f"signal.{number.name}": number for number in Signals},
-}
-"""What stands for the names by which Python 3.11.0 to 3.11.3 pickle members of enums."""
 
 
 @contextmanager
@@ -371,7 +337,6 @@ def _unsafe_error(
     if not isinstance(error, pickle.UnpicklingError):
         return None
     missing = _not_allowed_in(content) or _UNSAFE.findall(str(error))
-    missing = [found for found in missing if found not in _EARLY] or missing
     if not missing:
         return None
     classes = ", ".join(sorted(missing))

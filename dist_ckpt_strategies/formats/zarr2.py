@@ -1,13 +1,11 @@
 """The layout of format ("zarr", 1): one Zarr v2 array in a directory per key.
 
-A library decodes chunks that are compressed, in Fortran order or big-endian. This package writes
-none; other writers do. TensorStore is the default. numcodecs, which zarr-python decodes with, knows
-codecs that TensorStore does not.
+TensorStore decodes chunks that are compressed, in Fortran order or big-endian. This package writes
+none; other writers do.
 
 Source: the Zarr v2 specification; checkpoints written by Megatron-Core 0.12.3 and 0.15.3.
 """
 
-import gzip
 import json
 import os
 import shutil
@@ -20,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
@@ -30,13 +27,11 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.storage.files import (
-    MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
     is_directory,
     is_elsewhere,
-    read_file,
     remove_empty,
 )
 from dist_ckpt_strategies.storage.store import HostArray
@@ -44,9 +39,6 @@ from dist_ckpt_strategies.storage.store import HostArray
 METADATA_NAME = ".zarray"
 LOCKS_SUFFIX = ".sync"
 """Megatron-Core <= 0.15 kept locks of the array ``w`` in ``w.sync``, one empty file each."""
-
-_BLOSC_NBYTES = slice(12, 16)
-"""Where a Blosc header has the size of the whole chunk, which numcodecs does not compare."""
 
 
 def dtype_name(dtype: DType) -> str:
@@ -177,14 +169,12 @@ def _is_lock_directory(path: str) -> bool:
         return False
 
 
-def decode_chunk(
-    root: Path, array: ArraySpec, index: Shape, region: Region, handle: int, engine: Engine
-) -> HostArray:
-    """The elements of a region, of the array, in one chunk, whose file is open for reading.
+def decode_chunk(root: Path, array: ArraySpec, index: Shape, region: Region) -> HostArray:
+    """The elements of a region, of the array, in one chunk.
 
     Raises:
         CorruptCheckpointError: the chunk cannot be decoded.
-        StorageError: the library has no decoder for it, or cannot read it.
+        StorageError: TensorStore has no decoder for it, or cannot read it.
     """
     directory = root / array.key
     if array.chunk_nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
@@ -195,55 +185,22 @@ def decode_chunk(
             path=str(directory / METADATA_NAME),
         )
     try:
-        if engine is Engine.TENSORSTORE:
-            import tensorstore as ts  # noqa: PLC0415 - takes a while, and few arrays need it
+        import tensorstore as ts  # noqa: PLC0415 - takes a while, and few arrays need it
 
-            opened = ts.open(array_store_spec(directory), read=True).result()
-            return np.asarray(opened[region.slices()].read().result())
-        chunk = _by_numcodecs(directory, array, handle)
-        return chunk[region.within(array.chunk_region(index)).slices()]
-    except (OSError, StorageError):
+        opened = ts.open(array_store_spec(directory), read=True).result()
+        return np.asarray(opened[region.slices()].read().result())
+    except OSError:
         raise
     except Exception as error:
-        path = f"{root}/{array.chunk_file(index)}"
-        kind, text = _meaning(error, engine)
+        path, text = f"{root}/{array.chunk_file(index)}", str(error)
+        kind: type[StorageError] = StorageError
+        if "is not registered" in text or "filters are not supported" in text:
+            text = f"TensorStore has no decoder; rewrite the array with zarr-python ({text})"
+        elif text.startswith("NOT_FOUND"):
+            kind = IncompleteCheckpointError
+        elif text.startswith(("DATA_LOSS", "INVALID_ARGUMENT", "FAILED_PRECONDITION")):
+            kind = CorruptCheckpointError
         raise kind(f"{array.key}: {path}: {text}", key=array.key, path=path) from error
-
-
-def _by_numcodecs(directory: Path, array: ArraySpec, handle: int) -> HostArray:
-    import numcodecs  # noqa: PLC0415 - as above
-
-    fields = json.loads(read_file(directory / METADATA_NAME, MAX_JSON_NBYTES))
-    codecs = [codec for codec in (*(fields.get("filters") or ()), fields["compressor"]) if codec]
-    with os.fdopen(os.dup(handle), "rb") as file:
-        content: Any = file.read()
-    stored = int.from_bytes(content[_BLOSC_NBYTES], "little")
-    if codecs and codecs[-1]["id"] == "blosc" and stored != len(content):
-        raise ValueError(f"{len(content)} bytes, expected {stored}")
-    try:
-        for codec in reversed(codecs):
-            content = numcodecs.get_codec(codec).decode(content)
-    except gzip.BadGzipFile as error:  # which is an OSError, and no failure of the storage
-        raise ValueError(str(error)) from error
-    dtype = array.dtype.numpy
-    stored_dtype = dtype.newbyteorder(">") if fields["dtype"][0] == ">" else dtype
-    elements = np.frombuffer(memoryview(content).cast("B"), stored_dtype)
-    return elements.reshape(array.chunk_shape, order=fields["order"]).astype(dtype, copy=False)
-
-
-def _meaning(error: Exception, engine: Engine) -> tuple[type[StorageError], str]:
-    """The error for what a library raised, and its text."""
-    text = str(error)
-    if engine is Engine.ZARR:
-        is_unknown = type(error).__name__ == "UnknownCodecError"
-        kind = StorageError if is_unknown else CorruptCheckpointError
-        return kind, f"numcodecs cannot decode it: {error!r}"
-    if "is not registered" in text or "filters are not supported" in text:
-        return StorageError, f"TensorStore has no decoder; engine='zarr' may have one ({text})"
-    if text.startswith("NOT_FOUND"):
-        return IncompleteCheckpointError, text
-    is_damage = text.startswith(("DATA_LOSS", "INVALID_ARGUMENT", "FAILED_PRECONDITION"))
-    return CorruptCheckpointError if is_damage else StorageError, text
 
 
 def array_store_spec(path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 import tensorstore as ts
 import torch
 
-from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     PlanError,
@@ -37,7 +36,7 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
     """
 
     def __init__(self, load_directly_on_device: bool = False, **kwargs: Any) -> None:  # noqa: FBT001, FBT002 - Megatron's signature
-        super().__init__(engine=Engine.TENSORSTORE, **kwargs)
+        super().__init__(**kwargs)
         self.load_directly_on_device = load_directly_on_device
 
     def destination_of(self, tensor: Any) -> torch.Tensor:

@@ -82,7 +82,6 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
     Args:
         backend: name of the format; ``"zarr"``.
         version: version of the format; 1 or 2.
-        engine: ``"tensorstore"`` or ``"zarr"``, for format 1; by default from the environment.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default from the environment.
         allow: further classes that ShardedObjects may be of; a load has to allow them too.
@@ -99,7 +98,6 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
         backend: str = BACKEND,
         version: int = 1,
         *,
-        engine: str | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
         allow: Allowed = (),
@@ -107,7 +105,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
         require_own(BACKEND, (1, 2), backend, version)
         super().__init__(backend, version)
         self.cache = SaveCache()
-        self._configure(options, allow, group, engine=engine)
+        self._configure(options, allow, group)
 
     @raises_megatron_errors
     def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
@@ -218,7 +216,6 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
     """Load strategy for ("zarr", 1), for checkpoints old and new.
 
     Args:
-        engine: ``"tensorstore"`` or ``"zarr"``, for format 1; by default from the environment.
         verify: ``"read"`` (the default), ``"full"`` or ``"off"``, for format 2; see Options.
         group: ranks that load together; the world by default.
         options: timeouts and memory bounds; by default from the environment.
@@ -232,14 +229,13 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
     def __init__(
         self,
         *,
-        engine: str | None = None,
         verify: str | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
         allow: Allowed = (),
     ) -> None:
         super().__init__()
-        self._configure(options, allow, group, engine=engine, verify=verify)
+        self._configure(options, allow, group, verify=verify)
 
     @raises_megatron_errors
     def load(

@@ -41,7 +41,6 @@ from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_loadable,
     dump_object,
-    enum_member,
     is_plain,
     load_content,
     plain_content,
@@ -106,18 +105,9 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "PosixPath" and module in {"pathlib", "pathlib._local"}:
             return PurePosixPath
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
         if name not in _ALLOWED.get(module, ()):
             raise UnsafeObjectError(f"{module}.{name}")
         return super().find_class(module, name)
-
-
-def _enum_member(kind: Any, name: str) -> Any:
-    try:
-        return enum_member(kind, name)
-    except pickle.UnpicklingError:
-        raise UnsafeObjectError("builtins.getattr") from None
 
 
 def _read_metadata(path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:

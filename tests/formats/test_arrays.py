@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from benchmarks.common.disks import drop_cache
-from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core import inner_grid
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import (
@@ -32,7 +31,6 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
-from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.golden.sets import TP4, GoldenSet
 from tests.support.checkpoints import (
     Values,
@@ -208,12 +206,11 @@ def finish(root: Path) -> None:
     write_marker(root, "zarr")
 
 
-def read(root: Path, values: Values, engine: Engine, key: str = "w") -> Values:
-    """All of an array of that shape and type, as one of the engines reads it."""
+def read(root: Path, values: Values, key: str = "w") -> Values:
+    """All of an array of that shape and type."""
     data = torch.from_numpy(np.empty(values.shape, values.dtype.newbyteorder("=")))
     wanted = ShardedTensor.from_rank_offsets(key, data)
-    strategy = ZarrLoadShardedStrategy(options=Options(engine=engine))
-    dist_ckpt_strategies.load({"w": wanted}, root, strategy)
+    dist_ckpt_strategies.load({"w": wanted}, root)
     return data.numpy()
 
 
@@ -231,10 +228,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", Engine)
 @pytest.mark.parametrize("name", WAYS)
 def test_arrays_of_other_writers_are_read_and_bad_chunks_are_named(
-    name: str, engine: Engine, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     values = random_values((7, 5), DType.FLOAT32)
     values[np.isnan(values)] = 1.5  # numcodecs and numpy may touch payloads of swapped NaNs
@@ -252,18 +248,18 @@ def test_arrays_of_other_writers_are_read_and_bad_chunks_are_named(
     finish(tmp_path)
     bad = directory / ("0/1" if name == "nested" else "0.1")
 
-    found = read(tmp_path, values, engine, "layer.w")
+    found = read(tmp_path, values, "layer.w")
     assert (found.dtype, found.tobytes()) == (values.dtype, values.tobytes())
     content = bad.read_bytes()
     if "compressors" in WAYS[name]:
         for damaged in (content[: len(content) // 2], b"", b"\x01" * len(content)):
             bad.write_bytes(damaged)
             with pytest.raises(CorruptCheckpointError, match=rf"layer\.w: .*{directory}") as caught:
-                read(tmp_path, values, engine, "layer.w")
+                read(tmp_path, values, "layer.w")
             assert caught.value.key == "layer.w"
     bad.unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"^(rank 0: )?layer\.w: ") as lost:
-        read(tmp_path, values, engine, "layer.w")
+        read(tmp_path, values, "layer.w")
     assert (lost.value.key, lost.value.path) == ("layer.w", str(bad))
 
 
@@ -278,26 +274,23 @@ UNKNOWN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("engine", "fields", "content", "said"),
+    ("fields", "content", "said"),
     [
-        *((e, HUGE, bytes(16), "w: ") for e in Engine),
-        *(
-            (e, HUGE | {"compressor": ZLIB.get_config()}, ZLIB.encode(bytes(16)), "w: ")
-            for e in Engine
-        ),
-        *((Engine.TENSORSTORE, fields, bytes(16), "engine='zarr'") for fields in UNKNOWN),
-        *((e, {"compressor": {"id": "homemade"}}, bytes(16), "homemade") for e in Engine),
+        (HUGE, bytes(16), "w: "),
+        (HUGE | {"compressor": ZLIB.get_config()}, ZLIB.encode(bytes(16)), "w: "),
+        *((fields, bytes(16), "no decoder; rewrite") for fields in UNKNOWN),
+        ({"compressor": {"id": "homemade"}}, bytes(16), "homemade"),
     ],
 )
 def test_chunks_that_cannot_be_decoded_are_an_error_that_says_so(
-    engine: Engine, fields: dict[str, Any], content: bytes, said: str, tmp_path: Path
+    fields: dict[str, Any], content: bytes, said: str, tmp_path: Path
 ) -> None:
     write_metadata(tmp_path / "w", **fields)
     (tmp_path / "w" / "0").write_bytes(content)
     finish(tmp_path)
 
     with pytest.raises(StorageError, match=said) as caught:
-        read(tmp_path, VALUES, engine)
+        read(tmp_path, VALUES)
     assert caught.value.key == "w"
 
 
@@ -345,7 +338,7 @@ def load_described(root: Path, content: bytes | dict[str, Any]) -> Any:
         write_metadata(root / "w", **content)
     else:
         (root / "w" / ".zarray").write_bytes(content)
-    return outcome(partial(read, root, VALUES, Engine.TENSORSTORE))
+    return outcome(partial(read, root, VALUES))
 
 
 def test_invalid_array_metadata_is_an_error_that_names_key_and_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from signal import Signals
@@ -68,15 +68,6 @@ class Kind(Enum):
     """As it is now; it once had a 2. No list of ours allows it."""
 
     GPT = 1
-
-
-class EarlyKind(IntEnum):
-    """Pickled as Python 3.11.0 to 3.11.3 do."""
-
-    GPT = 0
-
-    def __reduce_ex__(self, _protocol: Any) -> Any:
-        return getattr, (type(self), self.name)
 
 
 class FormerKind:
@@ -148,7 +139,6 @@ def test_saving_common_state_makes_an_older_checkpoint_incomplete(tmp_path: Path
     [
         (Recipe(3), Recipe),
         (Kind.GPT, Kind),
-        (EarlyKind.GPT, EarlyKind),
         (Fraction(1, 3), Fraction),
     ],
 )
@@ -221,17 +211,6 @@ def test_a_call_of_a_command_is_refused_by_name_and_never_made(
     for said in ("posix.system", "allow=", str(path)):
         assert said in str(caught.value)
     assert not trace.exists()
-
-
-def test_a_signal_that_python_3_11_0_wrote_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Signals, "__reduce_ex__", lambda member, _protocol: member.name)
-    path = write(tmp_path, {"args": Namespace(exit_signal=Signals.SIGTERM)})
-    monkeypatch.undo()
-    assert b"signal\nSIGTERM\n" in path.read_bytes()
-
-    assert load(tmp_path)["args"].exit_signal is Signals.SIGTERM
 
 
 class AsksForMore:

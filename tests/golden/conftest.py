@@ -5,8 +5,7 @@ from functools import cache
 
 import pytest
 
-from dist_ckpt_strategies.config import Engine
-from tests.golden.sets import FLAT, NAMES, GoldenSet, register_engine
+from tests.golden.sets import FLAT, NAMES, GoldenSet, register
 from tests.support.registries import fresh_registries
 
 
@@ -27,9 +26,9 @@ def flat(unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
     return unpacked(FLAT)
 
 
-@pytest.fixture(params=list(Engine))
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Each engine registered in turn; on leaving, the registries are as they were."""
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """The strategies registered; on leaving, the registries are as they were."""
     with fresh_registries():
-        register_engine(request.param)
-        yield request.param
+        register()
+        yield

@@ -14,10 +14,9 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
-from tests.golden.sets import NAMES, TP4, GoldenSet, Route, differing, load_along, register_engine
+from tests.golden.sets import NAMES, TP4, GoldenSet, Route, differing, load_along, register
 from tests.local.clique_worlds import described
 from tests.support.ranks import done_by
 from tests.support.sharding import Cut, at_random, differences, no_data, on_grid, state_of, zeros
@@ -44,7 +43,7 @@ def objects_of(golden: GoldenSet) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("engine")
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("has_data", [True, False], ids=["into data", "without data"])
 @both_loads
 def test_arrays_objects_and_common_state_are_what_was_saved(
@@ -66,7 +65,7 @@ def test_arrays_objects_and_common_state_are_what_was_saved(
     assert set(torch.serialization.get_safe_globals()) == allowed
 
 
-@pytest.mark.usefixtures("engine")
+@pytest.mark.usefixtures("registered")
 def test_metadata_names_everything_and_what_it_names_can_be_loaded(golden: GoldenSet) -> None:
     tensors = dist_checkpointing.load_tensors_metadata(golden.checkpoint)
     values = {key: (tuple(t.global_shape), t.dtype) for key, t in tensors.items()}
@@ -79,7 +78,7 @@ def test_metadata_names_everything_and_what_it_names_can_be_loaded(golden: Golde
     assert found.keys() >= golden.objects.keys()
 
 
-@pytest.mark.usefixtures("engine")
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("prefix", ["optimizer", "decoder."])
 def test_removing_a_prefix_leaves_everything_else_as_it_was(
     flat: GoldenSet, prefix: str, tmp_path: Path
@@ -113,9 +112,9 @@ def cuts(golden: GoldenSet, seed: int, size: int) -> list[Cut]:
     return found
 
 
-def load_every_cut(rank: int, golden: GoldenSet, engine: Engine, size: int) -> list[str]:
+def load_every_cut(rank: int, golden: GoldenSet, size: int) -> list[str]:
     """Body of a rank: the routes and keys that came out wrong."""
-    register_engine(engine)
+    register()
     wrong = []
     for route in Route:
         for seed, data in enumerate((zeros, no_data)):
@@ -127,11 +126,8 @@ def load_every_cut(rank: int, golden: GoldenSet, engine: Engine, size: int) -> l
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("name", "size", "engine"),
-    [*((name, 4, Engine.TENSORSTORE) for name in NAMES), (TP4, 2, Engine.ZARR)],
-)
+@pytest.mark.parametrize(("name", "size"), [*((name, 4) for name in NAMES), (TP4, 2)])
 def test_every_set_loads_bit_exactly_at_other_layouts(
-    unpacked: Callable[[str], GoldenSet], name: str, size: int, engine: Engine
+    unpacked: Callable[[str], GoldenSet], name: str, size: int
 ) -> None:
-    assert done_by(size, load_every_cut, unpacked(name), engine, size) == [[]] * size
+    assert done_by(size, load_every_cut, unpacked(name), size) == [[]] * size

@@ -11,7 +11,6 @@ import torch
 from dist_ckpt_strategies import diff, upgrade
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import FusedLayoutAdam
 from dist_ckpt_strategies.cli.demo.main import ParallelLayout
-from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import CheckpointError, StrategyError
 from dist_ckpt_strategies.formats.objects import dump_object, load_content
 from dist_ckpt_strategies.tools.convert import upgraded_common
@@ -24,7 +23,7 @@ from tests.golden.sets import (
     Route,
     differing,
     load_along,
-    register_engine,
+    register,
 )
 from tests.support.ranks import done_by, run_processes
 
@@ -59,7 +58,7 @@ def train_on(
     _rank: int, checkpoint: str, layout: ParallelLayout, route: Route
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
     """Body of a rank: the whole state as loaded, and after one step."""
-    register_engine(Engine.TENSORSTORE)
+    register()
     with parallel(layout):
         trainee = Trainee.build(layout, NUM_ROWS)
         loaded = load_along(route, trainee.state(is_loading=True), checkpoint)
@@ -185,7 +184,7 @@ def test_steps_that_only_the_parameters_have_go_to_the_groups() -> None:
 def load_weights(
     _rank: int, golden: GoldenSet, layout: ParallelLayout, num_rows: int
 ) -> dict[str, torch.Tensor]:
-    register_engine(Engine.TENSORSTORE)
+    register()
     with parallel(layout):
         model = Trainee.build(layout, num_rows).model
         asked: dict[str, Any] = {"model": model.sharded_state_dict()}

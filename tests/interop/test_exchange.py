@@ -62,24 +62,23 @@ def answer(process: subprocess.Popen[str]) -> Any:
     return json.loads(out.splitlines()[-1])
 
 
-def save_ours(rank: int, entry: Entry, root: Path, engine: str) -> None:
-    prepare(60, engine)
+def save_ours(rank: int, entry: Entry, root: Path) -> None:
+    prepare(60)
     arrays = state_of(rank, cuts(SIZE) + uneven_cuts(), part_of)
     save(entry, arrays | COMMON | objects_of(rank, SIZE), root)
 
 
-@pytest.mark.parametrize("engine", ["tensorstore", "zarr"])
 @pytest.mark.parametrize("entry", list(Entry))
-def test_megatron_015_loads_what_we_save(entry: Entry, engine: str, tmp_path: Path) -> None:
+def test_megatron_015_loads_what_we_save(entry: Entry, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
-    run_processes(SIZE, save_ours, entry, checkpoint, engine, timeout_s=TIMEOUT_S)
+    run_processes(SIZE, save_ours, entry, checkpoint, timeout_s=TIMEOUT_S)
 
     assert answer(start("load", checkpoint)) == []
 
 
-def load_theirs(rank: int, entry: Entry, root: Path, engine: str) -> list[str]:
+def load_theirs(rank: int, entry: Entry, root: Path) -> list[str]:
     """Load, whole on each of four ranks, what two saved."""
-    prepare(60, engine)
+    prepare(60)
     whole = recut(cuts(OLD_SIZE) + flat_cuts(), as_whole, num_replicas=SIZE)
     owner, replica = rank % OLD_SIZE, rank // OLD_SIZE
     objects = objects_of(owner, OLD_SIZE, is_filled=False, replica=replica)
@@ -100,19 +99,15 @@ def save_theirs(checkpoint: Path, release: Path | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "engine"),
-    [
-        (None, "tensorstore"),
-        (None, "zarr"),
-        *((RELEASES / version, "tensorstore") for version in VERSIONS),
-    ],
+    "release",
+    [None, *(RELEASES / version for version in VERSIONS)],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_we_load_what_old_releases_save(release: Path | None, engine: str, tmp_path: Path) -> None:
+def test_we_load_what_old_releases_save(release: Path | None, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     save_theirs(checkpoint, release)
 
     for entry in Entry if release is None else [Entry.MEGATRON]:
-        found = run_processes(SIZE, load_theirs, entry, checkpoint, engine, timeout_s=TIMEOUT_S)
+        found = run_processes(SIZE, load_theirs, entry, checkpoint, timeout_s=TIMEOUT_S)
         assert found == [[]] * SIZE
     assert verify(scan(checkpoint)) == ()

@@ -184,11 +184,9 @@ def loaders(entry: Entry) -> dict[str, dict[str, Any]]:
     }
 
 
-def load_with_faults(
-    rank: int, entry: Entry, engine: str, scratch: Path
-) -> dict[tuple[str, str], Any]:
+def load_with_faults(rank: int, entry: Entry, scratch: Path) -> dict[tuple[str, str], Any]:
     """What this rank saw by fault and way: of a copy for each damage, and of odd requests."""
-    prepare(TIMEOUT_S, engine)
+    prepare(TIMEOUT_S)
     whole, ways = scratch / "whole", loaders(entry)
     save(entry, full_state(rank), whole)
     seen: dict[tuple[str, str], Any] = {}
@@ -216,13 +214,9 @@ def load_with_faults(
     return seen
 
 
-@pytest.mark.parametrize(
-    ("entry", "engine"), [(Entry.OURS, "tensorstore"), (Entry.MEGATRON, "zarr")], ids=str
-)
-def test_damage_that_one_rank_meets_is_raised_on_every_rank(
-    entry: Entry, engine: str, scratch: Path
-) -> None:
-    results = run_processes(4, load_with_faults, entry, engine, scratch)
+@pytest.mark.parametrize("entry", Entry)
+def test_damage_that_one_rank_meets_is_raised_on_every_rank(entry: Entry, scratch: Path) -> None:
+    results = run_processes(4, load_with_faults, entry, scratch)
 
     for name, way in results[0]:
         seen = [result[name, way] for result in results]

@@ -49,10 +49,9 @@ def load(entry: Entry, state: dict[str, Any], root: Path, **options: Any) -> Any
     return dist_checkpointing.load(state, str(root), **options)
 
 
-def prepare(timeout_s: float, engine: str = "tensorstore", **registration: Any) -> None:
-    """Set timeout and engine of this process, for everything, and register the strategies."""
+def prepare(timeout_s: float, **registration: Any) -> None:
+    """Set the timeout of this process, for everything, and register the strategies."""
     os.environ["DIST_CKPT_TIMEOUT_S"] = str(timeout_s)
-    os.environ["DIST_CKPT_ENGINE"] = engine
     dist_ckpt_strategies.register(**{"replace": True} | registration)
 
 

@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
 import dist_ckpt_strategies
@@ -206,20 +205,6 @@ def write_with_common_object(root: Path, weight: torch.Tensor, common: dict[str,
         no_dist=True,
     )
     write_marker(root, "torch_dist")
-
-
-def test_what_python_3_11_0_wrote_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_early(member: Any, _protocol: int) -> Any:
-        return getattr, (type(member), member.name)
-
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", as_early)
-    write_with_common_object(tmp_path / "a", torch.arange(12.0), {"iteration": 3})
-    monkeypatch.undo()
-    assert b"getattr" in (tmp_path / "a" / ".metadata").read_bytes()
-
-    convert(tmp_path / "a", tmp_path / "b", "zarr@2")
-
-    assert diff(tmp_path / "a", tmp_path / "b").is_equal
 
 
 @pytest.mark.parametrize("to", FORMATS)
