@@ -1,15 +1,9 @@
 """The two-stage loader, under the names of Megatron-Core 0.15: read once, then broadcast."""
 
 import logging
-import time
-from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from functools import wraps
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
-
-import torch
+from typing import Any
 
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import (
@@ -46,46 +40,10 @@ from dist_ckpt_strategies.two_stage.load import CheckpointLoad, StrategyLoad
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _PURPOSE = "two-stage load"
 
 _NUM_CHANNELS = 2
 """Two gloo groups side by side have twice the throughput of one."""
-
-
-def sharded_tensor_chunk_id(sharded_tensor: Any) -> tuple[str, tuple[int, ...]]:
-    """Identifies a shard of a checkpoint: key, and offset in elements."""
-    return sharded_tensor.key, tuple(sharded_tensor.global_offset)
-
-
-def timed(verbose: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:  # noqa: FBT001, FBT002 - Megatron's signature
-    """Decorate a method: the seconds of each call are logged and recorded.
-
-    They are appended to ``call_times[name]`` of the object, if it has such a dict.
-
-    Args:
-        verbose: also log each call, at level debug.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            began = time.monotonic()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds = time.monotonic() - began
-                call_times = getattr(args[0], "call_times", None) if args else None
-                if call_times is not None:
-                    call_times.setdefault(function.__name__, []).append(seconds)
-                if verbose:
-                    logger.debug("%s took %.3f s", function.__name__, seconds)
-
-        return call
-
-    return decorate
 
 
 class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
@@ -108,7 +66,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     Attributes:
         options: timeouts and memory bounds.
-        call_times: seconds of each call of ``load`` and ``load_tensor_from_storage``.
     """
 
     @raises_megatron_errors
@@ -135,7 +92,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self._is_own = isinstance(base_strategy, ZarrLoadShardedStrategy)
         own_options = base_strategy.options if self._is_own else options_from_environment()
         self.base_strategy = base_strategy
-        self.call_times: dict[str, list[float]] = {}
         self._channels: tuple[ProcessGroup, ...] = ()
         self.options = own_options.with_changes(
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
@@ -174,7 +130,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         )
         self.data_parallel_group = self._channels[0]
 
-    @timed()
     @raises_megatron_errors
     def load(
         self,
@@ -258,42 +213,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise unless the base strategy reads this version."""
         self.base_strategy.check_version_compatibility(loaded_version)
-
-    @timed()
-    @raises_megatron_errors
-    def load_tensor_from_storage(self, checkpoint_dir: str | Path, ten_meta: Any) -> torch.Tensor:
-        """One tensor, read by this rank alone: a new CPU tensor.
-
-        Rank-local over a strategy of this package; otherwise as collective as the base's ``load``.
-
-        Args:
-            checkpoint_dir: the checkpoint.
-            ten_meta: its ``sharded_tensor_no_data`` is the requested ShardedTensor.
-        """
-        root = located(checkpoint_dir, self.options)
-        wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
-        base = self.base_strategy
-        if self._is_own:
-            loaded = base.load_by(Communicator(), wanted, root)
-        else:
-            loaded = base.load(wanted, root)
-        tensor: torch.Tensor = loaded["tensor"]
-        return tensor
-
-    def deduplicate_chunks(self, ten_metas: Iterable[Any]) -> list[Any]:
-        """For each shard the entry of the lowest rank, sorted by shard. Rank-local.
-
-        For callers of Megatron-Core's method; ``load`` itself balances reads in another way.
-
-        Args:
-            ten_metas: entries with ``sharded_tensor_no_data`` and ``dist_group_rank``.
-        """
-        lowest: dict[Any, Any] = {}
-        for meta in ten_metas:
-            chunk = sharded_tensor_chunk_id(meta.sharded_tensor_no_data)
-            if chunk not in lowest or meta.dist_group_rank < lowest[chunk].dist_group_rank:
-                lowest[chunk] = meta
-        return [meta for _, meta in sorted(lowest.items(), key=itemgetter(0))]
 
     def _group(self, checkpoint_dir: object) -> Communicator:
         group = self.data_parallel_group

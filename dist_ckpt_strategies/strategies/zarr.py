@@ -1,22 +1,15 @@
 """The Zarr backend, formats ("zarr", 1) and ("zarr", 2): save and load strategies.
 
-Names that Megatron-Core 0.15 gave to strategies and functions are importable from here.
+Names that Megatron-Core 0.15 gave to strategies are importable from here.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
-import numpy.typing as npt
-import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, Verify
-from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import (
-    ShapeMismatchError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
@@ -60,10 +53,6 @@ __all__ = [
     "Format2SaveShardedStrategy",
     "ZarrLoadShardedStrategy",
     "ZarrSaveShardedStrategy",
-    "flatten_range",
-    "load_zarr_based_sharded_metadata",
-    "pad_to_expected_shape",
-    "postprocess_numpy_array",
     "register_default_zarr_strategies",
 ]
 
@@ -401,80 +390,3 @@ class EitherFormatLoadShardedStrategy(ZarrLoadShardedStrategy):
     """ZarrLoadShardedStrategy for ("zarr", 1) and ("zarr", 2), by what lies in the directory."""
 
     versions = (1, 2)
-
-
-def load_zarr_based_sharded_metadata(
-    checkpoint_dir: Path,
-    get_shape_dtype_fn: Callable[[str], tuple[tuple[int, ...], npt.DTypeLike]],
-) -> StateDict:
-    """A ShardedTensor without data, by key, for each Zarr v2 array below a directory.
-
-    Args:
-        checkpoint_dir: the checkpoint.
-        get_shape_dtype_fn: gives shape, in elements, and numpy dtype of the array at a path.
-    """
-    root = Path(checkpoint_dir).absolute()
-    found = {}
-    for key in array_keys(root):
-        shape, dtype = get_shape_dtype_fn(str(root / key))
-        stored = DType.from_numpy(dtype, key=key)
-        found[key] = metadata_tensor(key, tuple(shape), stored.value)
-    return found
-
-
-@raises_megatron_errors
-def postprocess_numpy_array(
-    loaded_array: npt.NDArray[Any],
-    sharded_tensor: Any,
-    apply_flattened_range: bool = True,  # noqa: FBT001, FBT002 - Megatron's signature
-) -> torch.Tensor:
-    """A loaded numpy array as the torch tensor that a ShardedTensor asks for; no copy if it fits.
-
-    Args:
-        loaded_array: elements as stored, shaped like the local shape or, where
-            ``allow_shape_mismatch`` is set, smaller.
-        sharded_tensor: says the local shape in elements.
-        apply_flattened_range: cut the flattened range out, where there is one.
-
-    Raises:
-        ShapeMismatchError: the shapes differ, and ``allow_shape_mismatch`` is not set.
-    """
-    dtype = DType.from_numpy(loaded_array.dtype, key=sharded_tensor.key)
-    native = np.ascontiguousarray(loaded_array, dtype=dtype.numpy)
-    bits = native.view(f"i{dtype.itemsize}") if dtype.is_extension else native
-    tensor = torch.from_numpy(bits).view(getattr(torch, dtype.value)).reshape(loaded_array.shape)
-    expected = tuple(sharded_tensor.local_shape)
-    if tuple(tensor.shape) != expected:
-        if not sharded_tensor.allow_shape_mismatch:
-            raise ShapeMismatchError(
-                f"{sharded_tensor.key}: local shape {tuple(tensor.shape)} loaded, "
-                f"{expected} expected",
-                key=sharded_tensor.key,
-            )
-        tensor = pad_to_expected_shape(tensor, sharded_tensor)
-    if apply_flattened_range and getattr(sharded_tensor, "flattened_range", None) is not None:
-        return flatten_range(sharded_tensor, tensor)
-    return tensor
-
-
-def flatten_range(sharded_tensor: Any, x: torch.Tensor) -> torch.Tensor:
-    """The elements of a flattened tensor that the ShardedTensor's flattened range names."""
-    return x.flatten()[sharded_tensor.flattened_range]
-
-
-@raises_megatron_errors
-def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: Any) -> torch.Tensor:
-    """The tensor with zeros appended in each dim up to the ShardedTensor's local shape.
-
-    Raises:
-        ShapeMismatchError: the tensor is larger in a dim, or has another number of dims.
-    """
-    found, expected = tuple(x.shape), tuple(expected_sharded_ten.local_shape)
-    if len(found) != len(expected) or any(f > e for f, e in zip(found, expected, strict=True)):
-        raise ShapeMismatchError(
-            f"{expected_sharded_ten.key}: shape {found} cannot be padded to {expected}",
-            key=expected_sharded_ten.key,
-        )
-    padded = x.new_zeros(expected)
-    padded[tuple(map(slice, found))] = x
-    return padded

@@ -20,8 +20,6 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import DTypeMismatchError, PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import (
     TwoStageDataParallelLoadShardedStrategy,
-    sharded_tensor_chunk_id,
-    timed,
 )
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from dist_ckpt_strategies.two_stage import load as two_stage_load
@@ -153,26 +151,6 @@ def measure_memory(rank: int, root: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_memory_beside_the_tensors_is_bounded(tmp_path: Path) -> None:
     require_on_ranks(2, measure_memory, tmp_path / "c")
-
-
-def the_functions_of_megatron_core_0_15_work(rank: int, root: Path) -> None:
-    state = replicas(rank, empty=False)
-    save(Entry.OURS, state, root)
-    strategy = TwoStageDataParallelLoadShardedStrategy(dist.new_subgroups(2)[0])
-    metas = [
-        SimpleNamespace(sharded_tensor_no_data=state[key].without_data(), dist_group_rank=other)
-        for key in ("w3", "w1")
-        for other in (1, 0)
-    ]
-    lowest = strategy.deduplicate_chunks(metas)
-    found = [(m.sharded_tensor_no_data.key, m.dist_group_rank) for m in lowest]
-    assert found == [("w1", 0), ("w3", 0)]
-    loaded = strategy.load_tensor_from_storage(str(root), metas[0])
-    assert torch.equal(loaded, state["w3"].data)
-    assert list(strategy.call_times) == ["load_tensor_from_storage"]
-    assert timed(verbose=False)(lambda: 7)() == 7
-    chunk = sharded_tensor_chunk_id(ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2)))
-    assert chunk == ("w", (2,))
 
 
 def a_rank_outside_its_group_is_named(rank: int, root: Path) -> None:
@@ -312,7 +290,6 @@ def a_failure_of_the_base_is_raised_on_all(rank: int, root: Path) -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        the_functions_of_megatron_core_0_15_work,
         a_rank_outside_its_group_is_named,
         torch_dist_is_asked_once_per_group_for_each_shard_and_object,
         a_failure_of_the_base_is_raised_on_all,
