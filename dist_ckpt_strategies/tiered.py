@@ -65,6 +65,7 @@ _REMOVAL_S = 5.0
 """How long ``release`` waits for the removal of old checkpoints: after an error others wait too."""
 
 _NONE = -1
+_LOCAL_ARGUMENTS = ("strict", "strict_dtype", "validate_access_integrity")
 _NAME = r"iter_\d{7,}"
 """What the names of the global checkpoints match; nothing else in the root is loaded or removed."""
 
@@ -168,8 +169,8 @@ class TieredCheckpointManager:
         options: everything else.
 
     Raises:
-        PlanError: the policy has local saves without ``local``, or the reverse; or an option is out
-            of range.
+        PlanError: the policy has local saves without ``local``, or the reverse; ``local`` is bound
+            to another root; or an option is out of range.
     """
 
     def __init__(
@@ -199,6 +200,8 @@ class TieredCheckpointManager:
         place = located(root, defaults)
         self.root, self.policy, self.options = str(place), policy, options
         self.local, self.recovery = local, recovery
+        if local is not None:
+            local.bind(self.root)
         self._lease = Lease(Directory(place) if isinstance(place, Path) else place, lease_s)
         self._is_open = self._is_watching = self._is_preempted = False
         self._handlers: dict[int, Any] = {}
@@ -245,7 +248,8 @@ class TieredCheckpointManager:
             provider: StateProvider, or an object that has one, to fill from memory.
             at_most: skip newer steps and memory, to go back in a training. Newer checkpoints are
                 kept, and a later call without ``at_most`` loads them.
-            arguments: further arguments of ``load``, for a global checkpoint.
+            arguments: further arguments of ``load``; for a local checkpoint ``strict``,
+                ``strict_dtype`` and ``validate_access_integrity``.
 
         Returns:
             What was loaded: ``iteration`` is the step from which training continues, ``attempts``
@@ -267,6 +271,7 @@ class TieredCheckpointManager:
                 return Loaded(Tier.MEMORY, report["global_step"], "memory", None, ())
             why = str(self.recovery.last_failure)
             refused = (Attempt(Tier.MEMORY, _NONE, "memory", why),)
+        how = {key: arguments[key] for key in _LOCAL_ARGUMENTS if key in arguments}
         known = {"sharded_strategy": self.options.load_strategy, "allow": self.options.allow}
         known |= {"timeout_s": self.options.timeout_s} | arguments
         self._newest = dict.fromkeys(self._newest, _NONE)  # newer ones may be of another course
@@ -275,7 +280,7 @@ class TieredCheckpointManager:
                 self.local,
                 [self.root],
                 partial(load, state, **known),
-                load_local=lambda found: found.load_into(state),
+                load_local=lambda found: found.load_into(state, **how),
                 at_most=at_most,
                 pattern=_NAME,
             )

@@ -115,7 +115,7 @@ Path("local/checkpoints/iter_0000100").mkdir()
 
 _LOCAL_AFTER = f"""
 assert all(bool((value == 7).all()) for value in model.state_dict().values())
-assert (shard_id[:15], manager.find_latest()) == ("iter_0000099_0_", 100)
+assert (iteration, rank, manager.find_latest()) == (99, 0, 100)
 {_LOADED}
 """
 

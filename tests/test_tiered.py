@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from dist_ckpt_strategies import ManagerOptions, SaveMetrics, SavePolicy, TieredCheckpointManager
 from dist_ckpt_strategies.errors import CheckpointLockedError, PlanError
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
-from dist_ckpt_strategies.recovery import CheckpointManager, Loaded, Tier
+from dist_ckpt_strategies.recovery import CheckpointManager, Loaded, Tier, load_latest
+from tests.local.clique_worlds import once
 from tests.support.entries import Failure, outcome
 from tests.support.memory_provider import MemoryProvider
 from tests.support.processes import until
@@ -113,6 +115,86 @@ def test_a_training_killed_at_random_times_ends_with_the_same_bits(tmp_path: Pat
     steps = TieredCheckpointManager(tmp_path / "global").all_steps()
     assert steps == [NUM_STEPS - 20, NUM_STEPS]
     assert not list((tmp_path / "global").glob(".dist-ckpt-lock-*"))
+
+
+class Shared:
+    """Trainings of several roots, with one directory on each node."""
+
+    def __init__(self, root: str) -> None:
+        in_threads()
+        self.rank, self.root = dist.get_rank(), Path(root)
+        self.node = self.root / f"node{self.rank}"
+
+    def manager(
+        self, name: str, local: LocalCheckpointManager | None = None
+    ) -> TieredCheckpointManager:
+        local = local or LocalCheckpointManager(self.node)
+        policy = SavePolicy(local_every_steps=1)
+        return TieredCheckpointManager(
+            self.root / name, local=local, policy=policy, options=OPTIONS
+        )
+
+    def save(self, manager: TieredCheckpointManager, step: int, *, force: bool = False) -> None:
+        assert manager.save(step, self.state(float(step)), force=force)
+        manager.wait()
+
+    def found_by(self, manager: TieredCheckpointManager) -> Any:
+        """Tier and step of what it loads, or the Failure."""
+        state = self.state(0.0)
+        found = outcome(lambda: manager.load_latest(state))
+        if isinstance(found, Failure):
+            return found
+        assert state["w"].data.tolist() == [float(found.iteration)] * 4
+        return found.tier, found.iteration
+
+    def state(self, value: float) -> dict[str, Any]:
+        where = (0, self.rank, dist.get_world_size())
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value), where)}
+
+    def files(self) -> set[Path]:
+        return set(self.node.rglob("iter_*"))
+
+
+def shares_a_local_directory(rank: int, root: str) -> None:
+    """Body of a rank."""
+    shared = Shared(root)
+    with shared.manager("one") as one:
+        shared.save(one, 6)
+        of_one = shared.files()
+        with shared.manager("two") as two:
+            refused = shared.found_by(two)
+            assert "NoUsableCheckpointError" in refused.kinds
+            for name in ("one", "two"):
+                assert (shared.root / name / ".dist-ckpt-training").read_text() in refused.text
+            for step in (2, 3):
+                shared.save(two, step)
+            assert (of_one < shared.files(), len(shared.files())) == (True, 2)
+            assert shared.found_by(one) == (Tier.LOCAL, 6)
+            assert shared.found_by(two) == (Tier.LOCAL, 3)
+            shared.save(two, 5, force=True)
+            for path in shared.files() - of_one:
+                path.unlink()
+            dist.barrier()
+            assert shared.found_by(two) == (Tier.GLOBAL, 5)
+        both = outcome(lambda: shared.manager("two", one.local))
+        assert str(shared.root / "one") in both.text
+    once(rank, lambda: (shared.root / "one").rename(shared.root / "moved"))
+    with shared.manager("moved") as moved, shared.manager("one", one.local) as anew:
+        assert shared.found_by(moved) == (Tier.LOCAL, 6)
+        assert isinstance(shared.found_by(anew), Failure)
+    for bound, kind in ((None, Failure), ("moved", Loaded), ("one", Failure)):
+        local = LocalCheckpointManager(shared.node)
+        if bound is not None:
+            local.bind(shared.root / bound)
+        found = outcome(partial(load_latest, local, [shared.root / "moved"]))
+        assert isinstance(found, kind), (bound, found)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_training_neither_loads_nor_removes_local_checkpoints_of_another(
+    size: int, tmp_path: Path
+) -> None:
+    assert run_processes(size, shares_a_local_directory, str(tmp_path)) == [None] * size
 
 
 def is_refused(rank: int, root: str) -> str:

@@ -97,7 +97,11 @@ def install(
     local = manager and manager.local
 
     def make(*a: Any, **kw: Any) -> LocalCheckpointManager:
-        return local or LocalCheckpointManager(*a, allow=allow, timeout_s=chosen.timeout_s, **kw)
+        root = getattr(checkpointing.get_args(), "save", None)
+        made = LocalCheckpointManager(*a, allow=allow, timeout_s=chosen.timeout_s, **kw)
+        if root and not local:
+            made.bind(root)
+        return local or made
 
     _provide_local(make)
     checkpointing.dist_checkpointing = ours

@@ -4,7 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     NoReplicasAvailableError,
+    NoUsableCheckpointError,
     StorageError,
 )
 from dist_ckpt_strategies.local.plan import (
@@ -23,7 +24,7 @@ from dist_ckpt_strategies.local.plan import (
     build_retention,
     group_saves,
 )
-from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
+from dist_ckpt_strategies.local.shard_files import TRAINING_NAME, ShardDirectory, ShardReader
 from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShardId, SaveId
 from dist_ckpt_strategies.local.transfer import run_retrieve
 from dist_ckpt_strategies.storage.files import Directory
@@ -48,12 +49,14 @@ class Inventory:
 
     For each rank, ``nodes`` has the first one that sees the same directory; ``copies`` has what
     there is in each of these directories, by that first rank. ``has_finished`` says whether any
-    save has come to its end: shards that are missing were lost then.
+    save has come to its end: shards that are missing were lost then. ``foreign`` tells of saves of
+    another training, if there are any.
     """
 
     nodes: Sequence[int]
     copies: Mapping[int, list[Copy]]
     has_finished: bool
+    foreign: str | None
 
     def saves(self) -> tuple[Completeness, ...]:
         """What there is of each save, the newest first."""
@@ -88,42 +91,68 @@ def gather_inventory(
     """What the ranks have of a session, by what the files state; damaged ones are left out.
 
     Collective: two gathers, of a few bytes for each save and shard that a rank keeps. Files of
-    other sessions, and of iterations before ``at_least``, are left out too.
+    other sessions and trainings, and of iterations before ``at_least``, are left out too.
     """
     first: dict[str, int] = {}
-    names = run_and_gather(comm, directory.name)
+
+    def begin() -> list[str]:
+        training = "" if comm.rank else run_with_limit(directory.training_id, directory)
+        return [directory.name(), training]
+
+    names, (own, *_) = zip(*run_and_gather(comm, begin), strict=True)
     nodes = [first.setdefault(name, rank) for rank, name in enumerate(names)]
     restart_limit()  # peers that came late are not storage that is slow
 
-    def listing() -> tuple[bool, list[list[Any]]]:
-        kept: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
-        has_finished, found = False, []
+    def listing() -> list[Any]:
         try:
-            holders = _holders_of(comm.rank, nodes, directory)
-            has_finished, found = directory.has_finished(holders), directory.find(holders)
+            return _listed(directory, _holders_of(comm.rank, nodes, directory), own)
         except StorageError as error:  # others have the copies
             logger.warning("no local checkpoints from %s: %s", directory, error)
-        for one in found:
-            try:
-                shard = ShardReader(one.path).shard
-            except CheckpointError as error:
-                logger.warning("a local checkpoint is not used: %s", error)
-                continue
-            save = one.shard_id.save
-            if shard.session_id == session_id and save.iteration >= at_least:
-                key = (one.holder, save.iteration, save.stamp, shard.world_size)
-                kept[key].append(one.shard_id.global_rank)
-        return has_finished, [[*key, ranks] for key, ranks in kept.items()]
+            return [False, [], None]
 
     copies: dict[int, list[Copy]] = {node: [] for node in nodes}
     everyone = run_and_gather(comm, partial(run_with_limit, listing, directory))
     restart_limit()
-    for node, (_, rows) in zip(nodes, everyone, strict=True):
-        for holder, iteration, stamp, world_size, ranks in rows:
-            save = SaveId(iteration, stamp)
-            shards = (LocalShardId(save, rank) for rank in ranks)
-            copies[node] += [Copy(holder, shard, world_size) for shard in shards]
-    return Inventory(nodes, copies, any(has_finished for has_finished, _ in everyone))
+    for node, (_, rows, _) in zip(nodes, everyone, strict=True):
+        for holder, iteration, stamp, world_size, session, ranks in rows:
+            if session == session_id and iteration >= at_least:
+                save = SaveId(iteration, stamp)
+                shards = (LocalShardId(save, rank) for rank in ranks)
+                copies[node] += [Copy(holder, shard, world_size) for shard in shards]
+    has_finished = any(has_finished for has_finished, *_ in everyone)
+    newest = max((SaveId(*save) for *_, save in everyone if save), default=None)
+    foreign = _foreign(directory, own, newest) if newest else None
+    return Inventory(nodes, copies, has_finished, foreign)
+
+
+def _listed(directory: ShardDirectory, holders: Sequence[int], own: str) -> list[Any]:
+    """Whether holders have ended a save of a training, its good shards, the newest other save."""
+    kept: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+    foreign = None
+    for one in directory.find(holders):
+        save = one.shard_id.save
+        if save.training_id != own:
+            foreign = max(save, foreign or save)
+            continue
+        try:
+            shard = ShardReader(one.path).shard
+        except CheckpointError as error:
+            logger.warning("a local checkpoint is not used: %s", error)
+            continue
+        key = (one.holder, save.iteration, save.stamp, shard.world_size, shard.session_id)
+        kept[key].append(one.shard_id.global_rank)
+    rows = [[*key, ranks] for key, ranks in kept.items()]
+    return [directory.has_finished(holders, own), rows, foreign and astuple(foreign)]
+
+
+def _foreign(directory: ShardDirectory, own: str, save: SaveId) -> str:
+    """What a message says of local checkpoints of another training."""
+    return (
+        f"{directory}: the local checkpoint of iteration {save.iteration} is of training "
+        f"{save.training_id or '(unknown)'}, this one is {own or '(unknown: bind the manager)'}, "
+        f"as {TRAINING_NAME} in a training's checkpoint root says; it is neither loaded nor "
+        "removed; give this training a session_id or a directory of its own"
+    )
 
 
 def _holders_of(rank: int, nodes: Sequence[int], directory: ShardDirectory) -> list[int]:
@@ -180,6 +209,8 @@ def _plan(
         if not reasons and not (missing and inventory.has_finished):
             text = f"no local checkpoint below {directory} on any node"
             text += missing and f", but what a save that was killed has left: {missing}"
+            if inventory.foreign:
+                raise NoUsableCheckpointError(f"{text}; {inventory.foreign}", path=str(directory))
             raise CheckpointNotFoundError(text, path=str(directory))
         why = "; ".join(filter(None, [missing, *reasons]))
         raise NoReplicasAvailableError(
@@ -229,11 +260,12 @@ def complete_save(
         kept = build_retention([one.save for one in saves if not one.missing], newest, num_kept)
         holders = [comm.rank]
         with _failures_logged():
-            directory.note_finished(comm.rank)
+            directory.note_finished(comm.rank, newest.training_id)
             holders = _holders_of(comm.rank, found.nodes, directory)
             for holder in holders:
                 directory.remove_stale_files(holder)
-        remove_shards(directory, holders, lambda save: save not in kept)
+        own = newest.training_id
+        remove_shards(directory, holders, lambda one: one.training_id == own and one not in kept)
 
     run_collectively(comm, clean_up)
 

@@ -22,6 +22,7 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
+from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.encoding import (
     decode_shard,
@@ -58,6 +59,7 @@ from dist_ckpt_strategies.storage.io_pool import (
     WORK,
     clean_up_limit,
     restart_limit,
+    run_with_limit,
     time_limit,
     uncounted,
 )
@@ -76,6 +78,9 @@ class LocalCheckpointManager:
     Each rank writes its own shard and those of its clique below
     ``<root_local_ckpt_dir>/<session_id>/<its global rank>``. A shard that is lost or damaged is
     taken from any rank that has a copy, whatever cliques there were at the save.
+
+    A manager that is bound to a training, by ``bind`` or by a TieredCheckpointManager, loads and
+    removes only checkpoints of this training; one that is not, only those without a training.
 
     All ranks make a manager alike, and call its methods together.
 
@@ -130,6 +135,21 @@ class LocalCheckpointManager:
         """Where this rank keeps its own shard and its copies of others'."""
         comm = self.communicator("directory")
         return self._directory.holder_directory(comm.rank)
+
+    @raises_megatron_errors
+    def bind(self, root: str | Path) -> None:
+        """Bind the manager to the training whose global checkpoints are below a directory or URL.
+
+        Rank-local; equal on all ranks. The first rank keeps a random id there, in a small file.
+        A PlanError if the manager is bound to another root.
+        """
+        place, bound = located(root, options_from_environment()), self._directory.training_root
+        if bound is not None and str(bound) != str(place):
+            raise PlanError(
+                f"the manager of local checkpoints below {self.root_local_ckpt_dir} is bound to "
+                f"{bound}, and cannot be bound to {place}; make one for each training"
+            )
+        self._directory = ShardDirectory(self._directory.root, place)
 
     @raises_megatron_errors
     def save(
@@ -223,11 +243,13 @@ class LocalCheckpointManager:
         newest, missing = found.newest(), found.missing_text()
         if missing and comm.rank == 0:
             logger.warning("%s: incomplete local checkpoints: %s", self._directory, missing)
+        if found.foreign and comm.rank == 0:
+            logger.warning("%s", found.foreign)
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors
-    def load(self, *, at_least: int = 0, on_host: bool = False) -> tuple[Any, str]:
-        """The newest state that can be assembled, and the id of this rank's shard.
+    def load(self, *, at_least: int = 0, on_host: bool = False) -> tuple[Any, tuple[int, int, str]]:
+        """The newest state that can be assembled, and its id, as NVRx gives it.
 
         Collective. Every tensor's digest is compared. Where a copy is damaged another one is
         used, and where there is none, the save before.
@@ -238,11 +260,12 @@ class LocalCheckpointManager:
                 moved back to the device that it was on.
 
         Returns:
-            The state, and an id such as ``iter_0000100_3_local_18f2…``.
+            The state; and iteration, this rank, and session id.
 
         Raises:
             CheckpointNotFoundError: there are none, at most what a first save that was killed left.
             NoReplicasAvailableError: of each save some shard is lost; says which.
+            NoUsableCheckpointError: all are of other trainings.
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         comm = self.communicator("load of a local checkpoint")
@@ -264,7 +287,7 @@ class LocalCheckpointManager:
         state = run_collectively(comm, decode)
         own = LocalShardId(shards[0].shard.shard_id.save, comm.rank)
         logger.log(comm.report_level, "rank %s: loaded %s", own.global_rank, own)
-        return state, str(own)
+        return state, (own.save.iteration, comm.rank, self.session_id)
 
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
         """All ranks of the manager, each by its global rank, for one thing that they do together.
@@ -324,6 +347,8 @@ class LocalCheckpointManager:
             _require_usable(strategy, is_async=is_async)
             with time_limit(self.timeout_s, OPENING):
                 self._directory.remove_stale_files(comm.rank)
+                read_id = self._directory.training_id
+                training_id = "" if comm.rank else run_with_limit(read_id, self._directory)
                 if strategy is not None:
                     with uncounted():
                         strategy.let_finish(WORK * self.timeout_s)
@@ -334,7 +359,8 @@ class LocalCheckpointManager:
                 raise PlanError(text) from None
             placeholder = LocalShardId(SaveId(number, "0"), comm.rank)
             held.append(encode_state(state, placeholder, comm.size, self.session_id, self._allowed))
-            return [number, bool(is_async), f"{time.time_ns():016x}{os.urandom(2).hex()}"]
+            stamp = f"{time.time_ns():016x}{os.urandom(2).hex()}{training_id}"
+            return [number, bool(is_async), stamp]
 
         answers = run_and_gather(comm, describe)
         number, is_in_background, stamp = answers[0]

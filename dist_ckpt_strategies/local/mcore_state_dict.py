@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence, ValuesView
+from collections.abc import Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from dist_ckpt_strategies.comm.base import (
     Communicator,
+    Message,
     run_and_gather,
     run_and_gather_bytes,
     run_collectively,
@@ -21,7 +23,7 @@ from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, excha
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
-from dist_ckpt_strategies.core.array import ObjectId, ShardId, ShardSpec
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, ShardId, ShardSpec
 from dist_ckpt_strategies.device import TensorBytes, torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StrategyError
 from dist_ckpt_strategies.local.plan import ShardSlice, build_distribution, build_reshard_plan
@@ -36,6 +38,7 @@ from dist_ckpt_strategies.megatron.shards import (
     object_from_message,
     object_id,
     parsed_strict,
+    shard_data,
     shard_from_message,
     shard_spec,
     sharded_values,
@@ -50,7 +53,13 @@ from dist_ckpt_strategies.megatron.types import (
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.sharded.checks import check_load, check_save
-from dist_ckpt_strategies.sharded.load import destination
+from dist_ckpt_strategies.sharded.load import (
+    Conversions,
+    ReadItem,
+    destination,
+    matched,
+    warn_of_conversions,
+)
 
 _ALGORITHMS = ("atomic", "fully_parallel")
 
@@ -86,6 +95,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
 
         def take(value: Any) -> int:
             if isinstance(value, ShardedTensor) and value.data is not None:
+                shard_data(value)  # raises where it is not what the ShardedTensor says
                 tensor, value = value.data.detach(), value.without_data()
                 value.data = len(tensors)
                 tensors[f"{value.key} ({value.data})"] = tensor
@@ -224,6 +234,8 @@ class MCoreTensorAwareStateDict(ListedTensors):
         Raises:
             CoverageError: no rank holds a part of something that is wanted.
             ShapeMismatchError: an array was saved with another shape.
+            DTypeMismatchError: one was saved in another dtype, and ``strict_dtype`` is set; else it
+                is converted, with one warning.
             ArrayNotFoundError: no rank holds an object that is wanted.
         """
         del exchange_algo, parallelization_group
@@ -231,31 +243,38 @@ class MCoreTensorAwareStateDict(ListedTensors):
             sharded_state_dict,
             strict,
             algo=algo,
-            validates=validate_access_integrity,
-            deliver=lambda _, tensor: tensor,
+            validate_access_integrity=validate_access_integrity,
         )
         return found if return_mismatch_keys else found[0]
 
     @raises_megatron_errors
-    def load_into(self, sharded_state_dict: StateDict) -> StateDict:
-        """Like ``to_state_dict``; tensors of ``sharded_state_dict`` that have data are filled."""
-        return self._in_layout_of(sharded_state_dict, deliver=filled)[0]
+    def load_into(self, sharded_state_dict: StateDict, **how: Any) -> Any:
+        """Like ``load`` of a global checkpoint: tensors that have data are filled. Collective.
+
+        ``how``: its arguments ``strict``, ``validate_access_integrity`` and ``strict_dtype``.
+        """
+        found = self._in_layout_of(sharded_state_dict, fills=True, **how)
+        strict = parsed_strict(how.get("strict", StrictHandling.ASSUME_OK_UNEXPECTED))
+        return found if StrictHandling.requires_returning_mismatch_keys(strict) else found[0]
 
     def _in_layout_of(
         self,
         sharded_state_dict: StateDict | None,
         strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
         *,
-        deliver: Callable[[Any, torch.Tensor], torch.Tensor],
         algo: str = "atomic",
-        validates: bool = True,
+        validate_access_integrity: bool = True,
+        strict_dtype: bool = False,
+        fills: bool = False,
     ) -> tuple[StateDict, set[str], set[str]]:
         """See ``to_state_dict`` and ``loaded``; with missing and unexpected keys. Collective."""
         comm = _communicator(None, "making of a state dict")
         begun: list[tuple[StateDict, ...]] = []
+        options: list[Options] = []
 
         def begin() -> bool:
-            options_from_environment()
+            found = options_from_environment()
+            options.append(found.with_changes(strict_dtype=strict_dtype or found.strict_dtype))
             _require_algorithm(algo)
             self.require_tensors()
             wanted = {} if sharded_state_dict is None else sharded_state_dict
@@ -269,8 +288,8 @@ class MCoreTensorAwareStateDict(ListedTensors):
             return state, set(), set()
         strictness = run_collectively(comm, lambda: parsed_strict(strict))
         stored = _stored_keys(comm, self._bare) if needs_stored_keys(strictness) else {}
-        outcome = check_load(comm, sharded, strictness, lambda: stored, validates)
-        loaded = self.loaded(comm, outcome.sharded, deliver)
+        outcome = check_load(comm, sharded, strictness, lambda: stored, validate_access_integrity)
+        loaded = self.loaded(comm, outcome.sharded, options[0], fills=fills)
         run_collectively(comm, lambda: merged(state, nonpersistent, loaded, factories=factories))
         return state, outcome.missing, outcome.unexpected
 
@@ -307,13 +326,16 @@ class MCoreTensorAwareStateDict(ListedTensors):
         self,
         comm: Communicator,
         wanted: StateDict,
-        deliver: Callable[[Any, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
+        options: Options,
+        *,
+        fills: bool,
+        name: object = "a local checkpoint",
     ) -> StateDict:
         """The wanted ShardedTensors and ShardedObjects replaced by tensors and objects.
 
         Collective. What this rank does not hold comes from the ranks that do; errors are those of
-        ``to_state_dict``. ``deliver`` turns a ShardedTensor and what was loaded for it into the
-        result.
+        ``to_state_dict``. With ``fills`` the data of ShardedTensors is filled, once all ranks know
+        that it can be. Warnings call the checkpoint ``name``.
         """
         held: dict[Any, Any] = {}
         own: list[Any] = []
@@ -328,21 +350,39 @@ class MCoreTensorAwareStateDict(ListedTensors):
                     own.append(message_of(value))
             return [message_of(v) for v in sharded_values(wanted) if _id_of(v) not in held]
 
-        found = held | _retrieved(comm, held, own, run_and_gather(comm, describe))
+        missing = run_and_gather(comm, describe)
+        found = held | _retrieved_objects(comm, held, missing)
+        is_any_missing = any(map(_tensor_specs, missing))
+        everyone = run_and_gather(comm, lambda: own) if is_any_missing else [own]
+        shards = list(map(_tensor_specs, everyone))
+        reads, converted, lacking = _matched(comm, held, shards, wanted, options, fills=fills)
+        if any(lacking):
+            found |= _retrieved(comm, held, shards, lacking, options.max_inflight_bytes)
 
         def give(value: Any) -> Any:
-            loaded = found[_id_of(value)]
             if isinstance(value, ShardedObject):
-                return loaded
-            return deliver(value, loaded.reshape(tuple(value.local_shape)))
+                return found[object_id(value)]
+            return _given(value, reads[id(value)], found, fills=fills)
 
-        return run_collectively(comm, lambda: mapped_values(give, wanted))
+        given = run_collectively(comm, lambda: mapped_values(give, wanted))
+        warn_of_conversions(comm, name, converted)
+        return given
 
 
-def filled(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
-    """The ShardedTensor's own data, or a new tensor, filled with what was loaded."""
-    target = destination(tensor)
-    target.detach().copy_(loaded)
+def _given(
+    tensor: Any, read: ReadItem, found: Mapping[Any, torch.Tensor], *, fills: bool
+) -> torch.Tensor:
+    """The result for a ShardedTensor: what was found, zeros where nothing is stored."""
+    loaded = None if read.source is None else found[ShardId(tensor.key, read.source)]
+    if not (fills or loaded is None or read.is_padded):
+        dtype = tensor.dtype if tensor.data is None else tensor.data.dtype
+        return loaded.reshape(tuple(tensor.local_shape)).to(dtype)
+    target = destination(tensor if fills else tensor.without_data())
+    view = target.detach()[(None,) * tensor.prepend_axis_num]
+    if read.is_padded:
+        view.zero_()
+    if loaded is not None:
+        view[... if read.target is None else read.target.slices()].copy_(loaded)
     return target
 
 
@@ -382,31 +422,64 @@ def _tensor_specs(messages: Sequence[Any]) -> list[ShardSpec]:
     return [spec for spec in specs if spec is not None]
 
 
+def _matched(
+    comm: Communicator,
+    held: Mapping[Any, Any],
+    shards: Sequence[Sequence[ShardSpec]],
+    wanted: StateDict,
+    options: Options,
+    *,
+    fills: bool,
+) -> tuple[dict[int, ReadItem], list[Conversions], list[list[ShardSpec]]]:
+    """How ShardedTensors are filled, by ``id``; what each rank converts, and lacks. Collective.
+
+    ``held`` is what this rank has, ``shards`` what each rank has.
+    """
+    tensors = [value for value in sharded_values(wanted) if isinstance(value, ShardedTensor)]
+    stored = {
+        spec.key: ArraySpec(spec.key, spec.array_shape, spec.dtype, spec.array_shape)
+        for spec in chain.from_iterable(shards)
+    }
+    reads: dict[int, ReadItem] = {}
+
+    def match() -> Message:
+        there = [tensor for tensor in tensors if tensor.key in stored]
+        specs = map(shard_spec, there)
+        items, converted = matched(there, specs, stored, is_strict=options.strict_dtype)
+        reads.update(zip(map(id, there), items, strict=True))
+        for tensor in tensors if fills else ():
+            if tensor.data is not None:
+                destination(tensor)
+        lacking = [message_of(tensor) for tensor in tensors if tensor.key not in stored]
+        for array, source in ((read.array, read.source) for read in items):
+            if source is not None and (array.key, source) not in held:  # as message_of has it
+                where = [array.key, array.shape, source.offset, 0, array.dtype.value]
+                lacking.append([*where, source.shape, None, 0, False])
+        return [converted, lacking]
+
+    converted, lacking = zip(*run_and_gather(comm, match), strict=True)
+    return reads, list(converted), list(map(_tensor_specs, lacking))
+
+
 def _retrieved(
     comm: Communicator,
     held: Mapping[Any, Any],
-    own: Sequence[Any],
-    missing: Sequence[Sequence[Any]],
-) -> dict[Any, Any]:
-    """What this rank lacks, tensors and objects, from the ranks that hold it. Collective.
+    shards: Sequence[Sequence[ShardSpec]],
+    wanted: Sequence[Sequence[ShardSpec]],
+    max_inflight_nbytes: int,
+) -> dict[Any, torch.Tensor]:
+    """The regions that this rank lacks, from the ranks that hold them. Collective.
 
-    Of ``held``, what this rank has, ``own`` are the tensors. They, and what each rank lacks, are as
-    ``message_of`` describes them. Where no rank holds an object it is an ArrayNotFoundError.
+    ``held`` is what this rank has, ``shards`` what each rank has, ``wanted`` what each lacks.
     """
-    found = _retrieved_objects(comm, held, missing)
-    wanted = list(map(_tensor_specs, missing))
-    if not any(wanted):
-        return found
-    everyone = run_and_gather(comm, lambda: [options_from_environment().max_inflight_bytes, own])
+    found: dict[Any, torch.Tensor] = {}
 
     def prepare() -> Blocks:
-        shards = [_tensor_specs(messages) for _, messages in everyone]
         slices = build_reshard_plan(shards, wanted)
-        dtypes = {spec.key: spec.dtype for specs in shards for spec in specs}
         first = next(iter(shards[comm.rank]), None)
         device = torch.device("cpu") if first is None else held[first.id].device
         for spec in wanted[comm.rank]:
-            dtype = torch_dtype(dtypes[spec.key])
+            dtype = torch_dtype(spec.dtype)
             found[spec.id] = torch.empty(spec.region.shape, dtype=dtype, device=device)
         outgoing, incoming = [], []
         for one in slices:
@@ -419,7 +492,7 @@ def _retrieved(
                 incoming.append(Incoming.of(key, one.sender, target, comm.device, key))
         return outgoing, incoming
 
-    exchange(comm, prepare, max_inflight_nbytes=min(bound for bound, _ in everyone))
+    exchange(comm, prepare, max_inflight_nbytes=max_inflight_nbytes)
     return found
 
 

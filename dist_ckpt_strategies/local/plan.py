@@ -10,7 +10,6 @@ from dist_ckpt_strategies.errors import (
     CoverageError,
     NoReplicasAvailableError,
     PlanError,
-    ShapeMismatchError,
 )
 from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
 
@@ -216,8 +215,8 @@ def build_reshard_plan(
     """Cover every wanted shard by parts of held ones, from the rank itself if possible.
 
     For each rank there is what it holds, replicas are welcome, and what it wants and does not hold
-    as it is. Raises a CoverageError if no rank holds a part of something that is wanted, and a
-    ShapeMismatchError if an array is held with another shape than it is wanted with.
+    as it is; array shapes are equal. Raises a CoverageError if no rank holds a part of something
+    that is wanted.
     """
     holders: defaultdict[str, dict[Region, list[int]]] = defaultdict(dict)
     arrays: dict[str, tuple[Shape, DType]] = {}
@@ -240,7 +239,7 @@ class _HeldArray:
     """The regions of an array that some rank holds, sorted along the dim that divides it most."""
 
     def __init__(self, shape: Shape, dtype: DType, holders: Mapping[Region, list[int]]) -> None:
-        self.shape, self.dtype, self.holders = shape, dtype, holders
+        self.dtype, self.holders = dtype, holders
         dims = range(len(shape))
         self._dim = max(dims, key=lambda d: len({r.offset[d] for r in holders}), default=None)
         self._regions = sorted(holders, key=self._first)
@@ -266,12 +265,6 @@ def _slices(
     who = f"{spec.key}: rank {rank} wants {spec.region}"
     if held is None:
         raise CoverageError(f"{who}, but no local shard of the checkpoint has it", key=spec.key)
-    if held.shape != spec.array_shape:
-        raise ShapeMismatchError(
-            f"{spec.key}: shape {held.shape} in the checkpoint, {spec.array_shape} requested by "
-            f"rank {rank}",
-            key=spec.key,
-        )
     found = []
     for source in [spec.region] if spec.region in held.holders else held.near(spec.region):
         shared = source.intersect(spec.region)

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.local.shard_format import (
     END_NBYTES,
     BufferDigests,
@@ -51,7 +52,12 @@ _READ_NBYTES = 2 << 20
 """Read at once: little enough to be in the processor's cache still when its digest is taken."""
 
 _FINISHED_NAME = "finished"
-"""The file of a rank's directory that says that a save of all ranks came to its end once."""
+"""With the training's id: the file that says that a save of all ranks came to its end once."""
+
+TRAINING_NAME = ".dist-ckpt-training"
+"""The file of a checkpoint root that has the id of the training."""
+
+_TRAINING = re.compile(rb"[0-9a-f]{16}")
 
 RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
 """The name of a rank's directory."""
@@ -74,15 +80,30 @@ class ShardDirectory:
     """All shards below one directory of a node, whichever rank put them there.
 
     The directory is made when something is written. What cannot be listed, made, written or removed
-    is a StorageError.
+    is a StorageError. ``training_root`` has the global checkpoints of the training, if it is known.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, training_root: Location | None = None) -> None:
         self.root = root
+        self.training_root = training_root
+        self._training_id = ""
 
     def __str__(self) -> str:
         """The directory."""
         return str(self.root)
+
+    def training_id(self) -> str:
+        """The id that the training's root has, made if there is none, read once; empty: no root."""
+        root = self.training_root
+        if root is not None and not self._training_id:
+            place = Directory(root) if isinstance(root, Path) else root
+            found = os.urandom(8).hex().encode()
+            if not place.create(TRAINING_NAME, found):
+                made, found = found, place.read(TRAINING_NAME)
+                if not _TRAINING.fullmatch(found):  # a kill has cut it off
+                    place.write(TRAINING_NAME, found := made)
+            self._training_id = found.decode()
+        return self._training_id
 
     def find(self, holders: Iterable[int] | None = None) -> list[FoundShard]:
         """Files named like shards, sorted by holder and path; by default those of all holders."""
@@ -127,17 +148,18 @@ class ShardDirectory:
                 _remove_unlocked(directory / name)
 
     @limited
-    def note_finished(self, holder: int) -> None:
+    def note_finished(self, holder: int, training_id: str) -> None:
         """Note that all ranks have ended a save: shards that are missing later were lost."""
-        path = self.holder_directory(holder) / _FINISHED_NAME
+        path = self.holder_directory(holder) / f"{_FINISHED_NAME}{training_id}"
         with file_errors(None, path):
             path.touch()
 
     @limited
-    def has_finished(self, holders: Iterable[int]) -> bool:
-        """Whether one of these directories says that a save came to its end."""
+    def has_finished(self, holders: Iterable[int], training_id: str) -> bool:
+        """Whether one of these directories says that a save of the training came to its end."""
+        name = f"{_FINISHED_NAME}{training_id}"
         with file_errors(None, self.root):
-            return any((self.holder_directory(one) / _FINISHED_NAME).exists() for one in holders)
+            return any((self.holder_directory(one) / name).exists() for one in holders)
 
     @limited
     def name(self) -> str:

@@ -27,6 +27,7 @@ _MAX_WORLD_SIZE = 1 << 24
 _MAX_SIZE = 1 << 58
 _MAX_NDIM = 64
 
+_TIME_DIGITS = 20
 _ID = re.compile(r"iter_(\d{7,})_(\d+)_local_([0-9a-f]{1,64})")
 
 Digest = int
@@ -38,11 +39,17 @@ class SaveId:
     """One save of all ranks together; shards of two saves never mix.
 
     Sorted, the newest save comes last. The stamp is of lower-case hexadecimal digits, led by the
-    time of the save: a run that went back saves an iteration again, and its state may differ.
+    time of the save: a run that went back saves an iteration again, and its state may differ. After
+    20 digits follows the id of the training, if there is one.
     """
 
     iteration: int
     stamp: str
+
+    @property
+    def training_id(self) -> str:
+        """The id of the training that saved it; empty if there is none."""
+        return self.stamp[_TIME_DIGITS:]
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -29,6 +29,7 @@ from dist_ckpt_strategies.formats.issues import Problem
 from dist_ckpt_strategies.formats.locations import SAVE_PREFIX, Location, located, read_marker
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
+from dist_ckpt_strategies.local.shard_files import TRAINING_NAME
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
@@ -95,7 +96,7 @@ class Loaded:
     Attributes:
         tier: where it was.
         iteration: iteration of the training.
-        name: id of this rank's local shard, or directory or URL.
+        name: what this rank's local shard file begins with, or directory or URL.
         state: result of the local manager's ``load``, of ``load_local`` or of ``load_global``; None
             without these functions, and if the state was filled from memory.
         attempts: checkpoints that could not be used, in the order in which they were tried.
@@ -124,7 +125,8 @@ def load_latest(
     """Load the newest usable checkpoint; fall back to older ones if it is damaged.
 
     Collective over the ranks of the manager, or over the world. At the same iteration, a local
-    checkpoint is preferred to a global one. The time limit of the manager, or of the options,
+    checkpoint is preferred to a global one, and one of another training than the manager's is
+    refused. The time limit of the manager, or of the options,
     applies to the search and to each checkpoint that is tried.
 
     Args:
@@ -201,7 +203,7 @@ def _from_local(
         return None
     root = str(manager.root_local_ckpt_dir)
     try:
-        state, shard_id = manager.load(at_least=at_least)
+        state, (iteration, rank, _) = manager.load(at_least=at_least)
         if load_local is not None:
             state = load_local(state)
     except _NO_ANSWER:
@@ -211,12 +213,12 @@ def _from_local(
     except CheckpointError as error:
         _note(attempts, Attempt(Tier.LOCAL, newest, root, str(error)))
         return None
-    iteration = int(shard_id.split("_")[1])
     known = {one.iteration for one in attempts if one.tier is Tier.LOCAL}
     if iteration < newest and newest not in known:
         reason = f"a shard of it is damaged in every copy; iteration {iteration} is used instead"
         _note(attempts, Attempt(Tier.LOCAL, newest, root, reason))
-    return Loaded(Tier.LOCAL, iteration, shard_id, state, tuple(attempts))
+    name = f"iter_{iteration:07d}_{rank}_local"
+    return Loaded(Tier.LOCAL, iteration, name, state, tuple(attempts))
 
 
 def _from_global(
@@ -334,8 +336,8 @@ def _in_store(place: Bucket, pattern: str | None) -> dict[str, bool]:
 
 
 def _is_meant(name: str, content: Iterable[str], pattern: str | None) -> bool:
-    """Whether a place is meant as a checkpoint: more is there than the lock that roots have."""
-    has_files = any(not one.startswith(LOCK_PREFIX) for one in content)
+    """Whether a place is meant as a checkpoint: more is there than what roots have."""
+    has_files = any(not one.startswith((LOCK_PREFIX, TRAINING_NAME)) for one in content)
     return pattern is None and has_files and _NUMBER.search(name) is not None
 
 

@@ -146,10 +146,9 @@ class ShardedLoad:
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
         self._objects = [value for value in values if not isinstance(value, ShardedTensor)]
         stored = self.checkpoint.find({tensor.key for tensor in tensors})
-        specs = (spec for spec in map(shard_from_message, self._messages) if spec is not None)
-        reads = [build_read_item(spec, stored[spec.id.key]) for spec in specs]
-        dtypes = {key: array.dtype.value for key, array in stored.items()}
-        self._converted = conversions(tensors, dtypes, is_strict=self.options.strict_dtype)
+        specs = [spec for spec in map(shard_from_message, self._messages) if spec is not None]
+        is_strict = self.options.strict_dtype
+        reads, self._converted = matched(tensors, specs, stored, is_strict=is_strict)
         results = map(self.destination_of, tensors)
         self._plan = list(zip(tensors, reads, results, strict=True))
         own = digest_of(self._messages) if self.validates else ""
@@ -277,6 +276,23 @@ def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> St
     loads[0].begin(answers)
     loaded: StateDict = loads[0].run()
     return loaded
+
+
+def matched(
+    tensors: Iterable[Any],
+    specs: Iterable[ShardSpec],
+    stored: Mapping[str, ArraySpec],
+    *,
+    is_strict: bool,
+) -> tuple[list[ReadItem], Conversions]:
+    """How ShardedTensors are filled from stored arrays, and what that converts.
+
+    Decides for checkpoints of every kind what may be loaded into what: errors are those of
+    ``build_read_item`` and ``conversions``.
+    """
+    reads = [build_read_item(spec, stored[spec.key]) for spec in specs]
+    dtypes = {key: array.dtype.value for key, array in stored.items()}
+    return reads, conversions(tensors, dtypes, is_strict=is_strict)
 
 
 def conversions(

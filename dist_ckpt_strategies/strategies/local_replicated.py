@@ -40,7 +40,7 @@ from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
 from dist_ckpt_strategies.local.encoding import default_local_allowed, read_common
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict, filled
+from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
 from dist_ckpt_strategies.local.scan import BACKEND, SESSION
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
@@ -59,12 +59,6 @@ from dist_ckpt_strategies.megatron.types import (
     ShardedTensor,
     raises_megatron_errors,
     split_common_object,
-)
-from dist_ckpt_strategies.sharded.load import (
-    Conversions,
-    conversions,
-    destination,
-    warn_of_conversions,
 )
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -309,19 +303,10 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
 
         state, _ = run_collectively(comm, require_common).load(on_host=True)
 
-        def check() -> Conversions:
-            values = sharded_values(sharded_state_dict)
-            tensors = [value for value in values if isinstance(value, ShardedTensor)]
-            for tensor in tensors:
-                destination(tensor)
-            stored = {key: kind for key, _, kind in state.common_state_dict["stored"]["arrays"]}
-            return conversions(tensors, stored, is_strict=self.options.strict_dtype)
-
-        with time_limit(self.options.timeout_s):
-            converted = run_and_gather(comm, check)
-        loaded = dict(state.loaded(comm, sharded_state_dict, filled))
-        warn_of_conversions(comm, checkpoint_dir, converted)
-        return loaded
+        found = state.loaded(
+            comm, sharded_state_dict, self.options, fills=True, name=checkpoint_dir
+        )
+        return dict(found)
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:

@@ -36,7 +36,7 @@ from dist_ckpt_strategies.megatron.shards import (
     value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.load import build_read_item, conversions, destination
+from dist_ckpt_strategies.sharded.load import destination, matched
 from dist_ckpt_strategies.storage.file_systems import PageCache, available_nbytes, page_cache_of
 from dist_ckpt_strategies.storage.io_pool import Transfer, restart_limit
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, HostArray
@@ -213,9 +213,8 @@ class CheckpointLoad:
 
     def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:
         stored = {array.key: array for _, array in found}
-        plan = [build_read_item(shard_spec(t), stored[t.key]) for t in self._tensors]
-        dtypes = {key: array.dtype.value for key, array in stored.items()}
-        converted = conversions(self._tensors, dtypes, is_strict=self._options.strict_dtype)
+        is_strict, specs = self._options.strict_dtype, map(shard_spec, self._tensors)
+        plan, converted = matched(self._tensors, specs, stored, is_strict=is_strict)
         self._results = [self._base.destination_of(tensor) for tensor in self._tensors]
         for (number, _), read, tensor, result in zip(
             found, plan, self._tensors, self._results, strict=True

@@ -47,11 +47,11 @@ class Unknown:
     """A class that a load refuses unless it is allowed."""
 
 
-def checkpointing() -> Any:
+def checkpointing(**arguments: Any) -> Any:
     """What is imported as Megatron-LM's checkpointing.py."""
     module: Any = ModuleType(NAME)
     module.dist_checkpointing = dist_checkpointing
-    module.get_args = lambda: Namespace(ckpt_step=None)
+    module.get_args = lambda: Namespace(ckpt_step=None, **arguments)
     sys.modules["megatron.training"] = ModuleType("megatron.training")
     sys.modules[NAME] = module
     return module
@@ -202,9 +202,19 @@ def test_a_manager_takes_the_checkpoints_of_megatron_lm(tmp_path: Path) -> None:
     done_by(NUM_RANKS, use_manager, tmp_path, timeout_s=90)
 
 
+def find_as_other_trainings(module: Any, scratch: Path) -> None:
+    """Only with the same ``--save`` the local checkpoints are found."""
+    managers = import_module(
+        "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"
+    )
+    for save, newest in (("other", -1), ("global", 4), (None, -1)):
+        module.get_args = lambda save=save: Namespace(save=save and str(scratch / save))
+        assert managers.LocalCheckpointManager(str(scratch / "local")).find_latest() == newest
+
+
 def use_local_checkpoints(rank: int, scratch: Path, own: bool) -> None:
     """As ``pretrain``, ``save_checkpoint`` and ``load_checkpoint`` go, without NVRx."""
-    checkpointing()
+    module = checkpointing(save=str(scratch / "global"))
     sys.modules["nvidia_resiliency_ext"] = None  # type: ignore[assignment]
     kept = LocalCheckpointManager(scratch / "kept", keep=2, allow=[Unknown])
     policy = SavePolicy(local_every_steps=2)
@@ -246,6 +256,8 @@ def use_local_checkpoints(rank: int, scratch: Path, own: bool) -> None:
     )
     assert common["iteration"] == 4
     assert (found["w"][0, 0], found["own"].tolist()) == (4.0, [4.0 + rank] * 2)
+    if not own:
+        find_as_other_trainings(module, scratch)
 
 
 @pytest.mark.multiprocess

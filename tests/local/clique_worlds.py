@@ -111,11 +111,11 @@ def outcome(action: Callable[[], Any]) -> Outcome:
 
 def loaded(manager: LocalCheckpointManager, rank: int) -> str:
     """The iteration that is loaded, if the state is the one that was saved bit for bit."""
-    state, shard_id = manager.load()
-    iteration, owner = map(int, shard_id.split("_")[1:3])
+    state, (iteration, owner, session) = manager.load()
+    assert session == manager.session_id
     if described(state.state_dict) != described(values_of(rank, iteration)):
-        return f"{shard_id} differs"
-    return str(iteration) if owner == rank else f"{shard_id} is another's"
+        return f"iteration {iteration} differs"
+    return str(iteration) if owner == rank else f"iteration {iteration} is that of rank {owner}"
 
 
 def load(manager: LocalCheckpointManager, rank: int) -> Outcome:

@@ -37,7 +37,7 @@ def loaded(root: Path) -> int:
     state, name = manager_of(root).load()
     (value,) = set(state.state_dict["w"].tolist())
     assert state.state_dict["b"].tolist() == [1, 1]
-    assert name.startswith(f"iter_{int(value):07d}_0_local_")
+    assert name == (value, 0, "")
     return int(value)
 
 

@@ -3,7 +3,8 @@
 import argparse
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CoverageError, PlanError, ShapeMismatchError
 from dist_ckpt_strategies.local import (
     LazyCliqueReplicationStrategy,
@@ -236,6 +238,99 @@ def ask(rank: int) -> None:
 
 def test_each_rank_gets_what_it_asks_for_or_all_raise() -> None:
     require_on_ranks(4, ask)
+
+
+def layers(num: int, tp: int, dtype: torch.dtype, **changes: Any) -> Any:
+    """Stacked layers of 1e20, whose columns ``tp`` ranks divide and others replicate."""
+    rank = dist.get_rank()
+    data = torch.full((num, 8 // tp), 1e20).to(dtype)
+    return ShardedTensor.from_rank_offsets(
+        "layers", data, (1, rank % tp, tp), replica_id=rank // tp, **changes
+    )
+
+
+def other(key: str, shape: tuple[int, ...] = (3,)) -> Any:
+    return ShardedTensor.from_rank_offsets(key, torch.ones(shape), replica_id=dist.get_rank())
+
+
+def held(name: str) -> Any:
+    return ShardedObject(name, {"is": name}, (1,), (0,), replica_id=dist.get_rank())
+
+
+def requests() -> dict[str, Callable[[], dict[str, Any]]]:
+    """State dicts to load, each made anew, by what is special about them."""
+    size = dist.get_world_size()
+
+    def cast(dtype: torch.dtype, tp: int) -> dict[str, Any]:
+        return {"layers": layers(4, tp, dtype)}
+
+    def of_another_shape() -> dict[str, Any]:
+        found = other("b")
+        found.data = torch.zeros(2)
+        return {"layers": layers(4, 1, torch.bool), "b": found}
+
+    tps = (1, 2, 4)[: size.bit_length()]
+    return {f"{d} tp{tp}": partial(cast, d, tp) for tp, d in product(tps, CAST_TO)} | {
+        "fewer layers": lambda: {"b": other("b"), "layers": layers(2, 1, torch.float32)},
+        "more layers": lambda: {"b": other("b"), "layers": layers(5, size, torch.float32)},
+        "other dims": lambda: {"b": other("b", (3, 1))},
+        "padded": lambda: {"layers": layers(6, 1, torch.float32, allow_shape_mismatch=True)},
+        "a key that is not stored": lambda: {"b": other("b"), "c": other("c")},
+        "an object that is not stored": lambda: {"b": other("b"), "o": held("o")},
+        "keys that are not requested": lambda: {"b": other("b")},
+        "shared memory": lambda: {"b": replace(other("b"), data=torch.zeros(1).expand(3))},
+        "data of another shape": of_another_shape,
+    }
+
+
+def result_of(load: Callable[..., Any], wanted: dict[str, Any]) -> Any:
+    """What is loaded, or the kind of the error and what is in the tensors then."""
+    found = outcome(partial(load, wanted))
+    if isinstance(found, Failure):
+        data = [value.data.double().tolist() for value in wanted.values() if "o" not in value.key]
+        return {"DTypeMismatchError", "ShapeMismatchError"}.intersection(found.kinds), data
+    return (described(found[0]), *found[1:]) if isinstance(found, tuple) else described(found)
+
+
+def compare_with_a_global_load(rank: int, root: str) -> None:
+    """The same state, saved to both tiers at TP1, is converted, warned of and refused alike."""
+    directory, place = Path(root) / "iter_0000001", Path(root) / "local"
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dist_ckpt_strategies").addHandler(handler)
+    kept = {"layers": layers(4, 1, torch.float32), "b": other("b"), "rng": held("rng")}
+    dist_ckpt_strategies.save(kept, directory, ("zarr", 2))
+    state, _ = MCoreTensorAwareStateDict.from_state_dict(kept, "fully_parallel")
+    LocalCheckpointManager(place, timeout_s=30).save(state, 1)
+    stored, _ = LocalCheckpointManager(place, timeout_s=30).load()
+    for (name, make), strict, is_strict in product(requests().items(), STRICTNESS, (False, True)):
+        how = {"strict": strict, "strict_dtype": is_strict}
+        results = []
+        for load in (
+            partial(dist_ckpt_strategies.load, checkpoint_dir=directory),
+            stored.load_into,
+        ):
+            texts.clear()
+            found = result_of(partial(load, **how), make())
+            results.append((found, sum("converted to the dtype" in text for text in texts)))
+        assert results[0] == results[1], (name, strict, is_strict)
+
+
+def described(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: (str(value.dtype), value.double().tolist()) if torch.is_tensor(value) else value
+        for key, value in state.items()
+    }
+
+
+CAST_TO = (torch.bool, torch.int64, torch.bfloat16, torch.float8_e5m2)
+STRICTNESS = ("assume_ok_unexpected", "raise_all", "return_all")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_local_load_allows_and_refuses_what_a_global_load_does(size: int, tmp_path: Path) -> None:
+    require_on_ranks(size, compare_with_a_global_load, str(tmp_path))
 
 
 def test_a_hollow_state_shows_what_it_holds_and_gives_no_data() -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager
-from dist_ckpt_strategies.errors import CheckpointLockedError
+from dist_ckpt_strategies.errors import CheckpointLockedError, NoUsableCheckpointError
+from dist_ckpt_strategies.local import LocalCheckpointManager
 from tests.support.folders import Folder
 from tests.support.object_stores import ObjectStore
 from tests.support.processes import until
@@ -49,6 +50,35 @@ def test_a_job_continues_from_a_bucket_and_old_checkpoints_are_removed(
     assert second == [(6, 10 * 16.0)] * 2
     assert TieredCheckpointManager(root).all_steps() == [8, 10]
     assert not [name for name in in_bucket.names() if "lock" in name]
+
+
+def keeps_local_checkpoints(rank: int, variables: Mapping[str, str], root: str, node: str) -> None:
+    """Body of a rank: jobs of two roots with one local directory."""
+    os.environ.update(variables)
+    where = (0, rank, dist.get_world_size())
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), where)}
+    policy = SavePolicy(local_every_steps=1)
+    for name, refused in (("one", None), ("other", NoUsableCheckpointError), ("one", None)):
+        local = LocalCheckpointManager(node)
+        address = f"{root}/{name}"
+        with TieredCheckpointManager(
+            address, local=local, policy=policy, options=OPTIONS
+        ) as manager:
+            if refused is not None:
+                with pytest.raises(refused, match="is of training"):
+                    manager.load_latest(state)
+                continue
+            loaded = manager.load_latest(state)
+            assert manager.save(loaded.iteration + 1 if loaded else 1, state)
+    assert loaded is not None
+    assert (loaded.tier, loaded.iteration) == ("local", 1)
+
+
+def test_local_checkpoints_belong_to_the_job_of_a_bucket(
+    environment: ObjectStore, in_bucket: Folder, tmp_path: Path
+) -> None:
+    arguments = environment.variables, in_bucket.address, str(tmp_path / "node")
+    assert run_processes(2, keeps_local_checkpoints, *arguments) == [None] * 2
 
 
 def begins(rank: int, variables: Mapping[str, str], root: str, rendezvous: str) -> str:
