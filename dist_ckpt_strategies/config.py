@@ -92,12 +92,13 @@ class StoreOptions:
     """How object stores are reached. Credentials are not part of it.
 
     Attributes:
-        endpoint: URL of a server that speaks S3; None for Amazon's own.
+        endpoint: URL of a server that speaks S3; None for Amazon's own. ``{bucket}`` in it stands
+            for the bucket's name, where the server expects that in its own.
         region: region for which requests are signed. None: the bucket's, or us-east-1 with an
             endpoint.
         credentials: their source; ``"default"`` is Amazon's usual chain: environment, profile,
             container, machine.
-        profile: profile in the credentials file; None for the usual one.
+        profile: profile in the credentials file; None for AWS_PROFILE, or else ``default``.
         timeout_s: longest time for one request with its retries, in seconds. In a save or load of
             several ranks, at most three quarters of their wait for each other.
         max_retries: retries of one request; the pauses between them grow up to 4 s.
@@ -230,6 +231,16 @@ def store_options_from_environment(**defaults: Any) -> StoreOptions:
         StrategyError: a value does not parse, or is out of range; names the variable.
     """
     return StoreOptions(**(defaults | _set_by_variables(StoreOptions, _STORE_VARIABLES)))
+
+
+def aws_profile() -> tuple[str, str, str]:
+    """The profile, and the files of credentials and settings, that Amazon's tools use."""
+    get, home = os.environ.get, os.path.expanduser("~/.aws")  # noqa: PTH111 - stays without a home
+    return (
+        get("AWS_PROFILE") or get("AWS_DEFAULT_PROFILE") or "default",
+        get("AWS_SHARED_CREDENTIALS_FILE") or f"{home}/credentials",
+        get("AWS_CONFIG_FILE") or f"{home}/config",
+    )
 
 
 def _set_by_variables(kind: type[Any], variables: Mapping[str, Sequence[str]]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.formats.file_checks import manifest_files
 from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import (
     Location,
+    OpenedSave,
     current_place,
     require_something,
 )
@@ -64,13 +65,14 @@ class Format1Checkpoint:
     """A checkpoint of format ("zarr", 1) that can be read. Rank-local.
 
     Attributes:
-        identity: empty: the format has no digests.
+        save: what is opened; made now unless it is given.
+        identity: of that save.
     """
 
-    identity = ""
-
-    def __init__(self, root: Path, options: Options) -> None:
+    def __init__(self, root: Path, options: Options, save: OpenedSave | None = None) -> None:
         self._root, self._options = root, options
+        self.save = save or OpenedSave(root)
+        self.identity = self.save.identity
 
     def array_reader(self, *, fills_page_cache: bool = False) -> ArrayReader:
         """Reads the arrays that ``find`` gives.
@@ -146,6 +148,7 @@ class Format2Checkpoint:
     """A checkpoint of format ("zarr", 2); see Format1Checkpoint.
 
     Attributes:
+        save: see Format1Checkpoint.
         identity: a digest that no other checkpoint has.
         manifest: what was saved.
         file_store: its files.
@@ -157,7 +160,8 @@ class Format2Checkpoint:
         IncompatibleVersionError: a later version of this package wrote it.
     """
 
-    def __init__(self, root: Location, options: Options) -> None:
+    def __init__(self, root: Location, options: Options, save: OpenedSave | None = None) -> None:
+        self.save = save or OpenedSave(root)
         self.file_store: Store
         if isinstance(root, Bucket):
             root = self.file_store = current_place(root)

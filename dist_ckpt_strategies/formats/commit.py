@@ -57,6 +57,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     is_elsewhere,
     make_directories,
+    rename,
     require_directory,
     sync_path,
     try_lock,
@@ -64,7 +65,6 @@ from dist_ckpt_strategies.storage.files import (
 from dist_ckpt_strategies.storage.io_pool import (
     limited,
     raise_if_cancelled,
-    storage_error,
 )
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,11 @@ OLD_MARKER_NAME = REMOVED_PREFIX + MARKER_NAME
 
 _PAUSE_S = 0.02
 _WAIT_S = 30.0
-"""How long a network file system may take to show a new file, or to release a lock."""
+"""How long a network file system may take to release a lock."""
+
+_VISIBLE_S = 90.0
+"""How long it may take to show a new file: NFS clients keep what they know of a directory for up to
+60 s."""
 
 _LOCK_NAME = ".commit-lock"
 _OLD_NAME = f"{REMOVED_PREFIX}old"
@@ -96,7 +100,7 @@ def set_marker_aside(root: Path) -> None:
     path = root / MARKER_NAME
     with file_errors(None, path), suppress(FileNotFoundError):
         raise_if_cancelled()
-        path.replace(root / OLD_MARKER_NAME)
+        rename(path, root / OLD_MARKER_NAME)
         sync_path(root)
 
 
@@ -180,15 +184,16 @@ class PlaceBase(ABC):
 
         Files of ``owner``, the rank that has just made the place, may take a while to show here.
         """
-        limit_s = min(self.options.timeout_s / 4, _WAIT_S) if owner else 0.0
+        limit_s = min(self.options.timeout_s / 4, _VISIBLE_S) if owner else 0.0
         deadline = time.monotonic() + limit_s
         while not self.is_current():
             if time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
                 continue
             what = (
-                f"the files of {owner} are not visible here; save from all ranks to one directory "
-                "on a file system that they share, and from one job at a time"
+                f"the files of {owner} are not visible here: after {limit_s:g} s this rank sees "
+                f"no {PARTIAL_PREFIX}{self.save_id}; save from all ranks to one directory on a "
+                "file system that they share, and from one job at a time"
                 if owner
                 else "another save to it started before this one ended, or its staged files were "
                 "removed; nothing became visible; save again from one job at a time"
@@ -273,8 +278,15 @@ class DirectoryPlace(PlaceBase):
 
     @limited
     def is_current(self) -> bool:
-        """See PlaceBase. A late write may make the directory again, and never the lock."""
-        return (self.location / _LOCK_NAME).exists()
+        """See PlaceBase. A late write may make the directory again, and never the lock.
+
+        An NFS client asks its server about a directory when that is opened.
+        """
+        lock = self.location / _LOCK_NAME
+        for directory in () if lock.exists() else reversed(lock.parents):
+            with suppress(OSError):
+                os.close(os.open(directory, os.O_RDONLY | os.O_CLOEXEC))
+        return lock.exists()
 
     def commit(self, marker: bytes | None) -> None:
         """Make the save, all of it durable, the checkpoint's content; on the first rank.
@@ -475,16 +487,13 @@ def _finish(root: Path, staging: Path) -> None:
     touched = {str(root)}
     for source, target in list(_moves(str(staging), str(root))):
         raise_if_cancelled()
-        try:
-            os.rename(source, target)  # noqa: PTH104 - 10,000 times
-        except OSError as error:
-            raise storage_error(None, target, error) from error
+        rename(source, target)
         touched.add(os.path.dirname(target))  # noqa: PTH120 - as above
     for directory in sorted(touched):
         sync_path(directory)
     raise_if_cancelled()
     if (staging / MARKER_NAME).exists():
-        (staging / MARKER_NAME).replace(root / MARKER_NAME)
+        rename(staging / MARKER_NAME, root / MARKER_NAME)
         sync_path(root)
 
 
@@ -499,13 +508,13 @@ def _move_old_out(root: Path, trash: Path, *, with_torch_dist: bool) -> None:
     prefix = f"{trash}/{uuid.uuid4().hex}-"  # a commit that is completed has moved some before
     for number, name in enumerate(names):
         raise_if_cancelled()
-        os.rename(f"{root}/{name}", f"{prefix}{number}")  # noqa: PTH104 - 10,000 times
+        rename(f"{root}/{name}", f"{prefix}{number}")
     for inner in sorted(above, key=lambda path: len(path.parts), reverse=True)[:-1]:  # not the root
         with suppress(OSError):  # it is gone, or not empty
             (root / inner).rmdir()
     sync_path(root)
     with suppress(FileNotFoundError):  # of a directory that was never finished
-        (root / OLD_MARKER_NAME).replace(trash / MARKER_NAME)
+        rename(root / OLD_MARKER_NAME, trash / MARKER_NAME)
 
 
 def _remove_stale(root: Path, *, completes: bool = True) -> None:
@@ -540,7 +549,7 @@ def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
             _finish(root, staging)
             logger.warning("%s: completed the commit of a save that was interrupted", root)
         with suppress(FileNotFoundError):  # another process has taken it away
-            staging.replace(doomed)
+            rename(staging, doomed)
     _remove(doomed)
     return is_decided
 

@@ -9,10 +9,11 @@ files right below its URL.
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import unquote
 
 from dist_ckpt_strategies.config import Options, StoreOptions, store_options_from_environment
@@ -20,6 +21,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     StorageError,
+    StorageTimeoutError,
     StrategyError,
     some_of,
 )
@@ -31,12 +33,15 @@ from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
+    READ_AT_ONCE,
     Directory,
     file_errors,
     require_directory,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
 from dist_ckpt_strategies.storage.store import Store
+
+T = TypeVar("T")
 
 Location = Path | Bucket
 
@@ -256,6 +261,67 @@ def is_finished(location: Location) -> bool:
     except (CheckpointNotFoundError, IncompleteCheckpointError):
         return False
     return True
+
+
+@limited
+def _status(root: Path) -> tuple[bool, int, int] | None:
+    """Whether there is a marker; inode and time in ns of it, or else of the directory."""
+    refused = (FileNotFoundError, NotADirectoryError, PermissionError)
+    for path in (root / MARKER_NAME, root):
+        with file_errors(None, path), suppress(*refused):
+            handle = os.open(path, READ_AT_ONCE)  # an NFS client then asks its server
+            found = os.fstat(handle)
+            os.close(handle)
+            return path != root, found.st_ino, found.st_mtime_ns
+    return None
+
+
+class OpenedSave:
+    """The save at a location, told apart from one that replaces it: made before it is read.
+
+    A commit removes the marker before it moves other files; where there is none, its renames change
+    the directory's time. What a save has put into a bucket never changes.
+
+    Attributes:
+        identity: the same on all ranks that have opened this save; empty where nothing tells.
+    """
+
+    def __init__(self, root: Location) -> None:
+        self.root = root
+        self._status = None if isinstance(root, Bucket) else _status(root)
+        self.identity = str(self._status[-1]) if self._status and self._status[0] else ""
+
+    def require_current(self) -> None:
+        """Raise StorageError where it has been replaced or removed since."""
+        root = self.root
+        if isinstance(root, Path) and _status(root) != self._status:
+            raise StorageError(
+                f"{root}: another save replaced this checkpoint while it was read, or it was "
+                "removed; what was read may be of both saves; load it again",
+                path=str(root),
+            )
+
+    def require_same(self, identities: Iterable[str]) -> None:
+        """Raise StorageError where the ranks' checkpoints have different identities."""
+        found = sorted(set(identities))
+        if len(found) > 1:
+            raise StorageError(
+                f"{self.root}: ranks have opened different checkpoints there, by the digests of "
+                f"their manifests or the times of {MARKER_NAME} ({', '.join(found)}); it was "
+                "replaced meanwhile, load again"
+            )
+
+    def read(self, step: Callable[[], T]) -> T:
+        """What a step reads of it. ``require_current`` also comes before an error of the step."""
+        try:
+            found = step()
+        except StorageTimeoutError:
+            raise
+        except StorageError:
+            self.require_current()
+            raise
+        self.require_current()
+        return found
 
 
 def current_place(bucket: Bucket) -> Bucket:

@@ -37,6 +37,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     make_directories,
     pread_into,
+    rename,
     sync_path,
     try_lock,
 )
@@ -216,7 +217,7 @@ class ShardWriter:
         with file_errors(None, self.path):
             os.fsync(self._handle)
             raise_if_cancelled()
-            self._partial.replace(self.path)  # locked until it has its name
+            rename(self._partial, self.path)  # locked until it has its name
             self._has_appeared = True
             try:
                 raise_if_cancelled()

@@ -29,7 +29,6 @@ from dist_ckpt_strategies.errors import (
     DTypeMismatchError,
     PlanError,
     ShapeMismatchError,
-    StorageError,
 )
 from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
@@ -145,14 +144,15 @@ class ShardedLoad:
         self._messages = list(map(message_of, values))
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
         self._objects = [value for value in values if not isinstance(value, ShardedTensor)]
-        stored = self.checkpoint.find({tensor.key for tensor in tensors})
+        keys, checkpoint = {tensor.key for tensor in tensors}, self.checkpoint
+        stored = checkpoint.save.read(lambda: checkpoint.find(keys))
         specs = [spec for spec in map(shard_from_message, self._messages) if spec is not None]
         is_strict = self.options.strict_dtype
         reads, self._converted = matched(tensors, specs, stored, is_strict=is_strict)
         results = map(self.destination_of, tensors)
         self._plan = list(zip(tensors, reads, results, strict=True))
         own = digest_of(self._messages) if self.validates else ""
-        return [own, VALIDATED.last, self.checkpoint.identity]
+        return [own, VALIDATED.last, checkpoint.identity]
 
     def begin(self, answers: Sequence[Message]) -> None:
         """Raise where the ranks' shards do not fit together, or their checkpoints. Collective.
@@ -160,12 +160,7 @@ class ShardedLoad:
         A PlanError if main replicas of a key do not fit, a StorageError if the checkpoints differ.
         """
         owns, lasts, identities = zip(*answers, strict=True)
-        if len(set(identities)) > 1:
-            raise StorageError(
-                f"{self.name}: ranks have opened different checkpoints there, by the "
-                f"digests of their manifests ({', '.join(sorted(set(identities)))}); it was "
-                "replaced meanwhile, load again"
-            )
+        self.checkpoint.save.require_same(identities)
         group = digest_of(owns)
         if any(owns) and any(last != group for last in lasts):
             require_validated(self.comm, self._messages, group)
@@ -176,7 +171,8 @@ class ShardedLoad:
         A missing or damaged chunk or object is a StorageError; on the other ranks a PeerError of
         the same class.
         """
-        converted = run_and_gather(self.comm, lambda: self._read(finish), is_sparse=True)
+        read, save = partial(self._read, finish), self.checkpoint.save
+        converted = run_and_gather(self.comm, lambda: save.read(read), is_sparse=True)
         if any(converted):
             warn_of_conversions(self.comm, self.name, filter(None, converted))
         return self._loaded

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -63,7 +62,6 @@ from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.io_pool import (
     WORK,
     clean_up_limit,
-    limited,
     restart_limit,
     uncounted,
 )
@@ -99,9 +97,8 @@ class RunningSaves:
 
     def add(self, place: Location, work: BackgroundWork[Any]) -> None:
         """Note one that has begun."""
-        name = _name_of(place)
         with self._lock:
-            self._places[work] = name
+            self._places[work] = str(place)
 
     def wait(self, place: Location, options: Options) -> None:
         """Return when all that write to a place have ended, well or not. Rank-local.
@@ -111,7 +108,8 @@ class RunningSaves:
         """
         if not self._places:
             return
-        name, deadline = _name_of(place), time.monotonic() + WORK * options.timeout_s
+        # By its name, as it is not to be looked up: see make_directories.
+        name, deadline = str(place), time.monotonic() + WORK * options.timeout_s
         with self._lock:
             works = [work for work, known in self._places.items() if known == name]
         with uncounted():
@@ -121,11 +119,6 @@ class RunningSaves:
 
 RUNNING_SAVES = RunningSaves()
 """Those of this process."""
-
-
-@limited
-def _name_of(place: Location) -> str:
-    return str(place.resolve() if isinstance(place, Path) else place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from dist_ckpt_strategies.config import Credentials, StoreOptions
+from dist_ckpt_strategies.config import Credentials, StoreOptions, aws_profile
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CorruptCheckpointError,
@@ -30,7 +30,7 @@ _REFUSED = frozenset("?#\\*[]\0")
 _DETAIL = re.compile(r" \[[a-z0-9_-]+='.*", re.DOTALL)
 """What TensorStore appends: codes, ids and the body of the response."""
 
-_NO_CREDENTIALS = "Failed to get credentials"
+_NO_CREDENTIALS = re.compile("Failed to (get|create) credentials")
 _RETRIED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist")
 
@@ -178,7 +178,7 @@ class Bucket:
         spec, path = self._spec(self.options), self.path(name)
         if "use_conditional_write" in spec:  # puts to Google's are conditional anyway
             spec["use_conditional_write"] = True
-        store = _kv_store().open(spec).result()
+        store = self._open(spec)
         missing = self._result(store.read(name, byte_range=slice(0, 0)), Operation.READ, path)
         if missing.state != "missing":
             return False
@@ -250,14 +250,15 @@ class Bucket:
                 "URL or the endpoint",
                 path=str(self),
             )
-        if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS in text:
+        if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS.search(text):
             what, *rights = operation.value
+            profile, file, _ = aws_profile()
             harmless = "; a save to a new URL deletes nothing, a conversion its own notes"
             return StoreAccessError(
                 f"{path}: the object store refuses access, to {what} it ({short}); see the "
-                "credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the "
-                f"machine's role) and what they may do in bucket {self.bucket!r}: this takes "
-                f"{rights[self.scheme == 'gs']}"
+                "credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, profile "
+                f"{self.options.profile or profile!r} in {file}, or the machine's role) and what "
+                f"they may do in bucket {self.bucket!r}: this takes {rights[self.scheme == 'gs']}"
                 f"{harmless if operation is Operation.DELETE else ''}",
                 path=path,
             )
@@ -273,7 +274,7 @@ class Bucket:
     def _why_not(self) -> str:
         """What a single short try says; TensorStore keeps to itself why it tries again."""
         options = replace(self.options, max_retries=1)
-        probe = _kv_store().open(self._spec(options)).result()
+        probe = self._open(self._spec(options))
         future = probe.list(range=_kv_store().KeyRange(_NOTHING, f"{_NOTHING[:-1]}0"))
         try:
             future.result(timeout=min(_MAX_PROBE_S, _SHARE_OF_PROBE * self.options.timeout_s))
@@ -286,7 +287,13 @@ class Bucket:
 
     @cached_property
     def _store(self) -> Any:
-        return _kv_store().open(self._spec(self.options)).result()
+        return self._open(self._spec(self.options))
+
+    def _open(self, spec: dict[str, Any]) -> Any:
+        try:
+            return _kv_store().open(spec).result()
+        except ValueError as error:
+            raise self._error(error, Operation.READ, str(self)) from error
 
     def _spec(self, options: StoreOptions) -> dict[str, Any]:
         """The TensorStore spec of this."""
@@ -298,20 +305,23 @@ class Bucket:
                 "gcs_request_retries": retries,
                 "gcs_request_concurrency": {"limit": MAX_REQUESTS},
             }
-        takes_profile = options.credentials in {Credentials.DEFAULT, Credentials.PROFILE}
-        profile = {"profile": options.profile} if options.profile and takes_profile else {}
+        credentials = {"type": options.credentials.value}
+        if options.credentials in {Credentials.DEFAULT, Credentials.PROFILE}:
+            profile, *files = aws_profile()  # TensorStore looks for none that is not named
+            credentials["profile"] = options.profile or profile
+        if options.credentials is Credentials.PROFILE:
+            credentials |= zip(("credentials_file", "config_file"), files, strict=True)
         spec = place | {
             "driver": "s3",
-            "aws_credentials": {"type": options.credentials.value} | profile,
+            "aws_credentials": credentials,
             "use_conditional_write": False,
             "s3_request_retries": retries,
             "s3_request_concurrency": {"limit": MAX_REQUESTS},
         }
         if options.endpoint is not None:
-            return spec | {
-                "endpoint": options.endpoint,
-                "aws_region": options.region or "us-east-1",
-            }
+            endpoint = options.endpoint.replace("{bucket}", self.bucket)
+            spec |= {"endpoint": endpoint, "aws_region": options.region or "us-east-1"}
+            return spec | ({"bucket": ""} if endpoint != options.endpoint else {})
         return spec | ({"aws_region": options.region} if options.region else {})
 
 

@@ -121,15 +121,20 @@ def is_elsewhere(directory: os.DirEntry[str] | Path) -> bool:
 
 
 def make_directories(directory: Path) -> None:
-    """Make a directory and what is missing above it, and flush each new name."""
-    missing = []
-    path = directory
-    while not path.exists():
-        missing.append(path)
-        path = path.parent
-    for new in reversed(missing):
-        new.mkdir(exist_ok=True)
-        sync_path(new.parent)
+    """Make a directory and what is missing above it, and flush each new name.
+
+    Without a look at it: an NFS client remembers for a minute what was missing.
+    """
+    try:
+        directory.mkdir()
+    except FileNotFoundError:
+        make_directories(directory.parent)
+        directory.mkdir(exist_ok=True)
+    except OSError as error:  # an NFS server may refuse before it finds that it is there
+        if not (isinstance(error, FileExistsError) or directory.is_dir()):
+            raise
+        return
+    sync_path(directory.parent)
 
 
 def remove_empty(directory: Path, root: Path) -> None:
@@ -146,8 +151,32 @@ def sync_path(path: Path | str) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise  # some file systems flush no directories, and need not
     finally:
         os.close(handle)
+
+
+_NO_RENAME = {errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP}
+
+
+def rename(source: Path | str, target: Path | str, key: str | None = None) -> None:
+    """Rename; a FileNotFoundError if it is missing, a StorageError if that fails otherwise."""
+    try:
+        os.replace(source, target)  # noqa: PTH105 - 10,000 times
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_RENAME:
+            raise storage_error(key, target, error) from error
+        raise StorageError(
+            f"{target}: the file system refuses to rename {source} to it ({error.strerror}), and a "
+            "save becomes visible by renames; save to a file system that has them, not through "
+            "this mount, or with format ('zarr', 2) to an object store's URL",
+            key=key,
+            path=str(target),
+        ) from error
 
 
 @contextmanager
@@ -309,7 +338,7 @@ class Directory:
                     file.flush()
                     os.fsync(file.fileno())
                 raise_if_cancelled()
-                partial.replace(path)
+                rename(partial, path, key)
             except BaseException:  # interrupted too: no other code knows its name
                 partial.unlink(missing_ok=True)
                 raise

@@ -5,6 +5,7 @@ argument for them. Threads run in a copy of the context of the thread that start
 """
 
 import errno
+import os
 import threading
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, ParamSpec, TypeVar
@@ -41,8 +43,7 @@ _LONGEST_WAIT_S = 1e9
 """Some 30 years, where there is no limit: more than that overflows."""
 
 _REMEDY = {
-    errno.ENOSPC: "no space left; free some, or save elsewhere",
-    errno.EDQUOT: "disk quota used up; free some, or save elsewhere",
+    errno.EDQUOT: "disk quota of space or inodes used up; remove files, or save elsewhere",
     errno.EACCES: "permission denied",
     errno.EROFS: "the file system is read-only",
     errno.ENAMETOOLONG: "the name is too long for the file system; shorten the key",
@@ -64,7 +65,20 @@ def storage_error(
     text = str(error)
     if isinstance(error, OSError):
         text = _REMEDY.get(error.errno or 0, error.strerror or text)
+        if error.errno == errno.ENOSPC:
+            text = _no_space(Path(str(path)))
     return StorageError(f"{lead}{path}: {text}", key=key, path=str(path))
+
+
+def _no_space(path: Path) -> str:
+    """Which of space and inodes a file system lacks, and how much of both is free."""
+    free, what = "", "space left; free some"
+    with suppress(OSError):
+        found = os.statvfs(next(one for one in (path, *path.parents) if one.exists()))
+        if found.f_files and not found.f_favail:
+            what = f"inodes left, of {found.f_files}; remove files"
+        free = f" ({found.f_bavail * found.f_frsize} bytes and {found.f_favail} inodes are free)"
+    return f"no {what}, or save elsewhere{free}"
 
 
 @dataclass(order=True, slots=True)

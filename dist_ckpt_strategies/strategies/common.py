@@ -1,5 +1,6 @@
 """Common state and objects in Megatron-Core's own files, read with an allow-list."""
 
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
+    StorageError,
 )
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
 from dist_ckpt_strategies.formats.commit import invalidate
 from dist_ckpt_strategies.formats.locations import (
+    Location,
+    OpenedSave,
     current_place,
     located,
     require_path,
@@ -51,6 +55,29 @@ VERSION = 1
 
 COMMON_STATE = "common state"
 """What messages call it."""
+
+
+OPENED: ContextVar[OpenedSave | None] = ContextVar("dist_ckpt_opened_save", default=None)
+"""Of the load under way: Megatron-Core's calls a common and then a sharded strategy, and has no
+argument for the save that both of them read."""
+
+
+def save_to_load(root: Location) -> OpenedSave:
+    """The save that the load under way has opened there; where none has, the one that is there.
+
+    Raises:
+        StorageError: another save has replaced it. The next call opens that one.
+    """
+    save = OPENED.get()
+    if save is None or save.root != root:
+        return OpenedSave(root)
+    try:
+        save.require_current()
+    except StorageError:
+        OPENED.set(None)
+        raise
+    return save
+
 
 _OBJECT_FILES = "one file for each ShardedObject"
 
@@ -152,6 +179,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         store = current_place(root) if isinstance(root, Bucket) else Directory(root)
         path = store.path(COMMON_NAME)
         with time_limit(options.timeout_s):
+            OPENED.set(OpenedSave(root))
             try:
                 content = store.read(COMMON_NAME)
             except IncompleteCheckpointError as missing:

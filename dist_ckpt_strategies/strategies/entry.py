@@ -40,6 +40,7 @@ from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
     CheckpointMarker,
     Location,
+    OpenedSave,
     current_place,
     is_finished,
     located,
@@ -77,7 +78,7 @@ from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
-from dist_ckpt_strategies.strategies.common import COMMON_STATE, TorchCommonSaveStrategy
+from dist_ckpt_strategies.strategies.common import COMMON_STATE, OPENED, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
@@ -129,7 +130,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             see ``save_async``.
         preprocess_common_before_consistancy_check: applied to the common state before ranks
             compare it.
-        content_metadata: stored in the common state, for ``load_content_metadata``.
+        content_metadata: stored in the common state, for Megatron-Core's ``load_content_metadata``,
+            which takes what ``load`` gives, or after ``register()`` a directory.
         async_strategy: ``"nvrx"`` or ``"mcore"``, whose queue takes the request; both do.
         verify_integrity: have digests of all that is saved. ("zarr", 2) always has them, no other
             format does.
@@ -477,6 +479,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
             return call.run_otherwise(answers)
         call.direct.begin(answers)
         result: StateDict = call.direct.run(call.finish)
+        OPENED.set(None)
         return result
 
 
@@ -532,6 +535,7 @@ class _Load:
     strict_dtype: bool
     timeout_s: float | None
     root: Location = Path()
+    save: OpenedSave = field(init=False)
     sharded: Any = None
     common_loader: Any = None
     wanted: StateDict = field(default_factory=dict)
@@ -550,6 +554,8 @@ class _Load:
         place = located(self.checkpoint_dir, self.options)
         try:
             self.root = root = current_place(place) if isinstance(place, Bucket) else place
+            self.save = OpenedSave(root)
+            OPENED.set(self.save)
             formats = astuple(read_marker(root))
             choice = self.sharded_strategy and self.chosen
             action = StrategyAction.LOAD_SHARDED
@@ -625,7 +631,9 @@ class _Load:
         if len(set(kinds)) > 1:
             raise different_strategies(comm, "a load", kinds)
         outcome = check_load(comm, self.wanted, strict, self._stored_keys, self.validates)
-        result = run_collectively(comm, lambda: self.finish(*self._load_otherwise(outcome.sharded)))
+        read = lambda: self.finish(*self._load_otherwise(outcome.sharded))  # noqa: E731
+        result = run_collectively(comm, lambda: self.save.read(read))
+        OPENED.set(None)
         if StrictHandling.requires_returning_mismatch_keys(strict):
             return result, outcome.missing, outcome.unexpected
         return result

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         with time_limit(self.options.timeout_s, OPENING, then=3 / 8):
             converted = run_and_gather(world, load.prepare)
             restart_limit()
-            loaded, self._report = run_collectively(world, lambda: load.run(self._allowed))
+            run = partial(load.run, self._allowed)
+            loaded, self._report = run_collectively(world, lambda: load.save.read(run))
         warn_of_conversions(world, checkpoint_dir, converted)
         who = world.global_ranks[world.rank]
         text = "rank %s: load from %s: %s"

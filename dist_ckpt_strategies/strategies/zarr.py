@@ -19,7 +19,7 @@ from dist_ckpt_strategies.formats.checkpoints import (
     StoredCheckpoint,
     has_manifest,
 )
-from dist_ckpt_strategies.formats.locations import Location, located, require_path
+from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located, require_path
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_loadable,
@@ -41,6 +41,7 @@ from dist_ckpt_strategies.sharded.save import CommonState, ShardedSave, begun_sa
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, run_with_limit, time_limit
+from dist_ckpt_strategies.strategies.common import save_to_load
 from dist_ckpt_strategies.strategies.registry import (
     Configured,
     register_default_zarr_strategies,
@@ -296,18 +297,19 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             comm: ranks that verify together, each of which a share of all files; None: nothing is
                 verified before it is read.
         """
+        save = OpenedSave(root) if comm is None else save_to_load(root)
         versions = self.versions
         if len(versions) > 1:  # what lies there says which it is
             versions = (2,) if isinstance(root, Bucket) or has_manifest(root) else (1,)
         if versions == (1,):
-            return Format1Checkpoint(require_path(root, "format ('zarr', 1)"), options)
-        checkpoint = Format2Checkpoint(root, options)
+            return Format1Checkpoint(require_path(root, "format ('zarr', 1)"), options, save)
+        checkpoint = save.read(lambda: Format2Checkpoint(root, options, save))
         if comm is None:
             return checkpoint
         if options.verify is Verify.FULL:
-            checkpoint.require_whole(comm.rank, comm.size)
+            save.read(lambda: checkpoint.require_whole(comm.rank, comm.size))
         elif comm.rank == 0 and checkpoint.manifest.common is not None:
-            checkpoint.common_content()
+            save.read(checkpoint.common_content)
         return checkpoint
 
     @raises_megatron_errors

@@ -268,7 +268,7 @@ class _Conversion:
                 count(elements.nbytes)
                 return elements
 
-            return writer.write(task, read)
+            return reader.save.read(lambda: writer.write(task, read))
 
         records = ranks.share(
             plan.tasks,
@@ -285,7 +285,8 @@ class _Conversion:
         gathered = ranks.gather(flush)
 
         def finish() -> None:
-            writer.finish(dict(chain.from_iterable(gathered)), reader, common)
+            records = dict(chain.from_iterable(gathered))
+            reader.save.read(lambda: writer.finish(records, reader, common))
             place.commit(writer.marker.to_json() if writer.marker else None)
 
         ranks.run_on_first(finish)
@@ -307,10 +308,12 @@ class _Conversion:
     def _writer(self, reader: CheckpointReader, target: str | Path, to: Format) -> TargetWriter:
         """Check the target's address, and plan; nothing is written."""
         options, block_nbytes = self.options.storage, self.options.block_nbytes
-        root = _resolved(target, options)
+        root = located(target, options)
         if to is not Format.ZARR2:
             require_path(root, f"a target of format {to}")
-        if f"{root}/".startswith(f"{reader.root}/") or f"{reader.root}/".startswith(f"{root}/"):
+        # Other ranks do not look up what the first is about to make: see make_directories.
+        real = root if self.ranks.rank else _resolved(target, options)
+        if f"{real}/".startswith(f"{reader.root}/") or f"{reader.root}/".startswith(f"{real}/"):
             raise StrategyError(
                 f"{root}: the target must be a place beside the source, {reader.root}, not the "
                 "same, nor one within the other"

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -174,8 +174,8 @@ class _Comparison:
             return DiffReport(tuple(found), (), num_arrays, 0, nbytes)
 
         def objects() -> tuple[int, list[Any]]:
-            differing = map(astuple, self._objects())
-            return len({*self._a.objects} & {*self._b.objects}), list(differing)
+            differing = self._read(lambda: list(map(astuple, self._objects())))
+            return len({*self._a.objects} & {*self._b.objects}), differing
 
         num_objects, fields = self._ranks.run_on_first(objects)
         differing = (ObjectDifference(key, Difference(what), *rest) for key, what, *rest in fields)
@@ -193,7 +193,12 @@ class _Comparison:
             raise ArrayNotFoundError(f"{roots}: no array's key matches {keys!r}")
         for array in chain.from_iterable(of_one.values() for of_one in found):
             chunk_grid(array)  # raises where shards are missing
+        self._read(lambda: None)
         return found
+
+    def _read(self, step: Callable[[], Any]) -> Any:
+        """What a step reads of both, each of which is still the save that was opened."""
+        return self._a.save.read(lambda: self._b.save.read(step))
 
     def _compared(
         self, arrays: Sequence[SourceArray], watch: Watch | None
@@ -205,7 +210,7 @@ class _Comparison:
         results = self._ranks.share(
             [(array, part) for array in arrays if array.nbytes for part in stored_regions(array)],
             lambda task: task[1].numel * task[0].dtype.itemsize,
-            lambda task, count: self._values(*task, count),
+            lambda task, count: self._read(lambda: self._values(*task, count)),
             num_threads=self._options.threads,
             watch=watch,
         )

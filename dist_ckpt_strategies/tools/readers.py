@@ -19,7 +19,7 @@ from dist_ckpt_strategies.formats.checkpoints import (
     Format2Checkpoint,
     StoredCheckpoint,
 )
-from dist_ckpt_strategies.formats.locations import Location, read_marker, require_path
+from dist_ckpt_strategies.formats.locations import Location, OpenedSave, read_marker, require_path
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_loadable,
@@ -35,14 +35,14 @@ class CheckpointReader(ABC):
     """A finished checkpoint at an absolute place. Any thread may read.
 
     ``arrays`` are sorted by key; ``layout`` has the parallel sizes of the job that saved, as far as
-    they are recorded.
+    they are recorded. After the reads, ``save`` tells whether they were all of one save.
     """
 
     arrays: Sequence[SourceArray]
     layout: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, root: Location, own_format: Format) -> None:
-        self.root, self.format = root, own_format
+        self.root, self.format, self.save = root, own_format, OpenedSave(root)
 
     @abstractmethod
     def read(self, key: str, region: Region, target: HostArray) -> None:
@@ -101,7 +101,7 @@ class ZarrReader(CheckpointReader):
     def __init__(self, root: Location, checkpoint: StoredCheckpoint, timeout_s: float) -> None:
         is_format2 = isinstance(checkpoint, Format2Checkpoint)
         super().__init__(root, Format.ZARR2 if is_format2 else Format.ZARR1)
-        self._checkpoint, self._timeout_s = checkpoint, timeout_s
+        self._checkpoint, self._timeout_s, self.save = checkpoint, timeout_s, checkpoint.save
         self._reader = checkpoint.array_reader()
         self._specs = checkpoint.find(checkpoint.keys())
         self.arrays = tuple(

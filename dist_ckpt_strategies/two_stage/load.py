@@ -24,7 +24,7 @@ from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
-from dist_ckpt_strategies.formats.locations import Location, located, require_path
+from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content, object_path
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -51,10 +51,12 @@ class CheckpointLoad:
     """A load by the ranks of a group: call ``prepare``, then ``run``.
 
     ``base`` is the strategy of this package that reads. ``state_dict`` is what this rank requests.
-    The smallest memory budget of the group counts.
+    The smallest memory budget of the group counts. ``prepare`` sets ``save``, which is loaded.
     """
 
+    save: OpenedSave
     _checkpoint: StoredCheckpoint
+    _identity = ""
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class CheckpointLoad:
         answers = run_and_gather_bytes(comm, self._request)
         restart_limit()
         parsed = {answer: json.loads(answer) for answer in set(answers)}
-        budgets, _, have_objects, all_names = zip(*parsed.values(), strict=True)
+        budgets, _, have_objects, all_names, identities = zip(*parsed.values(), strict=True)
+        self.save.require_same(identities)
         if any(have_objects):
             self._find_requesters()
         caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
@@ -155,8 +158,8 @@ class CheckpointLoad:
         cache = None if root is None or self._comm.device.type != "cpu" else page_cache_of(root)
         fields = None if cache is None else [cache.name, cache.is_storage]
         names = sorted({self._name(tensor) for tensor in self._tensors})
-        budget = self._options.max_inflight_bytes
-        return json.dumps([budget, fields, bool(self._objects), names]).encode()
+        budget, has_objects = self._options.max_inflight_bytes, bool(self._objects)
+        return json.dumps([budget, fields, has_objects, names, self._identity]).encode()
 
     def _find_requesters(self) -> None:
         """Learn which ranks request each object. Collective."""
@@ -193,7 +196,9 @@ class CheckpointLoad:
 
     def _open(self) -> Path | None:
         root = located(self._checkpoint_dir, self._options)
-        self._checkpoint = self._base.open_checkpoint(root, self._options, self._comm)
+        checkpoint = self._base.open_checkpoint(root, self._options, self._comm)
+        self._checkpoint, self.save = checkpoint, checkpoint.save
+        self._identity = checkpoint.identity
         return root if isinstance(root, Path) else None
 
     def _name(self, tensor: Any) -> str:
@@ -265,6 +270,7 @@ class StrategyLoad(CheckpointLoad):
                 "dist_ckpt_strategies.load instead"
             )
         self._root = require_path(located(self._checkpoint_dir, self._options), name)
+        self.save = OpenedSave(self._root)
 
     def _name(self, tensor: Any) -> str:
         """Replicas have the same name."""

@@ -1,5 +1,6 @@
 """What goes wrong on one rank of four is raised on all four, in time, with rank, key and file."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -34,7 +35,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
-from tests.support.disks import fill_disk, read_only, tiny_ext4, tiny_tmpfs
+from tests.support.disks import fill_disk, fill_inodes, read_only, tiny_ext4, tiny_tmpfs
 from tests.support.entries import (
     Entry,
     Failure,
@@ -59,6 +60,7 @@ from tests.support.sharding import (
     sharded,
     state_of,
 )
+from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
 
@@ -338,9 +340,49 @@ def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> None:
         on_rank_0(partial(fill_disk, root, leaving_nbytes=left_nbytes))
         require_failures(f"full {left_nbytes}", "no space left")
         on_rank_0((root / ".ballast").unlink)
+    on_rank_0(lambda: fill_inodes(root))
+    require_failures("inodes", "no inodes left")
+    on_rank_0(lambda: shutil.rmtree(root / ".inodes"))
     wanted = full_state(rank, no_data) | state_of(rank, assembled, no_data)
     loaded = load(Entry.OURS, wanted, root / "good")
     assert differences(rank, [*own_cuts(), *assembled], loaded) == []
+
+
+@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
+@pytest.mark.parametrize("number", ["ENOSYS", "EXDEV", "EPERM", "EOPNOTSUPP"])
+def test_a_file_system_that_does_not_rename_is_named(
+    number: str, backend: tuple[str, int], tmp_path: Path
+) -> None:
+    code = getattr(errno, number)
+
+    def refuse(_name: str, path: str) -> None:
+        raise OSError(code, os.strerror(code), path)
+
+    state = state_of(0, [at_random("w", (6, 4), 1)])
+    with before_calls(refuse, ("rename", "replace")):
+        save = partial(dist_ckpt_strategies.save, state, tmp_path / "c", backend)
+        require_refused(save, StorageError, str(tmp_path / "c"), "refuses to rename", "save to")
+
+
+@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
+def test_only_a_flush_of_a_directory_may_be_unknown_to_the_file_system(
+    backend: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIST_CKPT_WHOLE_FLUSH", "0")
+    state = state_of(0, [at_random("w", (6, 4), 1)])
+    for number, of_directories in ((errno.EINVAL, True), (errno.EIO, True), (errno.EINVAL, False)):
+
+        def fail(_: str, path: str, number: int = number, which: bool = of_directories) -> None:
+            if Path(path).is_dir() is which:
+                raise OSError(number, os.strerror(number), path)
+
+        root = tmp_path / f"{number} {of_directories}"
+        save = partial(dist_ckpt_strategies.save, state, root, backend)
+        with before_calls(fail, ("fsync",)):
+            if number == errno.EINVAL and of_directories:
+                save()
+            else:
+                require_refused(save, StorageError, str(root), os.strerror(number))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 @contextmanager
 def tiny_tmpfs(mount_point: Path) -> Iterator[Path]:
     """256 KiB in memory, empty. Skips the test where it cannot be mounted."""
-    with _mounted(mount_point, "-t", "tmpfs", "-o", f"size={256 << 10}", "tmpfs"):
+    with _mounted(mount_point, "-t", "tmpfs", "-o", f"size={256 << 10},nr_inodes=1000", "tmpfs"):
         yield mount_point
 
 
@@ -66,6 +66,16 @@ def fill_disk(directory: Path, *, leaving_nbytes: int = 0) -> None:
         with suppress(OSError):
             while leaving_nbytes == 0:
                 file.write(b"\xaa" * 512)
+
+
+def fill_inodes(directory: Path) -> Path:
+    """Use up the inodes of a tiny disk, for files in the directory that is returned."""
+    ballast = directory / ".inodes"
+    ballast.mkdir()
+    with suppress(OSError):
+        for number in range(1 << 20):
+            (ballast / str(number)).touch()
+    return ballast
 
 
 def _run(program: str, *args: str) -> bool:
