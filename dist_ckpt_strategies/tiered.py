@@ -5,6 +5,7 @@ import logging
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ from dist_ckpt_strategies.errors import (
     SaveTimeoutError,
     StorageError,
 )
+from dist_ckpt_strategies.formats.course import Course, read_course, write_course
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
@@ -49,8 +51,8 @@ from dist_ckpt_strategies.recovery.latest import (
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.storage.files import Directory
-from dist_ckpt_strategies.storage.io_pool import WORK, time_limit
-from dist_ckpt_strategies.storage.lease import Lease
+from dist_ckpt_strategies.storage.io_pool import WORK, run_with_limit, time_limit
+from dist_ckpt_strategies.storage.lease import JOBS, Lease
 from dist_ckpt_strategies.strategies.entry import load, save_async
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
 from dist_ckpt_strategies.tools.prune import prune
@@ -63,6 +65,9 @@ _MIN_UNFINISHED_S = 3600.0
 _LEASE_S = 60.0
 _REMOVAL_S = 5.0
 """How long ``release`` waits for the removal of old checkpoints: after an error others wait too."""
+
+_PREEMPTED, _LATE, _DONE = 1, 2, 4
+"""In a poll: a signal has come, ``every_minutes`` have passed, this share of the save is done."""
 
 _NONE = -1
 _LOCAL_ARGUMENTS = ("strict", "strict_dtype", "validate_access_integrity")
@@ -158,7 +163,9 @@ class TieredCheckpointManager:
     rank-local. A step's number is the number of steps done. At most one save runs: a global save
     waits for the previous one, a local save is skipped; both are logged.
 
-    The first call takes the lock of ``root``; a second job there raises.
+    The first call takes the lock of ``root``; a second job there raises. In a new process group, as
+    after a fault, the next call begins anew on all ranks: the lock stays with the job, and a save
+    under way is given up.
 
     Args:
         root: directory of the global checkpoints ``iter_0000100`` and so on, which all ranks see,
@@ -202,14 +209,18 @@ class TieredCheckpointManager:
         self.local, self.recovery = local, recovery
         if local is not None:
             local.bind(self.root)
-        self._lease = Lease(Directory(place) if isinstance(place, Path) else place, lease_s)
+        self._place = Directory(place) if isinstance(place, Path) else place
+        self._lease = Lease(self._place, lease_s)
         self._is_open = self._is_watching = self._is_preempted = False
+        self._group_id = ""
+        self._pending: tuple[Callable[[], list[int]], object] | None = None
+        self._resumed: tuple[int | None, str] | None = (None, _now())
         self._handlers: dict[int, Any] = {}
         self._running: tuple[SaveMetrics, LocalSaveRequest] | None = None
         self._newest = {Tier.LOCAL: _NONE, Tier.GLOBAL: _NONE}
         self._distribution: ShardDistribution | None = None
         self._pruning: threading.Thread | None = None
-        self._is_removal_due = threading.Event()
+        self._one_removal = threading.Lock()
         self._last_s = time.monotonic()
 
     def directory(self, step: int) -> str:
@@ -217,13 +228,17 @@ class TieredCheckpointManager:
         return f"{self.root}/iter_{step:07d}"
 
     def all_steps(self) -> list[int]:
-        """Sorted steps of the finished global checkpoints. Rank-local; reads the storage."""
+        """Sorted steps of all finished global checkpoints. Rank-local; reads the storage."""
         found = global_checkpoints([self.root], _NAME)
-        return sorted(step for step, _, is_done in found if is_done)
+        return sorted(step for step, _, is_done, _ in found if is_done)
 
     def latest_step(self) -> int | None:
-        """The last of ``all_steps``; None: there is none. Rank-local."""
-        return max(self.all_steps(), default=None)
+        """The last finished step of the present course; None: there is none. Rank-local."""
+        return max(filter(self.course().has, self.all_steps()), default=None)
+
+    def course(self) -> Course:
+        """Which checkpoints the training has left. Rank-local; reads the storage."""
+        return read_course(self._place)
 
     def preempt(self) -> None:
         """Save the state and end all ranks at the next poll, as after a signal. Rank-local."""
@@ -240,30 +255,39 @@ class TieredCheckpointManager:
     ) -> Loaded | None:
         """Load the newest complete state: from memory, else from disk, local before global.
 
-        Collective.
+        Collective. After going back with ``at_most``, the first save makes what is newer another
+        course, which the training has left: later calls without ``at_most`` do not load it, and
+        ``keep_last`` counts it as older than the present course. One line is logged while it is
+        there.
 
         Args:
             state_dict: sharded state dict to load, or a function that returns it; the tensors of
                 ShardedTensors are filled in place.
             provider: StateProvider, or an object that has one, to fill from memory.
-            at_most: skip newer steps and memory, to go back in a training. Newer checkpoints are
-                kept, and a later call without ``at_most`` loads them.
+            at_most: skip newer steps and memory, to go back in a training. A global checkpoint of
+                just this step is tried first, also one that the training has left.
             arguments: further arguments of ``load``; for a local checkpoint ``strict``,
                 ``strict_dtype`` and ``validate_access_integrity``.
 
         Returns:
             What was loaded: ``iteration`` is the step from which training continues, ``attempts``
-            lists what was refused, with the reasons. None: there is nothing to load.
+            lists what was refused, with the reasons. None: there is no finished checkpoint.
 
         Raises:
-            NoUsableCheckpointError: there are checkpoints, but none can be used; the text has the
-                reason for each.
+            NoUsableCheckpointError: there are checkpoints, but none can be used, or all are newer
+                than ``at_most``, or of a course that was left; the text has the reason for each.
             CheckpointLockedError: another job saves at ``root``.
             StorageError, PeerError: as in ``recovery.load_latest``.
         """
         comm = self._open()
         self.wait()
+        since = _now()
+        self._resumed = None, since
         state = run_collectively(comm, state_dict) if callable(state_dict) else state_dict
+        if self.local is not None:
+            with time_limit(self._timeout_s):
+                look = lambda: None if comm.rank else self.course().resumed  # noqa: E731
+                self.local.resumed_at(run_and_gather(comm, look)[0])
         refused: tuple[Attempt, ...] = ()
         if self.recovery is not None and provider is not None and at_most is None:
             report = self.recovery.try_checkpointless_load(provider)
@@ -288,6 +312,7 @@ class TieredCheckpointManager:
             logger.info("nothing to load: %s", error)
             return None
         self._newest[found.tier] = found.iteration
+        self._resumed = found.iteration, since
         return replace(found, attempts=refused + found.attempts)
 
     @raises_megatron_errors
@@ -334,7 +359,7 @@ class TieredCheckpointManager:
         if due is not None:
             self._begin(comm, due, step, state_dict, waited_s)
             if not self.options.is_async:
-                self._finish()
+                self.wait()
         if failed is not None:
             raise failed
         return due is not None
@@ -373,11 +398,13 @@ class TieredCheckpointManager:
     def wait(self) -> None:
         """Wait until no save is running: the last one is visible. Collective.
 
+        A save of a process group that is no more is left to the next call, which gives it up.
+
         Raises:
             StorageError: it could not be written.
         """
-        if self._running is not None:
-            self._finish()
+        if self._running is not None and self._comm().group_id == self._group_id:
+            self._running[1].wait()
 
     @raises_megatron_errors
     def close(self) -> None:
@@ -399,33 +426,45 @@ class TieredCheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close; after an error give up the lock alone: other ranks may be elsewhere."""
+        """Close; after an error give up the lock alone: other ranks may be elsewhere.
+
+        A process that is alone ends its save first, unless the function is to run again.
+        """
         if kind is None:
             self.close()
-        else:
-            self.release()
+            return
+        try:
+            if not self._group_id and issubclass(kind, Exception | SystemExit | KeyboardInterrupt):
+                self.wait()
+        except CheckpointError:
+            logger.exception("the save under way failed")
+        self.release()
+
+    def _comm(self) -> Communicator:
+        return open_communicator(None, timeout_s=self._timeout_s, purpose="checkpoint manager")
 
     def _open(self) -> Communicator:
-        """All ranks; the first time rank 0 takes the lock. Collective then."""
-        comm = open_communicator(None, timeout_s=self._timeout_s, purpose="checkpoint manager")
-        if self._is_open:
+        """All ranks; the first time in a process group, rank 0 takes the lock. Collective then."""
+        comm = self._comm()
+        if self._is_open and comm.group_id == self._group_id:
             return comm
-
-        def acquire() -> list[Any]:
-            if comm.rank == 0:
-                self._lease.acquire(WORK * self._timeout_s)
-            begun = self._running and self._running[0]
-            return [begun and [begun.step, begun.tier], *self._newest.values()]
-
+        begun = self._running and [self._running[0].step, self._running[0].tier]
+        is_stale = bool(begun) and comm.group_id != self._group_id
+        known = [is_stale, begun, *self._newest.values()]
+        answers = run_and_gather(comm, lambda: [JOBS.get(self.root), uuid.uuid4().hex, *known])
+        jobs = [job for job, *_ in answers if job]
+        JOBS[self.root] = [*jobs, answers[0][1]][0]
         with time_limit(self._timeout_s):
-            known = run_and_gather(comm, acquire)
-        if any(one != known[0] for one in known):  # some rank has been replaced
+            run_on_first_rank(comm, partial(self._lease.acquire, WORK * self._timeout_s, jobs))
+        # Some rank has been replaced, or the save under way is of another process group.
+        if any(one != known or one[0] for _, _, *one in answers):
             if self._running is not None:
                 logger.warning("%s is given up", _name(self._running[0]))
+                self._running[1].give_up()
             if self.local is not None:
                 run_collectively(comm, self.local.abandon)
             self._running, self._newest = None, dict.fromkeys(self._newest, _NONE)
-        self._is_open = True
+        self._is_open, self._group_id, self._pending = True, comm.group_id, None
         self._last_s = time.monotonic()
         return comm
 
@@ -445,25 +484,33 @@ class TieredCheckpointManager:
         """Whether any rank is preempted, whether the save under way is done, and what is due.
 
         Collective, unless at this step nothing can have happened: that is known on all ranks alike.
+        Over NCCL, a host that waited would wait for the GPU's queue: unless a save is due, the next
+        call reads the answers.
         """
         options, running, minutes = self.options, self._running, self.policy.every_minutes
         can_happen = running or options.preemption_signals or minutes
-        needs_to_know = running and due is Tier.LOCAL
-        if not (needs_to_know or (can_happen and step % options.poll_every_steps == 0)):
-            return False, False, due
-
-        def look() -> list[bool] | None:
+        asks = (running and due is Tier.LOCAL) or (
+            can_happen and step % options.poll_every_steps == 0
+        )
+        answers = [0] * comm.size
+        if self._pending is not None:  # of ranks on GPUs, whose answers come one call later
+            numbers, was_running = self._pending
+            found, self._pending = numbers(), None
+            answers = found if was_running is running else [one & _PREEMPTED for one in found]
+        if asks:
             is_late = bool(minutes) and time.monotonic() - self._last_s >= 60 * (minutes or 0)
-            found = [self._is_preempted, is_late, running is not None and running[1].done()]
-            return found if any(found) else None  # nothing travels faster
-
-        answers = run_and_gather(comm, look, is_sparse=True)
-        found = [answer or [False, False, False] for answer in answers]
-        preempted = [comm.global_ranks[rank] for rank, one in enumerate(found) if one[0]]
+            is_done = running is not None and running[1].done()
+            number = _PREEMPTED * self._is_preempted | _LATE * is_late | _DONE * is_done
+            numbers = comm.begin_gather(number)
+            if due is None and comm.device.type != "cpu":
+                self._pending = numbers, running
+            else:
+                answers = [old | new for old, new in zip(answers, numbers(), strict=True)]
+        preempted = [comm.global_ranks[n] for n, one in enumerate(answers) if one & _PREEMPTED]
         if preempted:
             logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
-        is_done = all(is_done for *_, is_done in found)
-        return bool(preempted), is_done, Tier.GLOBAL if found[0][1] else due
+        is_done = all(one & _DONE for one in answers)
+        return bool(preempted), is_done, Tier.GLOBAL if answers[0] & _LATE else due
 
     def _still_due(self, step: int, due: Tier | None) -> Tier | None:
         """What is due of what is not saved already; no local save beside another save."""
@@ -488,7 +535,7 @@ class TieredCheckpointManager:
         failed: CheckpointError | None = None
         is_waited_for = not request.done()
         try:
-            self._finish()
+            self.wait()
         except (PeerLostError, PeerTimeoutError, SaveTimeoutError):
             raise
         except CheckpointError as error:
@@ -554,11 +601,6 @@ class TieredCheckpointManager:
         request.wrap_end(partial(self._end, comm, begun, request))
         return request
 
-    def _finish(self) -> None:
-        """Make the save under way visible. Collective."""
-        assert self._running is not None  # noqa: S101 - callers have looked
-        self._running[1].wait()
-
     def _end(
         self,
         comm: Communicator,
@@ -578,7 +620,15 @@ class TieredCheckpointManager:
             raise
         self._running = None
         mine = [request.work.nbytes, begun.waited_s, begun.blocking_s, request.work.seconds]
-        sizes, *seconds = zip(*run_and_gather(comm, lambda: mine), strict=True)
+
+        def report() -> list[float]:
+            if comm.rank == 0:
+                run_with_limit(partial(self._note_course, begun), self.root)
+            return mine
+
+        with time_limit(self._timeout_s):
+            sizes, *seconds = zip(*run_and_gather(comm, report), strict=True)
+        self._resumed = None
         if comm.rank == 0:
             try:
                 if begun.tier == Tier.GLOBAL:
@@ -586,6 +636,23 @@ class TieredCheckpointManager:
                 self._report(begun, sum(sizes), *map(max, seconds))  # the caller's, which may raise
             except Exception:  # one rank must not leave the others
                 logger.exception("after %s", _name(begun))
+
+    def _note_course(self, begun: SaveMetrics) -> None:
+        """Note what was written last; after a load, also what the training has left; on rank 0."""
+        before, (base, since) = self.course(), self._resumed or (None, "")
+        left, newest, resumed = set(before.left), before.newest, before.resumed
+        if since:
+            base = begun.step if base is None else base
+            found = [one for one in global_checkpoints([self.root], _NAME) if one[2]]
+            left = {step for step, _, _, is_ours in found if step > base or not is_ours} - {base}
+            newest = max((one[0] for one in found if one[0] not in left), default=newest)
+            resumed = base, since
+        if begun.tier == Tier.GLOBAL:
+            left.discard(begun.step)
+            newest = begun.step
+        after = Course(newest, frozenset(left), resumed=resumed)
+        if after != before:
+            write_course(self._place, after)
 
     def _report(
         self, begun: SaveMetrics, nbytes: int, waited_s: float, blocking_s: float, work_s: float
@@ -604,15 +671,12 @@ class TieredCheckpointManager:
     def _begin_removal(self) -> None:
         """Remove what is not to be kept, in the background; on rank 0."""
         if self.policy.keep_last:
-            self._is_removal_due.set()
-            if self._pruning is None or not self._pruning.is_alive():  # else it continues with this
-                self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
-                self._pruning.daemon = True
-                self._pruning.start()
+            self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
+            self._pruning.daemon = True
+            self._pruning.start()
 
     def _remove(self) -> None:
-        while self._is_removal_due.is_set():
-            self._is_removal_due.clear()
+        with self._one_removal:
             try:
                 report = prune(
                     self.root,
@@ -631,10 +695,16 @@ class TieredCheckpointManager:
     def _leave(
         self, comm: Communicator, step: int, state_dict: StateDict | Callable[[], StateDict]
     ) -> None:
-        """Save the step, close, and end the process. Collective."""
+        """Save the step, release the manager, and end the process. Collective.
+
+        No removal is waited for: the sender of the signal kills the process after a while.
+        """
+        began = time.monotonic()
         if self._newest[Tier.GLOBAL] != step:
             self._begin(comm, Tier.GLOBAL, step, state_dict, 0.0)
-        self.close()
+        self.wait()
+        logger.warning("step %d: saved in %.1f s", step, time.monotonic() - began)
+        self.release()
         raise SystemExit(self.options.exit_code)
 
     def release(self) -> None:
@@ -654,6 +724,11 @@ def _whole(step: object) -> int:
     if not (isinstance(step, Integral) and int(step) >= 0):
         raise PlanError(f"step: expected the number of steps done, found {step!r}")
     return int(step)
+
+
+def _now() -> str:
+    """The time, as stamps of local saves begin."""
+    return f"{time.time_ns():016x}"
 
 
 def _name(begun: SaveMetrics) -> str:

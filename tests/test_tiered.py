@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import multiprocessing
 import os
 import random
 import re
@@ -11,7 +12,9 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import nullcontext, suppress
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +23,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
+from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.utils.data import DataLoader
 
-from dist_ckpt_strategies import ManagerOptions, SaveMetrics, SavePolicy, TieredCheckpointManager
+from dist_ckpt_strategies import (
+    ManagerOptions,
+    SaveMetrics,
+    SavePolicy,
+    TieredCheckpointManager,
+    prune,
+    save,
+)
 from dist_ckpt_strategies.errors import CheckpointLockedError, PlanError
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
 from dist_ckpt_strategies.recovery import CheckpointManager, Loaded, Tier, load_latest
 from tests.local.clique_worlds import once
 from tests.support.entries import Failure, outcome
 from tests.support.memory_provider import MemoryProvider
-from tests.support.processes import until
-from tests.support.ranks import RankDiedError, forkserver, run_processes
+from tests.support.processes import finished, run_script, until
+from tests.support.ranks import RankDiedError, allow_processes, forkserver, run_processes
 from tests.support.system_calls import before_calls
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 NUM_STEPS = 120
+TRACKER = "latest_checkpointed_iteration.txt"
 OPTIONS = ManagerOptions(timeout_s=40.0, lease_s=8.0)
 
 
@@ -250,17 +263,42 @@ def test_a_job_that_was_silent_for_its_lease_loses_the_root_and_its_save(tmp_pat
     assert "silent for 1 s" in answer.read_text()
 
 
+def ignore_sigterm(_worker_id: int) -> None:
+    """As quickstart has it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        while parent and signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def is_preempted(rank: int, root: str) -> None:
-    """Body of a rank: one of them gets a signal, and so does its writer process."""
+    """Body of a rank: one of them gets a signal, and so do its processes, from their start on."""
+    allow_processes()
     training = Training()
+    options = {"num_workers": 1, "worker_init_fn": ignore_sigterm}
+    samples = iter(DataLoader(range(100), **options))  # type: ignore[arg-type]
+    next(samples)
+    (worker,) = psutil.Process().children()
+
+    def end_writer() -> None:
+        while training.num_done < 9:
+            for child in {*psutil.Process().children()} - {worker}:
+                child.terminate()
+
+    if rank == 1:
+        threading.Thread(target=end_writer, daemon=True).start()
     with TieredCheckpointManager(
         root, policy=SavePolicy(every_steps=4), options=OPTIONS
     ) as manager:
-        while True:
+        for _ in samples:
             training.step()
             if rank == 1 and training.num_done == 9:
-                for child in psutil.Process().children():
-                    child.terminate()
+                finished("kill", str(worker.pid))
                 os.kill(os.getpid(), signal.SIGTERM)
             manager.save(training.num_done, training.state_dict)
 
@@ -270,6 +308,55 @@ def test_after_a_signal_to_one_rank_all_save_and_end_with_the_stated_code(tmp_pa
 
     assert [isinstance(one, RankDiedError) and one.exit_code for one in found] == [143, 143]
     assert TieredCheckpointManager(tmp_path).all_steps() == [4, 8, 9]
+
+
+ENDING = """
+import sys, torch, torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from dist_ckpt_strategies import TieredCheckpointManager, save_async
+from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+
+how, root, rank, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+store = dist.FileStore(root + ".store", size)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, rank, size))}
+if how == "request":
+    request = save_async(state, root + "/iter_0000001")
+    del request
+    dist.destroy_process_group()
+elif how == "local":
+    plain = BasicTensorAwareStateDict({"w": torch.ones(4)})
+    request = LocalCheckpointManager(root).save(plain, 1, is_async=True)
+    TieredCheckpointManager(root).save(1, state, force=True)
+    sys.exit(3)
+else:
+    with TieredCheckpointManager(root) as manager:
+        manager.save(1, state, force=True)
+        raise KeyError("on purpose")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("request", 0), ("local", 3), ("raises", 1)])
+def test_a_script_that_ends_amid_a_save_finishes_it_or_says_that_it_is_lost(
+    tmp_path: Path, how: str, code: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDING)
+    done = run_script(script, how, str(tmp_path / "alone"), "0", "1")
+    assert done.returncode == code, done.stderr
+    if how == "local":
+        assert LocalCheckpointManager(tmp_path / "alone").find_latest() == 1
+    assert TieredCheckpointManager(tmp_path / "alone").all_steps() == [1]
+    assert not list(tmp_path.glob("alone/.dist-ckpt-lock-*"))
+    if how == "raises":
+        return
+    with ThreadPool(2) as pool:
+        run = lambda rank: run_script(script, how, str(tmp_path / "both"), str(rank), "2")  # noqa: E731
+        both = pool.map(run, range(2))
+    for done in both:
+        assert done.returncode == code, done.stderr
+        assert "iter_0000001 is missing: the script ended" in done.stderr
+        assert ("iteration 1 is missing" in done.stderr) is (how == "local")
 
 
 def outlasts_failures(rank: int, root: str) -> list[str]:
@@ -364,6 +451,160 @@ def test_a_save_under_way_is_given_up_where_one_rank_is_new(tmp_path: Path) -> N
         assert "found [3, 4]" in different
 
 
+def restarts(rank: int, root: str, enters: bool, is_pending: bool) -> list[Any]:
+    """Body of a rank: three attempts in three worlds; before the second and the third one of the
+    ranks is replaced. The manager outlives the attempts, and nobody releases it."""
+    in_threads()
+    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    manager, found, training = TieredCheckpointManager(root, options=OPTIONS), [], Training()
+    for attempt in range(3):
+        if attempt:
+            dist.barrier()
+            dist.destroy_process_group()
+            own = PrefixStore(f"attempt {attempt}", store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+        if attempt and rank == size - attempt:
+            manager = TieredCheckpointManager(root, options=OPTIONS)
+        began = time.monotonic()
+        with suppress(KeyError), manager if enters else nullcontext():
+            loaded = manager.load_latest(training.state_dict)
+            found.append(loaded and loaded.iteration)
+            manager.begin(attempt + 1, training.state_dict()).wait()
+            if is_pending:
+                manager.begin(attempt + 10, training.state_dict())
+            raise KeyError(attempt)
+        assert time.monotonic() - began < 20
+    dist.barrier()
+    manager.release()
+    return [*found, manager.all_steps()]
+
+
+@pytest.mark.parametrize(
+    ("size", "enters", "is_pending"), [(2, False, True), (4, True, False), (4, False, True)]
+)
+def test_in_a_new_process_group_the_manager_begins_anew_whatever_its_state(
+    tmp_path: Path, size: int, enters: bool, is_pending: bool
+) -> None:
+    expected = [None, 1, 2, [1, 2, 3]]
+    assert run_processes(size, restarts, str(tmp_path), enters, is_pending) == [expected] * size
+
+
+def takes_over(rank: int, root: str) -> Any:
+    """Body of a process: 0 is rank 0 until its node is cut off, then 2 is; 3 is another job."""
+    in_threads()
+    options = ManagerOptions(timeout_s=100.0, lease_s=45.0)
+    manager = TieredCheckpointManager(f"{root}/run", options=options)
+
+    def join(name: str, global_rank: int) -> None:
+        store = FileStore(f"{root}/{name}", 2)
+        dist.init_process_group("gloo", store=store, rank=global_rank, world_size=2)
+
+    if rank < 2:
+        join("first", rank)
+        manager.load_latest(Training().state_dict)
+        Path(root, f"cut{rank}").touch()
+    until(lambda: len(list(Path(root).glob("cut*"))) == 2, 60.0)
+    if rank == 3:
+        return is_refused(rank, f"{root}/run")
+    if rank == 0:
+        until(Path(root, "saved").exists, 60.0)
+        return outcome(manager._lease.require).text  # its next save would wait for rank 1
+    if rank == 1:
+        dist.destroy_process_group()
+    began = time.monotonic()
+    join("second", 2 - rank)
+    training = Training()
+    manager.load_latest(training.state_dict)
+    seconds = time.monotonic() - began
+    manager.save(1, training.state_dict, force=True)
+    manager.wait()
+    Path(root, "saved").touch()
+    return seconds
+
+
+def test_a_new_rank_0_takes_over_the_lock_of_its_own_job_at_once(tmp_path: Path) -> None:
+    cut_off, *seconds, other = run_processes(4, takes_over, str(tmp_path), makes_group=False)
+
+    assert max(seconds) < 20, seconds
+    assert "has taken over" in cut_off
+    assert "another job saves here" in other
+
+
+def goes_back(rank: int, root: str, version: int) -> list[Any]:
+    """Body of a rank: courses that end and go on with new managers, as in jobs of their own."""
+    in_threads()
+    found: list[Any] = []
+    training = Training()
+    options = ManagerOptions(timeout_s=40.0, strategy=("zarr", version))
+
+    def run(*steps: int, at_most: int | None = None, keep: int | None = None) -> Any:
+        node = LocalCheckpointManager(f"{root}/node{rank}")
+        policy = SavePolicy(keep_last=keep, local_every_steps=5)
+        manager = TieredCheckpointManager(f"{root}/run", local=node, policy=policy, options=options)
+        loaded = outcome(lambda: manager.load_latest(training.state_dict, at_most=at_most))
+        for step in steps:
+            training.num_done = step
+            manager.save(step, training.state_dict, force=step % 10 == 0)
+            manager.wait()
+        manager.release()  # as a job that dies, but that the lock is free at once
+        is_loaded = isinstance(loaded, Loaded)
+        found.append(loaded.iteration if is_loaded else loaded)
+        dist.barrier()
+
+    run(50, 90, 100, 105)
+    run(at_most=50)  # dies before it saves: the course is the same
+    run()
+    run(60, at_most=50, keep=2)
+    found.append(TieredCheckpointManager(f"{root}/run").all_steps())
+    run(65, 70)  # not 105, which is still on the nodes' disks
+    run(75, at_most=60)  # a local save comes first
+    found.append(Path(root, "run", TRACKER).read_text())
+    dist.barrier()
+    run(80)
+    run(100, at_most=70)  # which had been left
+    run()
+    run(at_most=40)
+    return [*found, TieredCheckpointManager(f"{root}/run").latest_step()]
+
+
+@pytest.mark.parametrize(("size", "version"), [(1, 2), (2, 1)])
+def test_a_training_that_goes_back_stays_in_its_course(
+    tmp_path: Path, size: int, version: int
+) -> None:
+    for *found, refused, newest in run_processes(size, goes_back, str(tmp_path), version):
+        assert found == [None, 50, 105, 50, [50, 60], 60, 60, "60", 75, 70, 100]
+        assert "NoUsableCheckpointError" in refused.kinds
+        assert "iter_0000080" in refused.text
+        assert newest == 100
+    plan = prune(tmp_path / "run", keep_last=2, dry_run=True)
+    assert [one.iteration for one in plan.removed] == [80, 50, 60]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "loaded"), [("50", 50), ("70", 60), ("x", 100), ("", 100), (None, 100)]
+)
+def test_without_a_list_the_tracker_file_says_what_was_left(
+    tmp_path: Path, tracker: str | None, loaded: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (50, 60, 100):
+        save(Training().state_dict() | {"num_done": step}, tmp_path / f"iter_{step:07d}")
+    if tracker is not None:
+        (tmp_path / TRACKER).write_text(tracker)
+    with TieredCheckpointManager(tmp_path, options=OPTIONS) as manager:
+        found = manager.load_latest(Training().state_dict)
+        assert found is not None
+        assert found.state["num_done"] == manager.latest_step() == loaded
+        assert ("of a course that" in caplog.text) is (loaded != 100)
+        manager.save(110, Training().state_dict, force=True)
+        manager.wait()
+        (tmp_path / ".dist-ckpt-course.json").write_text("{" if loaded == 60 else "[3]")
+        assert manager.load_latest(Training().state_dict).iteration == 110  # type: ignore[union-attr]
+        shutil.rmtree(manager.directory(110))
+        (tmp_path / TRACKER).write_text("10")
+        refused = outcome(lambda: manager.load_latest(Training().state_dict))
+        assert "iter_0000060): of a course that the training has left" in refused.text
+
+
 def test_checkpoints_of_others_are_neither_loaded_nor_removed(tmp_path: Path) -> None:
     training = Training()
     policy = SavePolicy(every_steps=1, keep_last=1)
@@ -406,8 +647,8 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
             assert not manager.save(step, training.state_dict)
         begun = [step for step in range(10, 51) if manager.save(step, training.state_dict)]
         assert not manager.save(50, training.state_dict, force=True)
-        nothing = manager.load_latest(training.state_dict, at_most=5)
-        assert (nothing, manager.save(50, training.state_dict)) == (None, True)
+        nothing = outcome(lambda: manager.load_latest(training.state_dict, at_most=5))
+        assert "iter_0000050" in nothing.text and manager.save(50, training.state_dict)  # noqa: PT018
         back = manager.load_latest(training.state_dict(), at_most=49)
         manager.begin(41, training.state_dict, content_metadata={"is": "last"}).wait()
     rates: list[SaveMetrics] = []
@@ -449,7 +690,7 @@ def test_steps_minutes_and_retention_are_as_the_policy_says(tmp_path: Path) -> N
     assert [line["step"] for line in lines] == [*first["begun"], 50, 41]
     assert first["back"] == second["back"] == 40
     assert all(line["nbytes"] == 2 * 8 * 16 * 4 and line["gb_per_s"] > 0 for line in lines)
-    assert TieredCheckpointManager(tmp_path / "steps").latest_step() == 50
+    assert TieredCheckpointManager(tmp_path / "steps").all_steps() == [20, 40, 41]
     assert TieredCheckpointManager(tmp_path / "minutes").all_steps() == [10]
     assert (first["minutes"], first["nbytes"]) == ([5, 10], {2 * 8 * 16 * 4})
     assert second["minutes"] == []  # rank 0 alone knows

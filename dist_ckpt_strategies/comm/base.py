@@ -67,9 +67,11 @@ class Communicator:
     ``rank`` is this process, counted within the group; ``global_ranks`` are those of its members.
     Tensors on ``device`` travel without a copy to the host or from it. A rank logs its reports at
     ``report_level``: INFO on global rank 0 alone, as Megatron-LM prints what any rank logs at INFO.
+    ``group_id`` tells process groups of this process apart, of whatever time; "": it is alone.
     """
 
     device = torch.device("cpu")
+    group_id = ""
 
     def __init__(self, global_ranks: Sequence[int] = (0,), rank: int = 0) -> None:
         self.global_ranks = tuple(global_ranks)
@@ -80,6 +82,10 @@ class Communicator:
     def all_gather(self, item: Message) -> list[Message]:
         """Every rank's item, by rank. Collective."""
         return [item]
+
+    def begin_gather(self, number: int) -> Callable[[], list[int]]:
+        """Begin to gather numbers below 2**40; a function that returns all ranks'. Collective."""
+        return lambda: [number]
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """Carry all the bytes. Collective.

@@ -37,6 +37,7 @@ from dist_ckpt_strategies.comm.process_group import (
     message_device,
     run_abandonable,
 )
+from dist_ckpt_strategies.device import to_host_beside
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerError,
@@ -156,7 +157,7 @@ class TorchCommunicator(Communicator):
         if group not in _REACHED:
             _REACHED[group] = _Reached(message_device(group))
         self._reached = _REACHED[group]
-        self._message_device = self._reached.device
+        self._message_device, self.group_id = self._reached.device, self._reached.name
         self.device = payload_device or self._message_device
         self._unconnected = [
             channel
@@ -190,15 +191,10 @@ class TorchCommunicator(Communicator):
         except (TypeError, ValueError, MemoryError, RecursionError) as error:
             failure = as_checkpoint_error(error)
             content = json.dumps(failure.message).encode()
-        number = self._purpose_number << _SIZE_BITS | len(content)
-        numbers = [_NUMBER.unpack(found)[0] for found in self._gathered(_NUMBER.pack(number))]
-        purposes = [found >> _SIZE_BITS for found in numbers]
-        if len(set(purposes)) > 1:
-            raise self._other_purpose(purposes)
-        sizes = [found & (1 << _SIZE_BITS) - 1 for found in numbers]
+        sizes = self.begin_gather(len(content))()
         if not any(sizes):
             return [None] * self.size
-        texts = self._gathered(content.ljust(max(sizes), b"\0"))
+        texts = self._begin_gathered(content.ljust(max(sizes), b"\0"))()
         if failure is not None:
             raise failure.at_rank(self.global_ranks[self.rank])
         messages = []
@@ -212,6 +208,19 @@ class TorchCommunicator(Communicator):
             messages.append(message[0])
         return messages
 
+    def begin_gather(self, number: int) -> Callable[[], list[int]]:
+        """See Communicator. The host does not wait for the GPU before the function is called."""
+        await_all = self._begin_gathered(_NUMBER.pack(self._purpose_number << _SIZE_BITS | number))
+
+        def numbers() -> list[int]:
+            found = [_NUMBER.unpack(content)[0] for content in await_all()]
+            purposes = [one >> _SIZE_BITS for one in found]
+            if len(set(purposes)) > 1:
+                raise self._other_purpose(purposes)
+            return [one & (1 << _SIZE_BITS) - 1 for one in found]
+
+        return numbers
+
     def _other_purpose(self, purposes: Sequence[int]) -> CheckpointError:
         """The error for ranks that call for different purposes.
 
@@ -220,17 +229,19 @@ class TorchCommunicator(Communicator):
         if min(purposes) <= 0:
             return out_of_step(self.global_ranks[purposes.index(min(purposes))], self._what)
         mine = self._what.encode()[:_PURPOSE_NBYTES].ljust(_PURPOSE_NBYTES, b"\0")
-        texts = [text.rstrip(b"\0").decode(errors="replace") for text in self._gathered(mine)]
+        found = self._begin_gathered(mine)()
+        texts = [text.rstrip(b"\0").decode(errors="replace") for text in found]
         return PlanError(
             "expected the same call on all ranks, in the same order, found "
             f"{who_is_where(self, purposes, texts)}; if one of them has raised an error before, "
             "see that first"
         )
 
-    def _gathered(self, content: bytes) -> list[bytes]:
-        """Every rank's bytes, as many as here. One collective, which this rank notes it reaches.
+    def _begin_gathered(self, content: bytes) -> Callable[[], list[bytes]]:
+        """Begin to gather every rank's bytes, as many as here; a function that returns them.
 
-        Over NCCL all ranks of each channel connect first: an exchange may be one of few of them.
+        One collective, which this rank notes it reaches. Over NCCL all ranks of each channel
+        connect first: an exchange may be one of few of them.
         """
         self._num_collectives += 1
         now, reached = time.monotonic(), self._reached
@@ -238,7 +249,9 @@ class TorchCommunicator(Communicator):
         reached.total += 1
         deadline = now + self._timeout_s
         note = f"{reached.total} {reached.name} {process_name(os.getpid())}"
-        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._message_device)
+        device = self._message_device
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        mine = mine.to(device, non_blocking=True)  # without a wait for what the GPU has to do
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with _PeerErrors(self, deadline):
             self._store.set(self._keys[self.global_ranks[self.rank]], note)
@@ -248,10 +261,16 @@ class TorchCommunicator(Communicator):
                 work = dist.all_reduce(nothing, group=channel, async_op=True)
                 _wait(work, deadline, self.device)
             work = dist.all_gather(found, mine, group=self._group, async_op=True)
-            _wait(work, deadline, self._message_device)
-            if now - before > _SHARE_OF_LIMIT * self._timeout_s:
-                self._require_awaited()
-        return [tensor.cpu().numpy().tobytes() for tensor in found]
+
+        def await_all() -> list[bytes]:
+            deadline = time.monotonic() + self._timeout_s
+            with _PeerErrors(self, deadline):
+                _wait(work, deadline, device)
+                if now - before > _SHARE_OF_LIMIT * self._timeout_s:
+                    self._require_awaited()
+            return [tensor.numpy().tobytes() for tensor in to_host_beside(found)]
+
+        return await_all
 
     def begin_exchange(
         self, sends: Sequence[Send], receives: Sequence[Receive]

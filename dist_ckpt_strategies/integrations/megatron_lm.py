@@ -4,7 +4,6 @@ Importing this imports nothing of Megatron-LM. What it expects there is the same
 and on the main branch.
 """
 
-import atexit
 import logging
 import sys
 from importlib import import_module
@@ -90,18 +89,18 @@ def install(
     theirs = found.theirs if isinstance(found, _Checkpointing) else found
     chosen = options or options_from_environment()
     ours = _Checkpointing(checkpointing, theirs, sharded_strategy, tuple(allow), chosen, manager)
-    if manager is not None:
-        atexit.register(manager.release)
     if has_registry():  # there Megatron-Core looks up who reads the common state
         register(replace_common=True, replace=True, allow=allow, options=chosen)
     local = manager and manager.local
 
     def make(*a: Any, **kw: Any) -> LocalCheckpointManager:
-        root = getattr(checkpointing.get_args(), "save", None)
+        if manager is not None and local is not None:  # Megatron-LM searches it by itself
+            local.resumed_at(manager.course().resumed)
+            return local
         made = LocalCheckpointManager(*a, allow=allow, timeout_s=chosen.timeout_s, **kw)
-        if root and not local:
+        if root := getattr(checkpointing.get_args(), "save", None):
             made.bind(root)
-        return local or made
+        return made
 
     _provide_local(make)
     checkpointing.dist_checkpointing = ours

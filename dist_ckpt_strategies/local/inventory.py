@@ -91,7 +91,8 @@ def gather_inventory(
     """What the ranks have of a session, by what the files state; damaged ones are left out.
 
     Collective: two gathers, of a few bytes for each save and shard that a rank keeps. Files of
-    other sessions and trainings, and of iterations before ``at_least``, are left out too.
+    other sessions and trainings, of iterations before ``at_least``, and of courses that the
+    training has left, are left out too.
     """
     first: dict[str, int] = {}
 
@@ -133,6 +134,8 @@ def _listed(directory: ShardDirectory, holders: Sequence[int], own: str) -> list
         save = one.shard_id.save
         if save.training_id != own:
             foreign = max(save, foreign or save)
+            continue
+        if directory.has_left(save):
             continue
         try:
             shard = ShardReader(one.path).shard

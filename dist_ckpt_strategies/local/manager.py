@@ -22,6 +22,7 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
+from dist_ckpt_strategies.formats.course import Resumed
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.encoding import (
@@ -149,7 +150,8 @@ class LocalCheckpointManager:
                 f"the manager of local checkpoints below {self.root_local_ckpt_dir} is bound to "
                 f"{bound}, and cannot be bound to {place}; make one for each training"
             )
-        self._directory = ShardDirectory(self._directory.root, place)
+        if bound is None:
+            self._directory = ShardDirectory(self._directory.root, place)
 
     @raises_megatron_errors
     def save(
@@ -305,6 +307,10 @@ class LocalCheckpointManager:
         if found != list(range(comm.size)):
             raise PlanError(f"group: expected ranks 0 to {comm.size - 1} in order, found {found}")
         return comm
+
+    def resumed_at(self, began: Resumed | None) -> None:
+        """Neither load nor keep what the training had left when its course began. Rank-local."""
+        self._directory.resumed = began and (began[0], began[1])
 
     def abandon(self) -> None:
         """Wait for the end of a save under way, without making it complete. Rank-local.

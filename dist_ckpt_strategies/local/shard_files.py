@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.formats.course import Resumed
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.local.shard_format import (
     END_NBYTES,
@@ -26,6 +27,7 @@ from dist_ckpt_strategies.local.shard_format import (
     Digest,
     LocalShard,
     LocalShardId,
+    SaveId,
     decode_footer,
     encode_footer,
     footer_nbytes,
@@ -88,6 +90,12 @@ class ShardDirectory:
         self.root = root
         self.training_root = training_root
         self._training_id = ""
+        self.resumed: Resumed | None = None
+
+    def has_left(self, save: SaveId) -> bool:
+        """Whether the training has gone back from this save, to where it has ``resumed`` since."""
+        began = self.resumed
+        return began is not None and save.iteration > began[0] and save.stamp < began[1]
 
     def __str__(self) -> str:
         """The directory."""

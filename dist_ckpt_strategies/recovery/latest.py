@@ -25,20 +25,20 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.formats.commit import complete_commit
+from dist_ckpt_strategies.formats.course import TRACKER_NAME, Course, read_course
 from dist_ckpt_strategies.formats.issues import Problem
 from dist_ckpt_strategies.formats.locations import SAVE_PREFIX, Location, located, read_marker
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.local.shard_files import TRAINING_NAME
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
+    Directory,
     file_errors,
 )
 from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
-from dist_ckpt_strategies.storage.lease import LOCK_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,9 @@ _NONE = -1
 
 _OF_A_SAVE = (PARTIAL_PREFIX, REMOVED_PREFIX, SAVE_PREFIX)
 """What is in a checkpoint whose save has not ended: no checkpoints of their own."""
+
+_OF_A_ROOT = (".dist-ckpt-", TRACKER_NAME)
+"""Begins the names of files that roots have beside checkpoints."""
 
 _NO_ANSWER = (PeerTimeoutError, PeerLostError, StorageTimeoutError)
 """After these no other checkpoint is tried: what was given up may still write to the tensors."""
@@ -109,8 +112,9 @@ class Loaded:
     attempts: tuple[Attempt, ...]
 
 
-_Found = tuple[int, str, bool]
-"""Iteration and address of a global checkpoint, and whether it has a marker, good or not."""
+_Found = tuple[int, str, bool, bool]
+"""Iteration and address of a global checkpoint, whether it has a marker, good or not, and whether
+it is of the training's present course; one without a marker is taken to be."""
 
 
 def load_latest(
@@ -126,8 +130,12 @@ def load_latest(
 
     Collective over the ranks of the manager, or over the world. At the same iteration, a local
     checkpoint is preferred to a global one, and one of another training than the manager's is
-    refused. The time limit of the manager, or of the options,
-    applies to the search and to each checkpoint that is tried.
+    refused. The time limit of the manager, or of the options, applies to the search and to each
+    checkpoint that is tried.
+
+    If a directory says that the training went back (``latest_checkpointed_iteration.txt`` names an
+    older checkpoint than the newest), the present course counts: what was left is not loaded
+    without ``at_most``.
 
     Args:
         local_manager: manager of local checkpoints; None: there are none.
@@ -140,14 +148,16 @@ def load_latest(
             right sizes is named and not loaded.
         load_local: function that turns the result of the local manager's ``load`` into the state,
             on every rank: ``lambda found: found.load_into(sharded_state_dict)``.
-        at_most: skip newer iterations; also all local ones, if the newest of them is newer.
+        at_most: skip newer iterations; also all local ones, if the newest of them is newer. A
+            checkpoint of just this iteration is tried first, whichever course it is of; others that
+            were left come last.
         pattern: regular expression for whole names of global checkpoints. With it, the places
             contain checkpoints, and are none themselves.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, at most unfinished saves.
-        NoUsableCheckpointError: there are checkpoints, but none can be used; the text has the
-            reason for each. A new start would lose what they hold.
+        NoUsableCheckpointError: there are checkpoints, but none can be used, or all are newer than
+            ``at_most``; the text has the reason for each. A new start would lose what they hold.
         StorageError: the places cannot be listed.
         StorageTimeoutError: storage did not answer on some rank. No other checkpoint is tried,
             because a read that was given up may still write to the tensors.
@@ -163,10 +173,12 @@ def load_latest(
     attempts: list[Attempt] = []
     with time_limit(timeout_s):  # as the first rank sees them, the newest first
         find = partial(_seen_by, comm.rank, global_dirs, pattern)
-        found: list[_Found] = run_and_gather(comm, find)[0]
-    if at_most is not None:
-        found = [one for one in found if one[0] <= at_most]
-        if local_manager is not None and local_manager.find_latest() > at_most:
+        everything: list[_Found] = run_and_gather(comm, find)[0]
+    found, refused = _candidates(everything, at_most, comm.rank)
+    if at_most is not None and local_manager is not None:
+        newest, root = local_manager.find_latest(), str(local_manager.root_local_ckpt_dir)
+        if newest > at_most:
+            refused.append(Attempt(Tier.LOCAL, newest, root, f"newer than {at_most}"))
             local_manager = None
     for candidate in [*found, None]:  # at last, local ones of any iteration
         at_least = candidate[0] if candidate else 0
@@ -175,12 +187,33 @@ def load_latest(
             loaded = _from_global(comm, timeout_s, candidate, load_global, attempts)
         if loaded is not None:
             return loaded
+    attempts += refused
     local_dirs = [local_manager.root_local_ckpt_dir] if local_manager else []
     where = ", ".join(map(str, [*local_dirs, *global_dirs]))
     why = "".join(f"; {attempt}" for attempt in attempts)
     if all(attempt.is_unfinished for attempt in attempts):
         raise CheckpointNotFoundError(f"no checkpoint to load in {where}{why}")
     raise NoUsableCheckpointError(f"no checkpoint in {where} can be loaded{why}")
+
+
+def _candidates(
+    found: Sequence[_Found], at_most: int | None, rank: int
+) -> tuple[list[_Found], list[Attempt]]:
+    """What may be loaded, in the order of trial, and complete ones that may not, with the reasons.
+
+    With ``at_most`` the one that it names comes first, then the present course, then what was left.
+    """
+    limit, why = at_most, f"newer than {at_most}"
+    if limit is None:
+        limit = max((one[0] for one in found), default=0)
+        why = "of a course that the training has left; load_latest(at_most=...) goes back there"
+    may = [one for one in found if one[0] <= limit and (at_most is not None or one[3])]
+    may.sort(key=lambda one: (one[0] == at_most, one[3]), reverse=True)  # stable
+    not_these = [one for one in found if one[2] and one not in may]
+    left = [one[1] for one in (not_these if at_most is None else may[:1]) if not one[3]]
+    if rank == 0 and left:
+        logger.warning("%s: of a course that the training has left", ", ".join(left))
+    return may, [Attempt(Tier.GLOBAL, number, name, why) for number, name, *_ in not_these]
 
 
 def _seen_by(rank: int, global_dirs: Sequence[str | Path], pattern: str | None) -> list[_Found]:
@@ -229,7 +262,7 @@ def _from_global(
     attempts: list[Attempt],
 ) -> Loaded | None:
     """A global checkpoint, if it is whole. Collective."""
-    iteration, path, has_marker = candidate
+    iteration, path, has_marker, _ = candidate
 
     def look() -> Location:
         place = located(path, options_from_environment())
@@ -284,15 +317,19 @@ def global_checkpoints(
     global_dirs: Sequence[str | Path], pattern: str | None = None
 ) -> list[_Found]:
     """The checkpoints at or below places, the newest first; see ``load_latest``. Rank-local."""
-    found: dict[str, bool] = {}
+    found: dict[str, _Found] = {}
     for address in global_dirs:
         place = located(address, options_from_environment())
         if isinstance(place, Path):
-            found |= _in_directory(place, pattern)
+            below = _in_directory(place, pattern)
         else:
-            found |= _in_store(place, pattern)
-    named = [(_iteration_of(name), name, has_marker) for name, has_marker in found.items()]
-    return sorted(named, reverse=True)
+            below = _in_store(place, pattern)
+        store = Directory(place) if isinstance(place, Path) else place
+        course = Course() if str(place) in below else read_course(store)
+        for name, has_marker in below.items():
+            number = _iteration_of(name)
+            found[name] = (number, name, has_marker, not has_marker or course.has(number))
+    return sorted(found.values(), reverse=True)
 
 
 def _in_directory(directory: Path, pattern: str | None) -> dict[str, bool]:
@@ -336,8 +373,8 @@ def _in_store(place: Bucket, pattern: str | None) -> dict[str, bool]:
 
 
 def _is_meant(name: str, content: Iterable[str], pattern: str | None) -> bool:
-    """Whether a place is meant as a checkpoint: more is there than what roots have."""
-    has_files = any(not one.startswith((LOCK_PREFIX, TRAINING_NAME)) for one in content)
+    """Whether a place is meant as a checkpoint: more is there than the files that roots have."""
+    has_files = any(not one.startswith(_OF_A_ROOT) for one in content)
     return pattern is None and has_files and _NUMBER.search(name) is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -161,6 +162,32 @@ def _is_alive(pid: int) -> bool:
 SaveName = tuple[str, str]
 """The id of a save, equal on all ranks and of this save alone, and what its end is called."""
 
+_unended: dict[SaveName, _Finalisation | None] = {}
+"""Saves that this process has begun and not ended; with the end if no other rank takes part."""
+
+os.register_at_fork(after_in_child=_unended.clear)
+
+
+def _end_alone() -> None:
+    """End what a script that ends has not waited for, where no other rank has to take part."""
+    for (_, what), end in list(_unended.items()):
+        try:
+            if end is not None:
+                end.await_work(end.timeout_s)
+                end()
+        except Exception:
+            logger.exception("%s failed, after the end of the script", what)
+
+
+@atexit.register
+def _report_lost() -> None:
+    for _, what in _unended:
+        logger.error("%s is missing: the script ended without wait() or close()", what)
+
+
+# Before the functions of atexit, which from Python 3.12 on can start no thread.
+threading._register_atexit(_end_alone)  # type: ignore[attr-defined]  # noqa: SLF001
+
 
 class _Finalisation:
     """Ends a save, once, however often it is called; if that fails, every call raises the same."""
@@ -181,6 +208,11 @@ class _Finalisation:
         self._is_the_same = False
         self._is_called = False
         self._error: Exception | None = None
+        _unended[name] = self if comm.size == 1 else None
+
+    def give_up(self) -> None:
+        """Do not report that the save was never ended. Rank-local."""
+        _unended.pop(self._name, None)
 
     def __call__(self) -> None:
         """End the save. Collective."""
@@ -198,7 +230,9 @@ class _Finalisation:
             raise
         except Exception as error:
             self._error = error
+            self.give_up()
             raise
+        self.give_up()
 
     def await_work(self, timeout_s: float) -> None:
         """Return when every rank's share has ended, well or not. Collective.
@@ -295,6 +329,10 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
         """Have ``wrapper`` called, with what makes the save visible, in place of that."""
         end = self.finalize_fns[0]
         end.finalise = partial(wrapper, end.finalise)
+
+    def give_up(self) -> None:
+        """Never end the save, whose ranks are no more; nothing is visible. Rank-local."""
+        self.finalize_fns[0].give_up()
 
     def done(self) -> bool:
         """Whether this rank's share of the save has ended, well or not. Rank-local."""

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _FAREWELL_S = 2.0
 _LOW_PRIORITY = 10
 _POLL_S = 0.02
+_OF_THE_JOB = (signal.SIGINT, signal.SIGTERM)
+"""Signals after which the parent may save yet; the process ends with it."""
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -117,6 +119,8 @@ class WriterProcess:
         start = f"from {__name__} import main; main()"
         command = [sys.executable, "-P", "-c", start, str(theirs.fileno()), str(os.getpid())]
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # noqa: PTH109
+        # Sent to the whole job, they are ignored from the first instruction on: see ``main``.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_JOB)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with our own module
                 command,
@@ -131,6 +135,7 @@ class WriterProcess:
                 "saves with threads"
             ) from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -203,7 +208,7 @@ def _waited(process: subprocess.Popen[bytes]) -> int | None:
 def main() -> None:
     """In the process: do jobs, one after the other, until the connection is closed."""
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job; the parent may save yet
+    for number in _OF_THE_JOB:
         signal.signal(number, signal.SIG_IGN)
     os.setpriority(os.PRIO_PROCESS, 0, _LOW_PRIORITY)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -2,10 +2,11 @@
 
 A lock is a small file, ``.dist-ckpt-lock-N``; of several the one with the largest N counts. Its
 holder rewrites it four times per lease. A job that wants the place watches it: where it changes its
-holder lives, and where it does not change for a whole lease, by the clock of the one who watches,
-or where the holder's process has ended on the same host, the watcher makes the file with the next
-number. To make a file that is not there yet is one atomic step: ``O_EXCL`` in a directory, a
-conditional put in an object store.
+holder lives. The watcher makes the file with the next number where it does not change for a whole
+lease, by the watcher's clock, where the holder's process has ended on the same host, or where the
+holder was of the watcher's own job: ranks of a job remember its random id, and give it to the one
+that takes the holder's place. To make a file that is not there yet is one atomic step: ``O_EXCL``
+in a directory, a conditional put in an object store.
 
 What this protects: two jobs that both use it never both go on; the one that lost its lock learns
 it at the next look. What it does not: between that look and the end of what follows, a holder that
@@ -13,6 +14,7 @@ was stopped for longer than its lease may overlap with the next one: of two save
 one place, the second makes the first one fail. Nor does it stop programs that save without it.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -20,6 +22,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Collection
 from contextlib import suppress
 
 from dist_ckpt_strategies.errors import (
@@ -36,6 +39,10 @@ logger = logging.getLogger(__name__)
 LOCK_PREFIX = ".dist-ckpt-lock-"
 _BEATS = 4
 """Of a holder within its lease."""
+
+JOBS: dict[str, str] = {}
+"""The job that this process belongs to, a random id, by the name of the place."""
+os.register_at_fork(after_in_child=JOBS.clear)
 
 
 class Lease:
@@ -54,13 +61,19 @@ class Lease:
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def acquire(self, timeout_s: float) -> None:
+    def acquire(self, timeout_s: float, jobs: Collection[str] = ()) -> None:
         """Take the lock; wait while it is not known whether its holder lives.
+
+        ``jobs`` are the ids that ranks of this job know it by: a holder with one of these was of
+        this job, and is replaced.
 
         Raises:
             CheckpointLockedError: it does, or was not silent for its lease within ``timeout_s``.
             StorageError: the place cannot be read or written.
         """
+        if self._thread is not None:
+            self.require()
+            return
         began = since = time.monotonic()
         seen: tuple[int, dict[str, object]] = (0, {})
         while True:
@@ -72,10 +85,9 @@ class Lease:
                 seen, since = found, now
             lease_s = float(str(holder.get("lease_s", self._lease_s)))
             has_run_out = now - since > lease_s or has_ended(str(holder.get("process")))
-            if not number or has_run_out or _is_own(holder):
-                if self._take(number + 1):
-                    if number:
-                        logger.warning("%s: took over from %s", self._place, _name(holder))
+            is_of_job = _is_own(holder) or holder.get("job") in jobs
+            if not number or has_run_out or is_of_job:
+                if self._take(number + 1, holder):
                     return
             elif now - began > timeout_s:
                 raise self._locked(holder, f"may be alive after {timeout_s:g} s of waiting")
@@ -89,12 +101,15 @@ class Lease:
             why = f"as this process was silent for {self._lease_s:g} s"
             if _is_own(holder):
                 why = "with a later manager; use that one"
+            elif holder.get("job") == JOBS.get(str(self._place), ""):
+                why = "as the new rank 0 of this job"
             raise self._locked(holder, f"has taken over, {why}")
 
     def release(self) -> None:
         """Give the lock back, if this has it; an error is logged: the lock runs out by itself."""
         if self._thread is None:
             return
+        atexit.unregister(self.release)
         self._is_over.set()
         self._thread.join(self._lease_s)  # or it might make the file anew
         self._thread = None
@@ -106,7 +121,7 @@ class Lease:
                 "%s: the lock cannot be released, and expires by itself: %s", self._place, error
             )
 
-    def _take(self, number: int) -> bool:
+    def _take(self, number: int, before: dict[str, object]) -> bool:
         """Make the lock of that number; whether this process has it then."""
         self._number = number
         if not self._place.create(self._file(number), self._content()):
@@ -121,6 +136,9 @@ class Lease:
         self._is_over.clear()
         self._thread = threading.Thread(target=self._beat, name="dist-ckpt-lease", daemon=True)
         self._thread.start()
+        if before:
+            logger.warning("%s: took over from %s", self._place, _name(before))
+        atexit.register(self.release)  # of a script that ends without it
         return True
 
     def _beat(self) -> None:
@@ -150,7 +168,11 @@ class Lease:
     def _content(self) -> bytes:
         process = process_name(os.getpid())
         holder = {"id": self._id, "process": process, "pid": os.getpid()}
-        host = {"host": socket.gethostname(), "lease_s": self._lease_s}
+        host = {
+            "job": JOBS.get(str(self._place)),
+            "host": socket.gethostname(),
+            "lease_s": self._lease_s,
+        }
         return json.dumps({**holder, **host, "beat": self._num_beats}).encode()
 
     def _file(self, number: int) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 from pathlib import Path
 
 from dist_ckpt_strategies.config import StoreOptions
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompatibleVersionError,
-    IncompleteCheckpointError,
     PlanError,
     StorageError,
 )
@@ -26,6 +26,7 @@ from dist_ckpt_strategies.formats.commit import (
     remove,
     remove_contents,
 )
+from dist_ckpt_strategies.formats.course import read_course
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.locations import (
     SAVE_PREFIX,
@@ -49,12 +50,9 @@ from dist_ckpt_strategies.storage.files import (
     require_directory,
     sync_path,
 )
-from dist_ckpt_strategies.storage.store import Store
-
-_TRACKER_NAME = "latest_checkpointed_iteration.txt"
-"""Where Megatron-LM notes which iteration is to be resumed."""
 
 _NUMBER = re.compile(r"(\d+)\D*\Z")
+_OF_A_TRAINING = re.compile(r"iter_\d{7,}")
 
 
 class Status(StrEnum):
@@ -82,6 +80,8 @@ class PruneDecision:
         age_s: since the newest change in it, in seconds.
         nbytes: of its files; None where that is not known.
         is_named: whether ``latest_checkpointed_iteration.txt`` names it.
+        is_left: whether the training has gone back from it: it counts as older than all that is of
+            the present course.
         is_removed: whether it is removed.
         why: the reason, in words; of what is not decided yet, why it cannot be read.
         stays: names in a removed one that are no part of the checkpoint and stay, with the
@@ -94,6 +94,7 @@ class PruneDecision:
     age_s: float = field(compare=False)
     nbytes: int | None = None
     is_named: bool = False
+    is_left: bool = False
     is_removed: bool = False
     why: str = ""
     stays: tuple[str, ...] = ()
@@ -194,7 +195,8 @@ def build_prune_plan(
     """Decide about each directory, as the arguments of ``prune`` say; in the order of removal.
 
     The newest complete one is always kept. A damaged one does not count, and stays unless enough
-    complete ones are newer. Newer is what has the larger iteration. Of those whose names end in no
+    complete ones are newer. Newer is what has the larger iteration; what the training has gone back
+    from, see ``load_latest``, is older than its present course. Of those whose names end in no
     number, all older than the others, newer is what changed later. What was written last stays too,
     which is another one where a run was resumed from an older checkpoint, and so does what the
     run's tracker file names. Unfinished ones are removed first, then the oldest.
@@ -236,8 +238,8 @@ def build_prune_plan(
     return tuple(decisions)
 
 
-def _order(one: PruneDecision) -> tuple[bool, int, float, str]:
-    return one.iteration is not None, one.iteration or 0, -one.age_s, one.name
+def _order(one: PruneDecision) -> tuple[bool, bool, int, float, str]:
+    return one.iteration is not None, not one.is_left, one.iteration or 0, -one.age_s, one.name
 
 
 def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
@@ -247,7 +249,7 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
         with file_errors(None, root), os.scandir(root) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
             is_checkpoint = any((root / name).exists() for name in (MARKER_NAME, SAVE_NAME))
-        store: Store = Directory(root)
+        store: Directory | Bucket = Directory(root)
     else:
         names, is_checkpoint = _names_below(root)
         store = root
@@ -255,13 +257,19 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
         names = [name for name in names if re.fullmatch(pattern, name)]
     elif is_checkpoint:
         raise PlanError(f"{root} is a checkpoint itself; name the directory that holds it")
-    tracked = None
-    with suppress(IncompleteCheckpointError, ValueError):
-        tracked = int(store.read(_TRACKER_NAME))
+    course = read_course(store)
     now_s = time.time()  # one for all: equal times of change make equal ages
-    found = (_look_at(root, name, now_s) for name in names)
+    found = [_look_at(root, name, now_s) for name in names]
+    tracked_s = min((one.age_s for one in found if one.iteration == course.newest), default=inf)
     return [
-        replace(one, is_named=tracked is not None and one.iteration == tracked) for one in found
+        replace(
+            one,
+            is_named=one.iteration is not None and one.iteration == course.newest,
+            # What no list names was left only if it is older than what was written last.
+            is_left=one.iteration in course.left
+            or not (course.has(one.iteration or 0) or one.age_s <= tracked_s),
+        )
+        for one in found
     ]
 
 
@@ -303,9 +311,12 @@ def _directory_status(directory: Path) -> tuple[Status, int | None, float]:
     if marker.exists():
         status, nbytes, _ = _scanned(directory)
         return status, nbytes, marker.stat().st_mtime
-    with os.scandir(directory) as entries:
-        if not (any(map(_is_stale, entries)) or read_begun(Directory(directory))):
-            return Status.OTHER, None, 0.0
+    with os.scandir(directory) as found:
+        entries = list(found)
+    # A save that was killed early, or has failed, leaves an empty directory.
+    is_empty = not entries and _OF_A_TRAINING.fullmatch(directory.name)
+    if not (is_empty or any(map(_is_stale, entries)) or read_begun(Directory(directory))):
+        return Status.OTHER, None, 0.0
     nbytes, changed_s = 0, 0.0
     for folder in folders_below(directory, [""]):
         if folder.failure:

@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
+from dist_ckpt_strategies import ManagerOptions, TieredCheckpointManager
 from dist_ckpt_strategies.comm.base import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
@@ -210,3 +211,29 @@ def test_a_block_runs_again_from_memory_after_the_fault_of_one_rank(backend: str
 
     for found in results:
         assert found == ((1, [4.0]), ["", "ValueError: on purpose"])
+
+
+def polls_while_the_gpu_is_behind(rank: int, root: Path) -> list[int]:
+    """Rank 0's GPU has a step to do that ends once the host has polled; rank 1 is preempted."""
+    join_nccl(separate_queues=True)
+    store = dist.distributed_c10d._get_default_store()
+    group, data = dist.new_group([0, 1], backend="nccl"), torch.zeros(1, device="cuda")
+    dist.all_reduce(data, group=group)
+    manager = TieredCheckpointManager(root, options=ManagerOptions(timeout_s=40.0, lease_s=8.0))
+    manager.save(1, {})
+    if rank == 0:
+        dist.broadcast(data, 1, group=group, async_op=True).wait()
+        manager.save(2, {})
+        store.set("polled", "")
+    else:
+        manager.preempt()
+        manager.save(2, {})
+        store.wait(["polled"])
+        dist.broadcast(data, 1, group=group)
+    with pytest.raises(SystemExit):
+        manager.save(3, {"step": 3})
+    return manager.all_steps()
+
+
+def test_a_managers_poll_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
+    assert done_by(2, polls_while_the_gpu_is_behind, tmp_path) == [[3], [3]]

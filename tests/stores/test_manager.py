@@ -25,13 +25,15 @@ POLICY = SavePolicy(every_steps=2, keep_last=2)
 OPTIONS = ManagerOptions(timeout_s=60.0, lease_s=8.0)
 
 
-def trains(rank: int, variables: Mapping[str, str], root: str, num_steps: int) -> tuple[int, float]:
+def trains(
+    rank: int, variables: Mapping[str, str], root: str, num_steps: int, at_most: int | None = None
+) -> tuple[int, float]:
     """Body of a rank: go on from the newest checkpoint; where from, and the value at the end."""
     os.environ.update(variables)
     data = torch.zeros(4, 4)
     state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, dist.get_world_size()))}
     with TieredCheckpointManager(root, policy=POLICY, options=OPTIONS) as manager:
-        loaded = manager.load_latest(state)
+        loaded = manager.load_latest(state, at_most=at_most)
         first = loaded.iteration if loaded else 0
         for step in range(first, num_steps):
             data += 1
@@ -49,6 +51,10 @@ def test_a_job_continues_from_a_bucket_and_old_checkpoints_are_removed(
     assert first == [(0, 7 * 16.0)] * 2
     assert second == [(6, 10 * 16.0)] * 2
     assert TieredCheckpointManager(root).all_steps() == [8, 10]
+    assert run_processes(2, trains, environment.variables, root, 9, 8)[0][0] == 8  # saves nothing
+    assert run_processes(2, trains, environment.variables, root, 10)[0][0] == 10
+    in_bucket.put("latest_checkpointed_iteration.txt", b"8")  # as another program that went back
+    assert run_processes(2, trains, environment.variables, root, 9)[0][0] == 8
     assert not [name for name in in_bucket.names() if "lock" in name]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self, cast
 
 import torch
@@ -237,6 +237,7 @@ def play_cuda() -> None:
     generator = torch.Generator().manual_seed(1)
     replaced: dict[str, Any] = {
         "current_device": lambda: 0,
+        "device": lambda *_: nullcontext(),
         "current_stream": current_stream,
         "default_stream": lambda *_: _DEFAULT,
         "device_count": lambda: 1,

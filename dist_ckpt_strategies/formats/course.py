@@ -1,0 +1,79 @@
+"""Which checkpoints below a root are of the training's present course, and which it has left.
+
+``latest_checkpointed_iteration.txt`` names the checkpoint that was written last, as Megatron-LM has
+it. A training that goes back to an earlier step leaves later ones; a second file lists them, and
+what it names as written last. If another program has written the first file since, whatever is
+newer than it says was left too.
+"""
+
+import json
+import logging
+import re
+from dataclasses import dataclass, replace
+
+from dist_ckpt_strategies.errors import IncompleteCheckpointError
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import Directory
+
+logger = logging.getLogger(__name__)
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+COURSE_NAME = ".dist-ckpt-course.json"
+
+_NUMBER = re.compile(rb"\s*(\d{1,18})\s*", re.ASCII)
+
+Resumed = tuple[int, str]
+"""The iteration that a course went on from, and the time, as stamps of local saves begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The iteration that was written last if it is known, and those of global checkpoints left.
+
+    ``is_listed``: these are all. Local saves from before it ``resumed``, of later iterations, were
+    left.
+    """
+
+    newest: int | None = None
+    left: frozenset[int] = frozenset()
+    is_listed: bool = True
+    resumed: Resumed | None = None
+
+    def has(self, iteration: int) -> bool:
+        """Whether a global checkpoint is of the present course."""
+        if self.is_listed or self.newest is None or iteration < self.newest:
+            return iteration not in self.left
+        return iteration == self.newest
+
+
+def read_course(place: Directory | Bucket) -> Course:
+    """The course of a root. What is damaged is not used; without both files nothing was left."""
+    newest, listed = None, Course()
+    text = _content(place, TRACKER_NAME)
+    if number := _NUMBER.fullmatch(text or b""):
+        newest = int(number[1])
+    elif text is not None:
+        logger.warning("%s/%s: expected an iteration, found %.40r", place, TRACKER_NAME, text)
+    try:
+        found = json.loads(_content(place, COURSE_NAME) or b"{}")
+        left, began = frozenset(map(int, found.get("left", ()))), found.get("resumed")
+        resumed = (int(began[0]), str(began[1])) if began else None
+        listed = Course(found.get("newest"), left, resumed=resumed)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        logger.warning("%s/%s is damaged, and not used", place, COURSE_NAME)
+    return replace(listed, newest=newest, is_listed=newest in {None, listed.newest})
+
+
+def write_course(place: Directory | Bucket, course: Course) -> None:
+    """Write both files, Megatron-LM's first: killed in between, what is newer counts as left."""
+    if course.newest is not None:
+        place.write(TRACKER_NAME, str(course.newest).encode())
+    content = {"newest": course.newest, "left": sorted(course.left), "resumed": course.resumed}
+    place.write(COURSE_NAME, json.dumps(content).encode())
+
+
+def _content(place: Directory | Bucket, name: str) -> bytes | None:
+    try:
+        return place.read(name)
+    except IncompleteCheckpointError:
+        return None
