@@ -1,12 +1,39 @@
 """The Python of the pages runs, and prints what the pages say."""
 
+import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.pages import ROOT, expected_outputs, python_blocks
+from dist_ckpt_strategies.local import (
+    BasicTensorAwareStateDict,
+    CliqueReplicationStrategy,
+    LocalCheckpointManager,
+)
+from tests.cli.commands import PROGRAM
+from tests.golden.sets import FLAT, GoldenSet
+from tests.support.checkpoints import (
+    flip_at,
+    write_checkpoint,
+    write_format2,
+    write_metadata,
+    write_object,
+)
+from tests.support.pages import (
+    PAGES,
+    ROOT,
+    commands_with_outputs,
+    expected_outputs,
+    python_blocks,
+)
 from tests.support.processes import finished, run_script
+from tests.support.ranks import run_processes
 
 _BETWEEN = "--- next block ---"
 
@@ -233,6 +260,141 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_pa
     printed = done.stdout.split(f"{_BETWEEN}\n")[1:-1]
     expected = expected_outputs(page)
     assert [None if e is None else p for p, e in zip(printed, expected, strict=True)] == expected
+
+
+# Commands
+
+
+def make_old(root: Path) -> None:
+    """The checkpoint that Megatron-Core 0.15.3 saved with the optimizer in its old form."""
+    shutil.copytree(GoldenSet.unpack(FLAT, root / "unpacked").checkpoint, root / "OLD")
+
+
+def make_different(root: Path) -> None:
+    """The same as NeMo's, and two iterations of it with one difference of each kind."""
+    make_old(root)
+    for name in ("nemo/model_weights", "checkpoints/iter_0000003", "checkpoints/iter_0000200"):
+        shutil.copytree(root / "OLD", root / name)
+    later = root / "checkpoints" / "iter_0000200"
+    flip_at(later / "decoder.final_layernorm.weight" / "0", *range(0, 128, 2))
+    (later / "rng_state" / "shard_1.1_2.2.pt").unlink()
+    common = torch.load(later / "common.pt", weights_only=False)
+    write_object(later / "common.pt", common | {"iteration": 200})
+
+
+def save_locally(rank: int, root: Path) -> None:
+    cliques = CliqueReplicationStrategy.from_replication_params(2, 2)
+    manager = LocalCheckpointManager(root, "run-7", repl_strategy=cliques)
+    state = {"w": torch.ones(1000), "b": torch.ones(1000), "step": 100}
+    manager.save(BasicTensorAwareStateDict(state), 100)
+
+
+def make_all(root: Path) -> None:
+    """Large checkpoints of sparse files, one killed hours ago; local ones; a script for ranks."""
+    for number in (800, 900, 1000, 1100, 1150):
+        place = root / "checkpoints" / f"iter_{number:07d}"
+        if number == 1150:
+            array = write_format2(place, is_finished=False) / ".partial-0" / "more"
+        else:
+            array = write_checkpoint(place) / "more"
+        num_elements = {800: 262_500_000, 1150: 102_700_000}.get(number, 100)
+        write_metadata(array, shape=[num_elements], chunks=[num_elements])
+        (array / "0").touch()
+        os.truncate(array / "0", 4 * num_elements)
+        for path in (place, *place.rglob("*")):
+            os.utime(path, (number, number))
+    local = root / "local" / "checkpoints"
+    assert run_processes(4, save_locally, local) == [None] * 4
+    for rank in "123":
+        shutil.rmtree(local / "run-7" / rank)
+    (root / "train.py").write_text(_TRAIN)
+
+
+_TRAIN = """
+import os, signal, time
+from pathlib import Path
+from dist_ckpt_strategies.inprocess.train_utils import wait_rank
+wait_rank()
+rank, killed, replaced = os.environ["RANK"], Path("killed"), Path("replaced")
+if rank == "2":
+    print("step 41: loss 3.127", flush=True)
+if rank == "1" and not killed.exists():
+    killed.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == "1":
+    replaced.touch()
+while not replaced.exists():
+    time.sleep(0.01)
+"""
+
+_SCENES = {
+    "docs/migrate.md": make_old,
+    "docs/convert.md": make_different,
+    "docs/cli.md": make_all,
+}
+"""What makes the directories that the commands of a page name."""
+
+_QUIET = {
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+_SMALLER = {"bench /checkpoints": "bench /checkpoints --size 0.002 --repetitions 2"}
+_VARYING = {
+    r"[0-9]+\.[0-9] s\b": "0.0 s",
+    r"began .* UTC on \S+,": "began THEN,",
+    r"_local_[0-9a-f]+": "_local_ID",
+    r"(run-7 .*)\b[0-9a-f]+$": r"\1ID",
+    r"-{10,}|  +": "  ",
+}
+"""What differs from run to run: times, names that are drawn, and the widths that follow."""
+_FIGURES = r"[0-9][0-9.,]*( [kMG]?B(/s)?\b)?"
+
+
+def outlined(text: str, command: str) -> list[str]:
+    """The lines without what varies; of a measurement without all figures."""
+    for varying, constant in _VARYING.items():
+        text = re.sub(varying, constant, text, flags=re.MULTILINE)
+    if command.startswith("dist-ckpt bench"):
+        text = re.sub(r" +", " ", re.sub(_FIGURES, "N", text))
+    lines = [line.rstrip() for line in text.splitlines()]
+    return sorted(lines) if command.startswith("dist-ckpt run") else lines
+
+
+def test_every_page_with_outputs_of_commands_has_a_scene() -> None:
+    pages = {str(page.relative_to(ROOT)) for page in PAGES if commands_with_outputs(page)}
+    assert pages == set(_SCENES)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", _SCENES)
+def test_the_commands_of_a_page_print_what_the_page_says(name: str, tmp_path: Path) -> None:
+    _SCENES[name](tmp_path)
+    program = f'dist-ckpt() {{ {shlex.join(PROGRAM)} "$@"; }}'
+    for commands, expected in commands_with_outputs(ROOT / name):
+        script = commands
+        for old, new in _SMALLER.items():
+            script = script.replace(old, new)
+        script = re.sub(r"(?<= )/(?=nemo|checkpoints|local)", f"{tmp_path}/", script)
+        done = subprocess.run(
+            ["/bin/bash", "-c", f"{program}\n{script}"],
+            cwd=tmp_path,
+            env=os.environ | _QUIET,
+            input="n\n",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        printed = done.stdout.replace(f"{tmp_path}/OLD", "OLD").replace(f"{tmp_path}/NEW", "NEW")
+        found = outlined(printed.replace(str(tmp_path), ""), commands)
+        shown = outlined(expected, commands)
+        if "..." in shown:
+            rest = iter(found)
+            assert [line for line in shown if line != "..." and line not in rest] == [], found
+        else:
+            assert found == shown
 
 
 @pytest.mark.multiprocess

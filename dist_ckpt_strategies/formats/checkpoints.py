@@ -1,6 +1,7 @@
 """Checkpoints that can be read, of either format."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -61,18 +62,26 @@ def has_manifest(root: Path) -> bool:
     return (root / INDEX_NAME).exists()
 
 
+def common_digest(root: Path) -> str:
+    """The digest of the common state's file; empty where there is none."""
+    with suppress(IncompleteCheckpointError):
+        return digest_of(Directory(root).read(COMMON_NAME))
+    return ""
+
+
 class Format1Checkpoint:
     """A checkpoint of format ("zarr", 1) that can be read. Rank-local.
 
     Attributes:
         save: what is opened; made now unless it is given.
-        identity: of that save.
+        identity: tells it from other saves, and from another copy of its common state, the only
+            file of which a load reads all on every rank.
     """
 
     def __init__(self, root: Path, options: Options, save: OpenedSave | None = None) -> None:
         self._root, self._options = root, options
         self.save = save or OpenedSave(root)
-        self.identity = self.save.identity
+        self.identity = f"{self.save.identity} {common_digest(root)}"
 
     def array_reader(self, *, fills_page_cache: bool = False) -> ArrayReader:
         """Reads the arrays that ``find`` gives.

@@ -84,7 +84,7 @@ _LOCK_NAME = ".commit-lock"
 _OLD_NAME = f"{REMOVED_PREFIX}old"
 """Where in its staging directory a commit moves what it replaces."""
 
-_DECIDED = f"{PARTIAL_PREFIX}*/{MARKER_NAME}"
+DECIDED = f"{PARTIAL_PREFIX}*/{MARKER_NAME}"
 """Markers of saves that are decided and not finished; one at most, but for changes by hand."""
 
 _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
@@ -116,7 +116,7 @@ def invalidate(root: Path) -> None:
         StorageError: another process is committing a save there.
     """
     if root.exists():
-        if any(root.glob(_DECIDED)):
+        if any(root.glob(DECIDED)):
             (root / OLD_MARKER_NAME).touch()
         _remove_stale(root, completes=False)
         set_marker_aside(root)
@@ -149,7 +149,7 @@ def complete_commit(root: Location) -> bool:
     with file_errors(None, root):
         if (root / MARKER_NAME).exists():
             return False
-        return any(_take_away(root, marker.parent) for marker in sorted(root.glob(_DECIDED)))
+        return any(_take_away(root, marker.parent) for marker in sorted(root.glob(DECIDED)))
 
 
 @dataclass
@@ -462,16 +462,18 @@ def _moves(source: str, target: str, going: Collection[str] = ()) -> Iterator[tu
 def _names_of_contents(root: Path, *, with_torch_dist: bool) -> list[str]:
     """The arrays and objects of a checkpoint of either format: paths below its directory.
 
-    Arrays of format 1 are directories, with Megatron-Core's locks beside them. ``common.pt`` is not
-    among them: it may be the new one already. Nor are other checkpoints below the directory, what
-    links lead to, and files of any other kind. Files of torch_dist are, where the marker of another
-    format would orphan them.
+    Arrays of format 1 are directories, with Megatron-Core's locks beside them; beside the folders
+    of format 2 they are a user's. ``common.pt`` is not among them: it may be the new one already.
+    Nor are other checkpoints below the directory, what links lead to, and files of any other kind.
+    Files of torch_dist are, where the marker of another format would orphan them.
     """
-    names = [str(object_path(root, found).relative_to(root)) for found in object_ids(root)]
-    for key in sorted(array_keys(root), key=len, reverse=True):
-        names += [key, *lock_directories(root, key)]
+    names: list[str] = []
     if (root / SAVE_NAME).is_file():
         names += [name for name in FOLDER_NAMES if (root / name).exists()]
+    else:
+        names += [str(object_path(root, found).relative_to(root)) for found in object_ids(root)]
+        for key in sorted(array_keys(root), key=len, reverse=True):
+            names += [key, *lock_directories(root, key)]
     if with_torch_dist:
         found = map(root.joinpath, filter(_OF_TORCH_DIST.fullmatch, sorted(os.listdir(root))))  # noqa: PTH208
         names += [path.name for path in found if path.is_file() and not path.is_symlink()]

@@ -2,14 +2,14 @@
 
 A location is a Path, absolute, or a Bucket; ``commit`` says what lies there. If the request that
 put a bucket's marker is carried out late, the marker may name a prefix that was removed since; then
-the largest id counts whose prefix is whole. A checkpoint that an earlier release wrote has its
-files right below its URL.
+the largest id counts whose prefix is whole. So it does where the marker has lost the name. A
+checkpoint that an earlier release wrote has its files right below its URL.
 """
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -301,16 +301,6 @@ class OpenedSave:
                 path=str(root),
             )
 
-    def require_same(self, identities: Iterable[str]) -> None:
-        """Raise StorageError where the ranks' checkpoints have different identities."""
-        found = sorted(set(identities))
-        if len(found) > 1:
-            raise StorageError(
-                f"{self.root}: ranks have opened different checkpoints there, by the digests of "
-                f"their manifests or the times of {MARKER_NAME} ({', '.join(found)}); it was "
-                "replaced meanwhile, load again"
-            )
-
     def read(self, step: Callable[[], T]) -> T:
         """What a step reads of it. ``require_current`` also comes before an error of the step."""
         try:
@@ -329,10 +319,8 @@ def current_place(bucket: Bucket) -> Bucket:
     if bucket.is_place:
         return bucket
     save_id = current_id(bucket)
-    if not save_id:
-        return bucket.place()
-    place = bucket.place(SAVE_PREFIX + save_id)
-    if place.has(INDEX_NAME):
+    place = bucket.place(SAVE_PREFIX + save_id) if save_id else bucket.place()
+    if place.has(INDEX_NAME) or not (save_id or bucket.has(MARKER_NAME)):
         return place
     whole = [n for n in bucket.names(SAVE_PREFIX) if n.endswith(f"/{MARKER_NAME}")]
     return bucket.place(max(whole).partition("/")[0]) if whole else place

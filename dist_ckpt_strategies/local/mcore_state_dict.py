@@ -405,15 +405,18 @@ def _require_algorithm(algo: str) -> None:
 
 
 def _stored_keys(comm: Communicator, values: Sequence[Any]) -> StateDict:
-    """A sharded value, without data, for every key that some rank holds. Collective."""
+    """A sharded value, without data, for each array and shard of an object. Collective."""
+
+    def name(value: Any) -> str:
+        return str(value.key if isinstance(value, ShardedTensor) else value.unique_key)
 
     def describe() -> list[Any]:
-        first = {value.key: value for value in reversed(values)}
+        first = {name(value): value for value in reversed(values)}
         return [message_of(value) for value in first.values()]
 
     everyone = run_and_gather(comm, describe)
     found = (value_from_message(one) for messages in everyone for one in messages)
-    return {value.key: value for value in found}
+    return {name(value): value for value in found}
 
 
 def _tensor_specs(messages: Sequence[Any]) -> list[ShardSpec]:

@@ -1,6 +1,7 @@
 """Megatron-Core's sharded tensors and objects as specs and messages; its save and load in steps."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,13 +36,15 @@ from dist_ckpt_strategies.core.array import (
     ShardId,
     ShardSpec,
 )
-from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.errors import PlanError, some_of
 from dist_ckpt_strategies.megatron.types import (
     CheckpointingException,
     ShardedObject,
     ShardedTensor,
     StrictHandling,
 )
+
+logger = logging.getLogger(__name__)
 
 StateDict = dict[Any, Any]
 
@@ -329,7 +332,9 @@ def needs_stored_keys(strict: StrictHandling) -> bool:
 def apply_strictness(
     sharded: StateDict, strict: StrictHandling, local: Any, everyone: Any, stored: Any
 ) -> StrictOutcome:
-    """Megatron-Core's comparison of wanted and stored keys. Rank-local.
+    """Megatron-Core's comparison of wanted and stored keys; of objects, by shard. Rank-local.
+
+    A shard of another grid than the one stored counts as a key that is not stored.
 
     Raises a PlanError that names the first key which ``strict`` does not allow.
     """
@@ -337,6 +342,17 @@ def apply_strictness(
     outcome = StrictOutcome(
         *validate_integrity_and_strict_load(sharded, compared, False, local, everyone, stored)  # noqa: FBT003 - theirs
     )
+    if stored is not None:
+        shards = {object_id(o) for o in stored.values() if isinstance(o, ShardedObject)}
+        absent, rest = extract_matching_values(
+            outcome.sharded, lambda v: isinstance(v, ShardedObject) and object_id(v) not in shards
+        )
+        if ids := sorted(map(object_id, nested_values(absent))):
+            names = [shard.unique_key for shard in ids]
+            if strict in {StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL}:
+                logger.warning("left out, stored are other shards of it: %s", some_of(names))
+            keys = {shard.key for shard in ids} if compared is strict else {*names}
+            outcome = StrictOutcome(rest, outcome.missing, outcome.unexpected | keys)
     if compared is not strict:
         try:
             maybe_report_missing_and_unexpected_keys(outcome.missing, outcome.unexpected)

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import RankShards
-from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -32,6 +32,7 @@ from dist_ckpt_strategies.megatron.shards import (
 )
 from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.sharded.plan import build_save_plan
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 
 
 class _Validated:
@@ -48,6 +49,19 @@ def different_strategies(comm: Communicator, what: str, kinds: Sequence[str]) ->
     """The error for ranks that do the same by strategies of different kinds."""
     texts = [f"{what} by {kind}" for kind in kinds]
     return PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
+
+
+def require_same_checkpoint(comm: Communicator, name: object, identities: Sequence[str]) -> None:
+    """Raise StorageError, on every rank, where the ranks have opened different checkpoints."""
+    if len(set(identities)) > 1:
+        texts = [f"one with {identity or 'none'}" for identity in identities]
+        raise StorageError(
+            f"{name}: ranks have opened different checkpoints there, by the digests of their "
+            f"manifests or, without one, the times of {MARKER_NAME} and digests of {COMMON_NAME}: "
+            f"{who_is_where(comm, identities, texts)}; it was replaced meanwhile, or a node sees "
+            "an old copy: load again",
+            path=str(name),
+        )
 
 
 def require_validated(comm: Communicator, messages: list[Any], group: str) -> None:

@@ -42,7 +42,11 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.checks import VALIDATED, require_validated
+from dist_ckpt_strategies.sharded.checks import (
+    VALIDATED,
+    require_same_checkpoint,
+    require_validated,
+)
 from dist_ckpt_strategies.sharded.transfer import TensorRegion
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, restart_limit
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
@@ -160,7 +164,7 @@ class ShardedLoad:
         A PlanError if main replicas of a key do not fit, a StorageError if the checkpoints differ.
         """
         owns, lasts, identities = zip(*answers, strict=True)
-        self.checkpoint.save.require_same(identities)
+        require_same_checkpoint(self.comm, self.name, identities)
         group = digest_of(owns)
         if any(owns) and any(last != group for last in lasts):
             require_validated(self.comm, self._messages, group)

@@ -36,6 +36,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StrategyError,
 )
+from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
     CheckpointMarker,
@@ -71,18 +72,24 @@ from dist_ckpt_strategies.sharded.checks import (
     check_load,
     check_save,
     different_strategies,
+    require_same_checkpoint,
 )
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
-from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit
+from dist_ckpt_strategies.storage.io_pool import (
+    OPENING,
+    WORK,
+    restart_limit,
+    time_limit,
+    uncounted,
+)
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, OPENED, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
-    common_digest,
     restore_common,
 )
 from dist_ckpt_strategies.strategies.registry import Configured, StrategyChoice, resolve
@@ -336,7 +343,7 @@ class _Save:
         kept = deepcopy(state) if self.is_async else state
 
         def write(place: Location) -> None:
-            with allowing(allow):
+            with allowing(allow), uncounted():
                 saver.save_common(kept, place)
 
         return CommonState(compared, digest, None, write)
@@ -374,7 +381,8 @@ class _Save:
         if not handles_objects(saver):
             objects, state = run_collectively(comm, lambda: split_objects(state))
             run_collectively(comm, lambda: self._write_objects(objects, place.location))
-        run_collectively(comm, lambda: saver.save(state, place.location))
+        # Its time is its own; this package waits no longer than its limit for its own files.
+        run_collectively(comm, uncounted()(lambda: saver.save(state, place.location)))
         run_collectively(comm, lambda: self._write_common(place.location))
         run_on_first_rank(comm, commit)
         return None
@@ -508,7 +516,7 @@ def _fitting(
 _LOCAL, _OTHER = "local", "other"
 """What a rank answers whose load does not go straight to a strategy of this package.
 
-Where the checkpoint is local, the digest of its common state follows a colon.
+Unless a strategy of this package compares it, the digest of the common state follows a colon.
 """
 
 
@@ -594,7 +602,7 @@ class _Load:
             return _OTHER
         root = require_path(root, type(base).__name__)
         is_local = isinstance(self.sharded, LocalReplicatedLoadShardedStrategy)
-        return f"{_LOCAL}:{common_digest(root)}" if is_local else _OTHER
+        return f"{_LOCAL if is_local else _OTHER}:{common_digest(root)}"
 
     def _with_options(self, loader: Any) -> Any:
         """The load strategy with the caller's options. Rank-local.
@@ -625,11 +633,14 @@ class _Load:
 
         Raises:
             PlanError: ranks load by strategies of different kinds.
+            StorageError: the common state that they have read differs.
         """
         comm, strict = self.comm, self.strictness
         kinds = [a.partition(":")[0] if isinstance(a, str) else "zarr" for a in answers]
         if len(set(kinds)) > 1:
             raise different_strategies(comm, "a load", kinds)
+        digests = [a.partition(":")[2] for a in answers if isinstance(a, str)]
+        require_same_checkpoint(comm, self.checkpoint_dir, digests)
         outcome = check_load(comm, self.wanted, strict, self._stored_keys, self.validates)
         read = lambda: self.finish(*self._load_otherwise(outcome.sharded))  # noqa: E731
         result = run_collectively(comm, lambda: self.save.read(read))

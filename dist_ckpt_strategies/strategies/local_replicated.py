@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from dist_ckpt_strategies.comm.base import (
     Communicator,
     Message,
@@ -35,8 +33,10 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StrategyError,
 )
+from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.commit import set_marker_aside
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
+from dist_ckpt_strategies.formats.manifest import digest_of
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
 from dist_ckpt_strategies.local.encoding import default_local_allowed, read_common
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
@@ -202,7 +202,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             common = run_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
             described = run_and_gather(comm, lambda: _described(root, sharded_state_dict))
-        digest, nodes = _digest(common), [node for node, *_ in described]
+        digest, nodes = digest_of(common), [node for node, *_ in described]
         state = self._state(comm, sharded_state_dict, described)
         iteration = _ITERATION.search(Path(checkpoint_dir).name)
         manager = run_collectively(comm, lambda: self._manager(root, digest, self._cliques))
@@ -393,7 +393,7 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
         sessions = _sessions(root)
         with suppress(IncompleteCheckpointError):
             content = Directory(root).read(COMMON_NAME) if is_finished(root) else b""
-            return content if not sessions or _digest(content) in sessions else b""
+            return content if not sessions or digest_of(content) in sessions else b""
         return b""
 
     everyone = run_and_gather_bytes(comm, partial(run_with_limit, own, root))
@@ -426,11 +426,6 @@ def _described(root: Path, sharded: StateDict) -> list[Any]:
     return [ShardDirectory(root).name(), arrays, objects]
 
 
-def _digest(common: bytes) -> str:
-    """Links local shards to the common state of their save."""
-    return xxhash.xxh3_128_hexdigest(common)
-
-
 @limited
 def _write_common(root: Path, common: bytes) -> None:
     """Write ``common.pt`` and the marker. All ranks of a node may: they write equal files."""
@@ -440,13 +435,6 @@ def _write_common(root: Path, common: bytes) -> None:
         if not (path.exists() and read_file(path) == common):
             Directory(root).write(COMMON_NAME, common, key="common state")
     Directory(root).write(MARKER_NAME, CheckpointMarker(BACKEND, VERSION).to_json())
-
-
-def common_digest(checkpoint_dir: Path) -> str:
-    """The digest of the common state of a checkpoint; empty where there is none."""
-    with suppress(IncompleteCheckpointError):
-        return _digest(Directory(checkpoint_dir).read(COMMON_NAME))
-    return ""
 
 
 def _sessions(root: Path) -> list[str]:

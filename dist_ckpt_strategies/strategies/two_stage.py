@@ -31,6 +31,7 @@ from dist_ckpt_strategies.megatron.types import (
     is_strategy,
     raises_megatron_errors,
 )
+from dist_ckpt_strategies.sharded.checks import require_same_checkpoint
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
 from dist_ckpt_strategies.storage.io_pool import OPENING, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.zarr import (
@@ -166,8 +167,10 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         kind = CheckpointLoad if self._is_own else StrategyLoad
         load = kind(self.base_strategy, checkpoint_dir, sharded_state_dict, group, self.options)
         with time_limit(self.options.timeout_s, OPENING, then=3 / 8):
-            converted = run_and_gather(world, load.prepare)
+            answers = run_and_gather(world, lambda: [load.prepare(), load.identity])
             restart_limit()
+            converted, identities = zip(*answers, strict=True)
+            require_same_checkpoint(world, checkpoint_dir, identities)
             run = partial(load.run, self._allowed)
             loaded, self._report = run_collectively(world, lambda: load.save.read(run))
         warn_of_conversions(world, checkpoint_dir, converted)

@@ -308,7 +308,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             return checkpoint
         if options.verify is Verify.FULL:
             save.read(lambda: checkpoint.require_whole(comm.rank, comm.size))
-        elif comm.rank == 0 and checkpoint.manifest.common is not None:
+        if checkpoint.manifest.common is not None:  # each rank has read a copy that it sees
             save.read(checkpoint.common_content)
         return checkpoint
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
-from dist_ckpt_strategies.config import MIB, Options, options_from_environment
+from dist_ckpt_strategies.config import MIB, Options, Verify, options_from_environment
 from dist_ckpt_strategies.core.array import Region
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
@@ -87,7 +87,8 @@ class ConvertOptions:
         max_file_bytes: wanted size of the files of safetensors and torch_dist, 5 GB and 512 MiB by
             default; an array of safetensors, or a shard, that is larger has a file of its own.
         num_threads: files handled at the same time; by default one for each core, at least 2.
-        options: timeouts, and what is verified while it is read.
+        options: timeouts. ``verify`` means nothing here: all that is read is verified, or a copy
+            would have valid digests of damaged elements.
     """
 
     max_memory_bytes: int = 256 * MIB
@@ -124,7 +125,7 @@ class ConvertOptions:
 
         What is on its way from a store takes memory too, and is bounded like a block.
         """
-        options = self.storage
+        options = self.storage.with_changes(verify=Verify.READ)
         root = _resolved(name, options)
         if isinstance(root, Bucket):
             options = options.with_changes(max_inflight_bytes=2 * self.block_nbytes)

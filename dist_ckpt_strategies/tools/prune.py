@@ -21,6 +21,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.commit import (
+    DECIDED,
     OLD_MARKER_NAME,
     complete_commit,
     remove,
@@ -152,7 +153,8 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         older_than_s: keep unfinished ones that changed less than this many seconds ago: the save
             may still be running. In an object store the time is that of the save's start, so it
             must exceed the duration of any save.
-        dry_run: remove nothing; report what would be removed.
+        dry_run: change nothing; report what would be removed. A save whose commit was interrupted
+            counts as complete, which any other call makes it.
         store: how an object store is reached; None: from the environment.
         pattern: regular expression for whole names; whatever else is below ``root`` is left out.
 
@@ -166,7 +168,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     location = located(root, store, what="root")
     removed, kept = [], []
     for decision in build_prune_plan(
-        _find(location, pattern),
+        _find(location, pattern, completes=not dry_run),
         keep_last,
         keep_every,
         unfinished=unfinished,
@@ -242,7 +244,7 @@ def _order(one: PruneDecision) -> tuple[bool, bool, int, float, str]:
     return one.iteration is not None, not one.is_left, one.iteration or 0, -one.age_s, one.name
 
 
-def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
+def _find(root: Location, pattern: str | None, *, completes: bool) -> list[PruneDecision]:
     """What there is below a place, of names that fit; links are passed over."""
     if isinstance(root, Path):
         require_directory(root)
@@ -259,7 +261,7 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
         raise PlanError(f"{root} is a checkpoint itself; name the directory that holds it")
     course = read_course(store)
     now_s = time.time()  # one for all: equal times of change make equal ages
-    found = [_look_at(root, name, now_s) for name in names]
+    found = [_look_at(root, name, now_s, completes=completes) for name in names]
     tracked_s = min((one.age_s for one in found if one.iteration == course.newest), default=inf)
     return [
         replace(
@@ -287,13 +289,13 @@ def _names_below(root: Bucket) -> tuple[list[str], bool]:
     return sorted({top for top, slash, _ in parts if top and slash}), is_checkpoint
 
 
-def _look_at(root: Location, name: str, now_s: float) -> PruneDecision:
-    """What one of them is."""
+def _look_at(root: Location, name: str, now_s: float, *, completes: bool = True) -> PruneDecision:
+    """What one of them is; an interrupted commit is completed first, if ``completes``."""
     number = _NUMBER.search(name)
     iteration = int(number[1]) if number else None
     try:
         if isinstance(root, Path):
-            status, nbytes, changed_s = _directory_status(root / name)
+            status, nbytes, changed_s = _directory_status(root / name, completes=completes)
         else:
             status, nbytes, changed_s = _scanned(root.below(name))
     except NO_ANSWER:
@@ -304,11 +306,15 @@ def _look_at(root: Location, name: str, now_s: float) -> PruneDecision:
     return PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)
 
 
-def _directory_status(directory: Path) -> tuple[Status, int | None, float]:
+def _directory_status(directory: Path, *, completes: bool) -> tuple[Status, int | None, float]:
     """What a directory is, the bytes in it, and when it became that."""
-    complete_commit(directory)
+    if completes:
+        complete_commit(directory)
     marker = directory / MARKER_NAME
-    if marker.exists():
+    if not marker.exists():
+        for decided in directory.glob(DECIDED):
+            return Status.COMPLETE, None, decided.stat().st_mtime
+    else:
         status, nbytes, _ = _scanned(directory)
         return status, nbytes, marker.stat().st_mtime
     with os.scandir(directory) as found:

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
+from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint, common_digest
 from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content, object_path
 from dist_ckpt_strategies.megatron.shards import (
@@ -38,7 +38,7 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.load import destination, matched
 from dist_ckpt_strategies.storage.file_systems import PageCache, available_nbytes, page_cache_of
-from dist_ckpt_strategies.storage.io_pool import Transfer, restart_limit
+from dist_ckpt_strategies.storage.io_pool import Transfer, restart_limit, uncounted
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, HostArray
 from dist_ckpt_strategies.two_stage.broadcast import Target, run_group_plan
 from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
@@ -56,7 +56,8 @@ class CheckpointLoad:
 
     save: OpenedSave
     _checkpoint: StoredCheckpoint
-    _identity = ""
+    identity: str
+    """Of the checkpoint, after ``prepare``; see ``require_same_checkpoint``."""
 
     def __init__(
         self,
@@ -88,8 +89,7 @@ class CheckpointLoad:
         answers = run_and_gather_bytes(comm, self._request)
         restart_limit()
         parsed = {answer: json.loads(answer) for answer in set(answers)}
-        budgets, _, have_objects, all_names, identities = zip(*parsed.values(), strict=True)
-        self.save.require_same(identities)
+        budgets, _, have_objects, all_names = zip(*parsed.values(), strict=True)
         if any(have_objects):
             self._find_requesters()
         caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
@@ -158,8 +158,8 @@ class CheckpointLoad:
         cache = None if root is None or self._comm.device.type != "cpu" else page_cache_of(root)
         fields = None if cache is None else [cache.name, cache.is_storage]
         names = sorted({self._name(tensor) for tensor in self._tensors})
-        budget, has_objects = self._options.max_inflight_bytes, bool(self._objects)
-        return json.dumps([budget, fields, has_objects, names, self._identity]).encode()
+        budget = self._options.max_inflight_bytes
+        return json.dumps([budget, fields, bool(self._objects), names]).encode()
 
     def _find_requesters(self) -> None:
         """Learn which ranks request each object. Collective."""
@@ -198,7 +198,7 @@ class CheckpointLoad:
         root = located(self._checkpoint_dir, self._options)
         checkpoint = self._base.open_checkpoint(root, self._options, self._comm)
         self._checkpoint, self.save = checkpoint, checkpoint.save
-        self._identity = checkpoint.identity
+        self.identity = checkpoint.identity
         return root if isinstance(root, Path) else None
 
     def _name(self, tensor: Any) -> str:
@@ -271,6 +271,7 @@ class StrategyLoad(CheckpointLoad):
             )
         self._root = require_path(located(self._checkpoint_dir, self._options), name)
         self.save = OpenedSave(self._root)
+        self.identity = common_digest(self._root)
 
     def _name(self, tensor: Any) -> str:
         """Replicas have the same name."""
@@ -311,7 +312,8 @@ class StrategyLoad(CheckpointLoad):
         own: StateDict = {n: copy.copy(requested[self._arrays[n].key]) for n in sorted(numbers)}
         objects = {object_id(found).unique_key: found for found in self._objects}
         own |= {key: objects[key] for key in self._objects_read()}
-        self._loaded = self._base.load(own, self._root)
+        with uncounted():  # the strategy's time is its own
+            self._loaded = self._base.load(own, self._root)
         return _MemoryReader({self._arrays[n].key: self._in_memory(n) for n in sorted(numbers)})
 
     def _in_memory(self, number: int) -> HostArray:

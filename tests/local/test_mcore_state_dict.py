@@ -18,7 +18,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import CoverageError, PlanError, ShapeMismatchError
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CoverageError,
+    PlanError,
+    ShapeMismatchError,
+)
 from dist_ckpt_strategies.local import (
     LazyCliqueReplicationStrategy,
     LocalCheckpointManager,
@@ -156,6 +161,22 @@ def ask_for_an_object_of_another_rank(rank: int) -> None:
     assert found["own"] == {(rank + 1) % 4}
 
 
+def ask_for_an_object_of_another_grid(rank: int) -> None:
+    def wanted(size: int) -> dict[str, Any]:
+        kept = ShardedObject("kept", "stored", (1,), (0,), rank)
+        return {"own": ShardedObject("own", {rank}, (size,), (rank,)), "kept": kept}
+
+    state, _ = MCoreTensorAwareStateDict.from_state_dict(wanted(4))
+    for strict in StrictHandling:
+        load = partial(  # not validated: four ranks have half of that grid
+            state.to_state_dict, wanted(8), validate_access_integrity=False, strict=strict
+        )
+        if strict in REFUSING:
+            require_refused(load, CheckpointError, "own")
+        else:
+            assert load() == {"kept": "stored"}
+
+
 def ask_for_what_cannot_be_had(rank: int) -> None:
     state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2), "atomic")
     strange = {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(2), (0, rank, 4))}
@@ -232,6 +253,7 @@ def ask(rank: int) -> None:
     change_the_sharding(rank)
     ask_for_nothing(rank)
     ask_for_an_object_of_another_rank(rank)
+    ask_for_an_object_of_another_grid(rank)
     ask_for_what_cannot_be_had(rank)
     load_with_every_strictness(rank)
 

@@ -1,5 +1,6 @@
 """Servers that fail, answer late or go away, and ranks that are killed: never half a checkpoint."""
 
+import json
 import math
 import os
 import random
@@ -30,6 +31,7 @@ from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.stores.commands import FORMAT2, ONE_SERVER, differing
 from tests.support.entries import Failure, outcome
 from tests.support.faulty_proxy import BUSY, DENIED, NONE, Fault, FaultyProxy, Request
+from tests.support.folders import folder_in_bucket
 from tests.support.object_stores import Radosgw
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, on_grid, state_of
@@ -131,6 +133,60 @@ def save_with_pid(
     return save(rank, variables, url, generation)
 
 
+def save_killed_at(name: str, generation: int, proxy: FaultyProxy, url: str, pids: Path) -> None:
+    """Every rank of a save is killed at the first put of such an object."""
+
+    def decide(request: Request) -> Fault:
+        if request.method == "PUT" and name in request.path:
+            for pid in pids.iterdir():
+                with suppress(ProcessLookupError):  # killed at a request before
+                    os.kill(int(pid.read_text()), signal.SIGKILL)
+        return NONE
+
+    with proxy.faulty(decide):
+        results = run_processes(SIZE, save_with_pid, proxy.store.variables, url, generation, pids)
+    assert all(isinstance(result, RankDiedError) for result in results), (name, results)
+
+
+@ONE_SERVER
+@pytest.mark.parametrize("lost", ["save", "everything"])
+def test_a_checkpoint_whose_marker_lost_its_save_survives_a_save_that_is_killed(
+    lost: str, proxy: FaultyProxy, bucket: str, tmp_path: Path
+) -> None:
+    url, folder = f"s3://{bucket}/run", folder_in_bucket(proxy.store, bucket)
+    assert run_processes(SIZE, save, proxy.store.variables, url, 0) == [None] * SIZE
+    marker = folder.read("metadata.json")
+    fields = json.loads(marker)
+    fields.pop(lost, None)
+    folder.put("metadata.json", b"{" if lost == "everything" else json.dumps(fields).encode())
+
+    save_killed_at("w1.1/c.", 1, proxy, url, tmp_path)
+
+    folder.put("metadata.json", marker)
+    assert differing(url, cuts(0, size=1)) == []
+
+
+@ONE_SERVER
+@pytest.mark.xfail(strict=True, reason="each request of a commit may take as long as all of them")
+def test_the_requests_of_a_commit_share_one_limit(proxy: FaultyProxy, bucket: str) -> None:
+    timeout_s, delay_s = 2.0, 1.5
+    began: list[float] = []
+
+    def decide(request: Request) -> Fault:
+        if request.method == "PUT" and request.path.endswith(("/metadata.json", "/index")):
+            began.append(time.monotonic())
+        return Fault(delay_s=delay_s) if began else NONE
+
+    state = state_of(0, cuts(1, size=1))
+    with proxy.faulty(decide):
+        outcome(
+            lambda: dist_ckpt_strategies.save(
+                state, f"s3://{bucket}/run", FORMAT2, timeout_s=timeout_s
+            )
+        )
+        assert time.monotonic() - began[0] < timeout_s + delay_s + 1.0
+
+
 @ONE_SERVER
 def test_a_killed_save_leaves_nothing_that_counts_as_a_checkpoint(
     proxy: FaultyProxy, bucket: str, tmp_path: Path
@@ -138,17 +194,7 @@ def test_a_killed_save_leaves_nothing_that_counts_as_a_checkpoint(
     """Every rank is killed at some put of a save over an earlier one; the next save goes well."""
     variables, url = proxy.store.variables, f"s3://{bucket}/run"
     for generation, name in enumerate(["w1.0/c.", "index.json", "metadata.json"]):
-
-        def decide(request: Request, name: str = name) -> Fault:
-            if request.method == "PUT" and name in request.path:
-                for pid in tmp_path.iterdir():
-                    with suppress(ProcessLookupError):  # killed at a request before
-                        os.kill(int(pid.read_text()), signal.SIGKILL)
-            return NONE
-
-        with proxy.faulty(decide):
-            results = run_processes(SIZE, save_with_pid, variables, url, generation, tmp_path)
-        assert all(isinstance(result, RankDiedError) for result in results), (name, results)
+        save_killed_at(name, generation, proxy, url, tmp_path)
         left = outcome(partial(differing, url, cuts(generation, size=1)))
         is_refused = isinstance(left, Failure) and IncompleteCheckpointError.__name__ in left.kinds
         assert is_refused or (name == "metadata.json" and left == []), (name, left)

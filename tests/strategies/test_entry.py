@@ -1,5 +1,7 @@
 """What this package's own ``save`` and ``load`` do beyond Megatron-Core's, and just as they do."""
 
+import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -13,6 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 import dist_ckpt_strategies
@@ -25,13 +28,16 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.support.entries import (
+    FORMATS,
     Entry,
     Failure,
     load,
     outcome,
     prepare,
+    require_failure,
     require_on_ranks,
     require_refused,
     save,
@@ -285,6 +291,22 @@ def shards_on_no_grid_need_not_make_up_an_array_that_is_loaded(rank: int, scratc
         assert torch.equal(loaded["w"], on_no_grid(*of_rank[rank])["w"].data)
 
 
+def a_strategy_of_another_package_may_take_longer_than_storage(rank: int, scratch: Path) -> None:
+    allow_torch_dist()
+
+    class Slow(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+        def save(self, *args: Any) -> None:
+            time.sleep(5)
+            super().save(*args)
+
+    with cpu_stand_ins():
+        save(Entry.OURS, everything(rank), scratch / "first", sharded_strategy=TORCH_DIST)
+        slow = Slow(*TORCH_DIST)
+        save(Entry.OURS, everything(rank), scratch / "c", sharded_strategy=slow, timeout_s=4)
+        loaded = load(Entry.OURS, everything(rank, empty=True), scratch / "c")
+    assert loaded["model"]["extra"] == {"rank": rank}
+
+
 @pytest.mark.parametrize(
     "act",
     [
@@ -295,6 +317,7 @@ def shards_on_no_grid_need_not_make_up_an_array_that_is_loaded(rank: int, scratc
         one_rank_alone_reads_metadata_and_removes_arrays,
         groups_save_on_their_own_and_errors_name_global_ranks,
         torch_dist_through_our_entries_is_torch_dist,
+        a_strategy_of_another_package_may_take_longer_than_storage,
         ranks_that_do_not_share_a_directory_get_an_error,
         an_array_and_an_object_may_have_one_key,
     ],
@@ -376,3 +399,90 @@ def load_strictly(rank: int, scratch: Path) -> None:
 
 def test_strict_means_the_same_for_every_entry_and_backend(tmp_path: Path) -> None:
     require_on_ranks(4, load_strictly, tmp_path)
+
+
+# Objects that are stored for another number of ranks
+
+
+def of_grid(rank: int, num_ranks: int, size: int, *, is_saved: bool) -> dict[str, Any]:
+    """An array, an object whose grid grows with the ranks, and one of each rank that does not."""
+    shard = torch.full((8 // size,), 7.0 if is_saved else 0.0)
+    state = {"w": ShardedTensor.from_rank_offsets("w", shard, (0, rank % size, size))}
+    state["w"].replica_id = rank // size
+    state["kept"] = ShardedObject("kept", "stored", (1,), (0,), rank)
+    if rank < num_ranks:
+        state["rng"] = ShardedObject("rng", "stored", (num_ranks,), (rank,))
+    return state
+
+
+def load_for_another_grid(rank: int, scratch: Path) -> None:
+    """Two ranks have a generator of random numbers each; then four, or one, have."""
+    allow_torch_dist()
+    with cpu_stand_ins():
+        for backend in (*FORMATS, TORCH_DIST):
+            root = scratch / backend[0] / str(backend[1])
+            saved = of_grid(rank, 2, 4, is_saved=True)
+            save(Entry.OURS, saved, root, sharded_strategy=backend)
+            dist.barrier()
+            for strict, num_ranks in product(StrictHandling, (4, 1)):
+                ask = of_grid(rank, num_ranks, 4, is_saved=False)
+                found = outcome(partial(load, Entry.OURS, ask, root, strict=strict))
+                case = (backend, strict, num_ranks, rank)
+                if "raise" in strict.value or "assume" in strict.value:
+                    assert isinstance(found, Failure), case
+                    assert "rng" in found.text, (case, found)
+                    continue
+                state, *keys = found if isinstance(found, tuple) else (found,)
+                assert "rng" not in state, case
+                assert (state["kept"], state["w"].tolist()) == ("stored", [7.0, 7.0]), case
+                own = ["rng"] if rank < num_ranks else []
+                assert not keys or sorted(keys[1]) == own, (case, keys)
+
+
+def test_an_object_that_is_stored_for_another_grid_is_left_out_or_named(tmp_path: Path) -> None:
+    require_on_ranks(4, load_for_another_grid, tmp_path)
+
+
+# A rank that sees an old copy of the common state
+
+
+def of_generation(rank: int, size: int, value: int) -> dict[str, Any]:
+    shard = torch.full((2, 2), float(value))
+    return {"w": ShardedTensor.from_rank_offsets("w", shard, (0, rank, size)), "iteration": value}
+
+
+def load_beside_a_stale_copy(rank: int, size: int, scratch: Path) -> None:
+    """Each rank in turn has the common state of the save before; all else is of the last save."""
+    allow_torch_dist()
+    two_stage = TwoStageDataParallelLoadShardedStrategy(None)
+    ours: list[tuple[Entry, dict[str, Any]]] = [
+        (Entry.OURS, {}),
+        (Entry.OURS, {"strict": "log_all"}),
+    ]
+    ways = [*ours, (Entry.MEGATRON, {}), (Entry.OURS, {"sharded_strategy": two_stage})]
+    full = [*ways, (Entry.OURS, {"verify": "full"})]
+    with cpu_stand_ins():
+        for backend in (*FORMATS, TORCH_DIST):
+            roots = [scratch / f"{backend[0]}{backend[1]}" / name for name in ("old", "new", "mix")]
+            for value, root in enumerate(roots[:2]):
+                state = of_generation(rank, size, value)
+                save(Entry.OURS, state, root, sharded_strategy=backend)
+            dist.barrier()
+            if rank == 0:
+                shutil.copytree(roots[1], roots[2])
+                shutil.copy(roots[0] / "common.pt", roots[2])
+            dist.barrier()
+            of_backend = {TORCH_DIST: ours, ("zarr", 1): ways}.get(backend, full)
+            for culprit, (entry, options) in product(range(size), of_backend):
+                wanted = of_generation(rank, size, -1)
+                root = roots[2] if rank == culprit else roots[1]
+                found = outcome(partial(load, entry, wanted, root, **options))
+                failure = require_failure(found, StorageError, "common.pt")
+                assert any(f"{word}{culprit}" in failure.text for word in ("rank ", "ranks ["))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_stale_copy_of_the_common_state_is_an_error_on_every_rank(
+    size: int, tmp_path: Path
+) -> None:
+    require_on_ranks(size, load_beside_a_stale_copy, size, tmp_path)

@@ -32,8 +32,10 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
+from dist_ckpt_strategies.tools.prune import Status
 from tests.cli.commands import run
 from tests.support.entries import (
+    FORMATS,
     Entry,
     Failure,
     load,
@@ -48,7 +50,6 @@ from tests.support.system_calls import before_calls, dying_at_change
 
 pytestmark = pytest.mark.multiprocess
 
-FORMATS = [("zarr", 1), ("zarr", 2)]
 TORCH_DIST = ("torch_dist", 1)
 ROWS = 1 << 15
 LIMIT_S = 3.0
@@ -160,6 +161,12 @@ def killed_at_change(rank: int, root: Path, backends: Any, at: int) -> Any:
         return dist_ckpt_strategies.save(state, root, last, overwrite=bool(earlier))
 
 
+def nodes(root: Path) -> dict[Path, tuple[int, ...]]:
+    """All that is there: its inode, size, and times of change."""
+    found = {path: path.lstat() for path in (root, *root.rglob("*"))}
+    return {p: (s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in found.items()}
+
+
 @pytest.mark.parametrize(
     "backends",
     [*([one] for one in FORMATS), FORMATS, [FORMATS[1], FORMATS[1]]],
@@ -172,6 +179,11 @@ def test_a_kill_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint(
     for at in range(1, 60):
         root = tmp_path / f"c{at}"
         (ended,) = run_processes(1, killed_at_change, root, backends, at)
+        before = nodes(tmp_path)
+        dist_ckpt_strategies.prune(
+            tmp_path, keep_last=1, unfinished=True, older_than_s=0, dry_run=True, pattern=root.name
+        )
+        assert nodes(tmp_path) == before
         found = [outcome(partial(value_in, 0, 1, root, extra)) for extra in ("new", "old")]
         outcomes.append(next((one for one in found if not isinstance(one, Failure)), "none"))
         dist_ckpt_strategies.save(state_of(0, 1, 3.0, "third"), root, overwrite=True)
@@ -207,7 +219,10 @@ def test_commands_see_an_interrupted_commit_and_complete_it(tmp_path: Path) -> N
         if way == "verify":
             assert run("verify", copy).exit_code == 0
         elif way == "prune":
-            assert dist_ckpt_strategies.prune(copy.parent, keep_last=1).removed == ()
+            dry = dist_ckpt_strategies.prune(copy.parent, keep_last=1, dry_run=True)
+            done = dist_ckpt_strategies.prune(copy.parent, keep_last=1)
+            assert dry.removed == done.removed == ()
+            assert dry.kept[0].status is done.kept[0].status is Status.COMPLETE
         else:
             found = load_latest(None, [copy.parent])
             assert (found.iteration, found.attempts) == (1, ())

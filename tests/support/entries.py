@@ -18,6 +18,8 @@ from dist_ckpt_strategies.errors import CheckpointError, PeerError
 from tests.support.ranks import done_by
 
 ZARR = ("zarr", 1)
+FORMATS = (("zarr", 1), ("zarr", 2))
+"""What this package saves."""
 
 
 class Entry(StrEnum):

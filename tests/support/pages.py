@@ -8,7 +8,7 @@ _SINGLE = ("README.md", "CHANGELOG.md", "benchmarks/README.md")
 PAGES = sorted([*(ROOT / name for name in _SINGLE), *(ROOT / "docs").rglob("*.md")])
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _WITH_OUTPUT = re.compile(
-    r"^```python\n.*?^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+    r"^```(python|bash)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
 
 
@@ -23,4 +23,11 @@ def python_blocks(page: Path) -> list[str]:
 
 def expected_outputs(page: Path) -> list[str | None]:
     """For each python block the text block right behind it, which is what it prints."""
-    return [match[1] for match in _WITH_OUTPUT.finditer(page.read_text())]
+    found = _WITH_OUTPUT.finditer(page.read_text())
+    return [match[3] for match in found if match[1] == "python"]
+
+
+def commands_with_outputs(page: Path) -> list[tuple[str, str]]:
+    """Each bash block with the text block right behind it, which is what it prints."""
+    found = _WITH_OUTPUT.finditer(page.read_text())
+    return [(match[2], match[3]) for match in found if match[1] == "bash" and match[3]]

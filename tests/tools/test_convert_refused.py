@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies import ConvertOptions, convert, diff, upgrade
+from dist_ckpt_strategies import ConvertOptions, Options, convert, diff, upgrade
+from dist_ckpt_strategies.config import Verify
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
@@ -24,6 +26,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.locations import is_finished
+from tests.cli.commands import run
 from tests.support.checkpoints import copied, flip_at
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import on_grid, state_of
@@ -111,6 +114,33 @@ def test_damage_of_the_source_is_named_and_nothing_is_visible(
             convert(tmp_path / source, tmp_path / f"to {to}", to)
         assert str(tmp_path / name) in str(found.value)
         assert not is_finished(tmp_path / f"to {to}")
+
+
+@pytest.mark.parametrize("act", [convert, upgrade])
+@pytest.mark.parametrize("to", ["zarr@1", "zarr@2"])
+@pytest.mark.parametrize("by", ["environment", "options"])
+def test_what_would_be_read_unverified_gets_no_valid_digest(
+    act: Callable[..., Any],
+    to: str,
+    by: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    optimizer = {"param_state_sharding_type": "fully_sharded_model_space"}
+    dist_ckpt_strategies.save(state(0, to) | {"optimizer": optimizer}, source)
+    whole = copied(source, tmp_path / "whole")
+    flip_at(max(source.glob("arrays/w1/c.*")), 70)
+    options = ConvertOptions(options=Options(verify=Verify.OFF)) if by == "options" else None
+    if by == "environment":
+        monkeypatch.setenv("DIST_CKPT_VERIFY", "off")
+
+    with suppress(StorageError):
+        act(source, target, to, options=options)
+
+    assert not is_finished(target) or run("verify", target).exit_code == 1
+    with pytest.raises(StorageError, match="w1"):
+        diff(source, whole, options=options)
 
 
 class Trap:

@@ -3,25 +3,40 @@
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import zarr
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-from dist_ckpt_strategies.errors import PlanError, StorageError
+import dist_ckpt_strategies
+from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager
+from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
+    PlanError,
+    StorageError,
+    StrategyError,
+)
 from dist_ckpt_strategies.tools.prune import PruneDecision, Status, build_prune_plan, prune
 from tests.support.checkpoints import (
     WEIGHT,
+    contents,
     copied,
     names_in,
     write_checkpoint,
     write_foreign_checkpoint,
     write_format2,
+    write_object,
 )
+from tests.support.entries import FORMATS
 from tests.support.system_calls import dying_at_change
 
 OLD_S = 7200
@@ -171,6 +186,85 @@ def test_a_checkpoint_in_place_of_its_parent_is_refused(
     place = put(samples / sample, tmp_path, 1)
     with pytest.raises(PlanError, match="name the directory that holds it"):
         prune(place, keep_last=1, unfinished=True)
+
+
+# Files of others
+
+
+def state_of(value: float, key: str) -> dict[str, Any]:
+    return {
+        "w": ShardedTensor.from_rank_offsets(key, torch.full((8, 4), value)),
+        "o": ShardedObject("o", value, (1,), (0,)),
+        "value": value,
+    }
+
+
+def put_beside(root: Path) -> dict[str, bytes]:
+    """Arrays at several depths, an object's file and others, none of them of the checkpoint."""
+    before = contents(root)
+    for key in ("scores", "eval/scores", "eval/1/2/losses"):
+        zarr.create_array(root / key, data=np.arange(4.0), zarr_format=2)
+    write_object(root / "eval" / "shard_0_1.pt", {"seen": 7})
+    for name in ("notes.txt", "export/metadata.json", "export/model.safetensors"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("mine")
+    return {name: content for name, content in contents(root).items() if name not in before}
+
+
+def put_within(root: Path) -> dict[str, bytes]:
+    """A note in each of the checkpoint's own directories."""
+    notes = [folder / "notes.txt" for folder in root.rglob("*") if folder.is_dir()]
+    for note in notes:
+        note.write_text("mine")
+    return {str(note.relative_to(root)): b"mine" for note in notes}
+
+
+def replace_it(root: Path, backend: tuple[str, int]) -> None:
+    with suppress(StrategyError, CheckpointExistsError):  # a format may refuse it
+        dist_ckpt_strategies.save(state_of(2, "other"), root, backend, overwrite=True)
+
+
+def prune_it(root: Path, backend: tuple[str, int]) -> None:
+    dist_ckpt_strategies.save(state_of(2, "w"), root.with_name("iter_0000002"), backend)
+    assert [one.name for one in prune(root.parent, keep_last=1).removed] == [root.name]
+
+
+def have_a_manager_remove_it(root: Path, backend: tuple[str, int]) -> None:
+    policy, options = SavePolicy(every_steps=1, keep_last=1), ManagerOptions(strategy=backend)
+    with TieredCheckpointManager(root.parent, policy=policy, options=options) as manager:
+        for step in (2, 3):
+            manager.save(step, state_of(step, "w"))
+    assert manager.all_steps() == [3]
+
+
+WAYS = [replace_it, prune_it, have_a_manager_remove_it]
+NO_LIST = pytest.mark.xfail(strict=True, reason="format 1 does not list its arrays")
+WHOLE_FOLDERS = pytest.mark.xfail(strict=True, reason="folders are removed whole")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("put", "backend"),
+    [
+        pytest.param(put, backend, marks=marks)
+        for put, backend in product((put_beside, put_within), FORMATS)
+        for marks in [WHOLE_FOLDERS if put is put_within else [NO_LIST][: backend == ("zarr", 1)]]
+    ],
+)
+def test_what_is_no_part_of_a_checkpoint_stays_when_it_goes(
+    put: Callable[[Path], dict[str, bytes]],
+    backend: tuple[str, int],
+    way: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "iter_0000001"
+    dist_ckpt_strategies.save(state_of(1, "w"), root, backend)
+    others = put(root)
+
+    way(root, backend)
+
+    left = contents(root)
+    assert {name: left.get(name) for name in others} == others
 
 
 class KilledError(BaseException):
