@@ -15,8 +15,6 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 import xxhash
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.bench import BASELINE, STEPS, drop_cache
@@ -27,6 +25,11 @@ from dist_ckpt_strategies.comm.base import (
     run_on_first_rank,
 )
 from dist_ckpt_strategies.config import rank_from_environment
+from dist_ckpt_strategies.megatron import needs_megatron_core
+
+with needs_megatron_core():
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
 
 SECONDS: Final = "seconds"
 ZARR_1: Final = ("zarr", 1)

@@ -6,7 +6,9 @@ and on the main branch.
 
 import logging
 import sys
+from dataclasses import astuple
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +25,12 @@ from dist_ckpt_strategies.local import (
     MCoreTensorAwareStateDict,
 )
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.megatron.types import has_registry, raises_megatron_errors
+from dist_ckpt_strategies.megatron.types import (
+    has_registry,
+    raises_megatron_errors,
+    tensor_aware_class,
+)
+from dist_ckpt_strategies.sharded.async_request import SaveQueue
 from dist_ckpt_strategies.strategies.entry import load, save
 from dist_ckpt_strategies.strategies.registry import register
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
@@ -38,7 +45,6 @@ __all__ = ["install"]
 logger = logging.getLogger(__name__)
 
 _TORCH_DIST = "torch_dist"
-_STATE_DICT_MODULE = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
 _NVRX = "nvidia_resiliency_ext.checkpointing.local"
 
 
@@ -74,10 +80,11 @@ def install(
     """
     try:
         checkpointing: Any = import_module("megatron.training.checkpointing")
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise MissingDependencyError(
-            "megatron.training.checkpointing: expected Megatron-LM's sources on PYTHONPATH; the "
-            f"package megatron-core holds megatron.core alone ({error})"
+            f"megatron.training.checkpointing: {error}; expected Megatron-LM's sources on "
+            "PYTHONPATH, and what they need: the package megatron-core holds megatron.core alone, "
+            "and main needs Python 3.12"
         ) from error
     found = getattr(checkpointing, "dist_checkpointing", None)
     if found is None:
@@ -103,6 +110,12 @@ def install(
         return made
 
     _provide_local(make)
+    is_ours = sharded_strategy[0] != _TORCH_DIST
+    if is_ours and not has_registry() and find_spec("nvidia_resiliency_ext") is None:
+        queues: Any = import_module("megatron.training.async_utils")  # from 0.17 on it needs that
+        queues._async_calls_queue = SaveQueue()  # noqa: SLF001 - it would make one otherwise
+        starts: Any = import_module("megatron.training.initialize")
+        starts.init_persistent_async_worker = lambda *_, **__: None
     checkpointing.dist_checkpointing = ours
 
 
@@ -115,8 +128,7 @@ def _provide_local(make: Any) -> None:
     _provide("ckpt_managers.local_manager", LocalCheckpointManager=make)
     _provide("replication.strategies", CliqueReplicationStrategy=CliqueReplicationStrategy)
     _provide("replication.group_utils")
-    megatrons: Any = import_module(_STATE_DICT_MODULE).MCoreTensorAwareStateDict
-    megatrons.from_state_dict = MCoreTensorAwareStateDict.from_state_dict
+    tensor_aware_class().from_state_dict = MCoreTensorAwareStateDict.from_state_dict
 
 
 def _provide(name: str, **values: Any) -> None:
@@ -190,12 +202,6 @@ class _Checkpointing:
             return self.theirs.save(
                 sharded_state_dict, checkpoint_dir, sharded_strategy, **arguments
             )
-        queue = arguments.pop("async_strategy", None)
-        if arguments.pop("verify_integrity", False) and saver.version == 1:
-            raise StrategyError(
-                f"{checkpoint_dir}: --verify-integrity needs the digests of ('zarr', 2), found "
-                "the format ('zarr', 1)"
-            )
         if hasattr(sharded_strategy, "base_strategy"):
             wrapper = sharded_strategy
             wrapper.base_strategy = saver
@@ -204,14 +210,13 @@ class _Checkpointing:
         arguments |= {"sharded_strategy": saver, "allow": self._allow}
         step = self._step_of(checkpoint_dir)
         if self._manager is None or step is None:
-            request = save(sharded_state_dict, checkpoint_dir, overwrite=True, **arguments)
-        else:
-            is_async = arguments.pop("async_sharded_save", False)
-            request = self._manager.begin(step, sharded_state_dict, **arguments)
-            if not is_async:
-                request.wait()
-                return None
-        return request.for_nvrx() if request is not None and queue == "nvrx" else request
+            return save(sharded_state_dict, checkpoint_dir, overwrite=True, **arguments)
+        is_async = arguments.pop("async_sharded_save", False)
+        request = self._manager.begin(step, sharded_state_dict, **arguments)
+        if is_async:
+            return request
+        request.wait()
+        return None
 
     def _step_of(self, checkpoint_dir: str) -> int | None:
         """The step, if this is where the manager has it. Rank-local."""
@@ -233,8 +238,12 @@ class _Checkpointing:
         """Megatron-Core's ``load``, by the format that the checkpoint is in.
 
         Collective. ``--ckpt-fully-parallel-load`` comes as a wrapper: in its group every byte is
-        read once, in two stages. ``--verify-integrity`` compares the digests of all chunks first.
+        read once, in two stages. ``--verify-integrity`` compares the digests of all chunks first,
+        or raises a StrategyError where the format keeps none. Keys that ``return_*`` would return
+        are logged: Megatron-LM takes the state dict alone.
         """
+        if isinstance(strict := arguments.get("strict"), str):
+            arguments["strict"] = strict.replace("return_", "log_")
         comm = open_communicator(
             None,
             timeout_s=self._options.timeout_s,
@@ -242,12 +251,17 @@ class _Checkpointing:
             detail=f"from {checkpoint_dir}",
         )
         place = located(checkpoint_dir, self._options)
-        backends = run_and_gather(comm, lambda: read_marker(place).sharded_backend)
-        if backends[0] == _TORCH_DIST:
+        backend, version = run_and_gather(comm, lambda: [*astuple(read_marker(place))[:2]])[0]
+        if backend == _TORCH_DIST:
             return self.theirs.load(
                 sharded_state_dict, checkpoint_dir, sharded_strategy, **arguments
             )
         verify = "full" if arguments.pop("verify_integrity", False) else None
+        if verify and version == 1:
+            raise StrategyError(
+                f"{checkpoint_dir}: --verify-integrity needs the digests of ('zarr', 2), found "
+                f"{(backend, version)}; load without it"
+            )
         loader: Any = EitherFormatLoadShardedStrategy(
             verify=verify, options=self._options, allow=self._allow
         )

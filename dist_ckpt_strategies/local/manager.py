@@ -227,7 +227,7 @@ class LocalCheckpointManager:
         if strategy is not None:
             strategy.note_use(work)
         name = (save.stamp, f"the end of the local save of iteration {save.iteration}")
-        return LocalSaveRequest.of(
+        return LocalSaveRequest(
             comm, name, work, lambda: self._finalise(comm, save, work), self.timeout_s
         )
 

@@ -4,12 +4,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core import num_microbatches_calculator, parallel_state
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.megatron import needs_megatron_core
+
+with needs_megatron_core():
+    from megatron.core import num_microbatches_calculator, parallel_state
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 _FUSED = frozenset({"FusedAdam", "FusedLayoutAdam"})
 """Adams that count steps once per group, and whose moments begin as zeros."""

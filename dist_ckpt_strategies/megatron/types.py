@@ -8,31 +8,38 @@ What differs between releases is here:
   say what they read and whether they handle ShardedObjects.
 - 0.19 removed the strategies' base classes. Its ``save`` hands the common state to the strategy, as
   one more ShardedObject, and its ``load`` reads it from ``common.pt``, or else as torch_dist.
+- Later ones have no queue of asynchronous saves, and no request for it: see LocalSaveRequest.
 
 What is missing, be it the whole module, gets a stand-in of the same name and attributes.
 """
 
+import hashlib
+import json
 import types
 from collections.abc import Callable
 from enum import Enum
 from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from megatron.core import safe_globals
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     IncompatibleVersionError,
+    MissingDependencyError,
     StrategyError,
     joint_class,
 )
+from dist_ckpt_strategies.megatron import needs_megatron_core
 
 try:
     from megatron.core.dist_checkpointing.strategies import base
@@ -40,7 +47,6 @@ except ImportError:
     base = types.ModuleType("base")
 
 __all__ = [
-    "AsyncRequest",
     "AsyncSaveShardedStrategy",
     "CheckpointingException",
     "LoadCommonStrategy",
@@ -162,9 +168,10 @@ def split_common_object(state_dict: dict[Any, Any]) -> tuple[dict[Any, Any], Any
 
 def tensor_aware_class() -> Any:
     """The class TENSOR_AWARE_CLASS; the first call imports NVRx where that is installed."""
-    from megatron.core.dist_checkpointing.tensor_aware_state_dict import (  # noqa: PLC0415
-        MCoreTensorAwareStateDict,
-    )
+    with needs_megatron_core():
+        from megatron.core.dist_checkpointing.tensor_aware_state_dict import (  # noqa: PLC0415
+            MCoreTensorAwareStateDict,
+        )
 
     return MCoreTensorAwareStateDict
 
@@ -215,16 +222,50 @@ def torch_dist_strategy(action: StrategyAction) -> Any:
     """
     if has_registry():
         return base.get_default_strategy(action, *TORCH_DIST)
-    from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: PLC0415 - takes seconds
-        TorchDistLoadShardedStrategy,
-        TorchDistSaveShardedStrategy,
-    )
+    with needs_megatron_core():
+        from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: PLC0415 - slow
+            TorchDistLoadShardedStrategy,
+            TorchDistSaveShardedStrategy,
+        )
 
     if action is StrategyAction.LOAD_SHARDED:
         return TorchDistLoadShardedStrategy()
     if action is not StrategyAction.SAVE_SHARDED:
         raise CheckpointingException(f"torch_dist has no strategy for {action.value}")
     return TorchDistSaveShardedStrategy(*TORCH_DIST)
+
+
+def hash_folders() -> None:
+    """Have ``verify_integrity=True`` of Megatron-Core's own ``save`` cover files in folders too.
+
+    Its ``load`` compares whatever is listed. Folders of local checkpoints are each node's own.
+    """
+    theirs = getattr(serialization, "save_integrity_manifest", None)
+    if theirs is None or hasattr(theirs, "__wrapped__"):  # before 0.17.1; or done already
+        return
+
+    @wraps(theirs)
+    def save_integrity_manifest(checkpoint_dir: str) -> None:
+        theirs(checkpoint_dir)
+        root, path = Path(checkpoint_dir), Path(checkpoint_dir, "integrity.json")
+        if "local_replicated" in (root / "metadata.json").read_text():
+            return
+        manifest = json.loads(path.read_text())
+        for file in (file for file in sorted(root.glob("*/**/*")) if file.is_file()):
+            with file.open("rb") as stream:
+                digest = hashlib.file_digest(stream, manifest["algorithm"]).hexdigest()
+            manifest["files"][str(file.relative_to(root))] = digest
+        path.write_text(json.dumps(manifest, indent=2))
+
+    serialization.save_integrity_manifest = save_integrity_manifest
+
+
+def require_psutil(backend: str, version: int) -> None:
+    """Raise a MissingDependencyError if this is torch_dist and its save would fail half-way."""
+    if (backend, version) == TORCH_DIST and find_spec("psutil") is None:
+        raise MissingDependencyError(
+            "Megatron-Core's torch_dist save needs psutil; pip install psutil, or save ('zarr', 2)"
+        )
 
 
 def as_megatron_error(error: CheckpointError) -> CheckpointError:

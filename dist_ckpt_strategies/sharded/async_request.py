@@ -10,11 +10,15 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar
 
 from dist_ckpt_strategies.comm.base import (
@@ -25,7 +29,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
-from dist_ckpt_strategies.megatron.types import AsyncRequest, raises_megatron_errors
+from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.storage.files import file_errors
 
 logger = logging.getLogger(__name__)
@@ -202,7 +206,7 @@ class _Finalisation:
     ) -> None:
         self.work = work
         self.timeout_s = timeout_s
-        self._comm = comm
+        self.comm = comm
         self._name = name
         self.finalise = finalise
         self._is_the_same = False
@@ -221,7 +225,7 @@ class _Finalisation:
         if self._is_called:
             return
         if not self._is_the_same:
-            self._require_the_same(run_and_gather(self._comm, lambda: [*self._name]))
+            self._require_the_same(run_and_gather(self.comm, lambda: [*self._name]))
         self._is_called = True
         try:
             self.finalise()
@@ -256,7 +260,7 @@ class _Finalisation:
 
         are_done = False
         while not are_done:
-            answers = run_and_gather(self._comm, lambda: [*self._name, is_done()])
+            answers = run_and_gather(self.comm, lambda: [*self._name, is_done()])
             self._require_the_same([name for *name, _ in answers])
             are_done = all(done for *_, done in answers)
 
@@ -265,74 +269,70 @@ class _Finalisation:
         if len(set(save_ids)) > 1:
             raise PlanError(
                 "expected all ranks to end their saves in the same order, found "
-                + who_is_where(self._comm, save_ids, texts)
+                + who_is_where(self.comm, save_ids, texts)
             )
         self._is_the_same = True
 
 
-class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
-    """A save in the background; Megatron-Core's queues take it as a request of theirs.
+class LocalSaveRequest:
+    """A save in the background; queues of Megatron-Core and NVRx take it as a request of theirs.
 
     It works without a queue too: ``done()`` and ``wait()``. It is finalised once, by a queue or by
     ``wait``; if the save has failed on any rank, that raises on every rank.
+
+    It is of no queue's own class: these change, and a persistent queue passes over requests of
+    another library's, for ever. From a request with fewer fields than its own a queue makes one of
+    its class, of what ``_asdict`` returns; the other fields here are as they are by default there.
     """
 
-    __slots__ = ()
+    _fields = ()
+    async_fn, async_fn_kwargs = staticmethod(wait_for_mark), MappingProxyType[str, Any]({})
+    preload_fn, is_frozen, call_idx = None, False, 0
 
-    _fields = ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs")
-    """Fewer than NVRx's request has today: its queue makes one of its own class of those, as it
-    does of requests from before it had the others. Here the others always are as they are by
-    default, and Megatron-Core's queue asks the instance for them."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         comm: Communicator,
         name: SaveName,
         work: BackgroundWork[Any],
         finalise: Callable[[], None],
         timeout_s: float,
-    ) -> LocalSaveRequest:
+    ) -> None:
         """The request of a save; ``finalise`` is called once all ranks' work has ended."""
-        end = _Finalisation(comm, name, work, finalise, timeout_s)
-        return cls(wait_for_mark, (str(work.mark), os.getpid()), [end], {})
+        self.end = _Finalisation(comm, name, work, finalise, timeout_s)
+        self.async_fn_args = (str(work.mark), os.getpid())
+        self.finalize_fns: list[Callable[[], None]] = [self.end]
+
+    def _asdict(self) -> dict[str, Any]:
+        return {n: getattr(self, n) for n in ("async_fn", "async_fn_args", "finalize_fns")}
+
+    def freeze(self) -> Any:
+        """This as a request of the calling module's own class, for a queue that makes none."""
+        kind = sys._getframe(1).f_globals["AsyncRequest"]  # noqa: SLF001 - the only trace of it
+        return kind(**self._asdict()).freeze()
 
     def for_nvrx(self) -> Any:
-        """The same request in the class of NVRx.
+        """The same as a request of NVRx's class, which its queue makes itself."""
+        if find_spec("nvidia_resiliency_ext") is None:
+            raise MissingDependencyError("for_nvrx needs NVRx: pip install nvidia-resiliency-ext")
+        core: Any = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
+        return core.AsyncRequest(**self._asdict())
 
-        The queue of 0.4.1 makes that itself; one that does not, if persistent, passes over
-        requests of others.
-
-        Raises:
-            MissingDependencyError: nvidia-resiliency-ext is not installed.
-        """
-        try:
-            from nvidia_resiliency_ext.checkpointing.async_ckpt import (  # noqa: PLC0415
-                core as nvrx,
-            )
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"NVRx's queue needs a package that does not import here ({error}); install "
-                "nvidia-resiliency-ext, or use Megatron-Core's queue"
-            ) from error
-        return nvrx.AsyncRequest(
-            self.async_fn, self.async_fn_args, self.finalize_fns, self.async_fn_kwargs
-        )
+    def add_finalize_fn(self, fn: Callable[[], None]) -> None:
+        """Have ``fn`` called after those that are there, once the save is finalised."""
+        self.finalize_fns.append(fn)
 
     @property
     def work(self) -> BackgroundWork[Any]:
         """This rank's share of the save."""
-        found: BackgroundWork[Any] = self.finalize_fns[0].work
-        return found
+        return self.end.work
 
     def wrap_end(self, wrapper: Callable[[Callable[[], None]], None]) -> None:
         """Have ``wrapper`` called, with what makes the save visible, in place of that."""
-        end = self.finalize_fns[0]
-        end.finalise = partial(wrapper, end.finalise)
+        self.end.finalise = partial(wrapper, self.end.finalise)
 
     def give_up(self) -> None:
         """Never end the save, whose ranks are no more; nothing is visible. Rank-local."""
-        self.finalize_fns[0].give_up()
+        self.end.give_up()
 
     def done(self) -> bool:
         """Whether this rank's share of the save has ended, well or not. Rank-local."""
@@ -355,8 +355,28 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
             PlanError: another rank waits for another save; all may be waited for again.
             PeerError: another rank failed.
         """
-        end = self.finalize_fns[0]
+        end = self.end
         end.await_work(end.timeout_s if timeout_s is None else timeout_s)
         end()
         while self.finalize_fns[1:]:  # taken away: a queue that has this list calls them no more
             self.finalize_fns.pop(1)()
+
+    execute_sync = wait
+
+
+class SaveQueue(deque[LocalSaveRequest]):
+    """A queue with the methods that Megatron-LM calls; what it takes needs no worker process."""
+
+    schedule_async_request = deque.append
+    get_num_unfinalized_calls = deque.__len__
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, **_: Any) -> None:  # noqa: FBT001, FBT002
+        """Finalise the saves that have ended on all ranks, or all; see ``wait``. Collective."""
+        while self and (blocking or all(run_and_gather(self[0].end.comm, self[0].done))):
+            self.popleft().wait()
+
+    def close(self, abort: bool = False) -> None:  # noqa: FBT001, FBT002 - as above, Megatron's
+        """Finalise all saves, or forget them. Collective, unless ``abort`` is set."""
+        if not abort:
+            self.maybe_finalize_async_calls(blocking=True)
+        self.clear()

@@ -149,7 +149,7 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
 
     work = save.cache.running = start_on_all(comm, prepare)
     name = (save.save_id, f"the end of the save to {writer.root}")
-    return LocalSaveRequest.of(comm, name, work, partial(_finalise, save, work), timeout_s)
+    return LocalSaveRequest(comm, name, work, partial(_finalise, save, work), timeout_s)
 
 
 @raises_megatron_errors

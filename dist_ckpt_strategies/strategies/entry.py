@@ -64,6 +64,7 @@ from dist_ckpt_strategies.megatron.types import (
     StrictHandling,
     handles_objects,
     raises_megatron_errors,
+    require_psutil,
     require_reads,
 )
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
@@ -96,9 +97,6 @@ from dist_ckpt_strategies.strategies.registry import Configured, StrategyChoice,
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
 Preprocess = Callable[[StateDict], StateDict]
-
-_QUEUES = (None, "nvrx", "mcore")
-"""Values of ``async_strategy``: whose queue takes a request."""
 
 SaveHandle = LocalSaveRequest
 """A save in the background."""
@@ -139,7 +137,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             compare it.
         content_metadata: stored in the common state, for Megatron-Core's ``load_content_metadata``,
             which takes what ``load`` gives, or after ``register()`` a directory.
-        async_strategy: ``"nvrx"`` or ``"mcore"``, whose queue takes the request; both do.
+        async_strategy: ``"nvrx"`` or ``"mcore"``; any queue of theirs takes the request.
         verify_integrity: have digests of all that is saved. ("zarr", 2) always has them, no other
             format does.
         overwrite: replace a finished checkpoint, which stays loadable until the new one is durable:
@@ -304,13 +302,14 @@ class _Save:
     def _require_suitable(self, *, is_ours: bool) -> None:
         """Raise where the strategy cannot do what is asked for; only ("zarr", 2) can do it all."""
         stored = (self.base.backend, self.base.version)
-        if self.async_strategy not in _QUEUES:
-            raise StrategyError(
-                f"async_strategy: expected one of {_QUEUES}, found {self.async_strategy!r}"
-            )
+        require_psutil(*stored)
+        if self.async_strategy not in {None, "nvrx", "mcore"}:
+            found = self.async_strategy
+            raise StrategyError(f"async_strategy: expected one of 'nvrx', 'mcore', found {found!r}")
         if self.verify and stored != ("zarr", 2):
             raise StrategyError(
-                f"verify_integrity: only format ('zarr', 2) has digests, and {stored} is saved"
+                "verify_integrity: only format ('zarr', 2) has digests; save that, or do without "
+                f"verify_integrity, in Megatron-LM --verify-integrity, with {stored}"
             )
         if self.is_async and not is_ours:
             raise StrategyError(
@@ -432,7 +431,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         validate_access_integrity: also run Megatron-Core's own checks of the sharding.
         strict: what to do about keys that only one side has, as in Megatron-Core.
         verify_integrity: the same as ``verify="full"``.
-        process_group: the ranks that load together: all ranks, or the ``group`` of the strategy.
+        process_group: the ranks that load together; with a strategy of your own, its ``group``.
         allow: further classes that objects of this checkpoint may be unpickled to.
         timeout_s: longest wait for a peer; by default the strategy's own.
         verify: what is compared with the digests of ("zarr", 2): ``"read"``, ``"full"`` or
@@ -467,6 +466,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         Verify.FULL if verify_integrity else verify,
         strict_dtype,
         timeout_s,
+        process_group,
     )
     comm = call.comm
     with (
@@ -496,16 +496,16 @@ def _fitting(
     action: StrategyAction,
     choice: StrategyChoice,
     stored: tuple[str, int],
-    timeout_s: float | None = None,
+    *more: Any,
 ) -> Any:
     """The strategy that loads: the caller's, which has to read what is stored, or the marker's.
 
-    Errors about the stored formats name ``metadata.json``.
+    Errors about the stored formats name ``metadata.json``. ``more`` is what ``resolve`` takes too.
     """
-    found = choice and resolve(action, choice, stored, timeout_s)
+    found = choice and resolve(action, choice, stored, *more)
     try:
         if not found:
-            return resolve(action, None, stored, timeout_s)
+            return resolve(action, None, stored, *more)
         require_reads(_inner(found), *stored)
     except StrategyError as error:
         path = f"{root}/{MARKER_NAME}"
@@ -542,6 +542,7 @@ class _Load:
     verify: str | None
     strict_dtype: bool
     timeout_s: float | None
+    process_group: ProcessGroup | None
     root: Location = Path()
     save: OpenedSave = field(init=False)
     sharded: Any = None
@@ -567,7 +568,9 @@ class _Load:
             formats = astuple(read_marker(root))
             choice = self.sharded_strategy and self.chosen
             action = StrategyAction.LOAD_SHARDED
-            ours = _fitting(root, action, choice, formats[:2], self.timeout_s)
+            ours = _fitting(root, action, choice, formats[:2], self.timeout_s, self.process_group)
+            if self.process_group is not None:
+                _require_group(ours, self.comm)
             action = StrategyAction.LOAD_COMMON
             self.common_loader = _fitting(root, action, self.common_strategy, formats[2:])
             result: StateDict = self.common_loader.load_common(root)
@@ -579,7 +582,7 @@ class _Load:
             return None  # that may have completed an interrupted one, or another node has it
         self.wanted, nonpersistent, factories = split_for_load(self.state)
         if self.verify is not None or self.strict_dtype:
-            ours = self._with_options(ours)
+            ours = self._with_options(ours, formats[:2])
         self.sharded, self.strictness = ours, parsed_strict(self.strict)
         self.finish = partial(merged, merged(result, nonpersistent), factories=factories)
         limits = (getattr(self.base, "group", None), self.options.timeout_s)
@@ -604,17 +607,17 @@ class _Load:
         is_local = isinstance(self.sharded, LocalReplicatedLoadShardedStrategy)
         return f"{_LOCAL if is_local else _OTHER}:{common_digest(root)}"
 
-    def _with_options(self, loader: Any) -> Any:
+    def _with_options(self, loader: Any, format_: tuple[str, int]) -> Any:
         """The load strategy with the caller's options. Rank-local.
 
         For a strategy without the option ``strict_dtype`` the stored dtypes are compared here.
         """
         verify, is_strict = self.verify, self.strict_dtype
-        if verify is not None and 2 not in getattr(loader, "versions", ()):  # noqa: PLR2004
+        if verify is not None and (format_ != ("zarr", 2) or not hasattr(loader, "versions")):
             raise StrategyError(
                 f"verify={verify!r}: digests are kept by format ('zarr', 2), which "
-                f"{type(loader).__name__} does not read itself; set verify on the strategy that "
-                "does, or in its options"
+                f"{type(loader).__name__} does not read itself, found {format_}; set verify on the "
+                "strategy that does, or in its options"
             )
         if hasattr(loader, "with_options"):
             return loader.with_options(verify=verify, strict_dtype=is_strict or None)
@@ -678,6 +681,15 @@ def _inner(strategy: Any) -> Any:
     return _inner(strategy.base_strategy) if hasattr(strategy, "base_strategy") else strategy
 
 
+def _require_group(strategy: Any, comm: Communicator) -> None:
+    own = group_ranks(getattr(_inner(strategy), "group", None))
+    if own != tuple(sorted(comm.global_ranks)):
+        raise StrategyError(
+            f"process_group: its {comm.size} ranks are not the {len(own)} that the strategy loads "
+            "with; pass a strategy made with group=process_group"
+        )
+
+
 def _require_process_group() -> None:
     size = 1
     with suppress(StrategyError):  # it is not set as torchrun sets it
@@ -709,19 +721,13 @@ def _opened(
             _require_process_group()
         options = options_from_environment()  # reported if invalid, whatever the strategy's are
         with allowing(allow):
-            found = resolve(action, choice, ("zarr", 2), timeout_s)
+            found = resolve(action, choice, ("zarr", 2), timeout_s, process_group)
         base = _inner(found) if hasattr(found, "base_strategy") else found
         if isinstance(base, Configured):
             options, group = base.options, base.group
         if timeout_s is not None:
             options = options.with_changes(timeout_s=timeout_s)
-        if process_group is not None:
-            own, group = group_ranks(group), process_group
-            if (given := group_ranks(group)) != own:
-                raise StrategyError(  # noqa: TRY301 - see above
-                    f"process_group: its {len(given)} ranks are not the {len(own)} that the "
-                    "strategy loads with; pass a strategy made with group=process_group"
-                )
+        group = process_group or group
     except Exception as error:  # noqa: BLE001 - raised in the first collective
         invalid = error
     options = options or Options()

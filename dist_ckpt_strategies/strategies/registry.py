@@ -246,12 +246,13 @@ def resolve(
     choice: StrategyChoice,
     default: tuple[str, int],
     timeout_s: float | None = None,
+    group: ProcessGroup | None = None,
 ) -> Strategy:
     """The strategy that ``save`` or ``load`` uses for an argument. Registers nothing.
 
     None is ``default``. What is registered comes first, then this package's strategies with the
-    options of the environment, then Megatron-Core's torch_dist. ``timeout_s`` is the time limit of
-    a strategy of this package; None leaves it its own.
+    options of the environment, then Megatron-Core's torch_dist. A strategy of this package gets
+    ``timeout_s``, and ``group`` if it was looked up, unless that is None.
 
     Raises a StrategyNotFoundError if there is no strategy for that backend and version, and a
     StrategyError if the choice is no strategy of this kind, and no tuple.
@@ -275,8 +276,10 @@ def resolve(
             raise _not_found(key, {*REGISTERED, *_DEFAULTS})
         if not is_strategy(strategy, action):
             raise StrategyError(f"{key}: expected a {kind} there, found {strategy!r}")
-    if timeout_s is not None and hasattr(strategy, "with_options"):
-        return strategy.with_options(timeout_s=timeout_s)
+    group = None if strategy is choice else group
+    if isinstance(strategy, Configured) and (timeout_s, group) != (None, None):
+        strategy = strategy.with_options(timeout_s=timeout_s)
+        strategy.group = group or strategy.group
     return strategy
 
 

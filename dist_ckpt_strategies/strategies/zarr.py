@@ -31,6 +31,7 @@ from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, met
 from dist_ckpt_strategies.megatron.types import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
+    hash_folders,
     raises_megatron_errors,
     split_common_object,
 )
@@ -140,6 +141,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
         self, state: StateDict, checkpoint_dir: str | Path, *, is_async: bool
     ) -> LocalSaveRequest | None:
         """Save; begin to, and return the request, if ``is_async``. Collective over the group."""
+        hash_folders()
         comm = self.communicator("save", f"to {checkpoint_dir}")
         with time_limit(self.options.timeout_s, OPENING, then=WORK):
             begun = begun_save(

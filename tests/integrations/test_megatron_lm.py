@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,7 +104,7 @@ def load_checkpoint(module: Any, root: Path, *, is_shared: bool = True, **later:
     if is_shared:
         loader = FullyParallelLoadStrategyWrapper(loader, dist.group.WORLD)
     wanted = state(0.0, is_wanted=True)
-    found = core.load(wanted, str(root), loader, strict="assume_ok_unexpected", **later)
+    found = core.load(wanted, str(root), loader, **{"strict": "assume_ok_unexpected"} | later)
     value = float(found["iteration"])
     assert torch.equal(found["w"], torch.full((8, 4), value))
     assert torch.equal(found["own"], torch.full((2,), value + dist.get_rank()))
@@ -137,15 +138,26 @@ def use_global_checkpoints(rank: int, scratch: Path) -> None:
     theirs = scratch / "iter_0000004"
     with cpu_stand_ins():
         save_checkpoint(module, 4.0, theirs, {})
-        assert load_checkpoint(module, theirs, is_shared=False) == 4.0
-    assert load_checkpoint(module, later) == 3.0
+        assert load_checkpoint(module, theirs, is_shared=False, strict="return_all") == 4.0
+    assert load_checkpoint(module, later, strict="return_all") == 3.0
 
-    megatron_lm.install(sharded_strategy=("zarr", 1), allow=[Unknown])
-    with pytest.raises(StrategyError, match=r"--verify-integrity .*\('zarr', 1\)"):
-        save_checkpoint(module, 5.0, scratch / "iter_0000005", {}, verify_integrity=True)
     damage(later / "arrays" / "w")
     with pytest.raises(CorruptCheckpointError, match=r"\bw: "):
         load_checkpoint(module, later, verify_integrity=True)
+
+
+def use_format_1(_: int, scratch: Path) -> None:
+    """Verification is refused, and keys are not returned."""
+    module = checkpointing()
+    megatron_lm.install(sharded_strategy=("zarr", 1), allow=[Unknown])
+    one = scratch / "iter_0000005"
+    with pytest.raises(StrategyError, match=r"--verify-integrity.*\('zarr', 1\)"):
+        save_checkpoint(module, 5.0, one, {}, verify_integrity=True)
+    save_checkpoint(module, 5.0, one, {})
+    with pytest.raises(StrategyError, match=r"--verify-integrity.*\('zarr', 1\)"):
+        load_checkpoint(module, one, verify_integrity=True)
+    for is_shared, strict in product((False, True), ("return_all", "return_unexpected")):
+        assert load_checkpoint(module, one, is_shared=is_shared, strict=strict) == 5.0
 
 
 def damage(array: Path) -> None:
@@ -160,6 +172,7 @@ def damage(array: Path) -> None:
 @pytest.mark.multiprocess
 def test_the_calls_of_megatron_lm_save_and_load_by_this_package(tmp_path: Path) -> None:
     done_by(NUM_RANKS, use_global_checkpoints, tmp_path)
+    done_by(NUM_RANKS, use_format_1, tmp_path)
 
     text = (tmp_path / "iter_0000001" / "metadata.json").read_text()
     assert all(f'"{key}": {value!r}'.replace("'", '"') in text for key, value in ZARR_2.items())

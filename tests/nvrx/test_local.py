@@ -1,6 +1,7 @@
 """Local checkpoints with what was written for NVRx: states, queues and calls."""
 
 import inspect
+import pickle
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,10 @@ nvrx: Any = pytest.importorskip(
     "nvidia_resiliency_ext.checkpointing.local.base_state_dict",
     reason="needs nvidia-resiliency-ext: tox -e optional",
 )
+AsyncRequest: Any = import_module(
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+).AsyncRequest
+"""Found by its name here, as in the module of a queue."""
 
 
 class _Own:
@@ -83,17 +88,23 @@ def test_it_comes_back_as_it_was(kind: Any, is_async: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.multiprocess
-def test_nvrxs_queue_finalises_a_local_save_and_tells_when_one_has_failed(tmp_path: Path) -> None:
-    run_queue(tmp_path, "nvrx")
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_nvrxs_queue_finalises_a_save_and_tells_when_one_has_failed(
+    scope: str, tmp_path: Path
+) -> None:
+    run_queue(tmp_path, "nvrx", scope)
 
 
-def test_a_request_for_nvrx_is_finalised_with_the_one_it_was_made_of(tmp_path: Path) -> None:
+def test_a_queue_that_converts_nothing_gets_a_request_of_its_own_class(tmp_path: Path) -> None:
     manager = LocalCheckpointManager(tmp_path)
     state = BasicTensorAwareStateDict({"w": torch.ones(3)})
     saved = manager.save(state, 1, is_async=True)
     assert saved is not None
-    request = saved.for_nvrx()
-    request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+    assert not isinstance(saved, AsyncRequest)
+    request = saved.freeze()._replace(call_idx=1)
+    assert isinstance(request, AsyncRequest)
+    assert saved.for_nvrx() == request._replace(is_frozen=False, call_idx=0)
+    pickle.loads(pickle.dumps(request._replace(finalize_fns=[]))).async_fn(*request.async_fn_args)
     request.execute_finalize_fns(validate_matching_call_idx=False)
 
     assert saved.done()

@@ -1,14 +1,17 @@
-"""A script: this package beside Megatron-Core as it is from 0.17, or from 0.19 on.
+"""A script: this package beside Megatron-Core as it is from 0.17, 0.19 or 0.20 on.
 
 What stands for a later release is 0.16.1 without what that has removed (0.17: the registry and its
 enum, the classes of common strategies, what strategies say of themselves; 0.19: the strategies'
-base classes, with their module), and with the signatures, the wrappers and the steps of that
-release's ``save`` and ``load``. Beside a later release itself, nothing is replaced.
+base classes, with their module; 0.20: the queue of asynchronous saves, and NVRx is not installed),
+and with the signatures, the wrappers and the steps of that release's ``save`` and ``load``. Beside
+a later release itself, nothing is replaced.
 
     python later_megatron.py DIRECTORY 0.17
     python later_megatron.py DIRECTORY 0.19
+    python later_megatron.py DIRECTORY 0.20
 """
 
+import hashlib
 import io
 import json
 import logging
@@ -16,8 +19,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,7 +30,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, strategies, validation
+from megatron.core.dist_checkpointing import (
+    ShardedObject,
+    ShardedTensor,
+    serialization,
+    strategies,
+    validation,
+)
 from megatron.core.dist_checkpointing import utils as megatron_utils
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
@@ -36,7 +47,9 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 
-IS_0_19 = sys.argv[2] == "0.19"
+IS_0_19, IS_0_20 = sys.argv[2] in {"0.19", "0.20"}, sys.argv[2] == "0.20"
+if IS_0_20:
+    vars(sys)["modules"]["nvidia_resiliency_ext"] = None
 Saver, Loader = torch_dist.TorchDistSaveShardedStrategy, torch_dist.TorchDistLoadShardedStrategy
 save_of_0_16, load_of_0_16 = Saver.async_save, Loader.load
 State = dict[str, Any]
@@ -94,9 +107,11 @@ def save(
     sharded_strategy: Any = None,
     *,
     async_sharded_save: bool = False,
-    async_strategy: str = "nvrx",
+    verify_integrity: bool = False,
+    **later: str,
 ) -> Any:
     """Replaces strategies that are not derived from its own."""
+    passed = () if IS_0_20 else (later.get("async_strategy", "nvrx"),)
     if not isinstance(sharded_strategy, (Saver, SaveWrapper)):
         sharded_strategy = Saver("torch_dist", 1)
     sharded, common = save_preprocess(sharded_state_dict)
@@ -111,14 +126,27 @@ def save(
 
     def finalize() -> None:
         Path(checkpoint_dir, "metadata.json").write_text(json.dumps(marker))
+        if verify_integrity:
+            serialization.save_integrity_manifest(checkpoint_dir)
 
     if not async_sharded_save:
         sharded_strategy.save(sharded, checkpoint_dir)
         finalize()
         return None
-    request = sharded_strategy.async_save(sharded, checkpoint_dir, async_strategy)
+    request = sharded_strategy.async_save(sharded, checkpoint_dir, *passed)
     request.finalize_fns.append(finalize)
     return request
+
+
+def save_integrity_manifest(checkpoint_dir: str) -> None:
+    """Lists what is at the top."""
+    files = {path.name: digest(path) for path in Path(checkpoint_dir).iterdir() if path.is_file()}
+    manifest = {"algorithm": "sha256", "files": files}
+    Path(checkpoint_dir, "integrity.json").write_text(json.dumps(manifest))
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def load_common_state_dict(checkpoint_dir: str) -> Any:
@@ -142,8 +170,14 @@ def load(
     sharded_strategy: Any = None,
     *,
     strict: Any = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
 ) -> State:
     """Asks a strategy for nothing but its two loads."""
+    if verify_integrity:
+        listed = json.loads(Path(checkpoint_dir, "integrity.json").read_text())["files"]
+        for name, expected in listed.items():
+            if digest(Path(checkpoint_dir, name)) != expected:
+                raise CheckpointingException(name)
     sharded_strategy = sharded_strategy or Loader()
     sharded, nonpersistent, factories = load_preprocess(sharded_state_dict)
     common: State = load_common_state_dict(checkpoint_dir)
@@ -162,7 +196,8 @@ def load(
         *known,
         stored,
     )
-    merge(common, sharded_strategy.load(sharded, checkpoint_dir, "mcore"))
+    passed = () if IS_0_20 else ("mcore",)
+    merge(common, sharded_strategy.load(sharded, checkpoint_dir, *passed))
     return dict(apply_factory_merges(common, factories))
 
 
@@ -182,6 +217,9 @@ def make_later() -> None:
     if IS_0_19:
         del strategies.base
         vars(sys)["modules"][base.__name__] = None
+    if IS_0_20:
+        vars(sys)["modules"][f"{strategies.__name__}.async_utils"] = None
+    vars(serialization)["save_integrity_manifest"] = save_integrity_manifest
     Saver.async_save, Saver.save, Loader.load = async_save_later, save_later, load_later
     fully_parallel.FullyParallelSaveStrategyWrapper = SaveWrapper
     fully_parallel.FullyParallelLoadStrategyWrapper = LoadWrapper
@@ -195,6 +233,7 @@ for asked_by_torch_dist in ("synchronize", "current_device"):
 
 import dist_ckpt_strategies  # noqa: E402 - after the names have gone
 from dist_ckpt_strategies.errors import StrategyError  # noqa: E402
+from dist_ckpt_strategies.megatron.types import CheckpointingException  # noqa: E402
 from dist_ckpt_strategies.strategies import local_replicated, zarr  # noqa: E402
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy  # noqa: E402
 
@@ -233,6 +272,42 @@ def save_behind(wanted: State, root: str, strategy: Any) -> None:
     dist_checkpointing.save(wanted, root, strategy, async_sharded_save=True).execute_sync()
 
 
+def save_by_megatron_lm(wanted: State, root: str, _: Any) -> None:
+    """``--async-save``, from ``install`` to the next call of the training loop."""
+    names = {"checkpointing", "async_utils", "initialize"}
+    parts: Any = {name: ModuleType(f"megatron.training.{name}") for name in names}
+    modules = vars(sys)["modules"]
+    modules["megatron.training"] = ModuleType("megatron.training")
+    modules.update({module.__name__: module for module in parts.values()})
+    parts["checkpointing"].dist_checkpointing = dist_checkpointing
+    import_module("dist_ckpt_strategies.integrations.megatron_lm").install()
+    parts["initialize"].init_persistent_async_worker(0, "forkserver")
+    queue = parts["async_utils"]._async_calls_queue
+    core = parts["checkpointing"].dist_checkpointing
+    request = core.save(wanted, root, async_sharded_save=True, validate_access_integrity=True)
+    done: list[int] = []
+    request.add_finalize_fn(lambda: done.append(1))
+    queue.schedule_async_request(request)
+    while queue.get_num_unfinalized_calls():
+        queue.maybe_finalize_async_calls(blocking=False, no_dist=False)
+    queue.close()
+    assert done == [1]
+
+
+def check_verification(root: Path, saver: Any, loader: Any) -> None:
+    """A changed byte of any file is found where both calls ask for verification."""
+    root.mkdir(parents=True)
+    dist_checkpointing.save(state(7.0), str(root), saver, verify_integrity=True)
+    load = partial(dist_checkpointing.load, state(0.0), str(root), loader, verify_integrity=True)
+    load()
+    for path in [path for path in root.rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises((CheckpointingException, json.JSONDecodeError)):
+            load()
+        path.write_bytes(content)
+
+
 def save_before_0_19(_: State, root: str, saver: Any) -> None:
     """As earlier releases of this package stored the object that is made of the common state."""
     saver.save(state(7.0) | {"x": ShardedObject("common_state", COMMON, (1,), (0,))}, root)
@@ -253,12 +328,15 @@ def check_all(directory: Path) -> None:
         check(theirs, wrapped, root / "wrapped", backend, load_wrapper(loader()))
         check(theirs, save_wrapper(saver()), root / "not named", TORCH_DIST, loader())
         check(save_behind, saver(), root / "behind", backend, loader())
+        check_verification(root / "verified", saver(), loader())
         check(partial(ours, async_strategy="nvrx"), backend, root / "ours", backend, loader())
         check(ours, save_wrapper(saver()), root / "ours wrapped", backend, loader())
         check(save_before_0_19, saver(), root / "before 0.19", backend)
     root, two = directory / "torch_dist", two_stage(base_strategy=Loader())
     check(ours, TORCH_DIST, root / "ours", TORCH_DIST, Loader(), load_wrapper(Loader()), two)
     check(theirs, None, root / "theirs", TORCH_DIST, Loader(), two)
+    if IS_0_20:
+        check(save_by_megatron_lm, None, directory / "megatron_lm", ("zarr", 2))
     local_saver: Any = local_replicated.LocalReplicatedSaveShardedStrategy
     local = local_saver(replication_jump=1, replication_factor=1)
     with pytest.raises(StrategyError):

@@ -1,12 +1,14 @@
 """What this package's own ``save`` and ``load`` do beyond Megatron-Core's, and just as they do."""
 
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointExistsError,
     DuplicateWriterError,
+    MissingDependencyError,
     StorageError,
     UnsafeObjectError,
 )
@@ -202,12 +205,30 @@ def groups_save_on_their_own_and_errors_name_global_ranks(rank: int, scratch: Pa
         require_refused(objects, StorageError, global_rank=3)
 
 
+def a_part_of_the_world_loads_without_a_strategy(rank: int, scratch: Path) -> None:
+    """Ranks 2 and 3 load what all have saved; the others do nothing."""
+    group, within = dist.new_group([2, 3]), rank - 2
+    saved, wanted = at_random("w", (12, 10), 7, size=4), at_random("w", (12, 10), 8, size=2)
+    for version, is_named in product((1, 2), (False, True)):
+        backend, root = ("zarr", version), scratch / f"{version}.{is_named}"
+        choice = backend if is_named else None
+        dist_ckpt_strategies.save(state_of(rank, [saved]), root, backend)
+        for strict in ("raise_all", "assume_ok_unexpected") if within >= 0 else ():
+            state = state_of(within, [wanted], no_data)
+            how: dict[str, Any] = {"strict": strict, "process_group": group}
+            loaded: Any = dist_ckpt_strategies.load(state, root, choice, **how)
+            assert differences(within, [wanted], loaded) == []
+
+
 def torch_dist_through_our_entries_is_torch_dist(rank: int, scratch: Path) -> None:
     allow_torch_dist()
     content = {"content_metadata": {"format": 3}}
     choice = {"sharded_strategy": TORCH_DIST} | content
     # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.
     with cpu_stand_ins():
+        with patch.dict(sys.modules, {"psutil": None}):
+            refused = partial(save, Entry.OURS, everything(rank), scratch / "refused", **choice)
+            require_refused(refused, MissingDependencyError, "pip install psutil")
         for saver in Entry:
             save(saver, everything(rank), scratch / saver, **choice)
             dist.barrier()
@@ -316,6 +337,7 @@ def a_strategy_of_another_package_may_take_longer_than_storage(rank: int, scratc
         classes_are_allowed_by_argument_by_strategy_or_by_registration,
         one_rank_alone_reads_metadata_and_removes_arrays,
         groups_save_on_their_own_and_errors_name_global_ranks,
+        a_part_of_the_world_loads_without_a_strategy,
         torch_dist_through_our_entries_is_torch_dist,
         a_strategy_of_another_package_may_take_longer_than_storage,
         ranks_that_do_not_share_a_directory_get_an_error,

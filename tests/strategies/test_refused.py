@@ -24,7 +24,10 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.local import CliqueReplicationStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import (
+    EitherFormatLoadShardedStrategy,
+    ZarrLoadShardedStrategy,
+)
 from tests.support.entries import Entry, load, require_on_ranks, require_refused, save
 from tests.support.sharding import no_data, on_grid, state_of
 
@@ -91,13 +94,22 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
             "verify_integrity: only format ('zarr', 2)",
         ),
         (partial(saves, new, async_strategy="mine"), StrategyError, "expected one of"),
-        (partial(loads, finished, process_group=half), StrategyError, "its 2 ranks are not the 4"),
+        (
+            partial(loads, finished, ZarrLoadShardedStrategy(), process_group=half),
+            StrategyError,
+            "its 2 ranks are not the 4",
+        ),
         (
             partial(loads, finished, verify_integrity=True),
             StrategyError,
             "digests are kept by format ('zarr', 2)",
         ),
         (partial(loads, finished, verify="off"), StrategyError, "('zarr', 2), which ZarrLoad"),
+        (
+            partial(loads, finished, EitherFormatLoadShardedStrategy(), verify_integrity=True),
+            StrategyError,
+            "found ('zarr', 1)",
+        ),
     ):
         require_refused(call, kind, words)
     saves(new, verify_integrity=True, async_strategy="nvrx")

@@ -1,6 +1,7 @@
 """The registry of strategies: ours, the default one, and Megatron-Core's own, if it has one."""
 
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, Torc
 from dist_ckpt_strategies.strategies.registry import get_default_strategy, register_default_strategy
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.support.processes import run_script
+from tests.support.processes import finished, run_script
 from tests.support.registries import fresh_registries
 
 KEY = (StrategyAction.SAVE_SHARDED, "mine", 1)
@@ -210,11 +211,35 @@ def test_a_save_strategy_cannot_be_made_for_another_format(make: Any) -> None:
         make("other", 1)
 
 
+IMPORTS = """
+import importlib, pkgutil, sys
+sys.modules[sys.argv[1]] = None
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import MissingDependencyError
+for module in pkgutil.walk_packages(dist_ckpt_strategies.__path__, "dist_ckpt_strategies."):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except MissingDependencyError as error:
+        assert sys.argv[1] in str(error), error
+        print(module.name)
+"""
+
+
+@pytest.mark.multiprocess
+def test_each_module_imports_or_says_that_megatron_core_is_missing() -> None:
+    refused = finished(sys.executable, "-c", IMPORTS, "megatron").stdout.split()
+
+    assert "dist_ckpt_strategies.strategies.entry" in refused
+    assert "dist_ckpt_strategies.cli.app" not in refused
+
+
 # Later releases of Megatron-Core, which have none
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("release", ["0.17", "0.19"])
+@pytest.mark.parametrize("release", ["0.17", "0.19", "0.20"])
 def test_every_way_works_beside_a_later_release(release: str, tmp_path: Path) -> None:
     source = Path(__file__).with_name("later_megatron.py")
     script = Path(shutil.copy(source, tmp_path / "script.py"))

@@ -1,8 +1,7 @@
 """A script: asynchronous saves through a queue of each kind, with its worker forked or spawned.
 
 What queues ask of CUDA is answered for a CPU at the top level, since a spawned worker runs this
-file again, as a module. Local saves go through the queue of Megatron-Core or of NVRx, global ones
-through Megatron-Core's.
+file again, as a module. Local and global saves go through the queue of Megatron-Core or of NVRx.
 
     python queue_script.py DIRECTORY local|global megatron|nvrx PORT
 """
@@ -67,12 +66,11 @@ def main(rank: int, directory: str, scope: str, owner: str, port: int) -> None:
         queue = import_module(QUEUES[owner]).AsyncCallsQueue(persistent=mode == "persistent")
         if scope == "global":
             use_queue(rank, queue, Path(directory) / mode)
-            queue.close(abort=True)
         else:
             root = Path(directory) / mode / f"node{rank}"
             manager = LocalCheckpointManager(root, repl_strategy=cliques, timeout_s=40)
-            save_twice(rank, manager, owner, queue)
-            queue.close()
+            save_twice(rank, manager, queue)
+        queue.close()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -96,11 +94,8 @@ def small_files(rank: int) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def save_twice(rank: int, manager: Any, owner: str, queue: Any) -> None:
-    """Two saves through the queue, the second of which fails on rank 1.
-
-    NVRx's queue gets the first request as it is, and the second in its own class.
-    """
+def save_twice(rank: int, manager: Any, queue: Any) -> None:
+    """Two saves through the queue, the second of which fails on rank 1."""
     weight = torch.full((1000,), float(rank))
     state = BasicTensorAwareStateDict({"w": weight})
     index = queue.schedule_async_request(manager.save(state, 1, is_async=True))
@@ -108,8 +103,7 @@ def save_twice(rank: int, manager: Any, owner: str, queue: Any) -> None:
     assert finalised_one(queue) == [index]
     assert manager.load()[0].state_dict["w"].unique().tolist() == [float(rank)]
     with small_files(rank):
-        request = manager.save(state, 2, is_async=True)
-        queue.schedule_async_request(request if owner == "megatron" else request.for_nvrx())
+        queue.schedule_async_request(manager.save(state, 2, is_async=True))
         with pytest.raises(StorageError, match=r"^rank 1: "):
             queue.maybe_finalize_async_calls(blocking=True)
     assert manager.find_latest() == 1
@@ -161,7 +155,7 @@ def require_saved(rank: int, queue: Any, strategy: Any, root: Path) -> None:
     index = schedule(queue, strategy, root, wanted)
     for tensor in tensors:
         tensor.zero_()
-    assert finalised_one(queue) == [index]
+    assert finalised_one(queue) in ([index], [0])  # NVRx says 0 of each
     loaded = dist_checkpointing.load(state(rank, 0.0), str(root))
     for name, expected in state(rank, 5.0).items():
         assert torch.equal(loaded[name], expected.data), root

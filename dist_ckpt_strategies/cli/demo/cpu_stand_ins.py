@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 from unittest.mock import patch
 
-import megatron.core.optimizer as megatron_optimizer
 import torch
-from megatron.core.optimizer import distrib_optimizer
-from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_ckpt_strategies.megatron import needs_megatron_core
+
+with needs_megatron_core():
+    import megatron.core.optimizer as megatron_optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.tensor_parallel import random as megatron_random
 
 _CPU: Final = torch.device("cpu")
 _PRODUCTS: Final = frozenset(
