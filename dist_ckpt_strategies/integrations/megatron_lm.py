@@ -98,7 +98,7 @@ def install(
     ours = _Checkpointing(checkpointing, theirs, sharded_strategy, tuple(allow), chosen, manager)
     if has_registry():  # there Megatron-Core looks up who reads the common state
         register(replace_common=True, replace=True, allow=allow, options=chosen)
-    local = manager and manager.local
+    local = manager.local if manager is not None else None
 
     def make(*a: Any, **kw: Any) -> LocalCheckpointManager:
         if manager is not None and local is not None:  # Megatron-LM searches it by itself
