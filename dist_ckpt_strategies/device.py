@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.parameter import is_lazy
 
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import PlanError
@@ -49,26 +50,51 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def require_plain(tensor: torch.Tensor, *, key: str) -> None:
-    """Raise a PlanError unless the tensor's elements lie in memory of its own.
+def require_plain(tensor: object, *, key: str, is_filled: bool = False) -> None:
+    """Raise a PlanError unless it is a dense tensor whose elements lie in memory of its own.
 
-    That is, where it is sparse, nested, quantized, or on the meta device.
+    Not so: sparse, nested, quantized and meta tensors, subclasses that wrap others, as DTensor
+    does, and tensors whose storage was released or cut by ``untyped_storage().resize_``. One that
+    is to be filled must not have two elements in one place, as after ``expand``; that is exact for
+    slices, permutations and expansions of a dense tensor.
     """
-    is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
-    if is_odd or tensor.device.type == "meta":
-        found = "a nested tensor" if tensor.is_nested else str(tensor.layout)
-        raise PlanError(
-            f"{key}: expected a dense tensor on a real device, found {found} on "
-            f"{tensor.device}; convert it first",
-            key=key,
-        )
+    text = f"expected a dense tensor in memory of its own, found {type(tensor).__name__}"
+    if isinstance(tensor, torch.Tensor):
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else ""
+        text += f" of {kind or tensor.layout} elements on {tensor.device}"
+        with suppress(RuntimeError, TypeError, ValueError):  # one without storage, or strides
+            lack = lacking_storage(tensor)
+            is_dense = tensor.layout == torch.strided and not kind
+            if not lack and is_dense and (tensor.numel() == 0 or tensor.data_ptr()):
+                if not is_filled or tensor.is_contiguous() or not _may_overlap(tensor):
+                    return
+                lack = "its elements share memory, so it cannot be filled; give a clone of it"
+            text = lack or f"{text}; convert it first, a DTensor by to_local() or full_tensor()"
+    raise PlanError(f"{key}: {text}", key=key)
 
 
-def may_overlap(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory, as after ``expand``: such a tensor cannot be filled.
+def lacking_storage(tensor: torch.Tensor) -> str:
+    """What a tensor lacks that is on the meta device, or reaches beyond its storage, in words.
 
-    Exact for slices, permutations and expansions of a dense tensor.
+    Empty of any other, and of one that has another layout than a dense one.
     """
+    if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor):
+        return ""
+    if tensor.device.type == "meta":
+        return f"a tensor {tuple(tensor.shape)} on the meta device has no values; load them first"
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + reach + 1) * tensor.element_size()
+    present = tensor.untyped_storage().nbytes()
+    if tensor.numel() == 0 or present >= needed:
+        return ""
+    return (
+        f"a tensor {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} needs {needed} bytes "
+        f"of storage, {present} are present: its memory was released; bring the model back from "
+        "its offload first"
+    )
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

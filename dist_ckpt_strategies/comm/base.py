@@ -106,6 +106,9 @@ class Communicator:
             np.asarray(receive.into)[...] = np.asarray(send.data)
         return lambda: None
 
+    def note_failure(self, error: BaseException) -> None:
+        """Have peers that wait for this rank in vain learn by what error it left. Rank-local."""
+
 
 def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[str]) -> str:
     """Which ranks are alike, in words: ``ranks [0, 1, 3] in a save; ranks [2] in a load``.
@@ -170,12 +173,8 @@ def run_and_gather(
     try:
         try:
             result = step()
-        except SaveTimeoutError as error:
-            own = error
-        except (PeerTimeoutError, PeerLostError):
-            raise  # ranks are out of step: there is no collective any more
         except _failures() as error:
-            own = _own_error(error)
+            own = _own_error(comm, error)
         if own is not None:
             key, path = (None if text is None else str(text) for text in (own.key, own.path))
             answers = comm.all_gather([kind_of(own), own.message, key, path, own.global_rank])
@@ -188,6 +187,9 @@ def run_and_gather(
         if any(len(answer) > 1 for answer in answers):
             _raise_first(comm, own, answers)
         return [gathered for (gathered,) in answers]
+    except (PeerTimeoutError, PeerLostError) as error:
+        error.__cause__ = own or error.__cause__
+        raise
     finally:
         del result, own  # or a raised error would hold this frame and its tensors, in a cycle
 
@@ -201,13 +203,21 @@ def _failures() -> tuple[type[BaseException], ...]:
     return Exception, getattr(module, "CheckpointException", Exception)
 
 
-def _own_error(error: BaseException) -> CheckpointError:
+def _own_error(comm: Communicator, error: BaseException) -> CheckpointError:
     """An error of this package; for a CheckpointException, the first failure it reports.
 
-    Its ranks are global ones. Rank 0 is that, or this rank where there were no collectives.
+    Its ranks are global ones. Rank 0 is that, or this rank where there were no collectives. Peers
+    that may be in a collective of another package now, and never reach this one, can find a note.
     """
+    if isinstance(error, PeerTimeoutError | PeerLostError):
+        if not isinstance(error, SaveTimeoutError):
+            raise error  # ranks are out of step: there is no collective any more
+        return error
     if isinstance(error, Exception):
-        return as_checkpoint_error(error)
+        own = as_checkpoint_error(error)
+        if own.global_rank is None:
+            comm.note_failure(own)
+        return own
     raised: Any = error
     rank, (failure, _) = min(raised.failures.items(), key=lambda item: item[0])
     found = as_checkpoint_error(
@@ -279,6 +289,7 @@ def _raise_first(
                 kind, message, key, path, reported = answer
                 who = comm.global_ranks[rank] if reported is None else reported
                 found.append(error_from_peer(who, kind, message, key=key, path=path))
-        raise min(found, key=lambda error: not isinstance(error, StorageTimeoutError))
+        first = min(found, key=lambda error: not isinstance(error, StorageTimeoutError))
+        raise first from (own.__cause__ if own is first else own)
     finally:
-        del own, found
+        del own, found, first

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
@@ -23,6 +24,8 @@ from dist_ckpt_strategies.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+_OURS = __name__.rpartition(".")[0]
 
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
@@ -144,6 +147,19 @@ def is_of_communication(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and "gloo" in text_of(error)
 
 
+def is_from_peer(error: BaseException | None) -> bool:
+    """Whether torch's communication raised an error in a collective of this package.
+
+    Not so what a signal handler raises meanwhile, as torch's does when a DataLoader's worker dies,
+    nor an error of the device.
+    """
+    if not isinstance(error, RuntimeError) or is_of_communication(error):
+        return isinstance(error, RuntimeError)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_by = str(frame.f_globals.get("__name__"))
+    return type(error) is RuntimeError and raised_by.startswith(("torch.distributed", _OURS))
+
+
 def new_gloo_groups(
     world: Communicator, group: ProcessGroup | None, num_groups: int, *, timeout_s: float
 ) -> tuple[ProcessGroup, ...]:
@@ -200,6 +216,8 @@ def new_group_of(
             len(mine), place, mine, dist.Backend(backend), store, name, timeout=limit
         )
     except RuntimeError as error:
+        if not is_from_peer(error):
+            raise
         what = f"making of a {backend} group of {len(mine)} ranks: {error}"
         if time.monotonic() - began >= limit.total_seconds():
             raise PeerTimeoutError(None, f"a peer did not come in time: {what}") from error

@@ -1,6 +1,7 @@
 """A Communicator over a process group of torch.distributed; it names ranks that are missing."""
 
 import json
+import logging
 import os
 import struct
 import time
@@ -34,6 +35,8 @@ from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     abort_nccl,
     is_distributed,
+    is_from_peer,
+    is_of_communication,
     message_device,
     run_abandonable,
 )
@@ -47,8 +50,11 @@ from dist_ckpt_strategies.errors import (
     WaitReleasedError,
     as_checkpoint_error,
     error_from_peer,
+    text_of,
 )
 from dist_ckpt_strategies.storage.processes import has_ended, process_name
+
+logger = logging.getLogger(__name__)
 
 _DEVICE_PAUSE_S = 0.0002
 
@@ -79,12 +85,14 @@ class _Reached:
     """How far a group is: its collectives so far, and when the last one was reached.
 
     Torch's own sequence number counts messages between single ranks too. A later group may have
-    torch's name of this one, but not ``name``. Messages have to be on ``device``.
+    torch's name of this one, but not ``name``. Messages have to be on ``device``. ``failure`` is
+    this rank's own error since the last collective.
     """
 
     device: torch.device
     total: int = 0
     at: float = 0.0
+    failure: str = ""
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -248,13 +256,12 @@ class TorchCommunicator(Communicator):
         before, reached.at = reached.at, now
         reached.total += 1
         deadline = now + self._timeout_s
-        note = f"{reached.total} {reached.name} {process_name(os.getpid())}"
         device = self._message_device
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         mine = mine.to(device, non_blocking=True)  # without a wait for what the GPU has to do
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with _PeerErrors(self, deadline):
-            self._store.set(self._keys[self.global_ranks[self.rank]], note)
+            self._store.set(self._keys[self.global_ranks[self.rank]], self._note())
             while self._unconnected:
                 nothing = torch.zeros(1, device=self.device)
                 channel = self._unconnected.pop()
@@ -268,6 +275,7 @@ class TorchCommunicator(Communicator):
                 _wait(work, deadline, device)
                 if now - before > _SHARE_OF_LIMIT * self._timeout_s:
                     self._require_awaited()
+            reached.failure = ""
             return [tensor.numpy().tobytes() for tensor in to_host_beside(found)]
 
         return await_all
@@ -338,22 +346,21 @@ class TorchCommunicator(Communicator):
                     work: Any = dist.irecv(nothing, peer, group=channel, tag=_TAG_OF_NOTHING)
                     work.wait(timedelta(milliseconds=1))
 
-    def peer_error(self, error: Exception, deadline: float, peer: int | None) -> PeerError:
+    def peer_error(self, error: BaseException, deadline: float, peer: int | None) -> PeerError:
         """The error for a collective that timed out or broke off, with the ranks to blame."""
         is_lost = time.monotonic() < deadline - 0.001
-        missing = [peer] if peer is not None else self._missing(is_lost=is_lost)
+        missing = {peer: ""} if peer is not None else self._missing(is_lost=is_lost)
         if missing is None:
             who = "a peer (perhaps rank 0: the job's key-value store does not answer)"
         else:
-            who = f"ranks {missing}" if missing else "a peer"
+            who = f"ranks {list(missing)}" if missing else "a peer"
+        first, why = next(iter(missing or {}), None), "".join((missing or {}).values())
         if not is_lost:
-            return PeerTimeoutError(
-                missing[0] if missing else None,
-                f"{who} did not reach this collective within {self._timeout_s:g} s: {self._what}",
-            )
+            late = f"{who} did not reach this collective within {self._timeout_s:g} s: {self._what}"
+            return PeerTimeoutError(first, late + why)
         return PeerLostError(
-            missing[0] if missing and len(missing) == 1 else None,
-            f"lost contact with {who}: {self._what}: {error}",
+            first if missing and len(missing) == 1 else None,
+            f"lost contact with {who}: {self._what}: {error}{why}",
         )
 
     def _require_awaited(self) -> None:
@@ -374,13 +381,34 @@ class TorchCommunicator(Communicator):
                 f"{self._what}",
             )
 
-    def _missing(self, *, is_lost: bool) -> list[int] | None:
-        """Global ranks to blame for a failed collective; None if the store does not answer.
+    def note_failure(self, error: BaseException) -> None:
+        """See Communicator. The error is logged too: this rank may wait for long before it raises.
 
-        After a timeout, notes for late ranks that this rank has given up. To blame are those that
-        have not reached it, else those whose processes on this host have ended. Where contact
-        broke off, those that have ended, else those that have not reached it once slower ranks had
-        time to.
+        What comes from a peer is no error of this rank.
+        """
+        if is_of_communication(error):
+            return
+        text = f"{type(error).__name__}: {text_of(error)}"
+        self._reached.failure = text.encode(errors="replace").decode()
+        me = self.global_ranks[self.rank]
+        logger.warning("rank %d: %s: %s", me, self._title, self._reached.failure)
+        note = self._note()
+        with suppress(RuntimeError, TimeoutError):
+            run_abandonable(lambda: self._store.clone().set(self._keys[me], note), _LOOKUP_S, "")
+
+    def _note(self) -> str:
+        """How far this rank is, and by what error it is about to leave."""
+        reached = self._reached
+        return f"{reached.total} {reached.name} {process_name(os.getpid())}\n{reached.failure}"
+
+    def _missing(self, *, is_lost: bool) -> dict[int, str] | None:
+        """Global ranks to blame for a failed collective, with what their errors add to the message.
+
+        None if the store does not answer. After a timeout, notes for late ranks that this rank has
+        given up. To blame are those that have left by an error of their own. Else after a timeout
+        those that have not reached it, else those whose processes on this host have ended. Where
+        contact broke off, those that have ended, else those that have not reached it once slower
+        ranks had time to.
 
         A question to a store hosted by a silent rank never returns, so it is asked over a new
         connection on a thread.
@@ -388,22 +416,24 @@ class TorchCommunicator(Communicator):
         limit_s = min(self._timeout_s, _LOOKUP_S)
         total = self._reached.total  # the thread may go on after it was given up
 
-        def ask() -> list[int]:
+        me = self.global_ranks[self.rank]
+        others = {rank: key for rank, key in self._keys.items() if rank != me}
+
+        def ask() -> dict[int, str]:
             store = self._store.clone()
             if not is_lost:
-                me = self.global_ranks[self.rank]
                 store.set(self._given_up_key, f"{me} {total} {self._reached.name}")
-                ended, late = _ended_and_late(store, self._keys, total)
-                return late or ended
+                ended, late, failed = _ended_and_late(store, others, total)
+                return failed or dict.fromkeys(late or ended, "")
             deadline = time.monotonic() + limit_s / 2
             while True:
-                ended, late = _ended_and_late(store, self._keys, total)
-                if ended or len(late) <= 1 or time.monotonic() >= deadline:
-                    return ended or late
+                ended, late, failed = _ended_and_late(store, others, total)
+                if failed or ended or len(late) <= 1 or time.monotonic() >= deadline:
+                    return failed or dict.fromkeys(ended or late, "")
                 time.sleep(_LOOKUP_PAUSE_S)
 
         try:
-            found: list[int] = run_abandonable(ask, limit_s, "the job's key-value store")
+            found: dict[int, str] = run_abandonable(ask, limit_s, "the job's key-value store")
         except (RuntimeError, TimeoutError):
             return None
         return found
@@ -426,9 +456,12 @@ class _PeerErrors:
         """Nothing."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, PeerError | RuntimeError):
-            return
         is_ours = isinstance(error, PeerError)
+        if error is None or not (is_ours or is_from_peer(error)):
+            if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
+                self.comm.note_failure(error)
+                self.comm.break_off()
+            return
         found = error if is_ours else self.comm.peer_error(error, self.deadline, self.peer)
         try:
             self.comm.break_off()
@@ -461,10 +494,18 @@ def _wait(work: Any, deadline: float, device: torch.device) -> None:
 # Which ranks have not reached a collective, or have died in it
 
 
-def _ended_and_late(store: Any, keys: Mapping[int, str], total: int) -> tuple[list[int], list[int]]:
-    """Ranks whose processes have ended, and those that have not reached so many collectives."""
+def _ended_and_late(
+    store: Any, keys: Mapping[int, str], total: int
+) -> tuple[list[int], list[int], dict[int, str]]:
+    """Ranks whose processes have ended, and those that have not reached so many collectives.
+
+    Of those that left by an error of their own also a text.
+    """
     written = {rank: key for rank, key in keys.items() if store.check([key])}
     texts = store.multi_get(list(written.values())) if written else []
-    found = {rank: text.decode().split(" ", 2) for rank, text in zip(written, texts, strict=True)}
+    notes = {r: text.decode().partition("\n") for r, text in zip(written, texts, strict=True)}
+    found = {rank: note.split(" ", 2) for rank, (note, _, _) in notes.items()}
     ended = [rank for rank, (_, _, process) in found.items() if has_ended(process)]
-    return ended, [rank for rank in keys if rank not in found or int(found[rank][0]) < total]
+    late = [rank for rank in keys if rank not in found or int(found[rank][0]) < total]
+    left = "; rank {} left by an error of its own: {}"
+    return ended, late, {rank: left.format(rank, why) for rank, (*_, why) in notes.items() if why}

@@ -15,10 +15,11 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId
@@ -26,6 +27,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleVersionError,
+    PlanError,
     StorageError,
     StrategyError,
     UnsafeObjectError,
@@ -193,17 +195,50 @@ def plain_value(content: bytes) -> Plain | None:
         return None
 
 
+def leaves(obj: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Each value in nested containers and objects, with its path, such as ``args.betas[1]``."""
+    held: dict[Any, Any] = {}
+    if isinstance(obj, list | tuple | set | frozenset):
+        ordered = obj if isinstance(obj, list | tuple) else sorted(obj, key=repr)
+        held = {f"[{number}]": value for number, value in enumerate(ordered)}
+    elif isinstance(obj, dict):
+        held = {f".{key}": value for key, value in obj.items()}
+    elif is_dataclass(obj) and not isinstance(obj, type):
+        held = {f".{part.name}": getattr(obj, part.name, None) for part in fields(obj)}
+    elif not (isinstance(obj, type | Enum) or hasattr(obj, "untyped_storage")):
+        held = {f".{name}": value for name, value in getattr(obj, "__dict__", {}).items()}
+    if not held or id(obj) in within:
+        yield path, obj
+        return
+    for name, value in held.items():
+        yield from leaves(value, f"{path}{name}".removeprefix("."), (*within, id(obj)))
+
+
 def dump_object(obj: Any, *, name: str) -> bytes:
     """The object as ``torch.save`` writes it.
 
     Raises:
         StorageError: it holds something that cannot be pickled.
+        PlanError: it holds a tensor without memory: torch would write that, and not read it.
     """
     import torch  # noqa: PLC0415 - takes a while, and scans go without
 
+    from dist_ckpt_strategies.device import lacking_storage  # noqa: PLC0415 - the same
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and (lack := lacking_storage(value)):
+                path = next((path for path, held in leaves(obj) if held is value), "")
+                key = f"{name}: {path}" if path else name
+                raise PlanError(f"{key}: {lack}", key=key)
+            return NotImplemented
+
     buffer = io.BytesIO()
     try:
-        torch.save(obj, buffer)
+        pickler: Any = SimpleNamespace(Pickler=Pickler, __name__=pickle.__name__)
+        torch.save(obj, buffer, pickler)
+    except PlanError:
+        raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         raise StorageError(f"{name} cannot be saved: {text}", key=name) from error

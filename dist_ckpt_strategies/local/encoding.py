@@ -79,20 +79,20 @@ def encode_state(
     kind = _kind_of(state)
     if kind == _MEGATRON:
         state = MCoreTensorAwareStateDict(state.common_state_dict, state.sharded_state_dict)
+    numbered = (f"tensor {number}" for number, _ in enumerate(state.tensors))
+    names = state.names if isinstance(state, ListedTensors) else list(numbered)
+    for name, tensor in zip(names, state.tensors, strict=True):
+        require_plain(tensor, key=name)
     tensors = list(state.pop_tensors())
     try:
         hollow = {"devices": [tensor.device.type for tensor in tensors], "state": state}
         content = bytearray(dump_loadable(hollow, name=_NAME, allow=allowed))
     finally:
         state.insert_tensors(tensors)
-    numbered = [f"tensor {number}" for number in range(len(tensors))]
-    names = state.names if isinstance(state, ListedTensors) else numbered
-    buffers = []
-    for name, tensor in zip(names, tensors, strict=True):
-        require_plain(tensor, key=name)
-        buffers.append(
-            BufferSpec(name, DType.named(str(tensor.dtype), key=name), tuple(tensor.shape))
-        )
+    buffers = [
+        BufferSpec(name, DType.named(str(tensor.dtype), key=name), tuple(tensor.shape))
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
     buffers.append(BufferSpec("description", DType.UINT8, (len(content),)))
     return FilledShard(
         LocalShard(shard_id, world_size, session_id, kind, tuple(buffers)),

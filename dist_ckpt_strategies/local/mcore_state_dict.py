@@ -24,7 +24,7 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, ShardId, ShardSpec
-from dist_ckpt_strategies.device import TensorBytes, torch_dtype
+from dist_ckpt_strategies.device import TensorBytes, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StrategyError
 from dist_ckpt_strategies.local.plan import ShardSlice, build_distribution, build_reshard_plan
 from dist_ckpt_strategies.local.state_dicts import ListedTensors
@@ -345,6 +345,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
                 if isinstance(value, ShardedObject):
                     held[object_id(value)] = value.data
                 elif value.data is not None:
+                    require_plain(value.data, key=value.key)
                     spec = shard_spec(value)
                     held[spec.id] = value.data.detach().reshape(spec.region.shape)
                     own.append(message_of(value))

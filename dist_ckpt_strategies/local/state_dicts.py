@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import PlanError
 
 
@@ -120,6 +121,8 @@ class ListedTensors(TensorAwareStateDict):
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
         """See TensorAwareStateDict."""
+        for name, tensor in zip(self.names, self.require_tensors(), strict=True):
+            require_plain(tensor, key=name)
         self._tensors = [
             tensor.detach().to("cpu", non_blocking=non_blocking, copy=True)
             for tensor in self.require_tensors()

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
     merge,
     nested_values,
 )
-from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.utils import (
     extract_sharded_base,
@@ -36,6 +36,7 @@ from dist_ckpt_strategies.core.array import (
     ShardId,
     ShardSpec,
 )
+from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import PlanError, some_of
 from dist_ckpt_strategies.megatron.types import (
     CheckpointingException,
@@ -67,6 +68,13 @@ def sharded_values(state_dict: StateDict) -> Iterator[Any]:
         yield value
 
 
+def require_readable(values: Iterable[Any], kind: Any = ShardedTensor) -> None:
+    """Raise a PlanError if the data of a tensor or factory does not lie in memory of its own."""
+    for value in values:
+        if isinstance(value, kind) and value.data is not None:
+            require_plain(value.data, key=value.key)
+
+
 def is_main(value: Any) -> bool:
     """Whether this replica is the one that is written; errors are those of ``message_of``."""
     return is_main_message(message_of(value))
@@ -82,8 +90,9 @@ def shard_spec(tensor: Any) -> ShardSpec:
 def shard_data(tensor: Any) -> torch.Tensor:
     """The data of a ShardedTensor, shaped like its region; a view, not a copy.
 
-    Raises a PlanError if it has none, or data of another shape or dtype than it says.
+    Raises a PlanError if it has none in memory of its own, of the shape and dtype that it says.
     """
+    require_readable([tensor])
     if tensor.data is None:
         raise PlanError(f"{tensor.key}: the ShardedTensor has no data to save", key=tensor.key)
     data: torch.Tensor = tensor.data.detach()
@@ -243,6 +252,7 @@ def split_for_save(
     """
     if not isinstance(state_dict, dict):
         raise _no_dict(state_dict)
+    require_readable(nested_values(state_dict), ShardedTensorFactory)  # they are applied
     whole = mapped_values(lambda value: value, state_dict)  # factories are replaced in place
     if content_metadata is not None:
         whole[CONTENT_METADATA_KEY] = content_metadata
@@ -251,14 +261,6 @@ def split_for_save(
     if isinstance(content, dict):
         common[CONTENT_METADATA_KEY] = {k: v for k, v in content.items() if k != _GROUP_KEY}
     return sharded, common
-
-
-def require_equal_common(common: StateDict) -> None:
-    """Megatron-Core's check that all ranks hold the same common state; it logs what differs.
-
-    Collective over the world: a broadcast.
-    """
-    validate_sharding_integrity([], common_state_dict=common)
 
 
 def require_valid_sharding(everyone: list[list[Any]]) -> None:
@@ -314,6 +316,7 @@ def split_for_load(state_dict: StateDict) -> tuple[StateDict, StateDict, StateDi
     """
     if not isinstance(state_dict, dict):
         raise _no_dict(state_dict)
+    require_readable(nested_values(state_dict), ShardedTensorFactory)
     force_all_tensors_to_non_fp8(state_dict)
     sharded, nonpersistent, factories = load_preprocess(state_dict)
     sharded, _ = extract_sharded_base(sharded)

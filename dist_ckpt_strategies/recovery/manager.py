@@ -288,6 +288,7 @@ class CheckpointManager:
         assert checkpoint is not None  # noqa: S101 - finishing a step keeps it
         is_whole = checkpoint.phase is not Phase.UPDATING  # otherwise nothing but its step counts
         shards = self._shards_of(checkpoint.provider) if is_whole else {}
+        flat_shards(shards)  # a tensor without memory cannot be copied
         every = [tensor for tensors in shards.values() for tensor in tensors.values()]
         copies = iter(HostSnapshot().take(every))
         copied = {shard_id: dict(zip(names, copies)) for shard_id, names in shards.items()}  # noqa: B905 - as many as there are names

@@ -19,8 +19,9 @@ from typing import Any, NoReturn, Protocol, Self, cast
 import torch
 import xxhash
 
-from dist_ckpt_strategies.device import TensorBytes, may_overlap, require_plain, to_host
-from dist_ckpt_strategies.errors import PlanError, RestartError, StrategyError
+from dist_ckpt_strategies.device import TensorBytes, require_plain, to_host
+from dist_ckpt_strategies.errors import PlanError, RestartError, StorageError, StrategyError
+from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.recovery.plan import Phase, ShardInfo
 
 _DIGEST_CHUNK_NBYTES = 64 << 20
@@ -153,11 +154,7 @@ class FlatShard(TensorBytes):
     def require_fillable(self) -> None:
         """Raise a PlanError unless bytes can be written into every tensor."""
         for name, tensor in zip(self.names, self.tensors, strict=True):
-            if may_overlap(tensor):
-                raise PlanError(
-                    f"{self.shard_id}: {name}: its elements share memory, so it cannot be filled",
-                    key=self.shard_id,
-                )
+            require_plain(tensor, key=f"{self.shard_id}: {name}", is_filled=True)
 
     def copy_from(self, other: FlatShard) -> int:
         """Copy the tensors of an equal shard; returns the bytes copied, none of shared memory."""
@@ -186,14 +183,10 @@ def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def dump_objects(value: Any) -> bytes:
     """A value for another rank of this job; a PlanError if it cannot be pickled."""
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
-    except Exception as error:
-        raise PlanError(
-            f"the state's objects cannot be sent to another rank: {type(error).__name__}: {error}"
-        ) from error
-    return buffer.getvalue()
+        return dump_object(value, name="the state's objects")
+    except StorageError as error:
+        raise PlanError(f"{error}; so they cannot be sent to another rank") from error
 
 
 def load_objects(content: bytes) -> Any:

@@ -31,13 +31,13 @@ from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.processes import lower_priority
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _PAUSE_S = 0.02
-_LOW_PRIORITY = 10
 
 
 class BackgroundWork(Generic[T]):
@@ -139,7 +139,7 @@ def yield_to_training() -> None:
     Threads that it starts inherit this. Where the system knows no such thing, nothing changes.
     """
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+        lower_priority(threading.get_native_id())
 
 
 def wait_for_mark(mark: str, pid: int) -> None:

@@ -1,6 +1,10 @@
 """What is to be saved or loaded, checked among the ranks before anything is written or read."""
 
+import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import chain, islice
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
@@ -14,8 +18,8 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import RankShards
-from dist_ckpt_strategies.errors import PlanError, StorageError
-from dist_ckpt_strategies.formats.objects import dump_object
+from dist_ckpt_strategies.errors import PlanError, StorageError, some_of
+from dist_ckpt_strategies.formats.objects import dump_object, leaves
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     StrictOutcome,
@@ -24,7 +28,6 @@ from dist_ckpt_strategies.megatron.shards import (
     message_of,
     needs_stored_keys,
     object_id,
-    require_equal_common,
     require_valid_sharding,
     shard_spec,
     sharded_values,
@@ -33,6 +36,10 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.sharded.plan import build_save_plan
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN, _MAX_TEXT, _MAX_ELEMENTS = 5, 80, 1000
 
 
 class _Validated:
@@ -83,15 +90,50 @@ def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
         comm,
         lambda: [_messages(state), xxh3_64_hexdigest(dump_object(common, name="common state"))],
     )
+    everyone, digests = zip(*answers, strict=True)
+    if len(set(digests)) > 1:
+        warn_of_differences(comm, common, digests)
+    run_collectively(comm, lambda: require_valid(_values(everyone)))
 
-    def check() -> None:
-        # Megatron-Core's own comparison is a broadcast: it comes first, where no rank can have
-        # failed alone.
-        if any(digest != answers[0][1] for _, digest in answers) and is_distributed():
-            require_equal_common(common)
-        require_valid(_values(messages for messages, _ in answers))
 
-    run_collectively(comm, check)
+def warn_of_differences(comm: Communicator, common: Any, digests: Sequence[str]) -> None:
+    """Log, on the first rank, where the ranks' common states differ, and how. Collective.
+
+    The first rank of each digest describes its state; one without a digest is not compared.
+    """
+    firsts = {digest: digests.index(digest) for digest in filter(None, digests)}
+    shown = dict(islice(firsts.items(), _MAX_SHOWN))
+    is_asked = comm.rank in shown.values()
+    answers = run_and_gather(comm, lambda: _described(common) if is_asked else None)
+    found = []
+    for path in dict.fromkeys(chain(*(answers[rank] for rank in shown.values()))):
+        ranks: dict[str, list[str]] = defaultdict(list)
+        for global_rank, digest in zip(comm.global_ranks, digests, strict=True):
+            if digest in shown:
+                ranks[answers[shown[digest]].get(path, "nothing")].append(str(global_rank))
+        if len(ranks) > 1:
+            told = ", ".join(f"{text} on rank {some_of(who)}" for text, who in ranks.items())
+            found.append(f"{path[-_MAX_TEXT:]}: {told}")
+    if found and comm.rank == 0:
+        text = "common state dict differs between ranks in %d places, rank 0 saves its own: %s"
+        logger.warning(text, len(found), "; ".join(found[:_MAX_SHOWN]))
+
+
+def _described(common: Any) -> dict[str, str]:
+    """Each value in a state by its path, as a text; the elements of small tensors one by one."""
+    found: dict[str, str] = {}
+    for path, value in leaves(common):
+        text, elements = type(value).__name__, []
+        with suppress(Exception):  # whatever the value's own code raises
+            if hasattr(value, "dtype") and hasattr(value, "shape"):
+                text, elements = f"{value.dtype} {tuple(value.shape)}", value.reshape(-1).tolist()
+            else:
+                text = repr(value)
+        if len(elements) > _MAX_ELEMENTS or len(text) > _MAX_TEXT:
+            digest = xxh3_64_hexdigest(f"{text} {elements}".encode(errors="replace"))
+            text, elements = f"{text[:_MAX_TEXT]}... with digest {digest}", []
+        found |= {path: text} | {f"{path}[{n}]": repr(one) for n, one in enumerate(elements)}
+    return found
 
 
 def check_load(

@@ -21,8 +21,8 @@ from dist_ckpt_strategies.device import (
     build_batches,
     copy_into,
     host_view,
-    may_overlap,
     require_plain,
+    to_host,
     torch_dtype,
 )
 from dist_ckpt_strategies.errors import (
@@ -224,11 +224,20 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
     CPU tensors of the stored dtype are read into directly, all at once. Others are read through
     memory of the stored dtype, pinned for CUDA, batch by batch, and converted as ``copy_`` does;
     that takes at most ``max_inflight_bytes`` (or the largest tensor).
+
+    Two tensors may be one memory, as tied weights are; a PlanError if they are stored unlike.
     """
     direct: list[ArrayRead] = []
     staged: list[tuple[TensorRegion, int]] = []
+    tied: list[TensorRegion] = []
+    places: set[Any] = set()
     for read in reads:
         array, region, tensor = read
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place in places:
+            tied.append(read)
+            continue
+        places.add(place)
         is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
         if is_plain and tensor.dtype == torch_dtype(array.dtype):
             direct.append(ArrayRead(array, region, host_view(tensor)))
@@ -238,6 +247,15 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
         store.begin_reads(direct).wait(options.timeout_s)
     for batch in build_batches(staged, options.max_inflight_bytes) if staged else ():
         _read_staged(store, batch, options)
+    for array, region, tensor in tied:
+        again = torch.empty_like(tensor)
+        run_reads(store, [(array, region, again)], options)
+        if len({host.tobytes() for host in to_host([tensor, again])}) > 1:
+            raise PlanError(
+                f"{array.key}: its data is also that of another tensor of this load, for which "
+                "the checkpoint holds other values; untie the two, or load one of them",
+                key=array.key,
+            )
 
 
 def _read_staged(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
@@ -337,24 +355,30 @@ def destination(tensor: Any) -> torch.Tensor:
     """The tensor that a load fills: the ShardedTensor's own data, or a new one on the CPU.
 
     Where Megatron-Core's torch_dist has given the data its prepended dims, it is a view of that.
-    Raises a ShapeMismatchError if the data has another shape than the ShardedTensor says, and a
-    PlanError if its elements do not lie in memory of their own.
+    Errors are those of ``require_fillable``.
     """
     stated = tuple(tensor.local_shape)
     data: torch.Tensor | None = tensor.data
     if data is None:
         return torch.empty(stated, dtype=tensor.dtype, device="cpu")
-    require_plain(data, key=tensor.key)
-    found = tuple(data.shape)
-    if found not in {stated, (1,) * tensor.prepend_axis_num + stated}:
-        raise ShapeMismatchError(
-            f"{tensor.key}: its data has shape {found}, its local_shape is {stated}",
-            key=tensor.key,
-        )
-    if not data.is_contiguous() and may_overlap(data):
-        raise PlanError(
-            f"{tensor.key}: elements of its data share memory, as after expand(), so that it "
-            "cannot be filled; give the ShardedTensor a clone",
-            key=tensor.key,
-        )
-    return data if found == stated else data.detach()[(0,) * tensor.prepend_axis_num]
+    require_fillable([tensor])
+    return data if tuple(data.shape) == stated else data.detach()[(0,) * tensor.prepend_axis_num]
+
+
+def require_fillable(values: Iterable[Any]) -> None:
+    """Raise unless a load can fill the data of the ShardedTensors among the values.
+
+    A ShapeMismatchError if one has another shape than its ShardedTensor says, and a PlanError if
+    its elements do not lie in memory of their own.
+    """
+    for value in values:
+        data = value.data
+        if data is None or not isinstance(value, ShardedTensor):
+            continue
+        require_plain(data, key=value.key, is_filled=True)
+        stated, found = tuple(value.local_shape), tuple(data.shape)
+        if found not in {stated, (1,) * value.prepend_axis_num + stated}:
+            raise ShapeMismatchError(
+                f"{value.key}: its data has shape {found}, its local_shape is {stated}",
+                key=value.key,
+            )

@@ -27,11 +27,9 @@ from dist_ckpt_strategies.comm.base import (
     run_collectively,
     run_on_first_rank,
 )
-from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, ShardId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
-from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import DuplicateWriterError, StorageError
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location
@@ -43,14 +41,18 @@ from dist_ckpt_strategies.megatron.shards import (
     message_of,
     object_from_message,
     parallel_sizes,
-    require_equal_common,
     shard_data,
     shard_from_message,
     sharded_values,
     value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.checks import VALIDATED, different_strategies, require_valid
+from dist_ckpt_strategies.sharded.checks import (
+    VALIDATED,
+    different_strategies,
+    require_valid,
+    warn_of_differences,
+)
 from dist_ckpt_strategies.sharded.plan import (
     ManifestPlan,
     SavePlan,
@@ -210,8 +212,6 @@ class ShardedSave:
             data = None
             if is_main_message(message):
                 if isinstance(value, ShardedTensor):
-                    if value.data is not None:
-                        require_plain(value.data, key=value.key)
                     data = shard_data(value)
                 else:
                     self._take_object(value, object_from_message(message))
@@ -234,9 +234,8 @@ class ShardedSave:
         owns, lasts, save_ids, digests = zip(*answers, strict=True)
         self.save_id = save_ids[0]
         self.writer.place.save_id = self.save_id
-        if common is not None and len(set(digests)) > 1 and is_distributed():
-            # Bytes that differ may be equal values. Megatron-Core compares them by a broadcast.
-            run_collectively(comm, partial(require_equal_common, common.compared or {}))
+        if common is not None and len(set(digests)) > 1:
+            warn_of_differences(comm, common.compared, digests)
         group = digest_of(owns)
         if any(last != group for last in lasts):
             everyone = comm.all_gather(self._described)

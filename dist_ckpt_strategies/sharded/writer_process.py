@@ -27,12 +27,12 @@ from dist_ckpt_strategies.errors import CheckpointError, StorageError
 from dist_ckpt_strategies.formats.arrays import StoreWriter
 from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.storage.io_pool import WORK, time_limit, wait_in_turn
+from dist_ckpt_strategies.storage.processes import lower_priority
 from dist_ckpt_strategies.storage.store import ArrayWrite
 
 logger = logging.getLogger(__name__)
 
 _FAREWELL_S = 2.0
-_LOW_PRIORITY = 10
 _POLL_S = 0.02
 _OF_THE_JOB = (signal.SIGINT, signal.SIGTERM)
 """Signals after which the parent may save yet; the process ends with it."""
@@ -210,7 +210,7 @@ def main() -> None:
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     for number in _OF_THE_JOB:
         signal.signal(number, signal.SIG_IGN)
-    os.setpriority(os.PRIO_PROCESS, 0, _LOW_PRIORITY)
+    lower_priority(0)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     memories: dict[int, memoryview] = {}
     while True:

@@ -1,10 +1,14 @@
 """Names of processes, unique among hosts and times, and whether such a process has ended."""
 
+import os
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 _STATE, _FLAGS, _STARTED = 0, 6, 19
 """Where these stand in ``/proc/PID/stat``, counted after the name; see proc(5)."""
+
+_LOW_PRIORITY = 10
 
 _PF_EXITING = 0x4
 """In the flags of ``/proc/PID/stat``: the process ends, its connections are about to break off."""
@@ -40,6 +44,13 @@ def has_ended(name: str) -> bool:
         return False
     is_ending = stat[_STATE] in {"Z", "X"} or bool(int(stat[_FLAGS]) & _PF_EXITING)
     return is_ending or stat[_STARTED] != started
+
+
+def lower_priority(thread_id: int) -> None:
+    """Let others go before a thread, 0 for this one; a niced job cannot go back to less than it."""
+    with suppress(OSError):
+        nice = os.getpriority(os.PRIO_PROCESS, thread_id)
+        os.setpriority(os.PRIO_PROCESS, thread_id, max(nice, _LOW_PRIORITY))
 
 
 def _stat(pid: int) -> list[str]:

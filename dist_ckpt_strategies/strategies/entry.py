@@ -53,6 +53,7 @@ from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     merged,
     parsed_strict,
+    require_readable,
     sharded_values,
     split_for_load,
     split_for_save,
@@ -75,7 +76,7 @@ from dist_ckpt_strategies.sharded.checks import (
     different_strategies,
     require_same_checkpoint,
 )
-from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
+from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions, require_fillable
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
@@ -283,6 +284,7 @@ class _Save:
                     path=str(self.root),
                 )
         if base is not self.sharded or not is_ours:
+            require_readable(sharded_values(self.state))
             return None
         return self._begun(base, validates=self.validates)
 
@@ -600,6 +602,7 @@ class _Load:
         return self._describe_otherwise(root)
 
     def _describe_otherwise(self, root: Location) -> str:
+        require_fillable(sharded_values(self.wanted))
         base = _inner(self.sharded)
         if isinstance(base, ZarrLoadShardedStrategy):
             return _OTHER

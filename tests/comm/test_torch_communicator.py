@@ -248,6 +248,59 @@ def test_a_rank_killed_in_an_exchange_is_named_to_its_receiver() -> None:
     assert error.seconds < 40.0
 
 
+def is_interrupted(rank: int, raised: BaseException, scratch: Path) -> Any:
+    """A signal's handler raises on rank 0 in a collective, as torch's for a DataLoader's does."""
+
+    def handler(*_: Any) -> None:
+        raise type(raised)(*raised.args)
+
+    def interrupt() -> None:
+        until(meeting.is_set)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        (scratch / "sent").touch()
+
+    meet()
+    comm, meeting = open_communicator(None, timeout_s=60.0, purpose="a save"), threading.Event()
+    if rank == 0:
+        signal.signal(signal.SIGUSR1, handler)
+        all_gather: Any = dist.all_gather
+
+        def begin(*args: Any, **options: Any) -> Any:
+            meeting.set()
+            return all_gather(*args, **options)
+
+        vars(dist)["all_gather"] = begin
+        threading.Thread(target=interrupt).start()
+    else:
+        until((scratch / "sent").exists)
+    found: Any = None
+    for _ in range(1 + rank):
+        try:
+            found = outcome(lambda: run_collectively(comm, lambda: None))
+        except KeyboardInterrupt as error:
+            found = repr(error)
+    dist.destroy_process_group()  # as when the error ends the process
+    return found
+
+
+@pytest.mark.parametrize(
+    "raised", [RuntimeError("DataLoader worker (pid 7) is killed"), KeyboardInterrupt()], ids=repr
+)
+def test_what_a_signal_handler_raises_in_a_collective_is_not_taken_for_a_lost_peer(
+    raised: BaseException, tmp_path: Path
+) -> None:
+    interrupted, other = run_processes(2, is_interrupted, raised, tmp_path)
+
+    if isinstance(raised, KeyboardInterrupt):
+        assert interrupted == "KeyboardInterrupt()"
+    else:
+        assert (interrupted.kinds[0], interrupted.text) == ("RuntimeError", str(raised))
+    assert "PeerLostError" in other.kinds, other
+    assert other.global_rank == 0
+    left = f"rank 0 left by an error of its own: {type(raised).__name__}: {raised}"
+    assert left in other.text, other
+
+
 def dies_before_its_second_group(rank: int) -> Any:
     make, made = distributed_c10d._new_process_group_helper, [0]
 

@@ -187,6 +187,11 @@ def ask_for_what_cannot_be_had(rank: int) -> None:
     require_refused(partial(load, strange), CoverageError, "x: rank 0 wants", key="x")
     require_refused(make, CoverageError, "gap: main replicas cover 8 of 10", key="gap")
     require_refused(partial(load, longer), ShapeMismatchError, shapes, key="a")
+    shard = torch.zeros(6, COLUMNS)
+    into = {"a": ShardedTensor.from_rank_offsets("a", shard, (0, rank, 4))}
+    if rank == 1:
+        shard.untyped_storage().resize_(0)
+    require_refused(partial(state.load_into, into), PlanError, "rank 1: a: ", "released", key="a")
     require_refused(partial(load, {}, algo="magic"), PlanError, "one of atomic, fully_parallel")
 
 

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.local import (
 )
 from dist_ckpt_strategies.megatron.types import tensor_aware_class
 from tests.local.clique_worlds import described, node_directory, run_threads
+from tests.support.tensors import WITHOUT_MEMORY, released
 
 
 class Unknown:
@@ -114,16 +115,23 @@ def test_objects_come_back_equal_and_their_tensors_stay_apart_from_those_of_the_
 @pytest.mark.parametrize(
     ("state", "error", "words"),
     [
-        (BasicTensorAwareStateDict({"m": {"w": torch.eye(2).to_sparse()}}), PlanError, r"m\.w"),
+        *(
+            (BasicTensorAwareStateDict({"m": {"w": make(torch.ones(8, 4))}}), PlanError, r"m\.w: ")
+            for make, _ in WITHOUT_MEMORY.values()
+        ),
+        (megatrons(step=released(torch.ones(2))), PlanError, "local state: .*step: a tensor .2,"),
         (megatrons(mine=Unknown()), UnsafeObjectError, r"test_states\.Unknown"),
     ],
-    ids=["sparse", "class"],
+    ids=[*WITHOUT_MEMORY, "common state", "class"],
 )
 def test_values_that_cannot_be_saved_are_refused_by_name(
     state: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         saved_and_loaded(state)
+    if isinstance(state, BasicTensorAwareStateDict):
+        with pytest.raises(error, match=words):
+            state.copy_tensors_to_cpu()
 
 
 class Pair(NamedTuple):

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.recovery.recover import Recovery
 from tests.support.entries import outcome
 from tests.support.memory_provider import MemoryProvider, Parts
 from tests.support.sharding import ALL_DTYPES
-from tests.support.tensors import LAYOUTS, bits, noise
+from tests.support.tensors import LAYOUTS, bits, noise, released
 from tests.support.thread_ranks import run_ranks
 
 STEP = 3
@@ -139,6 +139,7 @@ DIFFER = "a: tensors differ between ranks 0 ({} bytes) and 1 (16 bytes)"
         ({"x": torch.zeros(4)}, DIFFER.format(16)),
         ({}, DIFFER.format(0)),
         ({"x": torch.zeros(1, 2).expand(2, 2)}, "a: x: its elements share memory"),
+        ({"x": released(torch.zeros(2, 2))}, "a: x: a tensor (2, 2) of torch.float32 on cpu needs"),
     ],
 )
 def test_tensors_that_cannot_be_filled_are_named_before_any_byte_is_sent(

@@ -136,3 +136,11 @@ def test_state_that_cannot_be_sent_to_another_rank_is_refused_at_the_start() -> 
     optimizer.param_groups[0]["rule"] = lambda: None
     with pytest.raises(PlanError, match="cannot be sent to another rank"):
         CheckpointManager().track(TorchStateProvider(found, optimizer))
+    optimizer.param_groups[0]["rule"] = None
+    provider, manager = TorchStateProvider(found, optimizer), CheckpointManager(enable_offload=True)
+    manager.track(provider)
+    next(found.parameters()).untyped_storage().resize_(0)
+    with pytest.raises(PlanError, match=r"model: module/.* its memory was released"):
+        manager.track(provider)
+    with pytest.raises(PlanError, match=r"model: module/.* its memory was released"):
+        manager.maybe_offload_checkpoint()

@@ -1,5 +1,6 @@
 """Saves in the background: what is overwritten meanwhile, what fails, what waits."""
 
+import ctypes
 import os
 import resource
 import shutil
@@ -51,6 +52,33 @@ def is_saved(rank: int, root: Path, rows: int = 30_000) -> bool:
 def writer() -> Any:
     (found,) = psutil.Process().children()
     return found
+
+
+def a_niced_job_saves_though_it_cannot_raise_its_priority(rank: int, root: Path) -> None:
+    """By a writer process and by threads; a priority that was low before stays so."""
+    without_capability(23)  # CAP_SYS_NICE
+    before = os.nice(11 + 8 * (rank % 2))
+    with pytest.raises(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 10)
+    for number in range(4):
+        os.environ["DIST_CKPT_WRITER_PROCESS"] = str(1 - number // 2)
+        place = root / str(number)
+        save_async(weight(rank), place, ("zarr", 1 + number % 2)).wait()
+        assert is_saved(rank, place)
+        assert {child.nice() for child in psutil.Process().children()} == {before}
+    assert os.nice(0) == before
+
+
+def without_capability(number: int) -> None:
+    """This thread, and what it starts, goes without, as a job of no root does."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(24, number, 0, 0, 0) == 0  # PR_CAPBSET_DROP: of what it starts
+    assert libc.capget(header, data) == 0
+    for field in range(3):
+        data[field] &= ~(1 << number)
+    assert libc.capset(header, data) == 0
 
 
 def a_save_waits_until_the_one_before_has_written_its_share(
@@ -215,6 +243,10 @@ def test_a_save_in_the_background_is_as_one_in_the_foreground(
     backend: Backend, tmp_path: Path
 ) -> None:
     require_on_ranks(4, run_checks, tmp_path, backend)
+
+
+def test_a_niced_job_saves_in_the_background(tmp_path: Path) -> None:
+    require_on_ranks(2, a_niced_job_saves_though_it_cannot_raise_its_priority, tmp_path)
 
 
 def die_beside_a_writer(rank: int, root: Path) -> None:

@@ -177,7 +177,7 @@ def refuse_shared_memory(rank: int, backend: tuple[str, int], root: Path) -> Non
         "w": sharded(cut, cut.parts[rank], torch.zeros(1, 6).expand(2, 6)),
     }
     call = partial(load, Entry.OURS, wanted, root, **UNCHECKED)
-    require_refused(call, PlanError, "w: elements of its data share memory")
+    require_refused(call, PlanError, "w: its elements share memory")
     assert (other == 7).all()
 
 

@@ -1,6 +1,7 @@
 """A rank that is killed or stopped in the middle: the others raise in time, and nothing half
 done is ever taken for a checkpoint."""
 
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -13,13 +14,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
 
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     PeerError,
     PeerLostError,
     PeerTimeoutError,
 )
+from dist_ckpt_strategies.megatron.types import StrategyAction
+from dist_ckpt_strategies.strategies.registry import resolve
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support.entries import (
     Entry,
@@ -33,7 +40,7 @@ from tests.support.entries import (
 )
 from tests.support.ports import free_port
 from tests.support.processes import until
-from tests.support.ranks import RankDiedError, run_processes
+from tests.support.ranks import RankDiedError, allow_torch_dist, run_processes
 from tests.support.sharding import at_random, differences, no_data, on_grid, state_of
 from tests.support.system_calls import before_calls
 
@@ -139,6 +146,55 @@ def test_a_rank_lost_in_the_middle_of_a_save_is_named_by_the_others(
     else:
         assert any(PeerLostError.__name__ in first.kinds for first, *_ in results)
     require_on_ranks(4, require_incomplete_and_replaceable, tmp_path / "c")
+
+
+def fail_in_a_foreign_load(rank: int, root: Path) -> Any:
+    """Rank 1 lacks memory within Megatron-Core's wrapper, whose other ranks wait in a broadcast."""
+    prepare(TIMEOUT_S)
+    allow_torch_dist()
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dist_ckpt_strategies").addHandler(handler)
+
+    def out_of_memory(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    with cpu_stand_ins():
+        save(
+            Entry.OURS,
+            state_of(rank, [on_grid("w", (8,), (2,))]),
+            root,
+            sharded_strategy=("torch_dist", 1),
+        )
+        base: Any = resolve(StrategyAction.LOAD_SHARDED, None, ("torch_dist", 1))
+        if rank == 1:
+            base.load = out_of_memory
+        wrapped = FullyParallelLoadStrategyWrapper(base)
+        try:
+            load(
+                Entry.OURS,
+                state_of(rank, [on_grid("w", (8,), (2,))], no_data),
+                root,
+                sharded_strategy=wrapped,
+            )
+        except PeerError as error:
+            found = [type(error).__name__, str(error), repr(error.__cause__), texts]
+    dist.destroy_process_group()  # as when the error ends the process
+    return found
+
+
+def test_what_failed_in_a_foreign_strategy_is_logged_and_chained(tmp_path: Path) -> None:
+    (lost, text, *_), (late, _, cause, logged) = run_processes(
+        2, fail_in_a_foreign_load, tmp_path / "c"
+    )
+
+    assert lost == "PeerLostError"
+    assert late in {"PeerLostError", "PeerTimeoutError"}
+    assert "rank 1 left by an error of its own: " in text
+    for said in (text, cause, "".join(logged)):
+        assert "out of memory" in said
+    assert any(line.startswith("rank 1: ") and "out of memory" in line for line in logged)
 
 
 def stop_host_of_store(rank: int, port: int, scratch: Path) -> Any:

@@ -1,5 +1,6 @@
 """Requests that make no sense are refused on every rank, by name, and leave nothing finished."""
 
+import argparse
 import os
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     CoverageError,
@@ -23,13 +29,17 @@ from dist_ckpt_strategies.errors import (
     StrategyNotFoundError,
 )
 from dist_ckpt_strategies.local import CliqueReplicationStrategy
+from dist_ckpt_strategies.megatron.types import StrategyAction
+from dist_ckpt_strategies.strategies.registry import resolve
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
     EitherFormatLoadShardedStrategy,
     ZarrLoadShardedStrategy,
 )
 from tests.support.entries import Entry, load, require_on_ranks, require_refused, save
+from tests.support.ranks import allow_torch_dist
 from tests.support.sharding import no_data, on_grid, state_of
+from tests.support.tensors import WITHOUT_MEMORY
 
 pytestmark = pytest.mark.multiprocess
 
@@ -219,6 +229,74 @@ def wrong_states(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], s
     }
 
 
+def tensors_without_memory(rank: int, scratch: Path) -> None:
+    """On rank 1 a tensor to save, or to load into, is not in memory of its own."""
+    groups = [dist.new_subgroups(2)[0], dist.new_subgroups(4)[0]]
+    allow_torch_dist()
+    for backend in (("zarr", 1), ("zarr", 2), ("torch_dist", 1)):
+        loader = resolve(StrategyAction.LOAD_SHARDED, None, backend)
+        wrapped = FullyParallelLoadStrategyWrapper(loader, groups[1])
+        ways = [None, wrapped]
+        if backend[0] == "zarr":
+            ways.append(TwoStageDataParallelLoadShardedStrategy(groups[0]))
+        root, options = scratch / backend[0] / str(backend[1]), {"sharded_strategy": backend}
+        with cpu_stand_ins():
+            save(Entry.OURS, with_other_data(rank, torch.clone), root, **options)
+            for name, (make, said) in WITHOUT_MEMORY.items():
+                new, bad = scratch / "new" / f"{backend} {name}", with_other_data(rank, make)
+                calls: list[Callable[[], Any]] = [
+                    partial(save, Entry.OURS, bad, new / str(Entry.OURS), **options)
+                ]
+                calls += [partial(load, Entry.OURS, bad, root, sharded_strategy=w) for w in ways]
+                if backend[0] == "zarr":
+                    calls.append(partial(dist_ckpt_strategies.save_async, bad, new, backend))
+                    calls.append(partial(save, Entry.MEGATRON, bad, new / "theirs", **options))
+                    calls.append(partial(load, Entry.MEGATRON, bad, root))
+                for call in calls:
+                    require_refused(call, PlanError, said, "rank 1: w: ", key="w", global_rank=1)
+
+
+def common_state_objects_and_factories_without_memory(rank: int, scratch: Path) -> None:
+    new, good = scratch / "new", torch.ones(2)
+    whole = {"f": ShardedTensorFactory("f", good, halves, torch.cat, rank)}
+    save(Entry.OURS, whole, scratch / "c")
+    for make, said in (WITHOUT_MEMORY[name] for name in ("released", "cut short", "meta")):
+        args = argparse.Namespace(t=[make(good)] if rank == 0 else [good])
+        held = {"t": make(good) if rank == 1 else good}
+        made = {"f": ShardedTensorFactory("f", held["t"], halves, torch.cat, rank)}
+        for call, words in (
+            (partial(save, Entry.OURS, {"args": args}, new), "rank 0: common state: args.t[0]: "),
+            (partial(save, Entry.OURS, one_object(held, (4,), (rank,)), new), "o/shard_1_4: t: "),
+            (partial(save, Entry.OURS, made, new), "rank 1: f: "),
+            (partial(load, Entry.OURS, made, scratch / "c"), "rank 1: f: "),
+        ):
+            require_refused(call, PlanError, said, words)
+
+
+def halves(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> list[Any]:
+    parts = enumerate(data.chunk(2))
+    return [sharded_whole(f"{key}.{number}", part, replica_id) for number, part in parts]
+
+
+def tied_weights(rank: int, scratch: Path) -> None:
+    """Two names of one memory are loaded, unless the checkpoint holds two values."""
+    for version, is_tied in product((1, 2), (True, False)):
+        data, root = torch.full((2, 3), torch.nan).T, scratch / f"{version} {is_tied}"
+        values = {"a": torch.ones(3, 2), "b": torch.full((3, 2), 1.0 if is_tied else 2.0)}
+        held = {key: sharded_whole(key, value, rank) for key, value in values.items()}
+        save(Entry.OURS, held, root, sharded_strategy=("zarr", version), overwrite=True)
+        wanted = {key: sharded_whole(key, data, rank) for key in "ab"}
+        call = partial(load, Entry.OURS, wanted, root)
+        if is_tied:
+            assert torch.equal(call()["a"], values["a"])
+        else:
+            require_refused(call, PlanError, "for which the checkpoint holds other values")
+
+
+def sharded_whole(key: str, data: torch.Tensor, rank: int) -> Any:
+    return ShardedTensor.from_rank_offsets(key, data, replica_id=rank)
+
+
 def states_that_do_not_fit(rank: int, scratch: Path) -> None:
     """What Megatron-Core's own check finds it raises on rank 0 alone; ours is called with it."""
     for (entry, checked), (name, (state, values, words)) in product(
@@ -241,6 +319,9 @@ def states_that_do_not_fit(rank: int, scratch: Path) -> None:
         arguments_that_make_no_sense,
         ranks_that_do_not_agree,
         states_that_do_not_fit,
+        tensors_without_memory,
+        common_state_objects_and_factories_without_memory,
+        tied_weights,
     ],
 )
 def test_invalid_arguments_are_refused_on_every_rank(

@@ -2,7 +2,9 @@
 
 import json
 import logging
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -302,20 +304,49 @@ def keys_that_no_file_system_takes_are_refused_by_name(rank: int, entry: Entry, 
     assert not list(root.rglob("metadata.json"))
 
 
+@dataclass(slots=True)
+class Norm:
+    """Of the common state."""
+
+    eps: float
+    name: str
+
+
 def common_state_that_differs_is_logged(rank: int, entry: Entry, root: Path) -> None:
+    """By Megatron-Core on each rank that differs; here with the path and both values, once."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron.core.dist_checkpointing")
+    names = "megatron.core.dist_checkpointing", "dist_ckpt_strategies.sharded.checks"
+    logger = logging.getLogger(names[entry is Entry.OURS])
     logger.addHandler(handler)
     allow_torch_dist()
+    is_odd = rank == 2
+    args = Namespace(lr=0.2 if is_odd else 0.1, same={1}, t=torch.tensor([1.0, 3.0 - is_odd]))
+    args.layers = [{"norm": Norm(1e-5 if is_odd else 1e-6, "x" * 9000 + str(rank))}]
+    if is_odd:
+        args.extra = None
+    options: dict[str, Any] = {"allow": [Norm]} if entry is Entry.OURS else {}
     for backend in (("zarr", 2), ("torch_dist", 1)):
-        state = state_of(rank, [on_grid("w", (8,), (4,))]) | {"iteration": 8 if rank == 2 else 7}
+        state = state_of(rank, [on_grid("w", (8,), (4,))]) | {"args": args}
         with cpu_stand_ins():
-            save(entry, state, root / backend[0], sharded_strategy=backend)
+            save(entry, state, root / backend[0], sharded_strategy=backend, **options)
     logger.removeHandler(handler)
     said = [text for text in texts if "common state dict differs" in text]
-    assert [text[:6] for text in said] == ["Rank 2"] * 2 * (rank == 2), texts
+    if entry is Entry.MEGATRON:
+        assert [text[:6] for text in said] == [f"Rank {rank}"] * 2 * (rank > 0), texts
+        return
+    assert len(said) == 2 * (rank == 0), texts
+    for text in said:
+        for words in (
+            "args.lr: 0.1 on rank 0, 1, 3, 0.2 on rank 2",
+            "args.t[1]: 3.0 on rank 0, 1, 3, 2.0 on rank 2",
+            "args.layers[0].norm.eps: 1e-06 on rank 0, 1, 3, 1e-05 on rank 2",
+            "args.extra: nothing on rank 0, 1, 3, None on rank 2",
+        ):
+            assert words in text, text
+        assert "same" not in text
+        assert len(text) < 2000
 
 
 CHECKS: tuple[Callable[[int, Entry, Path], None], ...] = (

@@ -1,6 +1,7 @@
 """Tensors of any bits, and tensors whose elements do not simply lie in C order."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -70,3 +71,45 @@ def bits(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     packed = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
     return packed.view(torch.uint8).numpy().tobytes()
+
+
+class Wrapping(torch.Tensor):
+    """A tensor whose elements are another one's, as those of DTensor are."""
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor) -> Any:
+        made: Any = torch.Tensor
+        return made._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0])
+        raise RuntimeError(f"{func} is not for {types}, {kwargs}")
+
+
+def released(data: torch.Tensor) -> torch.Tensor:
+    """A copy whose memory was let go of, as an offload does: its shape and strides stay."""
+    data = data.clone()
+    data.untyped_storage().resize_(0)
+    return data
+
+
+def cut_short(data: torch.Tensor) -> torch.Tensor:
+    """A view into memory of which a part was let go of."""
+    whole = torch.cat([data, data])
+    second = whole[len(data) :]
+    whole.untyped_storage().resize_(whole.nbytes - 1)
+    return second
+
+
+WITHOUT_MEMORY: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "released": (released, "bytes of storage, 0 are present: its memory was released"),
+    "cut short": (cut_short, "are present: its memory was released"),
+    "wrapper": (Wrapping, "found Wrapping"),
+    "sparse": (torch.Tensor.to_sparse, "sparse"),
+    "meta": (lambda t: t.to("meta"), "meta"),
+}
+"""What makes a tensor that cannot be read or filled, and what the error says of it."""
