@@ -1,4 +1,4 @@
-"""Where tensors live: views of host memory without a copy, and staging where there is none.
+"""Where tensors live: views of host memory, pinned memory, copies and waits on a device.
 
 Nothing here touches CUDA unless a tensor at hand is a CUDA tensor. The default device, which a
 training script may have set, is never used.
@@ -8,14 +8,15 @@ import logging
 import math
 import mmap
 import threading
+import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError, WaitReleasedError
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,23 @@ T = TypeVar("T")
 
 _HOST = torch.device("cpu")
 _ALIGNMENT = 64
+_PAUSE_S = 0.0002
+
+RELEASED = "this process stopped waiting for its peers: a rank has failed"
+
+ABORTED = threading.Event()
+"""Set while the communication of this process is ended: at first, before any group is aborted."""
+
+
+def raise_if_aborted() -> None:
+    """Raise if the communication of this process has been ended, or is about to be.
+
+    NCCL ends pending works without an error then, and what they have received is garbage. So this
+    is called after a wait for the device, and before anything relies on what it has done.
+    """
+    if ABORTED.is_set():
+        raise WaitReleasedError(None, RELEASED)
+
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -42,6 +60,41 @@ def uses_cuda() -> bool:
     if not torch.cuda.is_available():
         return False
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def await_gpu(timeout_s: float, what: str) -> None:
+    """Return when the GPU has done what was queued on this thread's stream; at once without one.
+
+    Raises a PeerTimeoutError after the limit, and what ``raise_if_aborted`` does.
+    """
+    if uses_cuda():
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        deadline = time.monotonic() + timeout_s
+        while not done.query():
+            raise_if_aborted()
+            if time.monotonic() >= deadline:
+                raise PeerTimeoutError(
+                    None,
+                    f"{what}: the GPU was not done within {timeout_s:g} s; a rank does not take "
+                    "part in a collective, or a GPU hangs",
+                )
+            time.sleep(_PAUSE_S)
+    raise_if_aborted()
+
+
+def on_own_gpu() -> AbstractContextManager[None]:
+    """While this is open, the thread's current device is one on which this process has a context.
+
+    A thread begins with GPU 0, where calls of CUDA's runtime would make a context: memory that the
+    process of that GPU lacks.
+    """
+    if not uses_cuda():
+        return nullcontext()
+    current, torch_c = torch.cuda.current_device(), cast("Any", torch._C)  # noqa: SLF001
+    has_context = torch_c._cuda_hasPrimaryContext  # noqa: SLF001 - there is no public way
+    devices = [current, *range(torch.cuda.device_count())]
+    return torch.cuda.device(next(filter(has_context, devices), current))
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -123,23 +176,20 @@ def is_in_order(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
+def to_host(
+    tensors: Sequence[torch.Tensor], memory: "HostSnapshot | None" = None
+) -> list[HostArray]:
     """The tensors' elements in C order on the host, copied only where they are not there already.
 
-    CUDA tensors are copied into pinned memory, all at once on a side stream of their device, which
-    waits for the work already queued on the current stream. Returns when the copies are done.
+    Returns when the copies are done. They are in ``memory``, in the place of earlier ones; by
+    default in new memory.
     """
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
-    hosts = [
-        t
-        if t.device.type == "cpu" and t.is_contiguous()
-        else torch.empty(t.shape, dtype=t.dtype, pin_memory=t.device.type == "cuda", device=_HOST)
-        for t in plain
-    ]
-    staged = [(host, t) for host, t in zip(hosts, plain, strict=True) if host is not t]
-    if staged:
-        copy_into(*zip(*staged, strict=True))
-    return [host_view(host) for host in hosts]
+    is_there = [t.device.type == "cpu" and t.is_contiguous() for t in plain]
+    staged = [t for t, found in zip(plain, is_there, strict=True) if not found]
+    copies = iter((memory or HostSnapshot()).take(staged) if staged else ())
+    places = zip(plain, is_there, strict=True)
+    return [host_view(tensor if found else next(copies)) for tensor, found in places]
 
 
 def build_batches(sizes: Iterable[tuple[T, int]], budget_nbytes: int) -> list[list[T]]:
@@ -161,9 +211,13 @@ def build_batches(sizes: Iterable[tuple[T, int]], budget_nbytes: int) -> list[li
 
 
 def settle(tensors: Sequence[torch.Tensor]) -> None:
-    """Return when the work that this thread's current streams have queued for them is done."""
+    """Return when the work that this thread's current streams have queued for them is done.
+
+    Raises what ``raise_if_aborted`` does.
+    """
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
+        raise_if_aborted()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +240,8 @@ def begin_copies(
     """Begin to fill each target from its source; a function that waits until all are filled.
 
     Sources must not change before. Copies to or from CUDA run on a side stream of that device,
-    after the work already queued on the current stream. Those within the host are done on return.
+    after the work already queued on the current stream; the function raises what ``settle`` does.
+    Those within the host are done on return.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -196,17 +251,20 @@ def begin_copies(
             plain.copy_(found)
             continue
         device = on_device.device
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            streams[device].wait_stream(torch.cuda.current_stream(device))
-        stream = streams[device]
-        with torch.cuda.stream(stream):
-            plain.copy_(found, non_blocking=True)
-            on_device.record_stream(stream)
+        # Leaving a stream sets the device that was current before: in a new thread GPU 0.
+        with torch.cuda.device(device):
+            if device not in streams:
+                streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                streams[device].wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(streams[device]):
+                plain.copy_(found, non_blocking=True)
+                on_device.record_stream(streams[device])
 
     def wait() -> None:
         for stream in streams.values():
             stream.synchronize()
+        if streams:
+            raise_if_aborted()
 
     return wait
 
@@ -327,15 +385,34 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_memory(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
-    """Uninitialised bytes on the host, in large pages where the system has them."""
-    if is_pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device=_HOST)
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device=_HOST)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Uninitialised bytes on the host, in large pages where the system has them.
+
+    Torch's own pinned memory is rounded up to a power of two, and never given back.
+    """
+    # Pages of a private mapping are copied after a fork, and CUDA would go on with the old ones.
+    sharing = mmap.MAP_SHARED if is_pinned else mmap.MAP_PRIVATE
+    memory = mmap.mmap(-1, max(1, nbytes), flags=sharing | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel, or a system, without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return bytes_of_mapping(memory, is_pinned=is_pinned)[:nbytes]
+
+
+def bytes_of_mapping(memory: mmap.mmap, *, is_pinned: bool) -> torch.Tensor:
+    """The bytes of a mapping, which lives as long as any tensor looks at them.
+
+    With ``is_pinned``, CUDA locks the pages for as long, so that copies need no detour. Where CUDA
+    refuses, copies take longer, and that is logged.
+
+    Source: cudaHostRegister, as torch's own checkpoints use it for memory that processes share.
+    """
+    found = np.frombuffer(memory, np.uint8)
+    if is_pinned:
+        start, runtime = found.ctypes.data, cast("Any", torch.cuda.cudart)()
+        if _is_done(lambda: runtime.cudaHostRegister(start, found.size, 0), f"pin {found.size}"):
+            # ``memory`` is an argument so that it is still mapped then.
+            unpin = partial(runtime.cudaHostUnregister, start)
+            weakref.finalize(found, lambda _: _is_done(unpin, "unpin"), memory)
+    return torch.from_numpy(found)
 
 
 class HostSnapshot:
@@ -387,19 +464,12 @@ class HostSnapshot:
         ]
 
 
-def pin_while_alive(owner: object, memory: torch.Tensor) -> None:
-    """Have CUDA lock the pages of host memory, so that copies to it need no detour.
-
-    Where CUDA refuses, copies take longer, and that is logged. When ``owner`` is gone the pages are
-    let go of; the memory must live as long.
-
-    Source: cudaHostRegister, as torch's own checkpoints use it for memory that processes share.
-    """
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    start = memory.data_ptr()
-    code = int(runtime.cudaHostRegister(start, memory.numel(), 0))
-    if code != 0:
-        logger.warning("CUDA does not pin %d bytes (error %d)", memory.numel(), code)
-        return
-    # ``memory`` is an argument so that it is still mapped then.
-    weakref.finalize(owner, lambda _: runtime.cudaHostUnregister(start), memory)
+def _is_done(call: Callable[[], Any], what: str) -> bool:
+    """Whether a call of CUDA's runtime succeeds; its error is logged, and then forgotten."""
+    with on_own_gpu():
+        code = int(call())
+        if code != 0:
+            logger.warning("CUDA does not %s bytes of host memory (error %d)", what, code)
+            with suppress(RuntimeError):  # CUDA keeps the error for the check of the next kernel
+                torch.ones(1, device="cuda")
+    return code == 0

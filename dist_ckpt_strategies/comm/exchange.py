@@ -23,7 +23,13 @@ from dist_ckpt_strategies.comm.base import (
     run_and_gather,
     run_collectively,
 )
-from dist_ckpt_strategies.device import TensorBytes, host_memory, to_host, uses_cuda
+from dist_ckpt_strategies.device import (
+    HostSnapshot,
+    TensorBytes,
+    host_memory,
+    to_host,
+    uses_cuda,
+)
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled
 
@@ -198,6 +204,7 @@ class _Rounds:
             for rank in ranks
         }
         self._digests: dict[tuple[bool, int, int], Any] | None = {} if digests else None
+        self._hosts: defaultdict[tuple[bool, int], HostSnapshot] = defaultdict(HostSnapshot)
         self._failures: list[Exception] = []
         self._failed: set[Outgoing | Incoming] = set()
         self.threads = OrderedQueues(2 * _NUM_THREADS if outgoing or incoming else 0)
@@ -301,7 +308,7 @@ class _Rounds:
     def _take_digest(self, which: tuple[bool, int, int], content: torch.Tensor) -> None:
         if self._digests is not None:
             digest = self._digests.setdefault(which, xxhash.xxh3_64())
-            digest.update(to_host([content])[0].data)
+            digest.update(to_host([content], self._hosts[which[:2]])[0].data)  # of one thread
 
     def require_success(self) -> None:
         """Raise what went wrong first; rather that storage did not answer, if it did not."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather
+from dist_ckpt_strategies.device import RELEASED
 from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
@@ -32,21 +33,6 @@ ProcessGroup = dist.ProcessGroup
 
 is_distributed: Callable[[], bool] = dist.is_initialized
 """Whether torch.distributed is initialised; this process is alone where it is not."""
-
-RELEASED = "this process stopped waiting for its peers: a rank has failed"
-
-ABORTED = threading.Event()
-"""Set while the communication of this process is ended: at first, before any group is aborted."""
-
-
-def raise_if_aborted() -> None:
-    """Raise if the communication of this process has been ended, or is about to be.
-
-    NCCL ends pending works without an error then, and what they have received is garbage. So this
-    is called between the wait for a collective and the use of its result.
-    """
-    if ABORTED.is_set():
-        raise WaitReleasedError(None, RELEASED)
 
 
 def global_rank() -> int:

@@ -2,7 +2,6 @@
 
 import logging
 import struct
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -14,10 +13,9 @@ from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     is_distributed,
     message_device,
-    raise_if_aborted,
 )
-from dist_ckpt_strategies.device import uses_cuda
-from dist_ckpt_strategies.errors import PeerTimeoutError, RestartError
+from dist_ckpt_strategies.device import await_gpu, raise_if_aborted
+from dist_ckpt_strategies.errors import RestartError
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +23,6 @@ _HEADER = struct.Struct("<qQ")
 """Of replicated bytes: their length, and their digest (xxh3)."""
 
 _TOO_LONG = -1
-_PAUSE_S = 0.0002
 
 
 class StepCommit:
@@ -36,6 +33,7 @@ class StepCommit:
 
     The ranks of ``group``, by default the world, commit; those of ``replica_group``, by default the
     same, keep each other's bytes. ``is_new`` says that nothing has been replicated yet.
+    ``gpu_timeout_s`` is the longest wait for this rank's GPU to do its step; by default the same.
     """
 
     def __init__(
@@ -44,10 +42,12 @@ class StepCommit:
         replica_group: ProcessGroup | None = None,
         *,
         timeout_s: float,
+        gpu_timeout_s: float | None = None,
     ) -> None:
         self._group = group
         self._replicas = replica_group if replica_group is not None else group
         self._limit = timedelta(seconds=timeout_s)
+        self._gpu_timeout_s = timeout_s if gpu_timeout_s is None else gpu_timeout_s
         self._capacity: int | None = None
         self.is_new = True
 
@@ -94,9 +94,7 @@ class StepCommit:
         """
         if not is_distributed():
             return True
-        if uses_cuda():
-            self._await_gradients(step)
-        raise_if_aborted()
+        self.await_gradients(step)
         device = message_device(self._group)
         value = torch.tensor([step, -step], dtype=torch.int64, device=device)
         work: Any = dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -105,21 +103,9 @@ class StepCommit:
         raise_if_aborted()
         return bool(found == [step, -step])
 
-    def _await_gradients(self, step: int) -> None:
-        """Return when the GPU has done what was queued on this thread's stream."""
-        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        deadline = time.monotonic() + self._limit.total_seconds()
-        while not done.query():
-            raise_if_aborted()
-            if time.monotonic() >= deadline:
-                raise PeerTimeoutError(
-                    None,
-                    f"commit of step {step}: the GPU was not done with its gradients within "
-                    f"{self._limit.total_seconds():g} s; a rank does not reduce them, or a GPU "
-                    "hangs",
-                )
-            time.sleep(_PAUSE_S)
+    def await_gradients(self, step: int) -> None:
+        """Return when the GPU has done what was queued on this thread's stream; see await_gpu."""
+        await_gpu(self._gpu_timeout_s, f"gradients of step {step}")
 
     def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
         """The tensors of all replicas, in rows, on the host."""

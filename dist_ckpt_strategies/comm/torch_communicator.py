@@ -30,8 +30,6 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.comm.process_group import (
-    ABORTED,
-    RELEASED,
     ProcessGroup,
     abort_nccl,
     is_distributed,
@@ -40,14 +38,13 @@ from dist_ckpt_strategies.comm.process_group import (
     message_device,
     run_abandonable,
 )
-from dist_ckpt_strategies.device import to_host_beside
+from dist_ckpt_strategies.device import raise_if_aborted, to_host_beside
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerError,
     PeerLostError,
     PeerTimeoutError,
     PlanError,
-    WaitReleasedError,
     as_checkpoint_error,
     error_from_peer,
     text_of,
@@ -251,6 +248,7 @@ class TorchCommunicator(Communicator):
         One collective, which this rank notes it reaches. Over NCCL all ranks of each channel
         connect first: an exchange may be one of few of them.
         """
+        raise_if_aborted()  # what this rank would send may rest on garbage
         self._num_collectives += 1
         now, reached = time.monotonic(), self._reached
         before, reached.at = reached.at, now
@@ -289,6 +287,7 @@ class TorchCommunicator(Communicator):
         operations of a group as a batch: one after the other, two ranks that both receive first
         would wait for each other for ever.
         """
+        raise_if_aborted()  # what is sent may be garbage
         turns: Counter[tuple[Any, int]] = Counter()
 
         def operation(call: Any, rank: int, tensor: torch.Tensor) -> dist.P2POp:
@@ -487,8 +486,7 @@ def _wait(work: Any, deadline: float, device: torch.device) -> None:
             raise RuntimeError("the device is not done in time")
         time.sleep(_DEVICE_PAUSE_S)
     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    if ABORTED.is_set():
-        raise WaitReleasedError(None, RELEASED)
+    raise_if_aborted()
 
 
 # Which ranks have not reached a collective, or have died in it

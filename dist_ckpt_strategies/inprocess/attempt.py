@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dist_ckpt_strategies.comm.teardown import Communication
+from dist_ckpt_strategies.device import on_own_gpu
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, StrategyError, text_of
 from dist_ckpt_strategies.inprocess.abort import Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.health_check import HPState
@@ -297,7 +298,8 @@ class Attempt:
             abort = Compose(*sorted(abort.instances, key=lambda one: isinstance(one, kind)))
         try:
             if abort is not None:
-                abort(self.state)
+                with on_own_gpu():
+                    abort(self.state)
         except Exception:
             # A step of the user's: the block is interrupted all the same, and where it cannot be,
             # this process ends.

@@ -176,16 +176,11 @@ class LightningStateProvider(LoopState):
         return 0 if progress["is_last_batch"] else done
 
     def _other_objects(self) -> dict[str, Any]:
-        self._renew_buffers()
+        self._provider().keep_buffers()
         return {"optimizer": self._provider().objects()}
 
     def _load_others(self, objects: Mapping[str, Any]) -> None:
         self._provider().load_objects(objects["optimizer"])
-        self._renew_buffers()
-
-    def _renew_buffers(self) -> None:
-        """Forward changes buffers, and a step that is run again must not find that."""
-        self._provider().accept_buffers()
         self._provider().keep_buffers()
 
     def _provider(self) -> TorchStateProvider:

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import limit_of_wait, options_from_environment
 from dist_ckpt_strategies.core.report import ReplicationReport
-from dist_ckpt_strategies.device import HostSnapshot
+from dist_ckpt_strategies.device import HostSnapshot, await_gpu
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -363,6 +363,8 @@ class LocalCheckpointManager:
             except TypeError:
                 text = f"iteration: expected a whole number, found {iteration!r}"
                 raise PlanError(text) from None
+            # A state may have begun to copy its tensors to the host.
+            await_gpu(self.timeout_s, f"local save of iteration {number}")
             placeholder = LocalShardId(SaveId(number, "0"), comm.rank)
             held.append(encode_state(state, placeholder, comm.size, self.session_id, self._allowed))
             stamp = f"{time.time_ns():016x}{os.urandom(2).hex()}{training_id}"

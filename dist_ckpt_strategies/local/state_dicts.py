@@ -121,12 +121,10 @@ class ListedTensors(TensorAwareStateDict):
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
         """See TensorAwareStateDict."""
+        del non_blocking
         for name, tensor in zip(self.names, self.require_tensors(), strict=True):
             require_plain(tensor, key=name)
-        self._tensors = [
-            tensor.detach().to("cpu", non_blocking=non_blocking, copy=True)
-            for tensor in self.require_tensors()
-        ]
+        self._tensors = [tensor.detach().to("cpu", copy=True) for tensor in self.require_tensors()]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
         """See TensorAwareStateDict."""

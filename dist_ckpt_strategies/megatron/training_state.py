@@ -88,15 +88,19 @@ def shard_tensors(optimizers: Sequence[Any]) -> Tensors:
 
 
 def weight_tensors(chunks: Sequence[Any]) -> tuple[Tensors, Tensors]:
-    """The weights that are gathered from the shards, and all else of the model."""
+    """The weights that are gathered from the shards, and those that never change."""
     gathered: Tensors = {}
     fixed: Tensors = {}
     for number, chunk in enumerate(chunks):
         for name, param in chunk.module.named_parameters():
             (gathered if param.requires_grad else fixed)[f"{number}/{name}"] = param
-        for name, buffer in chunk.module.named_buffers():
-            fixed[f"{number}/{name}"] = buffer
     return gathered, fixed
+
+
+def buffers_of(chunks: Sequence[Any]) -> Tensors:
+    """The buffers of the model, such as the experts' bias of a router."""
+    named = ((n, *held) for n, chunk in enumerate(chunks) for held in chunk.module.named_buffers())
+    return {f"{number}/{name}": buffer for number, name, buffer in named}
 
 
 def group_values(optimizers: Sequence[Any]) -> list[list[dict[str, Any]]]:

@@ -17,8 +17,9 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank
 from dist_ckpt_strategies.comm.step_commit import StepCommit
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.report import RecoveryReport
-from dist_ckpt_strategies.device import HostSnapshot, uses_cuda
+from dist_ckpt_strategies.device import HostSnapshot, await_gpu, raise_if_aborted, uses_cuda
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -77,7 +78,7 @@ class CheckpointManager:
         enable_checksum: compare the copies of every shard before any is used, and the state in
             memory with its digests of the step's beginning. Looks at every byte in every step.
         enable_offload: let ``maybe_offload_checkpoint`` move the copy to the host.
-        timeout_s: longest wait for a peer in each collective, and for the GPU before a commit.
+        timeout_s: longest wait for a peer in each collective; for the GPU that of ``Options``.
 
     Attributes:
         checksum_manager: the digests, where ``enable_checksum`` is.
@@ -102,6 +103,7 @@ class CheckpointManager:
         self._why = "has no state"
         self._is_filling = False
         self._timeout_s = timeout_s
+        self._gpu_timeout_s = max(timeout_s, options_from_environment().timeout_s)
         self._in_memory: InMemoryCheckpoint | None = None
         self._random: dict[tuple[int, int], bytes] = {}  # of the last steps, by rank and step
         self._commit: StepCommit | None = None
@@ -144,8 +146,10 @@ class CheckpointManager:
         found = provider_of(provider)
         flat_shards(found.parts())  # what could not be sent is refused here, not at the fault
         dump_objects(found.objects())
-        self._in_memory = InMemoryCheckpoint(found, found.step, Phase.RUNNING)
-        self._commit = StepCommit(group, replica_group, timeout_s=self._timeout_s)
+        self._keep(found)
+        self._commit = StepCommit(
+            group, replica_group, timeout_s=self._timeout_s, gpu_timeout_s=self._gpu_timeout_s
+        )
 
     def begin_step(self) -> None:
         """Note that a step begins. In the first of an attempt, collective over the replicas.
@@ -172,6 +176,7 @@ class CheckpointManager:
             RestartError: some rank commits another step; on all ranks alike.
         """
         checkpoint, commit = self._tracked(Phase.RUNNING)
+        commit.await_gradients(checkpoint.step)
         after = checkpoint.step + 1
         content = self._random[global_rank(), after] = pickle.dumps(capture_random_states())
         self._in_memory = replace(checkpoint, phase=Phase.GRADS_FINAL)
@@ -193,7 +198,8 @@ class CheckpointManager:
         except BaseException:  # an interruption is none of Exception
             self.abandon_update()
             raise
-        self.end_update()
+        self._note_update()  # it has asked no peer, so that an abort has spoiled nothing
+        raise_if_aborted()
 
     def begin_update(self) -> None:
         """Take the lock: this rank's shard and objects change from here on.
@@ -205,10 +211,13 @@ class CheckpointManager:
         self._in_memory = replace(checkpoint, phase=Phase.UPDATING)
 
     def end_update(self) -> None:
-        """Give the lock back: this rank's shard and objects are those of the next step."""
-        checkpoint, _ = self._tracked(Phase.UPDATING)
-        self._in_memory = replace(checkpoint, phase=Phase.UPDATED)
-        self.parameter_update_lock.release()
+        """Give the lock back: this rank's shard and objects are those of the next step.
+
+        Raises a WaitReleasedError if communication was ended: what the block has received since
+        ``begin_update`` may be garbage, so the state stays inconsistent.
+        """
+        self._require_not_aborted()
+        self._note_update()
 
     def abandon_update(self) -> None:
         """Give the lock back if this thread holds it; a state amid its update is inconsistent."""
@@ -220,8 +229,13 @@ class CheckpointManager:
         self.abandon_update()
 
     def end_step(self) -> None:
-        """Note that the step is over: the weights are gathered. Gives back a lock that is held."""
+        """Note that the step is over: the weights are gathered. Gives back a lock that is held.
+
+        The GPU need not have gathered them: every recovery gathers them again. Raises a
+        WaitReleasedError if communication was ended.
+        """
         checkpoint, _ = self._tracked(Phase.UPDATED)
+        self._require_not_aborted()
         self._in_memory = replace(checkpoint, step=checkpoint.step + 1, phase=Phase.RUNNING)
         checkpoint.provider.set_step(checkpoint.step + 1)
         self._forget_random_states(checkpoint.step + 1)
@@ -247,7 +261,7 @@ class CheckpointManager:
         """
         provider = provider_of(trainer)
         if self._in_memory is None or self._in_memory.provider is not provider:
-            self._in_memory = InMemoryCheckpoint(provider, provider.step, Phase.RUNNING)
+            self._keep(provider)
             self.store_rng_states()
         self._record_checksums()
 
@@ -426,6 +440,7 @@ class CheckpointManager:
             random_states=self._random,
             checksums=self._checksums(),
             shards_of=self._shards_of,
+            gather_timeout_s=self._timeout_s,
         )
 
     def _recover(self, comm: Communicator, new: StateProvider) -> RecoveryReport:
@@ -442,6 +457,24 @@ class CheckpointManager:
                 raise
             except CheckpointError as error:
                 raise RestartError(f"{unfinished}; without it: {error}") from error
+
+    def _keep(self, provider: StateProvider) -> None:
+        """Keep the state of its step's beginning, once the GPU has reached that."""
+        provider.set_step(provider.step)  # before forward and its collectives change a buffer
+        await_gpu(self._gpu_timeout_s, f"beginning of step {provider.step}")
+        self._in_memory = InMemoryCheckpoint(provider, provider.step, Phase.RUNNING)
+
+    def _note_update(self) -> None:
+        checkpoint, _ = self._tracked(Phase.UPDATING)
+        self._in_memory = replace(checkpoint, phase=Phase.UPDATED)
+        self.parameter_update_lock.release()
+
+    def _require_not_aborted(self) -> None:
+        try:
+            raise_if_aborted()
+        except PeerLostError:
+            self.abandon_update()
+            raise
 
     def _shards_of(self, provider: StateProvider) -> Shards:
         """What of a state a recovery moves: here all of it."""
@@ -486,7 +519,7 @@ class CheckpointManager:
     def _begin_attempt(self, checkpoint: InMemoryCheckpoint, commit: StepCommit) -> None:
         """The beginning of the first step: the one point that no earlier commit covers."""
         step = checkpoint.provider.step
-        self._in_memory = InMemoryCheckpoint(checkpoint.provider, step, Phase.RUNNING)
+        self._keep(checkpoint.provider)
         if self._restores:
             self.load_rng_states()
             self._restores = False

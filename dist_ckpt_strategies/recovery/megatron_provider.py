@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dist_ckpt_strategies.megatron.training_state import (
+    buffers_of,
     distributed_optimizers,
     finish_gradients,
     gather_parameters,
@@ -19,7 +20,7 @@ from dist_ckpt_strategies.megatron.training_state import (
     update_shards,
     weight_tensors,
 )
-from dist_ckpt_strategies.recovery.provider import ReplicatedState
+from dist_ckpt_strategies.recovery.provider import ReplicatedState, StepBuffers
 
 
 class MegatronStateProvider(ReplicatedState):
@@ -36,6 +37,7 @@ class MegatronStateProvider(ReplicatedState):
 
     The optimizer is what ``get_megatron_optimizer`` gave; one of a kind whose state cannot be moved
     from here is a StrategyError. Each update moves the scheduler on by ``increment`` samples.
+    Buffers are those of the step's beginning until the update; see TorchStateProvider.
     """
 
     def __init__(
@@ -54,16 +56,22 @@ class MegatronStateProvider(ReplicatedState):
         self._scheduler = scheduler
         self._increment = increment
         self._applies = True
+        self._buffers = StepBuffers(lambda: buffers_of(self._chunks))
         # Kept, for Megatron's own groups may be gone when they are asked for again.
         self._place, self._shard = model_place(), shard_number()
         make_moments(self._optimizers)
+
+    def set_step(self, step: int) -> None:
+        """See StateProvider."""
+        super().set_step(step)
+        self._buffers.keep()
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See StateProvider."""
         gathered, fixed = weight_tensors(self._chunks)
         return {
             f"weights/{self._place}": gathered,
-            f"fixed/{self._place}": fixed,
+            f"fixed/{self._place}": fixed | self._buffers.tensors(),
             f"optimizer/{self._place}/{self._shard}": shard_tensors(self._optimizers),
         }
 
@@ -79,6 +87,7 @@ class MegatronStateProvider(ReplicatedState):
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
+        self._buffers.restore()
         found = copy.deepcopy(dict(objects))
         if self._scheduler:
             self._scheduler.load_state_dict(found["scheduler"])
@@ -99,6 +108,7 @@ class MegatronStateProvider(ReplicatedState):
 
     def update_shard(self) -> None:
         """Update this rank's shard, and move the scheduler on."""
+        self._buffers.accept()
         if not self._applies:
             return
         with torch.no_grad():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
+from dist_ckpt_strategies.device import await_gpu
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import (
@@ -121,6 +122,7 @@ class PEFTCheckpointManager(CheckpointManager):
         return asdict(report)
 
     def _note_base(self, weights: Mapping[str, torch.Tensor]) -> None:
+        await_gpu(self._gpu_timeout_s, "base model")  # a broadcast may have filled it
         self.base_model_weights = dict(weights)
         self.base_model_keys_to_extract = sorted(weights)
         if self.enable_checksum:

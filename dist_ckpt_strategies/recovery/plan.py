@@ -16,10 +16,10 @@ class Phase(IntEnum):
     """How far a rank is within its step; the numbers grow with it."""
 
     RUNNING = 0
-    """Forward or backward: the state is that of the step's beginning."""
+    """Forward or backward: the state is that of the step's beginning, but weights may be old."""
 
     GRADS_FINAL = 1
-    """No gradient changes any more; the state is still that of the step's beginning."""
+    """The GPU is done with the gradients; the state is still that of the step's beginning."""
 
     COMMITTED = 2
     """All ranks have committed the step: the gradients of all are final, so it counts."""
@@ -112,7 +112,7 @@ class RecoveryPlan:
         object_sources: for every rank whose objects it takes; its own where it has them. Tensors
             and objects of one rank need not come from the same other one.
         random_sources: for every rank who has its random states; itself where it has them.
-        needs_gather: whether all ranks gather those shards at the end.
+        needs_gather: whether there are such shards: all ranks gather them at the end.
     """
 
     target: int
@@ -150,15 +150,8 @@ def build_recovery_plan(inputs: Sequence[RankInput]) -> RecoveryPlan:
     """
     target = _target(inputs)
     roles = tuple(_role(one.held, target) for one in inputs)
+    # Always: no phase says whether a GPU has gathered them, or has been aborted in it.
     gathered = {shard_id for one in inputs for shard_id in one.gathered}
-    # Some rank's shard is at the target, but not the weights that others' shards make.
-    is_behind = any(
-        role is Role.FINISH_STEP
-        or (role is Role.KEEP and one.held is not None and one.held.phase is Phase.UPDATED)
-        for one, role in zip(inputs, roles, strict=True)
-    )
-    needs_gather = is_behind and bool(gathered)
-    skipped = gathered if needs_gather else set()
     ready = {
         rank: one.held.shards
         for rank, (one, role) in enumerate(zip(inputs, roles, strict=True))
@@ -168,8 +161,8 @@ def build_recovery_plan(inputs: Sequence[RankInput]) -> RecoveryPlan:
     for rank, shards in ready.items():
         for shard in shards:
             sharing[shard.shard_id].append(rank)
-    holders = {shard_id: tuple(r) for shard_id, r in sharing.items() if shard_id not in skipped}
-    copies = tuple(_copies(inputs, roles, holders, target, skipped))
+    holders = {shard_id: tuple(r) for shard_id, r in sharing.items() if shard_id not in gathered}
+    copies = tuple(_copies(inputs, roles, holders, target, gathered))
     if not ready:
         why = _reasons({rank: _why_not(one, roles[rank]) for rank, one in enumerate(inputs)})
         raise NoReplicasAvailableError(None, f"no rank has the state of step {target}: {why}")
@@ -180,7 +173,7 @@ def build_recovery_plan(inputs: Sequence[RankInput]) -> RecoveryPlan:
         copies,
         tuple(_object_sources(inputs, list(ready), sharing)),
         tuple(_random_sources(inputs, target)),
-        needs_gather,
+        bool(gathered),
     )
 
 
@@ -248,13 +241,13 @@ def _copies(
     roles: Sequence[Role],
     holders: Mapping[str, tuple[int, ...]],
     target: int,
-    skipped: set[str],
+    gathered: set[str],
 ) -> Iterator[ShardCopy]:
     ranks_with = {shard_id: frozenset(ranks) for shard_id, ranks in holders.items()}
     for receiver, one in enumerate(inputs):
         for shard in one.wanted:
             sources = holders.get(shard.shard_id, ())
-            if shard.shard_id in skipped or receiver in ranks_with.get(shard.shard_id, ()):
+            if shard.shard_id in gathered or receiver in ranks_with.get(shard.shard_id, ()):
                 continue
             if not sources:
                 lost = {

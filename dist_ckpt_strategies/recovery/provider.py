@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol, Self, cast
 import torch
 import xxhash
 
-from dist_ckpt_strategies.device import TensorBytes, require_plain, to_host
+from dist_ckpt_strategies.device import HostSnapshot, TensorBytes, require_plain, to_host
 from dist_ckpt_strategies.errors import PlanError, RestartError, StorageError, StrategyError
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.recovery.plan import Phase, ShardInfo
@@ -44,7 +44,7 @@ class StateProvider(Protocol):
         """Steps that the state has seen; ``set_step`` changes it."""
 
     def set_step(self, step: int) -> None:
-        """Take the state for that of ``step``."""
+        """Take the state for that of ``step``; also called when one begins, with its number."""
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """The live tensors, by shard id and name: recovery reads them, and writes into them.
@@ -78,6 +78,32 @@ class StateProvider(Protocol):
 
         May be called again: equal shards give equal weights.
         """
+
+
+class StepBuffers:
+    """Buffers as they were when the step began; forward and collectives change the live ones."""
+
+    def __init__(self, live: Callable[[], dict[str, torch.Tensor]]) -> None:
+        self._live = live
+        self._kept: dict[str, torch.Tensor] | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The copies; the live ones before the first, and from the update to the step's end."""
+        return self._live() if self._kept is None else self._kept
+
+    def keep(self) -> None:
+        """Copy the live ones: the step before has ended, and no collective changes them yet."""
+        self._kept = {name: buffer.detach().clone() for name, buffer in self._live().items()}
+
+    def accept(self) -> None:
+        """Take the live ones for those of the state."""
+        self._kept = None
+
+    def restore(self) -> None:
+        """Fill the live ones from the copies."""
+        for live, kept in zip(self._live().values(), self.tensors().values(), strict=True):
+            live.detach().copy_(kept)
+        self.accept()
 
 
 class ReplicatedState:
@@ -140,10 +166,11 @@ class FlatShard(TensorBytes):
     def tensor_digests(self) -> dict[str, str]:
         """xxh3 of the bytes of each tensor."""
         found: dict[str, str] = {}
+        host = HostSnapshot()
         for number, name in enumerate(self.names):
             total, content = xxhash.xxh3_64(), self.bytes_of(number)
             for start in range(0, content.numel(), _DIGEST_CHUNK_NBYTES):
-                total.update(to_host([content[start : start + _DIGEST_CHUNK_NBYTES]])[0].data)
+                total.update(to_host([content[start : start + _DIGEST_CHUNK_NBYTES]], host)[0].data)
             found[name] = total.hexdigest()
         return found
 

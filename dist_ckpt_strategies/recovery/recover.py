@@ -15,7 +15,7 @@ from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_col
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport
-from dist_ckpt_strategies.device import TensorBytes
+from dist_ckpt_strategies.device import TensorBytes, await_gpu
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, RestartError, text_of
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,
@@ -64,7 +64,7 @@ class Recovery:
     nothing is ``in_memory``, ``why`` says why, in words. ``random_states`` are those that this rank
     knows; None if the state has none. With ``checksums``, the digests of the in-memory state, it is
     refused if it differs, and all copies of a shard have to be equal. ``shards_of`` gives the
-    tensors of a state that are moved.
+    tensors that are moved, ``gather_timeout_s`` bounds the wait for the GPU to gather weights.
     """
 
     def __init__(  # noqa: PLR0913 - options by name
@@ -77,6 +77,7 @@ class Recovery:
         random_states: RandomStates | None,
         checksums: MemoryChecksumManager | None,
         shards_of: Callable[[StateProvider], Shards] = lambda provider: provider.parts(),
+        gather_timeout_s: float = 60.0,
     ) -> None:
         self._comm = comm
         self._new = new
@@ -85,6 +86,7 @@ class Recovery:
         self._random_states = random_states
         self._checksums = checksums
         self._shards_of = shards_of
+        self._gather_timeout_s = gather_timeout_s
         self._wanted: dict[str, FlatShard] = {}
         self._held: dict[str, FlatShard] = {}
         self._copied_nbytes = 0
@@ -161,9 +163,16 @@ class Recovery:
             max_inflight_nbytes=_MAX_INFLIGHT_NBYTES,
         )
         if plan.needs_gather:
-            lost = run_and_gather(comm, self._gather_weights)
+            lost = run_and_gather(comm, partial(self._lost_over, self._new.gather_weights))
             self._raise_if_any(lost, partial(PeerLostError, None))
-            run_collectively(comm, lambda: adopt(plan.target, random))
+
+            def end() -> None:  # only now: a rank that has failed would be waited for
+                wait = partial(await_gpu, self._gather_timeout_s, "gather of the weights")
+                if why := self._lost_over(wait):
+                    raise PeerLostError(None, why)
+                adopt(plan.target, random)
+
+            run_collectively(comm, end)
         return self._report(plan, time.monotonic() - started)
 
     def _input(self) -> RankInput:
@@ -277,10 +286,10 @@ class Recovery:
         _asked("set_step", lambda: self._new.set_step(plan.target))
         return random
 
-    def _gather_weights(self) -> str:
-        """Gather the weights; why ranks lost each other over it, where they did. Collective."""
+    def _lost_over(self, gather: Callable[[], None]) -> str:
+        """Why ranks lost each other over a step of the gather, where they did."""
         try:
-            _asked("gather_weights", self._new.gather_weights)
+            _asked("gather_weights", gather)
         except CheckpointError as error:
             if is_of_communication(error) or is_of_communication(error.__cause__):
                 return str(error)

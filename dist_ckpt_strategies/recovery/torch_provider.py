@@ -1,7 +1,6 @@
 """The state of a plain torch training: a module, an optimizer, a schedule."""
 
 import copy
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.recovery.provider import ReplicatedState
+from dist_ckpt_strategies.recovery.provider import ReplicatedState, StepBuffers
 
 _ZERO_AT_FIRST = frozenset({"Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "SGD"})
 """Optimizers of torch whose state before the first step, where they make it then, is zeros."""
@@ -28,7 +27,8 @@ class TorchStateProvider(ReplicatedState):
     with ``step``, ``state_dict`` and ``load_state_dict``.
 
     Buffers that forward changes, such as the running statistics of BatchNorm, are those of the
-    step's beginning until the update: a copy is taken when a forward in training mode begins.
+    step's beginning until the update: ``set_step`` copies them, before forward waits for those of
+    others. Fill the tensors of ``parts()`` before it, or call ``load_objects`` after it.
     """
 
     def __init__(
@@ -44,29 +44,17 @@ class TorchStateProvider(ReplicatedState):
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._names = {param: name for name, param in module.named_parameters()}
-        self._buffers: dict[str, torch.Tensor] | None = None
-        # The module may outlive many attempts, with one provider for each.
-        own = weakref.ref(self)
-
-        def keep(called: nn.Module, *_: Any) -> None:
-            provider = own()
-            if provider is not None and called.training:
-                provider.keep_buffers()
-
-        handle = module.register_forward_pre_hook(keep)
-        weakref.finalize(self, handle.remove)
+        self._buffers = StepBuffers(lambda: dict(module.named_buffers()))
         _make_state(optimizer)
 
     def set_step(self, step: int) -> None:
         """See StateProvider."""
         super().set_step(step)
-        self.accept_buffers()
+        self.keep_buffers()
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See StateProvider."""
-        # As they were when the step began: live if no forward has begun in it, else copies.
-        buffers = dict(self._module.named_buffers()) if self._buffers is None else self._buffers
-        named = {**dict(self._module.named_parameters()), **buffers}
+        named = {**dict(self._module.named_parameters()), **self._buffers.tensors()}
         found: dict[str, torch.Tensor] = {f"module/{name}": held for name, held in named.items()}
         for param, name in self._optimized():
             for key, value in self._optimizer.state[param].items():
@@ -91,9 +79,7 @@ class TorchStateProvider(ReplicatedState):
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
-        for name, buffer in (self._buffers or {}).items():
-            self._module.get_buffer(name).detach().copy_(buffer)
-        self.accept_buffers()
+        self._buffers.restore()
         for group, values in zip(self._optimizer.param_groups, objects["groups"], strict=True):
             _take_over(group, values)
         for param, name in self._optimized():
@@ -107,17 +93,11 @@ class TorchStateProvider(ReplicatedState):
         self._optimizer.step()
         if self._scheduler:
             self._scheduler.step()
-        self.accept_buffers()
+        self._buffers.accept()
 
     def keep_buffers(self) -> None:
-        """Copy the buffers, if that has not been done in this step: forward begins."""
-        if self._buffers is None:
-            buffers = self._module.named_buffers()
-            self._buffers = {name: buffer.detach().clone() for name, buffer in buffers}
-
-    def accept_buffers(self) -> None:
-        """Take the live buffers for those of the state."""
-        self._buffers = None
+        """Take the live buffers for those of the state, and copy them: the next forward is near."""
+        self._buffers.keep()
 
     def _optimized(self) -> list[tuple[torch.Tensor, str]]:
         found = [param for group in self._optimizer.param_groups for param in group["params"]]

@@ -10,7 +10,7 @@ import torch
 
 from dist_ckpt_strategies.comm.base import Message, run_and_gather
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
+from dist_ckpt_strategies.device import HostSnapshot, Slot, bytes_of_mapping, torch_dtype
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats.arrays import DirectoryWriter
 from dist_ckpt_strategies.formats.chunks import Digests
@@ -54,10 +54,7 @@ class _SharedMemory:
         """See HostSnapshot; a StorageError if there is not so much."""
         self.shared = None  # before the new one is made
         self.shared = SharedBytes(nbytes)
-        memory = torch.frombuffer(self.shared.memory, dtype=torch.uint8)
-        if is_pinned:
-            pin_while_alive(self.shared, memory)
-        return memory
+        return bytes_of_mapping(self.shared.memory, is_pinned=is_pinned)
 
 
 class SaveCache:

@@ -18,6 +18,7 @@ from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
 from dist_ckpt_strategies.device import (
+    HostSnapshot,
     build_batches,
     copy_into,
     host_view,
@@ -245,8 +246,9 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
             staged.append((read, region.numel * array.dtype.itemsize))
     if direct:
         store.begin_reads(direct).wait(options.timeout_s)
+    memory = HostSnapshot()
     for batch in build_batches(staged, options.max_inflight_bytes) if staged else ():
-        _read_staged(store, batch, options)
+        _read_staged(store, batch, memory, options)
     for array, region, tensor in tied:
         again = torch.empty_like(tensor)
         run_reads(store, [(array, region, again)], options)
@@ -258,17 +260,13 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
             )
 
 
-def _read_staged(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
-    """A function, so that the memory of a batch is free before the next one takes its own."""
-    hosts = [
-        torch.empty(
-            region.shape,
-            dtype=torch_dtype(array.dtype),
-            pin_memory=tensor.device.type == "cuda",
-            device="cpu",
-        )
-        for array, region, tensor in reads
-    ]
+def _read_staged(
+    store: ArrayReader, reads: Sequence[TensorRegion], memory: HostSnapshot, options: Options
+) -> None:
+    """A function, so that nothing looks at the memory any more when it has to grow."""
+    layouts = [(region.shape, torch_dtype(array.dtype)) for array, region, _ in reads]
+    is_cuda = any(tensor.device.type == "cuda" for _, _, tensor in reads)
+    hosts = [slot.tensor for slot in memory.slots(layouts, is_pinned=is_cuda)]
     requests = [
         ArrayRead(array, region, host_view(host))
         for (array, region, _), host in zip(reads, hosts, strict=True)

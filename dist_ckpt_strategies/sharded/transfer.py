@@ -6,7 +6,7 @@ slices that several ranks hold.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_coll
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardId
 from dist_ckpt_strategies.device import (
+    HostSnapshot,
     Slot,
     build_batches,
     copy_into,
@@ -59,8 +60,9 @@ def run_writes(
         else:
             staged.append((write, tensor.numel() * tensor.element_size()))
     batches = build_batches(staged, options.max_inflight_bytes // 2) if staged else ()
-    # Generators: a batch is copied when the one before it is under way.
-    copied = ((batch, to_host([tensor for _, _, tensor in batch])) for batch in batches)
+    # Generators: a batch is copied when the one before it is under way, and those before are done.
+    memory = cycle([HostSnapshot(), HostSnapshot()])
+    copied = ((batch, to_host([t for _, _, t in batch], next(memory))) for batch in batches)
     requests = (
         [ArrayWrite(array, at, host) for (array, at, _), host in zip(batch, hosts, strict=True)]
         for batch, hosts in copied
@@ -126,7 +128,7 @@ def assemble(
             chunk = torch.empty(write.region.shape, dtype=dtype, device="cpu")
             for one in write.slices:
                 found = arrived[one] if one in arrived else elements(one, tensors)
-                chunk[one.region.within(write.region).slices()].copy_(found.detach())
+                copy_into([chunk[one.region.within(write.region).slices()]], [found])
             chunks.append((write.array, write.region, chunk))
         use(chunks)
 

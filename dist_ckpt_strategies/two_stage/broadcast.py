@@ -18,6 +18,7 @@ from dist_ckpt_strategies.device import (
     as_bytes,
     begin_copies,
     copy_into,
+    host_memory,
     host_view,
     is_in_order,
     torch_dtype,
@@ -297,8 +298,9 @@ class _Rounds:
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes on the device; pinned on the host, where this rank uses CUDA."""
-        pinned = self._device.type == "cpu" and self._uses_cuda
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=pinned)
+        if self._device.type == "cpu" and self._uses_cuda:
+            return host_memory(nbytes, is_pinned=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _typed(self, content: torch.Tensor, start: int, each: Slice) -> torch.Tensor:
         """The slice's bytes as elements of its dtype, in its shape."""
@@ -312,4 +314,5 @@ def _begin_uploads(blocks: Sequence[_Block]) -> Callable[[], None]:
 
 
 def _pinned(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True, device="cpu")
+    memory = host_memory(like.numel() * like.element_size(), is_pinned=True)
+    return memory.view(like.dtype).reshape(like.shape)

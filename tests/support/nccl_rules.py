@@ -231,7 +231,9 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
         def take(found: list[bytes]) -> None:
             _fill(memory, found[root : root + 1])
 
-        return self._collective(f"broadcast from {root}", tensors, tensors, take)
+        return self._collective(
+            f"broadcast from {root}", tensors, tensors, take, sends=self.rank() == root
+        )
 
     def barrier(self, *_args: Any, **_options: Any) -> Any:
         """The host waits."""
@@ -245,9 +247,12 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         take: Callable[[list[bytes]], None] | None = None,
+        *,
+        sends: bool = True,
     ) -> NcclWork:
         work = NcclWork(self, name, self._everyone)
-        work.inputs, work.outputs = list(map(memory_of, inputs)), list(map(memory_of, outputs))
+        work.inputs = list(map(memory_of, inputs)) if sends else []
+        work.outputs = list(map(memory_of, outputs))
         signature = f"{name} of {[(tuple(t.shape), str(t.dtype)) for t in inputs]}"
         key = self._numbered("work")
         work.puts = [(f"{key}/{self.rank()}", signature, work.inputs)]

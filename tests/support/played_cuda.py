@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Self, cast
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -17,6 +17,41 @@ aten = torch.ops.aten
 
 GARBAGE = 0xAB  # what memory holds that nothing has arrived in
 _CUDA = torch.device("cuda", 0)
+_NUM_DEVICES = 2
+
+CONTEXTS = {_CUDA.index}
+"""Devices on which this process has a context, which takes memory of that device."""
+
+
+class Runtime:
+    """CUDA's runtime: it locks pages, unless told not to. An error stays until a kernel's check."""
+
+    refuses = False
+    last_error = 0
+    pinned: ClassVar[dict[int, int]] = {}
+    """Sizes of what is locked, by address."""
+
+    @classmethod
+    def cudaHostRegister(cls, start: int, nbytes: int, _flags: int) -> int:  # noqa: N802
+        CONTEXTS.add(_current_device())
+        cls.last_error = 2 if cls.refuses else 0
+        if not cls.refuses:
+            cls.pinned[start] = nbytes
+        return cls.last_error
+
+    @classmethod
+    def check(cls, kernel: str) -> None:
+        error, cls.last_error = cls.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error: out of memory, seen by {kernel}")
+
+    @classmethod
+    def cudaHostUnregister(cls, start: int) -> int:  # noqa: N802
+        CONTEXTS.add(_current_device())
+        del cls.pinned[start]
+        return 0
+
+
 _UNTOUCHED = {"empty_like", "new_empty", "detach", "new_zeros", "zeros_like"}
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "as_tensor")
 
@@ -72,6 +107,29 @@ _DEFAULT = Stream()
 _current = threading.local()
 
 
+def _current_device() -> int:
+    """That of this thread; all begin with the first."""
+    return getattr(_current, "device", 0)
+
+
+def _set_device(device: Any) -> None:
+    """As CUDA 12, which makes a context at once."""
+    _current.device = (
+        torch.device("cuda", device).index if isinstance(device, int) else device.index
+    )
+    CONTEXTS.add(_current.device)
+
+
+@contextmanager
+def _device(device: Any) -> Iterator[None]:
+    before = _current_device()
+    _set_device(device)
+    try:
+        yield
+    finally:
+        _current.device = before
+
+
 def current_stream(_device: Any = None) -> Stream:
     """That of this thread; all begin with the same."""
     return getattr(_current, "stream", _DEFAULT)
@@ -79,12 +137,14 @@ def current_stream(_device: Any = None) -> Stream:
 
 @contextmanager
 def _stream(stream: Stream) -> Iterator[None]:
-    before = current_stream()
+    before, device = current_stream(), _current_device()
     _current.stream = stream
+    _set_device(_CUDA)
     try:
         yield
     finally:
         _current.stream = before
+        _set_device(device)  # torch sets the device of the stream before, and has a context there
 
 
 _Tensor: Any = torch.Tensor
@@ -130,6 +190,8 @@ class CudaTensor(_Tensor):  # type: ignore[misc]
         kwargs = dict(kwargs or {})
         name = func.name().partition("::")[2].partition(".")[0]
         is_in_place = name.endswith("_") and not name.endswith("__")
+        if not func.is_view:
+            Runtime.check(name)
         if not func.is_view and name not in _UNTOUCHED:
             _require_waited(
                 [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, cls)],
@@ -144,7 +206,8 @@ class CudaTensor(_Tensor):  # type: ignore[misc]
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
-        if name == "copy_" and (kwargs.get("non_blocking") or args[2:] == (True,)):
+        leaves = name == "copy_" and not all(isinstance(each, cls) for each in args[:2])
+        if leaves and (kwargs.get("non_blocking") or args[2:] == (True,)):
             current_stream().copy_later(*map(memory_of, args[:2]))
             return args[0]
         on_host, named = tree_map_only(cls, memory_of, (args, kwargs))
@@ -213,13 +276,19 @@ def _made_there(plain: Callable[..., Any]) -> Callable[..., Any]:
         if is_there:
             kwargs["device"] = "cpu"
         found = plain(*args, **kwargs)
+        if is_there and plain.__name__ != "empty":
+            Runtime.check(plain.__name__)
         return CudaTensor(found) if is_there else found
 
     return make
 
 
-def play_cuda() -> None:
-    """Have this process see one CUDA device."""
+def play_cuda(index: int = 0) -> None:
+    """Have this process see two CUDA devices, and use one of them."""
+    global _CUDA  # noqa: PLW0603 - before there is any tensor
+    CudaTensor.device = Stream.device = _CUDA = torch.device("cuda", index)
+    CONTEXTS.clear()
+    _set_device(_CUDA)
     plain_to: Any = _Tensor.to
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -236,18 +305,19 @@ def play_cuda() -> None:
         setattr(torch, name, _made_there(getattr(torch, name)))
     generator = torch.Generator().manual_seed(1)
     replaced: dict[str, Any] = {
-        "current_device": lambda: 0,
-        "device": lambda *_: nullcontext(),
+        "cudart": lambda: Runtime,
+        "current_device": _current_device,
         "current_stream": current_stream,
         "default_stream": lambda *_: _DEFAULT,
-        "device_count": lambda: 1,
+        "device": _device,
+        "device_count": lambda: _NUM_DEVICES,
         "empty_cache": lambda: None,
         "get_device_capability": lambda *_: (9, 0),
         "get_rng_state": lambda *_: generator.get_state(),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "memory_allocated": lambda *_: 0,
-        "set_device": lambda *_: None,
+        "set_device": _set_device,
         "set_rng_state": lambda state, *_: generator.set_state(state),
         "stream": _stream,
         "Event": Event,
@@ -256,4 +326,5 @@ def play_cuda() -> None:
     }
     for name, function in replaced.items():
         setattr(torch.cuda, name, function)
+    setattr(torch._C, "_cuda_hasPrimaryContext", CONTEXTS.__contains__)  # noqa: B010 - not there
     torch.cuda.nccl.version = lambda: (2, 28, 0)
