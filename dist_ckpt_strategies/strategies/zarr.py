@@ -255,12 +255,6 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             PeerError: the same, on another rank; the message names rank, key and file.
         """
         comm = self.communicator("load", f"from {checkpoint_dir}")
-        return self.load_by(comm, sharded_state_dict, checkpoint_dir)
-
-    def load_by(
-        self, comm: Communicator, sharded_state_dict: StateDict, checkpoint_dir: str | Location
-    ) -> StateDict:
-        """Like ``load``, by the ranks of ``comm``."""
         with time_limit(self.options.timeout_s, OPENING, then=WORK):
             return load_sharded(
                 comm, lambda: self.open_load(comm, sharded_state_dict, checkpoint_dir)
