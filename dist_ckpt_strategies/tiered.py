@@ -129,7 +129,7 @@ class ManagerOptions:
             gather if none of these is possible.
         preemption_signals: after one of these signals on any rank, the next poll saves the state,
             and every rank raises SystemExit. Handled in the main thread.
-        exit_code: exit code of that SystemExit.
+        exit_code: exit code of that SystemExit; ``dist-ckpt run`` takes all but 143 for a death.
         lease_s: seconds without a renewal after which the next job may take over the root;
             by default 60, or a quarter of ``timeout_s`` if that is less.
         metrics: function that rank 0 calls with the SaveMetrics of each save, or a file to which

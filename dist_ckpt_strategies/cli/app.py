@@ -403,8 +403,8 @@ def bench(
 @_command(
     "dist-ckpt run --nproc-per-node 4 --spares 1 train.py",
     "0 all ranks ended with 0, 1 gave up, 2 wrong usage, 87 a node or the store is missing, "
-    "88 this node has left the job or the store is lost: start it again, 130 interrupted, 128 plus "
-    "its number for another signal.",
+    "88 this node has left the job or the store is lost: start it again, 89 ended by a signal, and "
+    "ranks had to be killed, 130 interrupted, 128 plus its number for another signal.",
     context_settings={
         "allow_interspersed_args": False,
         "token_normalize_func": lambda name: name.replace("_", "-"),  # as torchrun
@@ -446,6 +446,15 @@ def run(
             metavar="SECONDS",
             min=0,
             help="Seconds without a heartbeat before a worker counts as hung; 0: no check.",
+        ),
+    ] = 30.0,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            envvar="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+            help="How long workers may take to save and end after a signal; then they are killed.",
         ),
     ] = 30.0,
     nnodes: Annotated[str, typer.Option(metavar="N", help="Nodes that have ranks.")] = "1",
@@ -543,6 +552,7 @@ def run(
         spares,
         max_restarts,
         heartbeat_timeout,
+        shutdown_timeout,
         nodes=nodes,
         event_log_handler=event_log_handler,
     )

@@ -40,26 +40,32 @@ from dist_ckpt_strategies.inprocess.node_guard import NodeGuard
 from dist_ckpt_strategies.inprocess.places import (
     FENCED,
     GAVE_UP,
+    KILLED,
     OUTSIDE,
+    SIGNAL_CODE,
     Nodes,
     Places,
     connected_store,
 )
 from dist_ckpt_strategies.inprocess.rendezvous import (
+    EXIT_PREEMPTED,
     Fault,
     FaultMode,
     RankInfo,
     environment_of,
 )
-from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState
+from dist_ckpt_strategies.inprocess.store_rendezvous import IDLE, RestartState
 from dist_ckpt_strategies.inprocess.worker_process import WorkerProcess, reason_of
 
 _HOST = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SIGNAL_CODE = 128
 _PATIENCE_S = 1.0
 _AWAY_S = 0.5
 _POLL_S = 0.1
+_LEAVE_S = 5.0
+"""After one rank has left because of SIGTERM the others do, too: they were in the same save."""
+
+_GUARD_GONE = "the guard of this node's workers is gone"
 _CHUNK = 1 << 16
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's ``@record`` writes what a process has raised."""
@@ -76,7 +82,7 @@ class Job:
         max_restarts: number of workers that may be replaced, in total.
         heartbeat_timeout_s: seconds without a heartbeat before a worker counts as hung; 0: no
             check.
-        grace_s: seconds that workers have to end by themselves after a signal.
+        shutdown_timeout_s: seconds that workers have to end by themselves after a signal.
         nodes: nodes of the job; None: this one alone, with a store of its own.
         event_log_handler: torch's name of the handler of its events.
     """
@@ -86,7 +92,7 @@ class Job:
     num_spares: int = 0
     max_restarts: int = 16
     heartbeat_timeout_s: float = 30.0
-    grace_s: float = 5.0
+    shutdown_timeout_s: float = 30.0
     nodes: Nodes | None = None
     event_log_handler: str = "null"
 
@@ -113,11 +119,11 @@ class ElasticAgent:
         on_note: Callable[[str], None],
     ) -> None:
         self._job = job
-        self._on_line = on_line
-        self._on_note = on_note
+        self._on_line, self._on_note = on_line, on_note
         self._news: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._places: Places | None = None
+        self._wake: int | None = None
         is_store_only = job.nodes is not None and job.nodes.is_store_only
         fence_s = job.nodes.fence_s if job.nodes else math.inf
         self._guard = None if is_store_only else NodeGuard(fence_s)
@@ -136,7 +142,7 @@ class ElasticAgent:
             self._renewal = threading.Thread(
                 target=self._keep_place, args=(self._places,), name="dist-ckpt-place", daemon=True
             )
-            self._store = connected_store(job.nodes)
+            self._store = connected_store(job.nodes, on_note)
         self._environment = _environment(job, environment, self._address)
         self._own_error_file = environment.get(_ERROR_FILE)
         self._errors = TemporaryDirectory(prefix="dist-ckpt-errors-")
@@ -144,6 +150,7 @@ class ElasticAgent:
         self._workers: dict[str, WorkerProcess] = {}
         self._ranks: dict[str, int] = {}
         self._finished: set[int] = set()
+        self._left: dict[str, float] = {}
         self.signals: list[int] = []
         self._outcome: tuple[int, str] | None = None
         self._failures: defaultdict[int, list[ProcessFailure]] = defaultdict(list)
@@ -179,10 +186,9 @@ class ElasticAgent:
             finally:
                 self._selector.unregister(inbox)
                 self._end_all()
-        if self._outcome is None:
-            return _SIGNAL_CODE + self.signals[0]
-        code, why = self._outcome
-        self._record("FAILED" if code else "SUCCEEDED", None)
+        code, why = self._outcome or (SIGNAL_CODE + self.signals[0], "")
+        if self._outcome is not None:
+            self._record("FAILED" if code else "SUCCEEDED", None)
         if code == GAVE_UP:
             self._report_failures()
         if why:
@@ -191,7 +197,12 @@ class ElasticAgent:
 
     def _run_until_the_end(self) -> None:
         while self._outcome is None and not self.signals:
-            self._step()
+            are_all_gone = len(self._left) + len(self._finished) == self._job.num_ranks
+            is_late = time.monotonic() > min(self._left.values(), default=math.inf) + _LEAVE_S
+            if self._left and (are_all_gone or is_late):
+                self._depart()
+            else:
+                self._step()
 
     def _run_as_one_of_several(self, places: Places) -> None:
         self._renewal.start()
@@ -222,6 +233,9 @@ class ElasticAgent:
 
     def _post(self, news: Callable[[], object]) -> None:
         """Have the main thread call something."""
+        if self._wake is None:  # not running yet: this is the main thread
+            news()
+            return
         self._news.put(news)
         os.write(self._wake, b".")
 
@@ -234,8 +248,8 @@ class ElasticAgent:
         self._outcome = self._outcome or (code, why)
 
     def _fence(self) -> None:
-        why = "the guard of this node's workers is gone"
-        if self._job.nodes:
+        why = _GUARD_GONE
+        if self._job.nodes and self._guard and not self._guard.was_killed():
             why = f"this node could not renew its place for {self._job.nodes.fence_s:g} s"
         self._end(FENCED, why)
 
@@ -244,7 +258,7 @@ class ElasticAgent:
             if self._guard is not None:
                 self._guard.tell(line)
         except OSError as error:
-            raise PeerLostError(None, f"the guard of this node's workers: {error}") from error
+            raise PeerLostError(None, f"{_GUARD_GONE}: {error}") from error
 
     def _start_as_spare(self) -> None:
         self._on_note("all places are taken; this node waits as a spare")
@@ -276,7 +290,9 @@ class ElasticAgent:
                 worker.excuse()
             if worker.seconds_left() <= 0 and not worker.hear_waiting():
                 worker.is_hung = True
-                worker.signal(signal.SIGKILL)
+                worker.kill()
+            elif worker.reap_s() <= 0 and worker.name in self._ranks:
+                self._abandon(worker)
 
     def _handle(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
         for key, _ in events:
@@ -317,6 +333,9 @@ class ElasticAgent:
             return
         code = self._take_away(worker)
         rank = self._ranks.get(worker.name)
+        if self.signals or (code == EXIT_PREEMPTED and rank is not None):  # one to all, or to it
+            self._left[worker.name] = time.monotonic()
+            return
         failure = self._failure(worker, rank, code)
         why = reason_of(code)
         if worker.is_hung:
@@ -345,6 +364,29 @@ class ElasticAgent:
             self._end(0, "")
         else:
             self._places.finish()
+
+    def _depart(self) -> None:
+        """Ranks have left because of SIGTERM: no death, but the end of the job, or a new begin."""
+        left = {self._ranks[name]: self._state.joined(name) or 0 for name in self._left}
+        self._left.clear()
+        ranks = ", ".join(map(str, sorted(left)))
+        why = f"left with exit code {EXIT_PREEMPTED}, as after a SIGTERM"
+        if self._places is None:
+            self._end(EXIT_PREEMPTED, f"ranks {ranks} have {why}; the job ends")
+        elif self._places.is_handed_over(min(left.values())):
+            for rank, joined in left.items():
+                self._state.end(Fault(rank, joined, FaultMode.DEATH, why))
+                self._fill(rank, f"rank {rank} has {why}; a spare node takes over")
+        else:
+            self._places.close(EXIT_PREEMPTED, f"ranks {ranks} have {why}")
+
+    def _abandon(self, worker: WorkerProcess) -> None:
+        """Leave the job: a worker was killed, and its process does not end."""
+        rank, restart_round = self._ranks[worker.name], self._state.joined(worker.name)
+        why = "it was killed after its heartbeats had ended, and the kernel does not end it"
+        if restart_round is not None:
+            self._state.end(Fault(rank, restart_round, FaultMode.HANG, why))
+        self._end(FENCED, f"rank {rank} is gone: {why}; this node leaves the job")
 
     def _failure(self, worker: WorkerProcess, rank: int | None, code: int) -> ProcessFailure:
         """What is known of a worker's end, with what ``@record`` has written."""
@@ -390,7 +432,8 @@ class ElasticAgent:
             # The script does not call it, or fails without a rank: another process would, too.
             self._on_note("a spare has ended without waiting in wait_rank(); it is no spare")
             return
-        self._count_failure(None, why)
+        if code not in {EXIT_PREEMPTED, -signal.SIGTERM}:
+            self._count_failure(None, why)
         self._on_note(f"a spare is gone: {why}; a new process waits in its place")
         self._start(None)
 
@@ -409,14 +452,20 @@ class ElasticAgent:
         elif self._store.has_foreign_keys("default_pg/"):
             raise RestartError(f"rank {rank} died: {why}; {OUTSIDE}")
         self._count_failure(rank, why)
+        self._fill(rank, f"rank {rank} is gone: {why}")
+
+    def _fill(self, rank: int, why: str) -> None:
+        """Give a rank to a spare or a new process."""
         spare = self._spare()
         taken = "a new process" if spare is None else f"spare {spare.name}"
-        self._on_note(f"rank {rank} is gone: {why}; {taken} takes its place")
+        self._on_note(f"{why}; {taken} takes its place")
         self._assign(spare or self._start(rank), rank)
         if spare is not None:
             self._start(None)
 
     def _count_failure(self, rank: int | None, why: str) -> None:
+        if (idle := self._store.get(IDLE)) is not None:
+            raise RestartLimitError(idle)
         num_failures = self._store.add("failures")
         if num_failures <= self._job.max_restarts:
             return
@@ -433,7 +482,7 @@ class ElasticAgent:
         spares = [
             worker
             for name, worker in self._workers.items()
-            if name not in self._ranks and worker.seconds_left() > 0
+            if name not in self._ranks and worker.seconds_left() > 0 and not worker.is_hung
         ]
         ready = (one for one in spares if self._state.is_ready(one.name))
         return next(ready, spares[0] if spares else None)
@@ -471,7 +520,7 @@ class ElasticAgent:
         return code
 
     def _end_all(self) -> None:
-        """Signal the workers that still run, wait for ``grace_s``, and kill the rest.
+        """Signal the workers that still run, wait for ``shutdown_timeout_s``, and kill the rest.
 
         A signal to the agent is passed on; a second one ends the waiting. A
         callback that raises does not keep any of them alive.
@@ -484,10 +533,15 @@ class ElasticAgent:
                 ending.callback(self._guard.close)
             if self._places is not None:
                 ending.callback(self._leave, self._places)
-            for worker in self._workers.values():
-                ending.callback(self._take_away, worker)
+            ending.callback(self._kill_all)
             if not self._is_fenced():
                 self._await_ends()
+
+    def _kill_all(self) -> None:
+        with ExitStack() as ending:
+            for worker in self._workers.values():
+                worker.kill()
+                ending.callback(self._take_away, worker)
 
     def _is_fenced(self) -> bool:
         return self._outcome is not None and self._outcome[0] == FENCED
@@ -497,12 +551,14 @@ class ElasticAgent:
         places.stop()
         self._renewal.join(_AWAY_S if self._is_fenced() else None)
         if not self._is_fenced():
-            places.shutdown()
+            places.shutdown(self.signals, self._job.shutdown_timeout_s)
 
     def _await_ends(self) -> None:
         num_signals = len(self.signals)
         if self.signals:
             self._on_note(f"{signal.Signals(self.signals[0]).name}: ending all workers")
+            if self._places is not None:  # before any rank leaves
+                self._places.announce_leave()
         for worker in self._workers.values():
             # A spare does nothing that it would have to bring to an end.
             is_told = self.signals and worker.name in self._ranks
@@ -510,10 +566,20 @@ class ElasticAgent:
             self._selector.modify(
                 worker.pidfd, selectors.EVENT_READ, lambda w=worker: self._take_away(w)
             )
-        deadline = time.monotonic() + self._job.grace_s
+        began = time.monotonic()
+        deadline = began + self._job.shutdown_timeout_s
         while self._workers and time.monotonic() < deadline and num_signals == len(self.signals):
             wait_s = min(_POLL_S, max(0.0, deadline - time.monotonic()))
             self._handle(self._selector.select(wait_s))
+        ranks = sorted(self._ranks[name] for name in self._workers if name in self._ranks)
+        if ranks:
+            if self._outcome is None or self._outcome[0] > SIGNAL_CODE:
+                self._outcome = KILLED, ""
+            self._on_note(
+                f"ranks {', '.join(map(str, ranks))} have not ended {time.monotonic() - began:.1f} "
+                "s after the signal and are killed: what they did since their last complete "
+                f"checkpoint is probably lost (--shutdown-timeout {self._job.shutdown_timeout_s:g})"
+            )
 
 
 def script_command(script: str, args: Sequence[str], *, is_module: bool) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ The agent, ``dist-ckpt run``, may be stopped itself, so this is a process of its
 nothing of the package. It reads lines: ``renewed SECONDS``, when a renewal of the place that has
 succeeded was begun, by the monotonic clock; ``+PID`` and ``-PID`` of a worker that has been started
 or has ended; and ``fence``. It kills the sessions of all workers when no renewal has succeeded that
-was begun within the limit, at ``fence``, and when the agent is gone. Before it does, it closes its
-standard output.
+was begun within the limit, at ``fence``, and when the agent is gone. Before it does, it writes
+a byte to its standard output, and closes it.
 """
 
 import os
@@ -50,6 +50,10 @@ class NodeGuard:
     def has_fired(self) -> bool:
         """Whether it kills the workers, or is dead; ``fired`` can be read then."""
         return bool(select.select([self.fired], [], [], 0)[0])
+
+    def was_killed(self) -> bool:
+        """Whether it is dead without having killed the workers; for once, when it has fired."""
+        return not os.read(self.fired, 1)
 
     def close(self) -> None:
         """End the guard; it kills what is left of the workers."""
@@ -111,5 +115,7 @@ if __name__ == "__main__":
     for number in _NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
     workers = _workers_to_kill(float(sys.argv[1]))
+    with suppress(OSError):  # the agent is gone
+        os.write(1, b"!")
     os.close(1)
     _kill(workers)

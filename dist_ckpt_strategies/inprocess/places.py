@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,9 @@ from dist_ckpt_strategies.errors import PeerError, PeerLostError, PlanError, Res
 from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode
 from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState
 
-GAVE_UP, NODE_MISSING, FENCED = 1, 87, 88
-"""Exit codes of an agent: all ended by an error; a node is missing; this node is out."""
+GAVE_UP, NODE_MISSING, FENCED, KILLED, SIGNAL_CODE = 1, 87, 88, 89, 128
+"""Exit codes of an agent: all ended by an error; a node is missing; this node is out; after a
+signal ranks had to be killed; a signal, whose number is added."""
 
 _DONE, _LEFT = "done", "left"
 """Instead of n: the node has finished its ranks; it has left its place."""
@@ -98,7 +99,7 @@ class Places:
         self.node = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self.place: int | None = None
         self._host = _hosted(nodes)
-        self._store = connected_store(nodes)
+        self._store = connected_store(nodes, on_note)
         self._state = RestartState(self._store)
         self._began = time.monotonic()
         self._key = self._written = ""
@@ -145,20 +146,40 @@ class Places:
         found = self._store.compare_set(_CLOSED, "", json.dumps([code, why]))
         self._closed = tuple(json.loads(found))
 
+    def announce_leave(self) -> None:
+        """Say that this node was asked to leave, and how many spare nodes wait for places."""
+        if self.place is None or self._host is not None:  # the job ends without its store
+            return
+        with suppress(PeerError):
+            owners = [self._store.get(f"spare/{s}") for s in range(self._nodes.num_spare_nodes)]
+            num_free = sum(1 for one in owners if one and not one.endswith(f"#{_LEFT}"))
+            restart_round = self._state.current()
+            self._store.compare_set(f"spares/{restart_round}", "", str(num_free))
+            self._store.add(f"leaving/{restart_round}")
+
+    def is_handed_over(self, restart_round: int) -> bool:
+        """Whether nodes were asked to leave in a round, and spare nodes take all their places."""
+        num_leaving = int(self._store.get(f"leaving/{restart_round}") or 0)
+        num_free = int(self._store.get(f"spares/{restart_round}") or 0)
+        return 0 < num_leaving <= num_free and not self._state.has_finished()
+
     def stop(self) -> None:
         """Have ``take`` and ``hold`` return soon."""
         self._is_stopped = True
         self._has_news.set()
 
-    def shutdown(self) -> None:
+    def shutdown(self, signals: Sequence[int], patience_s: float) -> None:
         """Leave the job, after ``stop``, once no worker of this node is left.
 
-        A store that is hosted here stays until the others know the end of the job.
+        ``signals`` have ended this agent. A store that is hosted here stays until the others have
+        gone, whose workers may take ``patience_s``, or until a second signal.
         """
         with suppress(PeerError):
+            if self._host is not None and signals:
+                self.close(SIGNAL_CODE + signals[0], "the host of the store was asked to end")
             if self._closed is not None:
                 self._store.set(f"gone/{self.node}", "1")
-                self._await_others()
+                self._await_others(signals, self._nodes.ttl_s + patience_s)
             elif self._key and not self._is_done():
                 self._write(f"{self.node}#{_LEFT}")
         self._store.close()
@@ -242,6 +263,7 @@ class Places:
         if value and self._lost.get(place) != value:
             self._lost[place] = value
             self._on_note(f"place {place}: {why}")
+            self._store.set(f"gone/{node}", "1")
             self._end_round(place, why)
         is_waiting = self.place is None and not self._nodes.is_store_only
         if is_waiting and self._take(key, value):
@@ -323,27 +345,36 @@ class Places:
         elif not joined and self._store.has_foreign_keys("default_pg/"):
             self.close(GAVE_UP, f"place {place}: {why}; {OUTSIDE}")
 
-    def _await_others(self) -> None:
+    def _await_others(self, signals: Sequence[int], patience_s: float) -> None:
         """Wait until the other nodes have gone that can be expected to, where the store is here."""
-        nodes, deadline = self._nodes, time.monotonic() + self._nodes.ttl_s
         if self._host is None:
             return
-        keys = [f"place/{place}" for place in range(nodes.num_nodes)]
-        for key in [*keys, *(f"spare/{number}" for number in range(nodes.num_spare_nodes))]:
-            node, _, state = (self._store.get(key) or "").partition("#")
-            if node and state != _LEFT:
-                self._store.wait(f"gone/{node}", max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + patience_s
+        keys = [f"place/{place}" for place in range(self._nodes.num_nodes)]
+        keys += [f"spare/{number}" for number in range(self._nodes.num_spare_nodes)]
+        owners = [(self._store.get(key) or "").partition("#") for key in keys]
+        gone = [f"gone/{node}" for node, _, state in owners if node and state != _LEFT]
+        while not self._store.check(gone) and time.monotonic() < deadline and not signals[1:]:
+            time.sleep(_PAUSE_S)
 
 
-def connected_store(nodes: Nodes) -> JobStore:
+def connected_store(nodes: Nodes, on_note: Callable[[str], object]) -> JobStore:
     """A client of the job's store, which may come as late as a node may; else a PeerLostError."""
     deadline = time.monotonic() + nodes.wait_s
+    host, port = nodes.endpoint
+    is_waiting = False
     while True:
         try:
-            return JobStore(*nodes.endpoint, timeout_s=2 * nodes.fence_s)
-        except PeerLostError:
+            # Torch's client would write a trace to stderr for an address that does not answer.
+            socket.create_connection(nodes.endpoint, nodes.fence_s).close()
+            return JobStore(host, port, timeout_s=2 * nodes.fence_s)
+        except (OSError, PeerLostError) as error:
+            why = f"the rendezvous store at {host}:{port} does not answer: {error}"
             if time.monotonic() > deadline:
-                raise
+                raise PeerLostError(None, why) from error
+        if not is_waiting:
+            on_note(f"{why}; it may come within {nodes.wait_s:g} s (--node-wait)")
+        is_waiting = True
         time.sleep(_PAUSE_S)
 
 

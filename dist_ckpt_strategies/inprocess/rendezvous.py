@@ -4,10 +4,15 @@ A *restart round* is one attempt of all ranks to run the function together. The 
 them; numbers grow, and may be skipped.
 """
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+EXIT_PREEMPTED = 128 + signal.SIGTERM
+"""Exit code of a rank that has left because of SIGTERM, with its work saved: no death. A process
+that the signal itself killed has a negative one."""
 
 
 class FaultMode(StrEnum):

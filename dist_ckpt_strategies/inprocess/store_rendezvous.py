@@ -40,6 +40,7 @@ _NO_FAULT = "none"
 
 _MAX_WHY = 2000
 _MAX_NAMED = 64
+IDLE = "idle"  # key: why the job ends, attempt after attempt did no step
 _ROUNDS_PER_ATTEMPT = 1_000_000
 _LONGEST_SILENCE_S = 30.0
 """Of the launcher's store, where ``timeout_s`` of the options is not shorter."""
@@ -242,6 +243,24 @@ class StoreRendezvous:
                 return is_done
             self._wait_until(lambda: restart_round in self._ended, limit_s)
         raise self._timed_out(restart_round, "returned from the block", "returned", place)
+
+    def count_idle(self, restart_round: int, steps: tuple[Any, Any], *, is_own: bool) -> int:
+        """How many attempts of the job in a row have failed before a step was done.
+
+        ``steps`` are those before and after this rank's attempt; it counts one that is its own. A
+        new process, without a step before, has done none if it loaded what the job had reached.
+        """
+        (before, after), progress = steps, self._store.get("progress") or "0/"
+        since, _, reached = progress.partition("/")
+        if before != after and not (before is None and reached == str(after)):
+            self._store.set("progress", f"{restart_round}/{after}")
+            return 0
+        key = f"{IDLE}/{since}"
+        return self._store.add(key) if is_own else int(self._store.get(key) or 0)
+
+    def give_up(self, why: str) -> None:
+        """Have the launcher end the job."""
+        self._store.set(IDLE, why)
 
     def close(self) -> None:
         """See RendezvousClient. The thread ends with its round, or with the store."""

@@ -4,6 +4,7 @@ Also the worker's side: the heartbeat, and what starts the command.
 """
 
 import atexit
+import math
 import os
 import select
 import signal
@@ -26,6 +27,9 @@ _FAREWELL = b"!"
 
 _CHUNK = 1 << 16
 _BEATS_PER_TIMEOUT = 4
+_UNKILLABLE_S = 30.0
+"""How long the end of a killed process may take, which frees its memory on host and devices."""
+
 _FAREWELL_S = 60.0
 """How long the end of an interpreter may take: it sends no more heartbeats."""
 
@@ -142,6 +146,7 @@ class WorkerProcess:
         self.name = name
         self._timeout_s = heartbeat_timeout_s
         self._last_beat: float | None = None
+        self._killed_at = math.inf
         self.is_hung = False
         self.beats, theirs = os.pipe()
         self.outputs = tuple(
@@ -199,10 +204,21 @@ class WorkerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        self._killed_at = min(self._killed_at, time.monotonic())
+        kill_session(self.pid)
+
+    def reap_s(self) -> float:
+        """How much longer the kernel may take to end it; it waits if a device is stuck."""
+        return _UNKILLABLE_S - max(0.0, time.monotonic() - self._killed_at)
+
     def end(self) -> int:
-        """The exit code of a process that is dying or dead; nothing of it is left afterwards."""
+        """The exit code of a process that is dying or dead; nothing but a stuck one is left."""
         kill_session(self.pid)  # before the wait, after which the number may be another's
-        code = self._process.wait()
+        code = -signal.SIGKILL
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(self.reap_s())
         with ExitStack() as closing:  # a listener may raise
             closing.callback(os.close, self.beats)
             closing.callback(os.close, self.pidfd)

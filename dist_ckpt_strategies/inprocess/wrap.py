@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import re
+import time
 import typing
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -42,8 +43,11 @@ from dist_ckpt_strategies.inprocess.finalize import (
     release_free_memory,
 )
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
-from dist_ckpt_strategies.inprocess.rendezvous import FaultMode, RendezvousClient
-from dist_ckpt_strategies.inprocess.store_rendezvous import rendezvous_from_environment
+from dist_ckpt_strategies.inprocess.rendezvous import RendezvousClient
+from dist_ckpt_strategies.inprocess.store_rendezvous import (
+    StoreRendezvous,
+    rendezvous_from_environment,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,12 @@ _NEEDED = _LIMITS[:2]
 
 _FIRST_TELLER_S = 0.1
 """How long a broken connection waits to be explained by the fault that broke it."""
+
+_LONG_S = 600.0
+"""An attempt of this length is not idle where nothing says how many steps it has done."""
+
+_LEAVE_S = 3.0
+"""Ranks that leave after a common save do so together, if the first does not interrupt others."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -87,8 +97,9 @@ class HPWrapper:
         finish_timeout_s: longest wait for all ranks to return from the function.
         max_attempts: attempts of this process; None: unlimited.
         max_idle_attempts: this process ends after so many consecutive attempts that its own
-            exception ended before a step was done (``step_upon_restart`` or the step of the
-            ``checkpoint_manager`` did not grow); None: unlimited.
+            fault ended before a step was done (``step_upon_restart`` or the step of the
+            ``checkpoint_manager`` did not grow, or, without both, ten minutes had not passed). The
+            job ends after twice as many of all its processes. None: unlimited.
         progress_timeout_s: longest time between two calls of ``ping``, or from the start of the
             function to the first; None: unlimited.
 
@@ -162,6 +173,7 @@ class HPCallWrapper:
         self._client: RendezvousClient | None = None
         self._round = 0
         self._first_step: Any = None
+        self._began = 0.0
         self._attempt: Attempt | None = None
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
         self._interrupter = Interrupter(lock)
@@ -205,7 +217,7 @@ class HPCallWrapper:
         self._round = self._opened().barrier(self.wrapper.barrier_timeout_s)
         self.num_attempts += 1
         self.step_upon_restart = 0
-        self._first_step = self._step()
+        self._first_step, self._began = self._step(), time.monotonic()
         update_environment({"TORCHELASTIC_RESTART_COUNT": str(self._round)})
         self._is_in_block = True
 
@@ -326,7 +338,7 @@ class HPCallWrapper:
         """
         attempt = self._running()
         try:
-            if not attempt.hears_within(0.0):
+            if not attempt.hears_within(_LEAVE_S if isinstance(error, SystemExit) else 0.0):
                 attempt.report(error)
             attempt.wait_stopped()
         except PeerError as lost:
@@ -365,15 +377,19 @@ class HPCallWrapper:
             raise RestartLimitError(
                 f"{state.attempt} attempts, {limit} allowed; the last: {fault}"
             ) from train_ex
-        if self.step_upon_restart > 0 or self._step() != self._first_step:
-            self._num_idle = 0
-        elif fault and (fault.global_rank, fault.mode) == (state.rank, FaultMode.EXCEPTION):
-            self._num_idle += 1
-        if idle_limit is not None and self._num_idle >= idle_limit:
-            raise RestartLimitError(
-                f"{self._num_idle} attempts in a row ended in an exception of this rank before a "
-                f"step was done; the last: {fault}"
-            ) from train_ex
+        client, step, num_of_job = self._opened(), self._step(), 0
+        is_long = step is None and time.monotonic() - self._began > _LONG_S
+        before = -1 if self.step_upon_restart or is_long else self._first_step
+        is_own = fault is not None and fault.global_rank == state.rank
+        if isinstance(client, StoreRendezvous):
+            num_of_job = client.count_idle(self._round, (before, step), is_own=is_own)
+        self._num_idle = self._num_idle + is_own if num_of_job or before == step else 0
+        num_idle = max(self._num_idle, num_of_job)
+        if idle_limit is not None and max(self._num_idle, num_of_job / 2) >= idle_limit:
+            why = f"{num_idle} attempts in a row failed before a step was done; the last: {fault}"
+            if isinstance(client, StoreRendezvous) and num_of_job >= 2 * idle_limit:
+                client.give_up(why)
+            raise RestartLimitError(why) from train_ex
         if self.wrapper.health_check is not None:
             self.wrapper.health_check(state, train_ex)
 

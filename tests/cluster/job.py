@@ -50,6 +50,7 @@ class Shape:
     num_shards: int = 2  # of the state; ranks a multiple of it apart hold the same
     save_every: int = 0  # steps from a local checkpoint to the next; 0: none are made
     wait_s: float = 60.0  # for a node
+    max_idle_attempts: int = 0  # 0: unlimited
 
     @property
     def world_size(self) -> int:
@@ -112,6 +113,7 @@ class Job:
                     "CLUSTER_SEED": str(SEED),
                     "CLUSTER_SHARDS": str(shape.num_shards),
                     "CLUSTER_SAVE_EVERY": str(shape.save_every),
+                    "CLUSTER_MAX_IDLE": str(shape.max_idle_attempts),
                     "OMP_NUM_THREADS": "1",
                     "PYTHONWARNINGS": "ignore",
                     "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -199,6 +199,12 @@ class Cluster:
             ports = [self.nodes[name].port for name in group]
             self._ip(*(f"link set {port} master br{number}" for port in ports))
 
+    def separate(self, first: str, second: str) -> None:
+        """Let two nodes reach all but each other."""
+        for name, other in ((first, second), (second, first)):
+            address = self._addresses[other]
+            _run(*self.nodes[name].enter, "ip", "route", "add", "unreachable", address)
+
     def lossy(self, name: str, share: float) -> None:
         """Lose a share of what a node sends, and of what it is sent."""
         lose = ["bpf", "da", "bytecode", _LOSE.format(most=int(share * (2**32 - 1)))]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import faults
-from tests.cluster.job import FENCED, STORE, TTL_S, Shape, started
+from tests.cluster.job import FENCED, STORE, TTL_S, Job, Shape, started
 from tests.cluster.namespaces import Cluster, why_not
 
 pytestmark = [
@@ -72,6 +72,18 @@ def test_a_node_ends_on_a_signal_and_when_the_store_is_silent(cluster: Cluster) 
 
     job.until(lambda: not cluster.nodes[name].is_running(pid), TTL_S + 10)
     job.until(lambda: f"exit code {FENCED}\n" in job.log("b"))
+
+
+def test_nodes_that_reach_the_store_and_not_each_other_end_the_job(cluster: Cluster) -> None:
+    for name in "ab":
+        cluster.up(name)
+    cluster.separate("a", "b")
+    job = Job(cluster, replace(SMALL, max_idle_attempts=2))
+
+    job.start(STORE, "a", "b")
+
+    assert job.codes() == dict.fromkeys((STORE, "a", "b"), 1), job.report()
+    assert "4 attempts in a row failed" in job.log("a")
 
 
 def test_the_disk_of_a_lost_node_is_replaced_by_the_copies_of_its_clique(cluster: Cluster) -> None:

@@ -35,6 +35,7 @@ SHARED = Path(os.environ["CLUSTER_SHARED"])
 SEED = int(os.environ["CLUSTER_SEED"])
 NUM_SHARDS = int(os.environ["CLUSTER_SHARDS"])
 SAVE_EVERY = int(os.environ["CLUSTER_SAVE_EVERY"])
+MAX_IDLE = int(os.environ["CLUSTER_MAX_IDLE"]) or None
 PACE_S = 0.2
 TIMEOUT_S = 300.0
 """Of groups: no fault is found by it."""
@@ -49,7 +50,7 @@ class OrderedError(Exception):
 @HPWrapper(
     abort=CheckpointlessAbortManager.get_default_checkpointless_abort(),
     checkpoint_manager=manager,
-    max_idle_attempts=None,
+    max_idle_attempts=MAX_IDLE,
 )
 def train(note: Callable[..., None], orders: list[int], call: HPCallWrapper | None = None) -> None:
     dist.init_process_group("interruptible_gloo", timeout=timedelta(seconds=TIMEOUT_S))

@@ -6,6 +6,8 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -105,12 +107,13 @@ while time.monotonic() < end: hashlib.sha256(b"x" * 1000).digest()
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("number", "code"), [(signal.SIGINT, 89), (signal.SIGTERM, 89), (signal.SIGKILL, -9)]
 )
 def test_a_signal_reaches_the_workers_and_one_that_ignores_it_is_killed_with_its_children(
-    number: int, code: int, agents: Agents
+    number: int, code: int, agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the launcher is killed itself, nothing is left either."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
     body = """
 import subprocess
 def end(number, frame):
@@ -131,8 +134,127 @@ time.sleep(600)
 
     assert agents.code(agent) == code
     assert agents.output(agent).count(f"[0] asked by {number:d}\n") == (code > 0)
+    assert len(re.findall("ranks 1 have not ended 3.* are killed", agents.output(agent))) == (
+        code > 0
+    )
     assert len(agents.pids("child")) == 1
     agents.require_ended()
+
+
+SAVES_ON_SIGTERM = """
+def save(number, frame):
+    Path(f"asked {rank}").touch()
+    wait_for("go")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+Path(f"up {rank}").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_a_save_after_a_signal_has_its_time_until_a_second_one(
+    is_urgent: bool, agents: Agents
+) -> None:
+    agent = agents.start(SAVES_ON_SIGTERM, "--nproc", "2", "--shutdown_timeout", "100")
+    until(lambda: len(list(agents.directory.glob("up *"))) == 2)
+    agent.terminate()
+    until(lambda: len(list(agents.directory.glob("asked *"))) == 2)
+
+    time.sleep(6.0)
+    assert agent.poll() is None
+    if is_urgent:
+        agent.terminate()
+    else:
+        agents.go()
+
+    assert agents.code(agent) == (89 if is_urgent else 143)
+    agents.require_ended()
+    assert ("ranks 0, 1 have not ended" in agents.output(agent)) == is_urgent
+
+
+PREEMPTED = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+from dist_ckpt_strategies import SavePolicy, TieredCheckpointManager
+from dist_ckpt_strategies.inprocess import HPWrapper
+@HPWrapper()
+def train():
+    dist.init_process_group("interruptible_gloo", timeout=timedelta(seconds=100))
+    manager = TieredCheckpointManager("root", policy=SavePolicy(every_steps=10**6))
+    with manager:
+        step = 0
+        while True:
+            step += 1
+            manager.save(step, {"step": step})
+            Path(f"trains {rank}").touch()
+            time.sleep(0.05)
+train()
+"""
+
+
+@pytest.mark.parametrize("receivers", ["agent", "worker", "all"])
+def test_ranks_that_saved_and_left_are_no_deaths_and_end_the_job(
+    receivers: str, agents: Agents
+) -> None:
+    agent = agents.start(PREEMPTED, "--nproc", "2", "--max-restarts", "0")
+    until(lambda: len(list(agents.directory.glob("trains *"))) == 2)
+
+    pids = {"agent": [agent.pid], "worker": agents.pids("rank1")}
+    for pid in pids.get(receivers, [*agents.pids(), agent.pid]):
+        os.kill(pid, signal.SIGTERM)
+
+    assert agents.code(agent) == 143, agents.output(agent)
+    assert len(list(agents.directory.glob("root/*/metadata.json"))) == 1
+    assert [len(agents.pids(f"rank{rank}")) for rank in range(2)] == [1, 1]
+
+
+def test_a_job_that_does_no_step_ends_although_its_processes_are_replaced(agents: Agents) -> None:
+    body = """
+from dist_ckpt_strategies.inprocess import HPCallWrapper, HPWrapper
+@HPWrapper(max_idle_attempts=2)
+def train(call: HPCallWrapper):
+    Path(f"attempt of {rank}: {os.getpid()} {call.num_attempts}").touch()
+    if rank == "1":
+        raise RuntimeError("no route to host")
+    time.sleep(600)
+train()
+"""
+    code, text = agents.run(body, "--nproc", "2")
+
+    assert code == 1
+    assert re.search("error: 4 attempts in a row .* no route to host", text)
+    assert len(list(agents.directory.glob("attempt of 1*"))) == 4
+    assert len(agents.pids("rank1")) == 2
+
+
+FREEZER = Path("/sys/fs/cgroup/freezer")
+"""Of control groups 1: a frozen process is in the kernel, where SIGKILL does not reach it."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access(FREEZER, os.W_OK), reason="needs root and a freezer cgroup")
+def test_a_worker_that_cannot_be_killed_ends_its_agent(agents: Agents) -> None:
+    body = f"{BEATS}Path(f'beats{{rank}}.{{os.getpid()}}').touch()\nwait_for('never')"
+    agent = agents.start(body, "--nproc", "2", "--heartbeat-timeout", "3")
+    group = FREEZER / f"dist-ckpt-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text(str(agents.worker("beats1")))
+        (group / "freezer.state").write_text("FROZEN")
+        assert agents.code(agent) == 88
+        assert re.search("rank 1 is gone: it was killed after", agents.output(agent))
+        assert not any(map(is_running, agents.pids("rank0")))
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        agents.require_ended()
+
+        def is_removed() -> bool:
+            with suppress(OSError):  # the kernel still removes the process
+                group.rmdir()
+            return not group.exists()
+
+        until(is_removed)
 
 
 SECOND_BLOCK = """
@@ -170,6 +292,7 @@ wait_for("came of None")
 time.sleep(2.0)
 """
 SPARE = ("--spares", "1", "--max-restarts", "0")
+NO_NAME = ("--rdzv-endpoint", "no-such-host.invalid:9", "--node-wait", "1")
 NO_STORE = ("--rdzv-endpoint", "192.0.2.1:9", "--node-wait", "1", "--node-ttl", "2")
 """An address of documentation: no machine has it."""
 
@@ -181,6 +304,7 @@ NO_STORE = ("--rdzv-endpoint", "192.0.2.1:9", "--node-wait", "1", "--node-ttl", 
         (OWN_GROUPS, ["-n", "2"], 1, "rank 1 died: exit code 3; .*with torchrun"),
         (DYING_SPARE, ["--spares", "1"], 0, "a spare is gone: killed by SIGKILL; a new process"),
         (NEEDS_A_RANK, SPARE, 0, r"ended without waiting in wait_rank\(\); it is no spare"),
+        ("", ["--nnodes", "2", *NO_NAME], 87, r"\A(.*pynvml.*\n)*dist-ckpt: .*no-such-host.*not"),
         ("", ["--nnodes", "2", *NO_STORE], 87, r"192\.0\.2\.1.* has not come within --node-wait"),
     ],
 )
@@ -260,8 +384,10 @@ def test_a_slow_reader_does_not_hide_a_worker_that_hangs(agents: Agents) -> None
     assert "rank 1: no heartbeat for 3 s" in agent.stderr.read()
 
 
-def test_a_job_whose_guard_is_killed_ends_and_says_so(agents: Agents) -> None:
-    agent = agents.start("wait_for('never')", "--nproc", "1")
+@pytest.mark.parametrize("has_place", [False, True])
+def test_a_job_whose_guard_is_killed_ends_and_says_so(has_place: bool, agents: Agents) -> None:
+    options = ("--rdzv-endpoint", agents.endpoint) if has_place else ()
+    agent = agents.start("wait_for('never')", "--nproc", "1", *options)
     worker = agents.worker("rank0")
 
     children = psutil.Process(agent.pid).children()

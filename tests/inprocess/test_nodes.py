@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,69 @@ def test_an_agent_that_leaves_hands_over_and_those_that_do_not_fit_are_refused(
     until(lambda: len(agents.pids("rank0")) == 2)
     agents.go()
     assert [agents.code(agent) for agent in (leaves, spare, store)] == [143, 0, 0]
+
+
+LEAVES = """
+from dist_ckpt_strategies.inprocess import HPWrapper
+from dist_ckpt_strategies.inprocess.train_utils import wait_rank
+wait_rank()
+rank = os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: Path("preempted").touch())
+@HPWrapper()
+def train():
+    if Path("saved").exists():
+        return
+    Path(f"trains{rank}.{os.getpid()}").touch()
+    wait_for("preempted", 600)
+    Path(f"leaves {rank}").touch()
+    for other in range(2): wait_for(f"leaves {other}")
+    Path("saved").touch()
+    sys.exit(143)
+train()
+"""
+"""All ranks save and leave, as the manager has them do; the next processes have no more to do."""
+
+
+@pytest.mark.parametrize("has_spare", [True, False])
+def test_an_evicted_node_hands_over_or_ends_the_job_and_no_rank_counts_as_dead(
+    has_spare: bool, agents: Agents
+) -> None:
+    job = ("--nnodes", "2", "--spare-nodes", "1", "--max-restarts", "0")
+    store = agents.start_node(LEAVES, "--store-only", *job)
+    evicted, other = (agents.join(LEAVES, *job, "--node-rank", n) for n in "01")
+    for rank in range(2):
+        agents.worker(f"trains{rank}")
+    spares = [agents.join(LEAVES, *job)] if has_spare else []
+    if has_spare:
+        until(lambda: len(agents.pids("spare")) >= 1)
+
+    evicted.terminate()
+
+    codes = [agents.code(one) for one in (evicted, other, *spares, store)]
+    assert codes == ([143, 0, 0, 0] if has_spare else [143, 143, 143]), agents.output(other)
+
+
+def test_a_store_that_is_asked_to_end_stays_until_the_ranks_have_saved(agents: Agents) -> None:
+    body = """
+def save(*_):
+    Path("asked").touch()
+    wait_for("go")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+Path(f"up.{os.getpid()}").touch()
+wait_for("never", 600)
+"""
+    store = agents.start_node(body, "--store-only", "--nnodes", "1")
+    node = agents.start_node(body, "--nnodes", "1")
+    worker = agents.worker("up")
+
+    store.terminate()
+    until((agents.directory / "asked").exists)
+    time.sleep(10.0)  # longer than a node without the store keeps its workers
+    assert is_running(worker)
+    agents.go()
+
+    assert [agents.code(agent) for agent in (node, store)] == [143, 143]
 
 
 def test_a_commit_without_its_place_fails_on_all_ranks(tmp_path: Path) -> None:
