@@ -6,6 +6,7 @@ the variables that torchrun sets. Rank 0 writes to its parent's output.
 
 from __future__ import annotations
 
+import logging
 import os
 import runpy
 import signal
@@ -84,6 +85,7 @@ def tool_ranks(nproc: int | None) -> Iterator[Communicator | None]:
     if nproc == 1 or size == 1:
         yield None
         return
+    logging.getLogger("dist_ckpt_strategies.comm").setLevel(logging.ERROR)  # the command says it
     timeout_s = options_from_environment().timeout_s
     if is_rank():
         from dist_ckpt_strategies.comm.torch_communicator import open_communicator  # noqa: PLC0415

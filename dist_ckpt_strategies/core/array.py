@@ -13,7 +13,6 @@ from typing import NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from dist_ckpt_strategies.errors import PlanError
@@ -148,15 +147,6 @@ class DType(Enum):
         except ValueError:
             known = ", ".join(member.value for member in cls)
             raise PlanError(f"{key}: dtype {name} cannot be stored; {known} can", key=key) from None
-
-    @classmethod
-    def from_numpy(cls, dtype: npt.DTypeLike, *, key: str) -> DType:
-        """The type of a numpy dtype, whatever its byte order.
-
-        Raises:
-            PlanError: no checkpoint format here holds it.
-        """
-        return cls.named(np.dtype(dtype).name, key=key)
 
 
 @dataclass(frozen=True, slots=True)

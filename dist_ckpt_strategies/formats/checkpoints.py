@@ -3,12 +3,10 @@
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
-from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
@@ -19,10 +17,7 @@ from dist_ckpt_strategies.formats.arrays import (
     BucketReader,
     DirectoryReader,
     Format1Reader,
-    num_requests,
 )
-from dist_ckpt_strategies.formats.file_checks import manifest_files
-from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import (
     Location,
     OpenedSave,
@@ -229,35 +224,6 @@ class Format2Checkpoint:
             )
             raise CorruptCheckpointError(text, key=name, path=path)
         return content
-
-    def require_whole(self, rank: int, num_ranks: int) -> None:
-        """Raise unless this rank's share of all files is as it was written.
-
-        Raises:
-            IncompleteCheckpointError, CorruptCheckpointError: what is wrong with the first that
-                is not.
-        """
-        if isinstance(self._root, Bucket):
-            num_threads = num_requests(self._options, MAX_OBJECT_NBYTES)
-        else:
-            num_threads = file_access(self._root, self._options).num_read_threads
-        manifest, store = self.manifest, self.file_store
-
-        def require(check: FileCheck) -> None:
-            for issue in check.run():
-                lead, path = f"{issue.key}: " if issue.key else "", store.path(check.name)
-                raise CorruptCheckpointError(
-                    f"{lead}{path} is damaged: expected {issue.expected}, found {issue.found}",
-                    key=issue.key,
-                    path=path,
-                )
-
-        checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.common)
-        jobs = (
-            Job(check.key or "", store.path(check.name), partial(require, check))
-            for check in islice(checks, rank, None, num_ranks)
-        )
-        Transfer(jobs, num_threads).wait(self._options.timeout_s)
 
     def common_content(self) -> bytes:
         """The common state's file, which is the one that was there at the save, if any was.

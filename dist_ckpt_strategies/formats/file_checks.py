@@ -1,6 +1,6 @@
 """The files of a ("zarr", 2) checkpoint, and the comparison of their bytes with their digests.
 
-``verify`` and loads with ``verify="full"`` compare the bytes. No torch.
+``verify`` compares the bytes. No torch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

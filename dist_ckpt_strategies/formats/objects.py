@@ -214,8 +214,8 @@ def leaves(obj: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[t
         yield from leaves(value, f"{path}{name}".removeprefix("."), (*within, id(obj)))
 
 
-def dump_object(obj: Any, *, name: str) -> bytes:
-    """The object as ``torch.save`` writes it.
+def dump_object(obj: Any, *, name: str, keeps_meta: bool = False) -> bytes:
+    """The object as ``torch.save`` writes it; ``keeps_meta``: with tensors on the meta device.
 
     Raises:
         StorageError: it holds something that cannot be pickled.
@@ -227,7 +227,8 @@ def dump_object(obj: Any, *, name: str) -> bytes:
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and (lack := lacking_storage(value)):
+            is_checked = isinstance(value, torch.Tensor) and not (keeps_meta and value.is_meta)
+            if is_checked and (lack := lacking_storage(value)):
                 path = next((path for path, held in leaves(obj) if held is value), "")
                 key = f"{name}: {path}" if path else name
                 raise PlanError(f"{key}: {lack}", key=key)
@@ -245,14 +246,14 @@ def dump_object(obj: Any, *, name: str) -> bytes:
     return buffer.getvalue()
 
 
-def dump_loadable(obj: Any, *, name: str, allow: Allowed) -> bytes:
+def dump_loadable(obj: Any, *, name: str, allow: Allowed, keeps_meta: bool = False) -> bytes:
     """Like ``dump_object``, for an object that a load with these classes gives back.
 
     Raises:
         UnsafeObjectError: it needs a class that is not allowed.
         StorageError: it cannot be pickled, or not be unpickled.
     """
-    content = dump_object(obj, name=name)
+    content = dump_object(obj, name=name, keeps_meta=keeps_meta)
     with allowing(allow):
         try:
             _unpickled(content)

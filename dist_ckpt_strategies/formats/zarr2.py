@@ -92,7 +92,7 @@ def _parsed(content: bytes) -> ArraySpec:
     if dtype is None:
         if spelled[:1] not in set("<>|"):
             raise ValueError(f"dtype {spelled!r}, expected one such as '<f4'")
-        dtype = DType.from_numpy(np.dtype(spelled), key="")
+        dtype = DType.named(np.dtype(spelled).name, key="")
     shape, chunks = _shape(fields["shape"], least=0), _shape(fields["chunks"], least=1)
     separator = str(fields.get("dimension_separator", "."))
     if fields["zarr_format"] != 2:  # noqa: PLR2004 - the format's own number

@@ -238,7 +238,7 @@ class _Checkpointing:
         """Megatron-Core's ``load``, by the format that the checkpoint is in.
 
         Collective. ``--ckpt-fully-parallel-load`` comes as a wrapper: in its group every byte is
-        read once, in two stages. ``--verify-integrity`` compares the digests of all chunks first,
+        read once, in two stages. ``--verify-integrity`` has digests of all that is read compared,
         or raises a StrategyError where the format keeps none. Keys that ``return_*`` would return
         are logged: Megatron-LM takes the state dict alone.
         """
@@ -256,7 +256,7 @@ class _Checkpointing:
             return self.theirs.load(
                 sharded_state_dict, checkpoint_dir, sharded_strategy, **arguments
             )
-        verify = "full" if arguments.pop("verify_integrity", False) else None
+        verify = "read" if arguments.pop("verify_integrity", False) else None
         if verify and version == 1:
             raise StrategyError(
                 f"{checkpoint_dir}: --verify-integrity needs the digests of ('zarr', 2), found "

@@ -86,7 +86,7 @@ def encode_state(
     tensors = list(state.pop_tensors())
     try:
         hollow = {"devices": [tensor.device.type for tensor in tensors], "state": state}
-        content = bytearray(dump_loadable(hollow, name=_NAME, allow=allowed))
+        content = bytearray(dump_loadable(hollow, name=_NAME, allow=allowed, keeps_meta=True))
     finally:
         state.insert_tensors(tensors)
     buffers = [

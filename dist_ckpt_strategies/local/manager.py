@@ -150,8 +150,7 @@ class LocalCheckpointManager:
                 f"the manager of local checkpoints below {self.root_local_ckpt_dir} is bound to "
                 f"{bound}, and cannot be bound to {place}; make one for each training"
             )
-        if bound is None:
-            self._directory = ShardDirectory(self._directory.root, place)
+        self._directory = ShardDirectory(self._directory.root, place)
 
     @raises_megatron_errors
     def save(

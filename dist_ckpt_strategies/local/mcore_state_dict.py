@@ -58,6 +58,7 @@ from dist_ckpt_strategies.sharded.load import (
     ReadItem,
     destination,
     matched,
+    require_fillable,
     warn_of_conversions,
 )
 
@@ -451,9 +452,8 @@ def _matched(
         specs = map(shard_spec, there)
         items, converted = matched(there, specs, stored, is_strict=options.strict_dtype)
         reads.update(zip(map(id, there), items, strict=True))
-        for tensor in tensors if fills else ():
-            if tensor.data is not None:
-                destination(tensor)
+        if fills:
+            require_fillable(tensors)
         lacking = [message_of(tensor) for tensor in tensors if tensor.key not in stored]
         for array, source in ((read.array, read.source) for read in items):
             if source is not None and (array.key, source) not in held:  # as message_of has it

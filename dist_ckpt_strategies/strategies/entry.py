@@ -432,7 +432,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         common_strategy: the same for the common state.
         validate_access_integrity: also run Megatron-Core's own checks of the sharding.
         strict: what to do about keys that only one side has, as in Megatron-Core.
-        verify_integrity: the same as ``verify="full"``.
+        verify_integrity: the same as ``verify="read"``, whatever the environment says.
         process_group: the ranks that load together; with a strategy of your own, its ``group``.
         allow: further classes that objects of this checkpoint may be unpickled to.
         timeout_s: longest wait for a peer; by default the strategy's own.
@@ -465,7 +465,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         common_strategy,
         validate_access_integrity,
         strict,
-        Verify.FULL if verify_integrity else verify,
+        Verify.READ if verify_integrity else verify,
         strict_dtype,
         timeout_s,
         process_group,

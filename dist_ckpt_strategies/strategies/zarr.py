@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.config import Options, Verify
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
     StrategyError,
 )
@@ -208,7 +208,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
     """Load strategy for ("zarr", 1), for checkpoints old and new.
 
     Args:
-        verify: ``"read"`` (the default), ``"full"`` or ``"off"``, for format 2; see Options.
+        verify: ``"read"`` (the default) or ``"off"``, for format 2; see Options.
         group: ranks that load together; the world by default.
         options: timeouts and memory bounds; by default from the environment.
         allow: further classes that ShardedObjects may be unpickled to.
@@ -290,8 +290,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         Args:
             root: its directory, or its place in an object store.
             options: how to read it.
-            comm: ranks that verify together, each of which a share of all files; None: nothing is
-                verified before it is read.
+            comm: ranks that load together; None: the common state is not compared.
         """
         save = OpenedSave(root) if comm is None else save_to_load(root)
         versions = self.versions
@@ -302,8 +301,6 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         checkpoint = save.read(lambda: Format2Checkpoint(root, options, save))
         if comm is None:
             return checkpoint
-        if options.verify is Verify.FULL:
-            save.read(lambda: checkpoint.require_whole(comm.rank, comm.size))
         if checkpoint.manifest.common is not None:  # each rank has read a copy that it sees
             save.read(checkpoint.common_content)
         return checkpoint

@@ -341,6 +341,8 @@ def compare_with_a_global_load(rank: int, root: str) -> None:
             texts.clear()
             found = result_of(partial(load, **how), make())
             results.append((found, sum("converted to the dtype" in text for text in texts)))
+        if name == "data of another shape":  # which of several errors comes first is open
+            results = [(type(kinds), data) for ((kinds, data), _) in results]
         assert results[0] == results[1], (name, strict, is_strict)
 
 
