@@ -35,10 +35,7 @@ from dist_ckpt_strategies.formats.course import Course, read_course, write_cours
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.local.mcore_state_dict import (
-    MCoreTensorAwareStateDict,
-    ShardDistribution,
-)
+from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict, ShardDistribution
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.recovery.latest import (

@@ -10,13 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dist_ckpt_strategies.cli.render import (
-    bytes_text,
-    counted,
-    print_json,
-    print_table,
-    printable,
-)
+from dist_ckpt_strategies.cli.render import bytes_text, counted, print_json, print_table, printable
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.tools.prune import PruneDecision, PruneReport, prune
 

@@ -25,11 +25,7 @@ from rich.console import Console
 
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.comm.shared_work import open_world
-from dist_ckpt_strategies.config import (
-    environment,
-    options_from_environment,
-    rank_from_environment,
-)
+from dist_ckpt_strategies.config import environment, options_from_environment, rank_from_environment
 from dist_ckpt_strategies.errors import CheckpointError, PeerTimeoutError, PlanError
 
 if TYPE_CHECKING:  # torch takes a while to import, and the parent goes without

@@ -23,13 +23,7 @@ from dist_ckpt_strategies.comm.base import (
     run_and_gather,
     run_collectively,
 )
-from dist_ckpt_strategies.device import (
-    HostSnapshot,
-    TensorBytes,
-    host_memory,
-    to_host,
-    uses_cuda,
-)
+from dist_ckpt_strategies.device import HostSnapshot, TensorBytes, host_memory, to_host, uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled
 

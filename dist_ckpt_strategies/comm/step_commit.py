@@ -9,11 +9,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.process_group import (
-    ProcessGroup,
-    is_distributed,
-    message_device,
-)
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
 from dist_ckpt_strategies.device import await_gpu, raise_if_aborted
 from dist_ckpt_strategies.errors import RestartError
 

@@ -13,11 +13,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.arrays import (
-    BucketReader,
-    DirectoryReader,
-    Format1Reader,
-)
+from dist_ckpt_strategies.formats.arrays import BucketReader, DirectoryReader, Format1Reader
 from dist_ckpt_strategies.formats.locations import (
     Location,
     OpenedSave,
@@ -31,11 +27,7 @@ from dist_ckpt_strategies.formats.manifest import (
     digest_of,
     similar_text,
 )
-from dist_ckpt_strategies.formats.objects import (
-    object_ids,
-    object_path,
-    plain_content,
-)
+from dist_ckpt_strategies.formats.objects import object_ids, object_path, plain_content
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_keys, parse_metadata
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access

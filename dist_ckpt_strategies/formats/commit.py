@@ -62,10 +62,7 @@ from dist_ckpt_strategies.storage.files import (
     sync_path,
     try_lock,
 )
-from dist_ckpt_strategies.storage.io_pool import (
-    limited,
-    raise_if_cancelled,
-)
+from dist_ckpt_strategies.storage.io_pool import limited, raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 

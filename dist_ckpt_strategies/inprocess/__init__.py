@@ -18,12 +18,7 @@ from dist_ckpt_strategies.inprocess.health_check import (
     HealthCheck,
     HPState,
 )
-from dist_ckpt_strategies.inprocess.rendezvous import (
-    Fault,
-    FaultMode,
-    RankInfo,
-    RendezvousClient,
-)
+from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RankInfo, RendezvousClient
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 
 __all__ = [

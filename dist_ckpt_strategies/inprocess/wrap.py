@@ -19,11 +19,7 @@ import torch
 
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
 from dist_ckpt_strategies.comm.teardown import rendezvous_by_attempt
-from dist_ckpt_strategies.config import (
-    outlive_nccl_errors,
-    require_in_range,
-    update_environment,
-)
+from dist_ckpt_strategies.config import outlive_nccl_errors, require_in_range, update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,

@@ -6,11 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dist_ckpt_strategies.core.array import DType, Region, Shape, ShardId, ShardSpec
-from dist_ckpt_strategies.errors import (
-    CoverageError,
-    NoReplicasAvailableError,
-    PlanError,
-)
+from dist_ckpt_strategies.errors import CoverageError, NoReplicasAvailableError, PlanError
 from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
 
 Clique = tuple[int, ...]

@@ -43,11 +43,7 @@ from dist_ckpt_strategies.storage.files import (
     sync_path,
     try_lock,
 )
-from dist_ckpt_strategies.storage.io_pool import (
-    MAX_SLICE_NBYTES,
-    limited,
-    raise_if_cancelled,
-)
+from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES, limited, raise_if_cancelled
 
 SUFFIX = ".part"
 

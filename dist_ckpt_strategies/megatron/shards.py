@@ -28,14 +28,7 @@ from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 
-from dist_ckpt_strategies.core.array import (
-    DType,
-    ObjectId,
-    Region,
-    Shape,
-    ShardId,
-    ShardSpec,
-)
+from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape, ShardId, ShardSpec
 from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import PlanError, some_of
 from dist_ckpt_strategies.megatron.types import (

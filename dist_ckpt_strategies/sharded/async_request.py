@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -28,7 +26,7 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.config import limit_of_wait
-from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
+from dist_ckpt_strategies.errors import PlanError, SaveTimeoutError
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.processes import lower_priority
@@ -309,13 +307,6 @@ class LocalSaveRequest:
         """This as a request of the calling module's own class, for a queue that makes none."""
         kind = sys._getframe(1).f_globals["AsyncRequest"]  # noqa: SLF001 - the only trace of it
         return kind(**self._asdict()).freeze()
-
-    def for_nvrx(self) -> Any:
-        """The same as a request of NVRx's class, which its queue makes itself."""
-        if find_spec("nvidia_resiliency_ext") is None:
-            raise MissingDependencyError("for_nvrx needs NVRx: pip install nvidia-resiliency-ext")
-        core: Any = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
-        return core.AsyncRequest(**self._asdict())
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> None:
         """Have ``fn`` called after those that are there, once the save is finalised."""

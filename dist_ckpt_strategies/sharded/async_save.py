@@ -33,13 +33,7 @@ from dist_ckpt_strategies.sharded.writer_process import (
     is_supported,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.io_pool import (
-    ENDING,
-    WORK,
-    restart_limit,
-    time_limit,
-    uncounted,
-)
+from dist_ckpt_strategies.storage.io_pool import ENDING, WORK, restart_limit, time_limit, uncounted
 
 logger = logging.getLogger(__name__)
 

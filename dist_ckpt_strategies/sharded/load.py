@@ -26,11 +26,7 @@ from dist_ckpt_strategies.device import (
     to_host,
     torch_dtype,
 )
-from dist_ckpt_strategies.errors import (
-    DTypeMismatchError,
-    PlanError,
-    ShapeMismatchError,
-)
+from dist_ckpt_strategies.errors import DTypeMismatchError, PlanError, ShapeMismatchError
 from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.megatron.shards import (

@@ -61,12 +61,7 @@ from dist_ckpt_strategies.sharded.plan import (
 )
 from dist_ckpt_strategies.sharded.transfer import assemble, elements, run_writes
 from dist_ckpt_strategies.storage.files import COMMON_NAME
-from dist_ckpt_strategies.storage.io_pool import (
-    WORK,
-    clean_up_limit,
-    restart_limit,
-    uncounted,
-)
+from dist_ckpt_strategies.storage.io_pool import WORK, clean_up_limit, restart_limit, uncounted
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.sharded.async_request import BackgroundWork

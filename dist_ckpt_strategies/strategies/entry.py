@@ -80,13 +80,7 @@ from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions, require_
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
-from dist_ckpt_strategies.storage.io_pool import (
-    OPENING,
-    WORK,
-    restart_limit,
-    time_limit,
-    uncounted,
-)
+from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit, uncounted
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, OPENED, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (

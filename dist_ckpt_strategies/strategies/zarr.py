@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import (
-    StrategyError,
-)
+from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
@@ -20,12 +18,7 @@ from dist_ckpt_strategies.formats.checkpoints import (
     has_manifest,
 )
 from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located, require_path
-from dist_ckpt_strategies.formats.objects import (
-    Allowed,
-    dump_loadable,
-    object_ids,
-    remove_object,
-)
+from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, object_ids, remove_object
 from dist_ckpt_strategies.formats.zarr2 import array_keys, remove_array
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import (

@@ -50,11 +50,7 @@ from dist_ckpt_strategies.tools.plan_convert import (
     build_convert_plan,
 )
 from dist_ckpt_strategies.tools.readers import CheckpointReader, Memory, open_reader
-from dist_ckpt_strategies.tools.writers import (
-    SafetensorsWriter,
-    TargetWriter,
-    ZarrWriter,
-)
+from dist_ckpt_strategies.tools.writers import SafetensorsWriter, TargetWriter, ZarrWriter
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
 """How the keys of optimizer state begin; all other arrays are the model's."""

@@ -22,12 +22,7 @@ from dist_ckpt_strategies.megatron.types import default_allowed, raises_megatron
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.convert import ConvertOptions
-from dist_ckpt_strategies.tools.plan_convert import (
-    SourceArray,
-    blocks,
-    chunk_grid,
-    stored_regions,
-)
+from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks, chunk_grid, stored_regions
 from dist_ckpt_strategies.tools.readers import Memory
 from dist_ckpt_strategies.tools.writers import bytes_of
 

@@ -55,11 +55,7 @@ from dist_ckpt_strategies.storage.files import (
 from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.plan_convert import FileTask, Format, SourceArray
 from dist_ckpt_strategies.tools.readers import CheckpointReader
-from dist_ckpt_strategies.tools.writers import (
-    ReadBlock,
-    TargetWriter,
-    bytes_of,
-)
+from dist_ckpt_strategies.tools.writers import ReadBlock, TargetWriter, bytes_of
 
 METADATA_NAME = ".metadata"
 

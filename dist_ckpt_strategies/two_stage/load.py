@@ -13,11 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.base import (
-    Communicator,
-    run_and_gather,
-    run_and_gather_bytes,
-)
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_and_gather_bytes
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.core.report import BroadcastReport
