@@ -169,7 +169,7 @@ def test_a_checkpoint_whose_marker_lost_its_save_survives_a_save_that_is_killed(
 @ONE_SERVER
 @pytest.mark.xfail(strict=True, reason="each request of a commit may take as long as all of them")
 def test_the_requests_of_a_commit_share_one_limit(proxy: FaultyProxy, bucket: str) -> None:
-    timeout_s, delay_s = 2.0, 1.5
+    timeout_s, delay_s = 3.0, 1.2  # a request of its own may take 2.25 s
     began: list[float] = []
 
     def decide(request: Request) -> Fault:

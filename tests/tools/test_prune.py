@@ -93,12 +93,15 @@ def test_an_incomplete_checkpoint_never_causes_older_ones_to_be_pruned(
     assert statuses["7"] is Status.COMPLETE
 
 
-@pytest.mark.parametrize("sample", ["one_unfinished", "two_unfinished"])
+@pytest.mark.parametrize("sample", ["one_unfinished", "two_unfinished", "empty"])
 def test_files_of_a_killed_save_are_removed_once_they_are_old(
     sample: str, samples: Path, tmp_path: Path
 ) -> None:
-    place = put(samples / sample, tmp_path, 5)
-    (place / "common.pt").touch()  # somebody still writes
+    place = tmp_path / "iter_0000005"
+    if sample == "empty":
+        place.mkdir()  # killed early
+    else:
+        (put(samples / sample, tmp_path, 5) / "common.pt").touch()  # somebody still writes
 
     assert prune(tmp_path, unfinished=True).removed == ()
     age(place)
