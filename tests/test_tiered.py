@@ -355,8 +355,8 @@ def test_a_script_that_ends_amid_a_save_finishes_it_or_says_that_it_is_lost(
         both = pool.map(run, range(2))
     for done in both:
         assert done.returncode == code, done.stderr
-        assert "iter_0000001 is missing: the script ended" in done.stderr
-        assert ("iteration 1 is missing" in done.stderr) is (how == "local")
+        assert "iter_0000001 is lost: the script ended" in done.stderr
+        assert ("iteration 1 is lost" in done.stderr) is (how == "local")
 
 
 def outlasts_failures(rank: int, root: str) -> list[str]:

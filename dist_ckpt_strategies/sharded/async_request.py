@@ -184,7 +184,8 @@ def _end_alone() -> None:
 @atexit.register
 def _report_lost() -> None:
     for _, what in _unended:
-        logger.error("%s is missing: the script ended without wait() or close()", what)
+        lost = what.removeprefix("the end of ")
+        logger.error("%s is lost: the script ended without wait() or close()", lost)
 
 
 # Before the functions of atexit, which from Python 3.12 on can start no thread.

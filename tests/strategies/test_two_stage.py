@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch._C._distributed_c10d import FileStore
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import DTypeMismatchError, PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import (
     TwoStageDataParallelLoadShardedStrategy,
@@ -275,8 +274,8 @@ def a_failure_of_the_base_is_raised_on_all(rank: int, root: Path) -> None:
         return strategy.load(state, str(root))
 
     wanted = partial(state_of, rank, regular_cuts(), zeros)
-    alone = partial(ZarrLoadShardedStrategy().load_by, Communicator())  # needs no peers
-    base = SimpleNamespace(load=alone)
+    alone = [dist.new_group([other]) for other in range(4)][rank]
+    base = SimpleNamespace(load=ZarrLoadShardedStrategy(group=alone).load)
     failed = outcome(partial(load_over, Recorded(base, (2,)), wanted()))
     bad = partial(load_over, Recorded(base), wanted() | ({"bad": "no shard"} if rank == 3 else {}))
     refused = require_refused(bad, PlanError, global_rank=3)
