@@ -188,7 +188,8 @@ def run_and_gather(
             _raise_first(comm, own, answers)
         return [gathered for (gathered,) in answers]
     except (PeerTimeoutError, PeerLostError) as error:
-        error.__cause__ = own or error.__cause__
+        if own is not None and own is not error:
+            error.__cause__ = own
         raise
     finally:
         del result, own  # or a raised error would hold this frame and its tensors, in a cycle
