@@ -103,8 +103,9 @@ def failing(comm: Communicator, made: Mapping[int, Callable[[], BaseException]])
     try:
         return run_collectively(comm, step)
     except Exception as error:  # noqa: BLE001 - the check looks at it
-        assert error.__cause__ is not error, "who follows the causes never comes to an end"
-        return error
+        found = error
+    assert found.__cause__ is not found, "following its causes never comes to an end"
+    return found
 
 
 def at(rank: int, kind: type[CheckpointError] = StorageError) -> Callable[[], CheckpointError]:
