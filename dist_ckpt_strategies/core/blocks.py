@@ -1,0 +1,160 @@
+"""Blocks of arrays as columns: what the first rank needs to know of every shard that is stored.
+
+A row is a block, one shard as it was saved. Half a million rows are compared and written down
+without an object for each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_ckpt_strategies.core.array import Region, Shape
+
+Column = npt.NDArray[np.int64]
+
+_LENGTH = struct.Struct("<QQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayFacts:
+    """What all shards of an array have to agree on: its dtype by torch's name, and its shape."""
+
+    dtype: str
+    shape: Shape
+
+    def __str__(self) -> str:
+        """For messages: ``(4, 8) of float32``."""
+        return f"{self.shape} of {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """Blocks as columns, in any order.
+
+    Attributes:
+        keys: of the arrays.
+        facts: of the arrays, in the same order.
+        array: which array a block is of, an index of ``keys``.
+        origin: first element of the block in the array; as many columns as the array with the most
+            dims has, those that another array lacks are 0.
+        extent: shape of the block; 1 in columns that the array lacks.
+        place: three numbers that say where the block is stored: the pack, the first byte after
+            the pack's header, and the first digest in the pack's table.
+    """
+
+    keys: tuple[str, ...]
+    facts: tuple[ArrayFacts, ...]
+    array: Column
+    origin: Column
+    extent: Column
+    place: Column
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self.array)
+
+    @classmethod
+    def of(
+        cls,
+        arrays: dict[str, ArrayFacts],
+        blocks: Sequence[tuple[str, Region]],
+        places: Sequence[tuple[int, int, int]],
+    ) -> Self:
+        """The table of blocks, each by the key of its array and its region."""
+        keys = tuple(arrays)
+        number = {key: n for n, key in enumerate(keys)}
+        width = max((len(facts.shape) for facts in arrays.values()), default=0)
+        origin = np.zeros((len(blocks), width), np.int64)
+        extent = np.ones((len(blocks), width), np.int64)
+        for row, (_, region) in enumerate(blocks):
+            origin[row, : region.ndim] = region.offset
+            extent[row, : region.ndim] = region.shape
+        array = np.array([number[key] for key, _ in blocks], np.int64)
+        place = np.array(places, np.int64).reshape(len(blocks), 3)
+        return cls(keys, tuple(arrays.values()), array, origin, extent, place)
+
+    def region(self, row: int) -> Region:
+        """The region of a block."""
+        ndim = len(self.facts[self.array[row]].shape)
+        offset, shape = self.origin[row, :ndim].tolist(), self.extent[row, :ndim].tolist()
+        return Region(tuple(offset), tuple(shape))
+
+    def to_bytes(self) -> bytes:
+        """The table as a message for another rank, or a part of a file."""
+        names = [[key, f.dtype, f.shape] for key, f in zip(self.keys, self.facts, strict=True)]
+        head = json.dumps(names, separators=(",", ":")).encode()
+        columns = (self.array[:, None], self.origin, self.extent, self.place)
+        rows = np.concatenate(columns, axis=1).astype("<i8")
+        return _LENGTH.pack(len(head), len(self), self.origin.shape[1]) + head + rows.tobytes()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Self:
+        """The table that ``to_bytes`` made a message of; a ValueError if it is none."""
+        try:
+            length, num_rows, width = _LENGTH.unpack_from(content)
+            body = _LENGTH.size + length
+            names: list[Any] = json.loads(content[_LENGTH.size : body])
+            rows = np.frombuffer(content, "<i8", offset=body).reshape(num_rows, 4 + 2 * width)
+            keys = tuple([key for key, _, _ in names])
+            facts = tuple([ArrayFacts(dtype, tuple(shape)) for _, dtype, shape in names])
+        except (struct.error, ValueError, TypeError) as error:
+            raise ValueError(f"not a table of blocks: {error}") from error
+        end = 1 + 2 * width
+        return cls(
+            keys, facts, rows[:, 0], rows[:, 1 : 1 + width], rows[:, 1 + width : end], rows[:, end:]
+        )
+
+
+def merged(tables: Iterable[BlockTable]) -> tuple[BlockTable, Column, list[tuple[str, int, int]]]:
+    """The rows of several tables in one, and which table each is from.
+
+    Also the arrays whose facts two tables have differently: key and the numbers of both tables. The
+    first one's facts are kept.
+    """
+    number: dict[str, int] = {}
+    facts: list[ArrayFacts] = []
+    owner: list[int] = []
+    differing: list[tuple[str, int, int]] = []
+    parts: list[BlockTable] = []
+    arrays: list[Column] = []
+    for n, table in enumerate(tables):
+        parts.append(table)
+        known = []
+        for key, of_key in zip(table.keys, table.facts, strict=True):
+            at = number.setdefault(key, len(facts))
+            if at == len(facts):
+                facts.append(of_key)
+                owner.append(n)
+            elif facts[at] != of_key:
+                differing.append((key, owner[at], n))
+            known.append(at)
+        arrays.append(np.array(known, np.int64)[table.array])
+    width = max((part.origin.shape[1] for part in parts), default=0)
+    table = BlockTable(
+        tuple(number),
+        tuple(facts),
+        _joined(arrays),
+        _joined([_widened(part.origin, width, 0) for part in parts], width),
+        _joined([_widened(part.extent, width, 1) for part in parts], width),
+        _joined([part.place for part in parts], 3),
+    )
+    sources = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return table, sources, differing
+
+
+def _widened(column: Column, width: int, value: int) -> Column:
+    missing = width - column.shape[1]
+    return np.pad(column, ((0, 0), (0, missing)), constant_values=value) if missing else column
+
+
+def _joined(columns: list[Column], width: int | None = None) -> Column:
+    if not columns:
+        return np.zeros(0 if width is None else (0, width), np.int64)
+    return np.concatenate(columns)
