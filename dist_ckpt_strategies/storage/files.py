@@ -254,6 +254,37 @@ def write_buffered(handle: int, content: Bytes) -> None:
         done += os.write(handle, content[done : done + MAX_SLICE_NBYTES].data)
 
 
+def write_vector(handle: int, buffers: Sequence[Bytes]) -> None:
+    """Write every byte of some memory after what was written last."""
+    left = list(buffers)
+    while left:
+        raise_if_cancelled()
+        done = os.writev(handle, left)
+        left = _rest(left, done)
+
+
+def read_vector(handle: int, byte_offset: int, targets: Sequence[Bytes]) -> int:
+    """Fill memory from a position of the file; returns the bytes that there were."""
+    left, done = [target for target in targets if target.size], 0
+    while left:
+        raise_if_cancelled()
+        got = os.preadv(handle, left, byte_offset + done)
+        if got == 0:
+            break
+        done += got
+        left = _rest(left, got)
+    return done
+
+
+def _rest(buffers: list[Bytes], done: int) -> list[Bytes]:
+    """What is left of some memory of which the first bytes are done."""
+    for number, buffer in enumerate(buffers):
+        if done < buffer.size:
+            return [buffer[done:], *buffers[number + 1 :]]
+        done -= buffer.size
+    return []
+
+
 class WrongSizeError(CorruptCheckpointError):
     """A file has another size than it should have, ``expected`` bytes.
 
@@ -319,6 +350,31 @@ class Directory:
                         raise OSError(0, "it ended while it was read")
                     yield block.data
                     byte_offset += nbytes
+            finally:
+                os.close(handle)
+
+    def write_pieces(self, name: str, pieces: Iterable[Sequence[Bytes]]) -> None:
+        """See PackStore. Its directory is made, and flushed too."""
+        path = Path(self.path(name))
+        with file_errors(None, path):
+            make_directories(path.parent)
+            raise_if_cancelled()
+            with new_file(str(path)) as handle:
+                for buffers in pieces:
+                    write_vector(handle, buffers)
+            sync_path(path.parent)
+
+    def read_into(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:
+        """See PackStore."""
+        path = self.path(name)
+        with file_errors(None, path):
+            handle = os.open(path, READ_AT_ONCE)
+            try:
+                wanted = sum(target.size for target in targets)
+                if read_vector(handle, byte_offset, targets) < wanted:
+                    raise CorruptCheckpointError(
+                        f"{path} is damaged: it ends before byte {byte_offset + wanted}", path=path
+                    )
             finally:
                 os.close(handle)
 

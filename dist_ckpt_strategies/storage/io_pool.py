@@ -4,6 +4,8 @@ The limit and the cancel flags are context variables: the strategies of Megatron
 argument for them. Threads run in a copy of the context of the thread that starts them.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import threading
@@ -79,6 +81,23 @@ def _no_space(path: Path) -> str:
             what = f"inodes left, of {found.f_files}; remove files"
         free = f" ({found.f_bavail * found.f_frsize} bytes and {found.f_favail} inodes are free)"
     return f"no {what}, or save elsewhere{free}"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a wait ends, by ``time.monotonic``. An argument of all that may wait for storage."""
+
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """The end of so many seconds from now."""
+        return cls(time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; 0 once it is over."""
+        return max(0.0, self.at - time.monotonic())
 
 
 @dataclass(order=True, slots=True)

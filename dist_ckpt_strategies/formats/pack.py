@@ -1,0 +1,536 @@
+"""The layout of a pack: one safetensors file with all that a rank stores in one save. Pure.
+
+A pack begins with safetensors' header, padded to 4 KiB. A block of an array is a tensor of the name
+``KEY@ORIGIN``, one shard of objects is a tensor of bytes ``KEY#OFFSET``, the common state is
+``__common__``. The last tensor, ``__digests__``, has an XXH3-64 of every range of 256 KiB of every
+tensor before it, in their order, then the XXH3-128 of the header, then that of all these digests.
+
+Blocks are ordered by the size of their elements, which so are aligned, and objects follow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from json.encoder import encode_basestring_ascii as quoted
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape, ShardSpec
+from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    DuplicateWriterError,
+    IncompatibleVersionError,
+    PlanError,
+)
+
+RANGE_NBYTES = 256 << 10
+"""The unit of a digest, and of a verified read; docs/decisions.md has the measurement."""
+
+VERSION = 1
+COMMON, DIGESTS, _PADDING = "__common__", "__digests__", "__padding__"
+UNVERIFIED = "unverified"
+"""The feature of a pack with contents that were read without comparing their digests."""
+
+MAX_BLOCKS = 100_000
+_MAX_HEADER_NBYTES = 100_000_000
+"""The library safetensors reads no longer one."""
+
+_ALIGNMENT = 4096
+_DIGEST_NBYTES = 8
+NUM_TRAILING = 4
+"""Numbers in the table that are no digest of a range: of the header and of the table, two each."""
+
+_LENGTH = struct.Struct("<Q")
+_NAME = re.compile(r"(.*)([@#])(|\d+(?:\.\d+)*)", re.DOTALL | re.ASCII)
+
+_NAMES = MappingProxyType(
+    {
+        DType.BOOL: "BOOL",
+        DType.UINT8: "U8",
+        DType.INT8: "I8",
+        DType.UINT16: "U16",
+        DType.INT16: "I16",
+        DType.UINT32: "U32",
+        DType.INT32: "I32",
+        DType.UINT64: "U64",
+        DType.INT64: "I64",
+        DType.FLOAT16: "F16",
+        DType.BFLOAT16: "BF16",
+        DType.FLOAT32: "F32",
+        DType.FLOAT64: "F64",
+        DType.COMPLEX64: "C64",
+        DType.FLOAT8_E4M3FN: "F8_E4M3",
+        DType.FLOAT8_E5M2: "F8_E5M2",
+    }
+)
+"""safetensors' names. Other types are stored as bytes, with one more dim if they take several."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackLimits:
+    """How large packs get, and how many a rank writes at least if it has bytes for so many.
+
+    Attributes:
+        nbytes: of the blocks of one pack; a single larger block goes alone.
+        num_packs: written at the same time, if each has ``share_nbytes``.
+        share_nbytes: see there.
+    """
+
+    nbytes: int = 4 << 30
+    num_packs: int = 1
+    share_nbytes: int = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """One pack. Its blocks follow each other without a gap.
+
+    Attributes:
+        sources: what each tensor of the file is of: see Layout.
+        sizes: of each tensor, in bytes.
+        num_ranges: digests in the table, those at its end not counted.
+        nbytes: of the whole file.
+        data_start: of the first tensor, in bytes.
+    """
+
+    sources: tuple[int, ...]
+    sizes: tuple[int, ...]
+    num_ranges: int
+    nbytes: int
+    data_start: int
+    _before_save_id: str
+    _after_save_id: str
+
+    def header(self, save_id: str) -> bytes:
+        """The first bytes of the file, up to the first tensor."""
+        text = self._before_save_id + quoted(save_id) + self._after_save_id
+        return _LENGTH.pack(self.data_start - _LENGTH.size) + text.encode().ljust(
+            self.data_start - _LENGTH.size
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Bytes that are no block of an array: where they are stored.
+
+    Attributes:
+        pack: number of the pack.
+        byte_offset: after the pack's header.
+        first_range: the first digest of it in the pack's table.
+        nbytes: how many there are.
+    """
+
+    pack: int
+    byte_offset: int
+    first_range: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The packs of a rank. Their sources are numbers: of shards, then of objects, then the common.
+
+    Attributes:
+        packs: one or more, unless there is nothing to store.
+        table: the blocks of arrays, and where they are.
+        objects: shards of objects, and where they are.
+        common: where the common state is; None if it is not stored.
+    """
+
+    packs: tuple[PackLayout, ...]
+    table: BlockTable
+    objects: tuple[tuple[ObjectId, StoredBytes], ...]
+    common: StoredBytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One tensor of a pack, before it has a place."""
+
+    source: int
+    name: str
+    dtype: str
+    shape: Shape
+    nbytes: int
+    itemsize: int
+
+
+def num_ranges(nbytes: int) -> int:
+    """Digests of so many bytes."""
+    return -(-nbytes // RANGE_NBYTES)
+
+
+def lay_out(
+    shards: Sequence[ShardSpec],
+    objects: Sequence[tuple[ObjectId, int]] = (),
+    common_nbytes: int | None = None,
+    *,
+    rank: int = 0,
+    limits: PackLimits = PackLimits(),
+    features: Sequence[str] = (),
+) -> Layout:
+    """The packs of a rank that stores these shards, objects of these sizes and the common state.
+
+    Equal arguments give an equal layout. Shards without elements are left out, but for one of an
+    array that has no elements at all.
+
+    Raises:
+        DuplicateWriterError: two shards of an array begin at the same element.
+        PlanError: a key cannot be written as UTF-8, or an array is described in two ways.
+    """
+    facts, kept = _blocks(shards, rank)
+    items = [_array_item(n, key, region, shards[n].dtype) for key, region, n in kept]
+    first_object, common_source = len(shards), len(shards) + len(objects)
+    last = [
+        _bytes_item(n, f"{name.key}#{_joined(name.offset)}", nbytes)
+        for n, (name, nbytes) in enumerate(objects, first_object)
+    ]
+    if common_nbytes is not None:
+        last.append(_bytes_item(common_source, COMMON, common_nbytes))
+    groups = [sorted(group, key=lambda item: -item.itemsize) for group in _groups(items, limits)]
+    if last:
+        groups = groups or [[]]
+        groups[-1] += last
+    grids = {name.key: name.shape for name, _ in objects}
+    packs, places = [], {}
+    for number, group in enumerate(groups):
+        of_pack = {shards[i.source].key: None for i in group if i.source < first_object}
+        listed = {key: facts[key] for key in of_pack}
+        with_objects = grids if number == len(groups) - 1 else {}
+        packs.append(_pack(group, _metadata(rank, listed, with_objects, features)))
+        for item, start, first in _places(group):
+            places[item.source] = number, start, first
+    stored = (
+        (name, StoredBytes(*places[n], nbytes))
+        for n, (name, nbytes) in enumerate(objects, first_object)
+    )
+    table = BlockTable.of(
+        {key: facts[key] for key in sorted({key for key, _, _ in kept})},
+        [(key, region) for key, region, _ in kept],
+        [places[n] for _, _, n in kept],
+    )
+    common = None
+    if common_nbytes is not None:
+        common = StoredBytes(*places[common_source], common_nbytes)
+    return Layout(tuple(packs), table, tuple(stored), common)
+
+
+def _blocks(
+    shards: Sequence[ShardSpec], rank: int
+) -> tuple[dict[str, ArrayFacts], list[tuple[str, Region, int]]]:
+    """Each array, and what is stored of it: key, region and number of the shard, sorted."""
+    facts: dict[str, ArrayFacts] = {}
+    kept: dict[tuple[str, Shape], tuple[Region, int]] = {}
+    for number, shard in enumerate(shards):
+        (key, region), stated = shard.id, ArrayFacts(shard.dtype.value, shard.array_shape)
+        known = facts.setdefault(key, stated)
+        if known != stated:
+            raise PlanError(f"{key}: {known} and {stated} on rank {rank}", key=key)
+        if 0 in region.shape and 0 not in shard.array_shape:
+            continue
+        before = kept.setdefault((key, region.offset), (region, number))
+        if before[1] != number and 0 not in region.shape:
+            raise DuplicateWriterError(
+                f"{key}: {before[0]} and {region}, both on rank {rank}, are both main replicas and "
+                "overlap; give one of them another replica_id",
+                key=key,
+            )
+    return facts, sorted((key, region, number) for (key, _), (region, number) in kept.items())
+
+
+def _joined(numbers: Shape) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _bytes_item(source: int, name: str, nbytes: int) -> _Item:
+    return _Item(source, name, "U8", (nbytes,), nbytes, 1)
+
+
+def _array_item(source: int, key: str, region: Region, dtype: DType) -> _Item:
+    name, shape = _NAMES.get(dtype, "U8"), region.shape
+    if dtype not in _NAMES and dtype.itemsize > 1:
+        shape = (*shape, dtype.itemsize)
+    nbytes = region.numel * dtype.itemsize
+    return _Item(source, f"{key}@{_joined(region.offset)}", name, shape, nbytes, dtype.itemsize)
+
+
+def _groups(items: Sequence[_Item], limits: PackLimits) -> Iterator[list[_Item]]:
+    """The items of each pack: about equal bytes, in order."""
+    total = sum(item.nbytes for item in items)
+    wanted = max(1, min(limits.num_packs, total // limits.share_nbytes))
+    most = min(limits.nbytes, -(-total // wanted))
+    group: list[_Item] = []
+    nbytes = header_nbytes = 0
+    for item in items:
+        described = 2 * len(item.name) + 120
+        if group and (
+            nbytes + item.nbytes / 2 > most
+            or nbytes + item.nbytes > limits.nbytes
+            or len(group) == MAX_BLOCKS
+            or header_nbytes + described > _MAX_HEADER_NBYTES / 2
+        ):
+            yield group
+            group, nbytes, header_nbytes = [], 0, 0
+        group.append(item)
+        nbytes += item.nbytes
+        header_nbytes += described
+    if group:
+        yield group
+
+
+def _places(group: Sequence[_Item]) -> Iterator[tuple[_Item, int, int]]:
+    """Each item, its first byte after the header, and its first digest."""
+    starts = accumulate((item.nbytes for item in group), initial=0)
+    firsts = accumulate((num_ranges(item.nbytes) for item in group), initial=0)
+    return zip(group, starts, firsts, strict=False)
+
+
+def _metadata(
+    rank: int,
+    arrays: dict[str, ArrayFacts],
+    grids: dict[str, Shape],
+    features: Sequence[str],
+) -> dict[str, str]:
+    dtypes = {key: f.dtype for key, f in arrays.items() if DType(f.dtype) not in _NAMES}
+    fields: dict[str, Any] = {
+        "format": "dist_ckpt_strategies",
+        "version": VERSION,
+        "features": ",".join(features),
+        "rank": rank,
+        "range_nbytes": RANGE_NBYTES,
+        "arrays": {key: f.shape for key, f in arrays.items()},
+        "dtypes": dtypes,
+        "objects": grids,
+    }
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+        for name, value in fields.items()
+    }
+
+
+def _pack(group: Sequence[_Item], metadata: dict[str, str]) -> PackLayout:
+    nbytes = sum(item.nbytes for item in group)
+    num_digests = sum(num_ranges(item.nbytes) for item in group)
+    padding = -nbytes % _DIGEST_NBYTES
+    items = list(group)
+    if padding:
+        items.append(_Item(-1, _PADDING, "U8", (padding,), padding, 1))
+        num_digests += 1
+    table_nbytes = (num_digests + NUM_TRAILING) * _DIGEST_NBYTES
+    shape = (num_digests + NUM_TRAILING,)
+    table = _Item(-1, DIGESTS, "U64", shape, table_nbytes, _DIGEST_NBYTES)
+    parts = [f"{quoted(name)}:{quoted(value)}" for name, value in metadata.items()]
+    before = f'{{"__metadata__":{{{",".join(parts)},"save":'
+    described = [
+        f"{quoted(item.name)}:{{"
+        f'"dtype":"{item.dtype}","shape":[{",".join(map(str, item.shape))}],'
+        f'"data_offsets":[{start},{start + item.nbytes}]}}'
+        for item, start, _ in _places([*items, table])
+    ]
+    after = "}," + ",".join(described) + "}"
+    for item in group:
+        try:
+            item.name.encode()
+        except UnicodeEncodeError as error:
+            key = item.name.rpartition("@")[0]
+            raise PlanError(f"key {key!r} cannot be encoded as UTF-8", key=key) from error
+    needed = _LENGTH.size + len(before) + len(after) + _MAX_SAVE_ID
+    data_start = -(-needed // _ALIGNMENT) * _ALIGNMENT
+    sources, sizes = tuple(i.source for i in items), tuple(i.nbytes for i in items)
+    total = data_start + nbytes + padding + table_nbytes
+    return PackLayout(sources, sizes, num_digests, total, data_start, before, after)
+
+
+_MAX_SAVE_ID = 64
+
+
+# What is read
+
+
+@dataclass(frozen=True, slots=True)
+class PackHeader:
+    """What a pack says of itself. Nothing of it has been compared with a digest yet.
+
+    Attributes:
+        save_id: of the save that wrote it; empty where writers share no id.
+        rank: the global rank that wrote it.
+        features: known ones.
+        table: the blocks of arrays.
+        objects: shards of objects.
+        common: the common state.
+        num_ranges: digests of ranges in the table.
+        data_start: of the first tensor.
+        nbytes: of the whole file.
+    """
+
+    save_id: str
+    rank: int
+    features: tuple[str, ...]
+    table: BlockTable
+    objects: tuple[tuple[ObjectId, StoredBytes], ...]
+    common: StoredBytes | None
+    num_ranges: int
+    data_start: int
+    nbytes: int
+
+
+def header_nbytes(start: bytes, path: str) -> int:
+    """Bytes before the first tensor, by the first 8 bytes of the file."""
+    if len(start) == _LENGTH.size:
+        (length,) = _LENGTH.unpack(start)
+        if _LENGTH.size < length + _LENGTH.size <= 2 * _MAX_HEADER_NBYTES:
+            return int(length) + _LENGTH.size
+    raise CorruptCheckpointError(f"{path} is damaged: it has no header of a pack", path=path)
+
+
+def parse_header(content: bytes, path: str) -> PackHeader:
+    """What a pack says of itself; ``content`` is all that stands before the first tensor.
+
+    Raises:
+        CorruptCheckpointError: it is no header of a pack.
+        IncompatibleVersionError: a later version of this package wrote it.
+    """
+    try:
+        found = json.loads(content[_LENGTH.size :])
+        metadata = found.pop("__metadata__")
+        version, features = int(metadata["version"]), metadata["features"]
+        named = tuple(filter(None, features.split(",")))
+        if version != VERSION or not {UNVERIFIED}.issuperset(named):
+            raise IncompatibleVersionError(
+                f"{path}: a pack of version {version}, features {features or 'none'}; this release "
+                f"reads version {VERSION}; install a newer one",
+                path=path,
+            )
+        return _parsed(found, metadata, named, len(content))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: its header: {error}", path=path
+        ) from error
+
+
+def _parsed(
+    tensors: dict[str, Any], metadata: dict[str, str], features: tuple[str, ...], data_start: int
+) -> PackHeader:
+    if int(metadata["range_nbytes"]) != RANGE_NBYTES:
+        raise ValueError(f"range_nbytes {metadata['range_nbytes']}, expected {RANGE_NBYTES}")
+    shapes, dtypes, grids = (json.loads(metadata[n]) for n in ("arrays", "dtypes", "objects"))
+    ordered = sorted(tensors.items(), key=lambda item: item[1]["data_offsets"])
+    blocks: list[tuple[str, ArrayFacts, Region, StoredBytes]] = []
+    objects: list[tuple[ObjectId, StoredBytes]] = []
+    common = None
+    end = first = 0
+    for name, tensor in ordered[:-1]:
+        stored = StoredBytes(0, end, first, tensor["data_offsets"][1] - end)
+        if tensor["data_offsets"][0] != end or stored.nbytes < 0:
+            raise ValueError(f"{name}: bytes {tensor['data_offsets']}, expected {end} as the first")
+        match = _NAME.fullmatch(name)
+        if name == COMMON:
+            common = stored
+        elif match and match[2] == "#":
+            grid = tuple(map(_size, grids[match[1]]))
+            objects.append((ObjectId(match[1], _numbers(match[3]), grid), stored))
+        elif match:
+            key, origin = match[1], _numbers(match[3])
+            blocks.append((key, *_block(tensor, origin, shapes[key], dtypes.get(key)), stored))
+        elif name != _PADDING:
+            raise ValueError(f"unknown tensor {name!r}")
+        end += stored.nbytes
+        first += num_ranges(stored.nbytes)
+    last, table = ordered[-1]
+    expected = [end, end + table_nbytes(first)]
+    if last != DIGESTS or table["data_offsets"] != expected:
+        raise ValueError(f"expected digests of {first} ranges as the last tensor")
+    return PackHeader(
+        metadata["save"],
+        int(metadata["rank"]),
+        features,
+        BlockTable.of(
+            {key: facts for key, facts, _, _ in blocks},
+            [(key, region) for key, _, region, _ in blocks],
+            [(0, stored.byte_offset, stored.first_range) for *_, stored in blocks],
+        ),
+        tuple(objects),
+        common,
+        first,
+        data_start,
+        data_start + expected[1],
+    )
+
+
+def _block(
+    tensor: dict[str, Any], origin: Shape, array_shape: Any, stated: str | None
+) -> tuple[ArrayFacts, Region]:
+    dtype, shape = _dtype_of(tensor["dtype"], stated), tuple(map(_size, tensor["shape"]))
+    if dtype not in _NAMES and dtype.itemsize > 1:
+        shape = shape[:-1]
+    start, stop = tensor["data_offsets"]
+    facts, region = ArrayFacts(dtype.value, tuple(map(_size, array_shape))), Region(origin, shape)
+    if len(origin) != region.ndim or region.ndim != len(facts.shape):
+        raise ValueError(f"{region.ndim} dims at {origin} in an array {facts}")
+    if region.numel * dtype.itemsize != stop - start:
+        raise ValueError(f"{stop - start} bytes, expected {shape} of {dtype.value}")
+    return facts, region
+
+
+def _size(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"expected a size, found {number!r}")
+    return number
+
+
+def _numbers(text: str) -> Shape:
+    return tuple(map(int, text.split("."))) if text else ()
+
+
+def _dtype_of(name: str, stated: str | None) -> DType:
+    if stated is not None:
+        return DType(stated)
+    return next(dtype for dtype, known in _NAMES.items() if known == name)
+
+
+Digests = npt.NDArray[np.uint64]
+
+
+def table_nbytes(num_digests: int) -> int:
+    """Bytes of the table of so many ranges."""
+    return (num_digests + NUM_TRAILING) * _DIGEST_NBYTES
+
+
+def sealed_table(digests: Digests, header: bytes) -> tuple[bytes, str]:
+    """The bytes of the last tensor, and its own digest, which stands in the index."""
+    of_ranges = digests.astype("<u8", copy=False).tobytes() + xxhash.xxh3_128_digest(header)
+    own = xxhash.xxh3_128(of_ranges)
+    return of_ranges + own.digest(), own.hexdigest()
+
+
+def opened_table(content: bytes, expected: str | None, path: str) -> Digests:
+    """The digests of ranges in the bytes of the last tensor, which has been compared with itself.
+
+    ``expected``: the digest that the index has of it, if there is one.
+
+    Raises:
+        CorruptCheckpointError: it is not what was written.
+    """
+    found = xxhash.xxh3_128_digest(content[:-16])
+    if found != content[-16:] or (expected is not None and found.hex() != expected):
+        raise CorruptCheckpointError(
+            f"{path} is damaged, or of another save: its digests have digest {found.hex()}, "
+            f"expected {expected or content[-16:].hex()}",
+            path=path,
+        )
+    return np.frombuffer(content, "<u8", count=len(content) // _DIGEST_NBYTES - NUM_TRAILING)
+
+
+def header_digest(table: bytes) -> bytes:
+    """The digest of the header that the last tensor holds."""
+    return table[-32:-16]

@@ -1,0 +1,404 @@
+"""Write a pack, and read elements of its blocks; every byte is compared with its digest.
+
+A read takes whole ranges. Where a range belongs to the elements wanted as it is, it goes into their
+memory; others go through memory of a few MiB for each thread.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from dist_ckpt_strategies.core.array import Region, Shape
+from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.formats.pack import (
+    RANGE_NBYTES,
+    Digests,
+    PackLayout,
+    num_ranges,
+    opened_table,
+    sealed_table,
+    table_nbytes,
+)
+from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
+from dist_ckpt_strategies.storage.store import HostArray
+
+Bytes = HostArray
+"""A one-dimensional, contiguous array of uint8."""
+
+FOLDER = "packs"
+
+_WRITE_NBYTES = 4 << 20
+_READ_NBYTES = 4 << 20
+"""What one call moves: it stays in the processor's cache until its digests are taken."""
+
+_MAX_BUFFERS = 1000
+"""Of one call; the system takes 1024."""
+
+
+def file_of(name: str) -> str:
+    """The file of a pack below the checkpoint's directory."""
+    return f"{FOLDER}/{name[:2]}/{name}.safetensors"
+
+
+class PackStore(Protocol):
+    """What packs are written to and read from: a directory, or a bucket."""
+
+    def path(self, name: str) -> str:
+        """A file as its user calls it."""
+        ...
+
+    def write_pieces(self, name: str, pieces: Iterable[Sequence[Bytes]]) -> None:
+        """Make a new file of pieces, durable on return; each is valid until the next is taken."""
+        ...
+
+    def read_into(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:
+        """Fill memory from a byte of a file on, one target after the other.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+            CorruptCheckpointError: it ends before.
+        """
+        ...
+
+
+_RECORD = struct.Struct("<16sQ16sIII")
+
+
+@dataclass(frozen=True, slots=True)
+class PackRecord:
+    """A pack that was written, as the index lists it.
+
+    Attributes:
+        name: 32 hexadecimal digits.
+        nbytes: of the file.
+        digest: of its table of digests, and so of all of it.
+        data_start: of its first tensor.
+        num_ranges: digests of ranges in the table.
+        rank: the global rank that wrote it.
+    """
+
+    name: str
+    nbytes: int
+    digest: str
+    data_start: int
+    num_ranges: int
+    rank: int
+
+    nbytes_of_record = _RECORD.size
+
+    def to_bytes(self) -> bytes:
+        """The record in the index."""
+        name, digest = bytes.fromhex(self.name), bytes.fromhex(self.digest)
+        return _RECORD.pack(name, self.nbytes, digest, self.data_start, self.num_ranges, self.rank)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> PackRecord:
+        """The record that ``to_bytes`` made."""
+        name, nbytes, digest, *others = _RECORD.unpack(content)
+        return cls(name.hex(), nbytes, digest.hex(), *others)
+
+
+def write_pack(
+    store: PackStore,
+    name: str,
+    pack: PackLayout,
+    contents: Iterable[Bytes],
+    *,
+    save_id: str,
+    rank: int,
+) -> PackRecord:
+    """Write a pack, durably. Rank-local.
+
+    Args:
+        store: where it goes.
+        name: no other pack has it.
+        pack: its layout.
+        contents: the bytes of each tensor that the layout lists, in its order; padding is left out.
+        save_id: of the save; empty where writers share none.
+        rank: the global rank that writes.
+    """
+    header = pack.header(save_id)
+    digests = np.empty(pack.num_ranges, np.uint64)
+    sealed: list[str] = []
+
+    def pieces() -> Iterator[Sequence[Bytes]]:
+        pending: list[Bytes] = [np.frombuffer(header, np.uint8)]
+        nbytes, number = len(header), 0
+        for content in _with_padding(pack, contents):
+            for start in range(0, content.size, RANGE_NBYTES):
+                piece = content[start : start + RANGE_NBYTES]
+                digests[number] = xxh3_64_intdigest(piece)
+                number += 1
+                pending.append(piece)
+                nbytes += piece.size
+                if nbytes >= _WRITE_NBYTES or len(pending) == _MAX_BUFFERS:
+                    yield pending
+                    pending, nbytes = [], 0
+        if number != pack.num_ranges:
+            raise StorageError(f"{path}: {number} ranges to write, expected {pack.num_ranges}")
+        table, digest = sealed_table(digests, header)
+        sealed.append(digest)
+        yield [*pending, np.frombuffer(table, np.uint8)]
+
+    path = file_of(name)
+    store.write_pieces(path, pieces())
+    return PackRecord(name, pack.nbytes, sealed[0], pack.data_start, pack.num_ranges, rank)
+
+
+def _with_padding(pack: PackLayout, contents: Iterable[Bytes]) -> Iterator[Bytes]:
+    left = iter(contents)
+    for source, nbytes in zip(pack.sources, pack.sizes, strict=True):
+        content = next(left) if source >= 0 else np.zeros(nbytes, np.uint8)
+        if content.size != nbytes:
+            raise StorageError(f"{content.size} bytes to write, {nbytes} were announced")
+        yield content
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """Elements of a stored block, to be brought into memory.
+
+    Attributes:
+        pack: the pack.
+        byte_offset: of the block, after the pack's header.
+        first_range: the first digest of the block in the pack's table.
+        shape: of the block.
+        box: what to read, in coordinates of the block.
+        target: memory of the box's shape, of the stored type; it may be strided.
+        key: for messages.
+    """
+
+    pack: PackRecord
+    byte_offset: int
+    first_range: int
+    shape: Shape
+    box: Region
+    target: HostArray
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Ranges of one block that follow each other; they go to ``target``, or through a buffer."""
+
+    read: BlockRead
+    start: int
+    nbytes: int
+    target: Bytes | None
+
+
+def read_blocks(
+    store: PackStore,
+    reads: Sequence[BlockRead],
+    *,
+    num_threads: int,
+    deadline: Deadline,
+    verify: bool = True,
+) -> None:
+    """Bring elements of blocks into memory. Rank-local.
+
+    Raises:
+        CorruptCheckpointError: a range is not what was written; names key, file, bytes and rank.
+        IncompleteCheckpointError: a pack is missing.
+        StorageTimeoutError: storage did not answer in time.
+    """
+    tables: dict[PackRecord, Digests | None] = {read.pack: None for read in reads}
+    if verify:
+        jobs = [Job("", file_of(p.name), partial(_read_table, store, p, tables)) for p in tables]
+        Transfer(jobs, num_threads).wait(deadline.left_s)
+    buffers: deque[Bytes] = deque()
+    jobs = [
+        Job(spans[0].read.key, path, partial(_read_spans, store, path, spans, tables, buffers))
+        for spans in _batches(reads)
+        for path in [file_of(spans[0].read.pack.name)]
+    ]
+    Transfer(jobs, num_threads).wait(deadline.left_s)
+
+
+def _read_table(
+    store: PackStore, pack: PackRecord, tables: dict[PackRecord, Digests | None]
+) -> None:
+    content = np.empty(table_nbytes(pack.num_ranges), np.uint8)
+    name = file_of(pack.name)
+    store.read_into(name, pack.nbytes - content.size, [content])
+    tables[pack] = opened_table(content.tobytes(), pack.digest, store.path(name))
+
+
+def _batches(reads: Sequence[BlockRead]) -> Iterator[list[_Span]]:
+    """Spans that one call reads: they follow each other in one pack."""
+    batch: list[_Span] = []
+    nbytes = end = 0
+    for read in sorted(reads, key=lambda read: (read.pack.name, read.byte_offset)):
+        for span in _spans(read):
+            start = read.byte_offset + span.start
+            if batch and (
+                start != end
+                or read.pack != batch[0].read.pack
+                or nbytes + span.nbytes > _READ_NBYTES
+                or len(batch) == _MAX_BUFFERS
+            ):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(span)
+            nbytes += span.nbytes
+            end = start + span.nbytes
+    if batch:
+        yield batch
+
+
+def _spans(read: BlockRead) -> Iterator[_Span]:
+    """What is to be read for a read, ranges in order."""
+    itemsize = read.target.dtype.itemsize
+    total = math.prod(read.shape) * itemsize
+    if 0 in read.box.shape:
+        return
+    first, last = (_flat(read.shape, at) for at in (read.box.offset, _last(read.box)))
+    start, stop = first * itemsize, (last + 1) * itemsize
+    target: Bytes | None = None
+    if read.box.numel == last + 1 - first and read.target.flags.c_contiguous:
+        target = read.target.reshape(-1).view(np.uint8)
+    ranges = range(start // RANGE_NBYTES, num_ranges(stop))
+    span: tuple[int, int, bool] | None = None
+    for number in ranges:
+        low, high = number * RANGE_NBYTES, min((number + 1) * RANGE_NBYTES, total)
+        is_direct = target is not None and start <= low and high <= stop
+        if target is None and not _touches(read, low // itemsize, high // itemsize):
+            continue
+        if span and span[1] == low and span[2] is is_direct and high - span[0] <= _READ_NBYTES:
+            span = span[0], high, is_direct
+            continue
+        if span:
+            yield _span(read, span, target, start)
+        span = low, high, is_direct
+    if span:
+        yield _span(read, span, target, start)
+
+
+def _span(read: BlockRead, span: tuple[int, int, bool], target: Bytes | None, start: int) -> _Span:
+    low, high, is_direct = span
+    into = target[low - start : high - start] if is_direct and target is not None else None
+    return _Span(read, low, high - low, into)
+
+
+def _read_spans(
+    store: PackStore,
+    path: str,
+    spans: Sequence[_Span],
+    tables: dict[PackRecord, Digests | None],
+    buffers: deque[Bytes],
+) -> None:
+    first = spans[0]
+    pack, table = first.read.pack, tables[first.read.pack]
+    with _buffer(buffers, sum(span.nbytes for span in spans if span.target is None)) as memory:
+        at, targets = 0, []
+        for span in spans:
+            if span.target is not None:
+                targets.append(span.target)
+            else:
+                targets.append(memory[at : at + span.nbytes])
+                at += span.nbytes
+        store.read_into(path, pack.data_start + first.read.byte_offset + first.start, targets)
+        for span, content in zip(spans, targets, strict=True):
+            if table is not None:
+                _compare(store.path(path), span, content, table)
+            if span.target is None:
+                _copy_out(span, content)
+
+
+def _compare(path: str, span: _Span, content: Bytes, table: Digests) -> None:
+    read = span.read
+    number = read.first_range + span.start // RANGE_NBYTES
+    for start in range(0, span.nbytes, RANGE_NBYTES):
+        piece = content[start : start + RANGE_NBYTES]
+        found, expected = xxh3_64_intdigest(piece), int(table[number])
+        if found != expected:
+            begin = read.pack.data_start + read.byte_offset + span.start + start
+            raise CorruptCheckpointError(
+                f"{read.key}: {path}, written by rank {read.pack.rank}, is damaged: bytes {begin} "
+                f"to {begin + piece.size} have digest {found:016x}, expected {expected:016x}",
+                key=read.key,
+                path=path,
+            )
+        number += 1
+
+
+def _copy_out(span: _Span, content: Bytes) -> None:
+    """Bring those elements of the ranges that are wanted to where they are wanted."""
+    read = span.read
+    dtype, box = read.target.dtype, read.box
+    elements = content.view(dtype)
+    begin = span.start // dtype.itemsize
+    for part in runs(read.shape, begin, begin + elements.size):
+        common = part.intersect(box)
+        if common is None:
+            continue
+        start = _flat(read.shape, part.offset) - begin
+        source = elements[start : start + part.numel].reshape(part.shape)
+        read.target[common.within(box).slices()] = source[common.within(part).slices()]
+
+
+def _touches(read: BlockRead, start: int, stop: int) -> bool:
+    return any(part.intersect(read.box) for part in runs(read.shape, start, stop))
+
+
+def runs(shape: Shape, start: int, stop: int) -> Iterator[Region]:
+    """Regions that are, one after the other, elements ``start`` to ``stop`` in C order."""
+    if stop <= start:
+        return
+    if not shape:
+        yield Region((), ())
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last or (start % inner and first > stop // inner):  # within one row
+        yield from _in_row(shape, start // inner, start % inner, stop - start // inner * inner)
+        return
+    if start % inner:
+        yield from _in_row(shape, first - 1, start % inner, inner)
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        yield Region((first, *zeros), (last - first, *shape[1:]))
+    if stop % inner:
+        yield from _in_row(shape, last, 0, stop % inner)
+
+
+def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Region]:
+    for part in runs(shape[1:], start, stop):
+        yield Region((row, *part.offset), (1, *part.shape))
+
+
+def _flat(shape: Shape, index: Shape) -> int:
+    number = 0
+    for size, at in zip(shape, index, strict=True):
+        number = number * size + at
+    return number
+
+
+def _last(box: Region) -> Shape:
+    return tuple(end - 1 for end in box.end)
+
+
+@contextmanager
+def _buffer(buffers: deque[Bytes], nbytes: int) -> Iterator[Bytes]:
+    """Memory that is this thread's alone within the block; what is not in use is used again."""
+    if nbytes == 0:
+        yield np.empty(0, np.uint8)
+        return
+    try:
+        memory = buffers.pop()
+    except IndexError:
+        memory = np.empty(_READ_NBYTES, np.uint8)
+    try:
+        yield memory
+    finally:
+        buffers.append(memory)
