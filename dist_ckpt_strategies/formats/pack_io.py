@@ -7,11 +7,11 @@ memory; others go through memory of a few MiB for each thread.
 from __future__ import annotations
 
 import math
-import struct
+import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Protocol
 
@@ -71,7 +71,16 @@ class PackStore(Protocol):
         ...
 
 
-_RECORD = struct.Struct("<16sQ16sIII")
+_RECORD = np.dtype(
+    [
+        ("name", "V8"),
+        ("digest", "V16"),
+        ("nbytes", "<u8"),
+        ("data_start", "<u4"),
+        ("num_ranges", "<u4"),
+        ("rank", "<u4"),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,33 +88,37 @@ class PackRecord:
     """A pack that was written, as the index lists it.
 
     Attributes:
-        name: 32 hexadecimal digits.
-        nbytes: of the file.
+        name: 16 hexadecimal digits.
         digest: of its table of digests, and so of all of it.
+        nbytes: of the file.
         data_start: of its first tensor.
         num_ranges: digests of ranges in the table.
         rank: the global rank that wrote it.
     """
 
     name: str
-    nbytes: int
     digest: str
+    nbytes: int
     data_start: int
     num_ranges: int
     rank: int
 
-    nbytes_of_record = _RECORD.size
 
-    def to_bytes(self) -> bytes:
-        """The record in the index."""
-        name, digest = bytes.fromhex(self.name), bytes.fromhex(self.digest)
-        return _RECORD.pack(name, self.nbytes, digest, self.data_start, self.num_ranges, self.rank)
+def records_to_bytes(packs: Sequence[PackRecord]) -> bytes:
+    """Records of packs in the index."""
+    rows = [(bytes.fromhex(p.name), bytes.fromhex(p.digest), *astuple(p)[2:]) for p in packs]
+    return np.array(rows, _RECORD).tobytes()
 
-    @classmethod
-    def from_bytes(cls, content: bytes) -> PackRecord:
-        """The record that ``to_bytes`` made."""
-        name, nbytes, digest, *others = _RECORD.unpack(content)
-        return cls(name.hex(), nbytes, digest.hex(), *others)
+
+def record_in(content: bytes, number: int) -> PackRecord:
+    """One of the records that ``records_to_bytes`` made bytes of."""
+    name, digest, *numbers = np.frombuffer(content, _RECORD)[number].tolist()
+    return PackRecord(name.hex(), digest.hex(), *numbers)
+
+
+def new_pack_name() -> str:
+    """A name that no other pack has."""
+    return secrets.token_hex(8)
 
 
 def write_pack(
@@ -152,7 +165,7 @@ def write_pack(
 
     path = file_of(name)
     store.write_pieces(path, pieces())
-    return PackRecord(name, pack.nbytes, sealed[0], pack.data_start, pack.num_ranges, rank)
+    return PackRecord(name, sealed[0], pack.nbytes, pack.data_start, pack.num_ranges, rank)
 
 
 def _with_padding(pack: PackLayout, contents: Iterable[Bytes]) -> Iterator[Bytes]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dist_ckpt_strategies.config import Credentials, StoreOptions, aws_profile
 from dist_ckpt_strategies.errors import (
@@ -23,6 +23,9 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.storage.files import WrongSizeError
+
+if TYPE_CHECKING:
+    from dist_ckpt_strategies.storage.file_systems import Bytes
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _REFUSED = frozenset("?#\\*[]\0")
@@ -159,6 +162,21 @@ class Bucket:
                 raise WrongSizeError(self.path(name), nbytes, "fewer bytes") from None
             yield memoryview(content)
             byte_offset += size
+
+    def write_pieces(self, name: str, pieces: Iterable[Sequence[Bytes]]) -> None:
+        """See PackStore. All of it is in memory until the store has it."""
+        content = bytearray()
+        for buffers in pieces:
+            for buffer in buffers:
+                content += buffer.data
+        self.write(name, bytes(content))
+
+    def read_into(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:
+        """See PackStore."""
+        content = memoryview(self.read(name, byte_offset, sum(target.size for target in targets)))
+        for target in targets:
+            target.data[:] = content[: target.size]
+            content = content[target.size :]
 
     def write(self, name: str, content: bytes) -> None:
         """See Store. It is durable once the store has acknowledged it."""
