@@ -125,7 +125,7 @@ def write_pack(
     store: PackStore,
     name: str,
     pack: PackLayout,
-    contents: Iterable[Bytes],
+    contents: Iterable[Sequence[Bytes]],
     *,
     save_id: str,
     rank: int,
@@ -136,7 +136,8 @@ def write_pack(
         store: where it goes.
         name: no other pack has it.
         pack: its layout.
-        contents: the bytes of each tensor that the layout lists, in its order; padding is left out.
+        contents: the bytes of each tensor that the layout lists, in its order, in batches; a batch
+            is valid until the next is taken. Padding is left out.
         save_id: of the save; empty where writers share none.
         rank: the global rank that writes.
     """
@@ -145,36 +146,41 @@ def write_pack(
     sealed: list[str] = []
 
     def pieces() -> Iterator[Sequence[Bytes]]:
-        pending: list[Bytes] = [np.frombuffer(header, np.uint8)]
-        nbytes, number = len(header), 0
-        for content in _with_padding(pack, contents):
-            for start in range(0, content.size, RANGE_NBYTES):
-                piece = content[start : start + RANGE_NBYTES]
-                digests[number] = xxh3_64_intdigest(piece)
-                number += 1
-                pending.append(piece)
-                nbytes += piece.size
-                if nbytes >= _WRITE_NBYTES or len(pending) == _MAX_BUFFERS:
-                    yield pending
-                    pending, nbytes = [], 0
+        yield [np.frombuffer(header, np.uint8)]
+        number, sizes = 0, iter(pack.sizes)
+        for batch in _with_padding(pack, contents):
+            pending: list[Bytes] = []
+            nbytes = 0
+            for content in batch:
+                if content.size != next(sizes):
+                    raise StorageError(f"{path}: {content.size} bytes to write, not as announced")
+                for start in range(0, content.size, RANGE_NBYTES):
+                    piece = content[start : start + RANGE_NBYTES]
+                    digests[number] = xxh3_64_intdigest(piece)
+                    number += 1
+                    pending.append(piece)
+                    nbytes += piece.size
+                    if nbytes >= _WRITE_NBYTES or len(pending) == _MAX_BUFFERS:
+                        yield pending
+                        pending, nbytes = [], 0
+            yield pending
         if number != pack.num_ranges:
             raise StorageError(f"{path}: {number} ranges to write, expected {pack.num_ranges}")
         table, digest = sealed_table(digests, header)
         sealed.append(digest)
-        yield [*pending, np.frombuffer(table, np.uint8)]
+        yield [np.frombuffer(table, np.uint8)]
 
     path = file_of(name)
     store.write_pieces(path, pieces())
     return PackRecord(name, sealed[0], pack.nbytes, pack.data_start, pack.num_ranges, rank)
 
 
-def _with_padding(pack: PackLayout, contents: Iterable[Bytes]) -> Iterator[Bytes]:
-    left = iter(contents)
-    for source, nbytes in zip(pack.sources, pack.sizes, strict=True):
-        content = next(left) if source >= 0 else np.zeros(nbytes, np.uint8)
-        if content.size != nbytes:
-            raise StorageError(f"{content.size} bytes to write, {nbytes} were announced")
-        yield content
+def _with_padding(
+    pack: PackLayout, contents: Iterable[Sequence[Bytes]]
+) -> Iterator[Sequence[Bytes]]:
+    yield from contents
+    if pack.sources and pack.sources[-1] < 0:
+        yield [np.zeros(pack.sizes[-1], np.uint8)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,32 +216,40 @@ class _Span:
     target: Bytes | None
 
 
-def read_blocks(
+def begin_reads(
     store: PackStore,
     reads: Sequence[BlockRead],
     *,
     num_threads: int,
     deadline: Deadline,
     verify: bool = True,
-) -> None:
-    """Bring elements of blocks into memory. Rank-local.
+) -> Transfer:
+    """Begin to bring elements of blocks into memory. Rank-local; tables of digests are read first.
 
-    Raises:
+    Raises, as the transfer that is returned:
         CorruptCheckpointError: a range is not what was written; names key, file, bytes and rank.
         IncompleteCheckpointError: a pack is missing.
         StorageTimeoutError: storage did not answer in time.
     """
     tables: dict[PackRecord, Digests | None] = {read.pack: None for read in reads}
     if verify:
-        jobs = [Job("", file_of(p.name), partial(_read_table, store, p, tables)) for p in tables]
+        first = {read.pack: read.key for read in reads}
+        jobs = [
+            Job(first[p], store.path(file_of(p.name)), partial(_read_table, store, p, tables))
+            for p in tables
+        ]
         Transfer(jobs, num_threads).wait(deadline.left_s)
     buffers: deque[Bytes] = deque()
     jobs = [
-        Job(spans[0].read.key, path, partial(_read_spans, store, path, spans, tables, buffers))
+        Job(
+            spans[0].read.key,
+            store.path(path),
+            partial(_read_spans, store, path, spans, tables, buffers),
+        )
         for spans in _batches(reads)
         for path in [file_of(spans[0].read.pack.name)]
     ]
-    Transfer(jobs, num_threads).wait(deadline.left_s)
+    return Transfer(jobs, num_threads)
 
 
 def _read_table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -211,6 +211,16 @@ class Bucket:
         if not is_there:
             self.require_bucket()
         return is_there
+
+    def has_bytes(self, name: str, nbytes: int) -> bool:
+        """Whether there is an object of so many bytes at least."""
+        with suppress(IncompleteCheckpointError, CorruptCheckpointError):
+            return len(self.read(name, nbytes - 1, 1)) == 1
+        return False
+
+    def locked(self) -> AbstractContextManager[None]:
+        """See Directory; a store has no locks, and replaces an object in one step."""
+        return nullcontext()
 
     def names(self, start: str = "") -> Sequence[str]:
         """Every object whose name starts with ``start``, in no order."""

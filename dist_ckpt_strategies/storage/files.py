@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,11 @@ MARKER_NAME = "metadata.json"
 """The last file of a checkpoint; a directory below that has one is a checkpoint of its own."""
 
 COMMON_NAME = "common.pt"
+
+LOCK_NAME = ".dist-ckpt-commit"
+"""Locked by what replaces the content of a directory; it stays there, empty."""
+
+_PAUSE_S = 0.05
 
 REMOVED_PREFIX = ".removed-"
 """Directories on their way out; readers pass over them."""
@@ -400,6 +406,27 @@ class Directory:
                 raise
             sync_path(path.parent)
 
+    def has_bytes(self, name: str, nbytes: int) -> bool:
+        """Whether there is a file of that size."""
+        path = self.path(name)
+        with file_errors(None, path), suppress(FileNotFoundError):
+            return os.stat(path).st_size == nbytes  # noqa: PTH116 - 10,000 times
+        return False
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Within the block no other thread or process is in such a block for this directory."""
+        path = Path(self.path(LOCK_NAME))
+        with file_errors(None, path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                while not try_lock(handle):
+                    raise_if_cancelled()
+                    time.sleep(_PAUSE_S)
+                yield
+            finally:
+                os.close(handle)
+
     @limited
     def create(self, name: str, content: bytes) -> bool:
         """Make a file unless there is one; whether it was made. At first it may be seen empty."""
@@ -424,10 +451,16 @@ class Directory:
 
     @limited
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files; those that are not there are passed over."""
+        """Delete files, and directories that are empty then; what is not there is passed over."""
+        parents = set()
         for name in names:
+            raise_if_cancelled()
             with file_errors(None, self.path(name)):
                 Path(self.path(name)).unlink(missing_ok=True)
+            parents.add(Path(self.path(name)).parent)
+        for parent in parents - {self.root}:
+            with suppress(OSError):  # not empty, or gone
+                parent.rmdir()
 
 
 @dataclass(frozen=True, slots=True)
