@@ -86,6 +86,22 @@ class BlockTable:
         offset, shape = self.origin[row, :ndim].tolist(), self.extent[row, :ndim].tolist()
         return Region(tuple(offset), tuple(shape))
 
+    def rows(self, rows: Column) -> Self:
+        """Some of the blocks in the order of their numbers, and their arrays alone."""
+        used, first, number = np.unique(self.array[rows], return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        arrays = used[order].tolist()
+        return type(self)(
+            tuple([self.keys[n] for n in arrays]),
+            tuple([self.facts[n] for n in arrays]),
+            place[number],
+            self.origin[rows],
+            self.extent[rows],
+            self.place[rows],
+        )
+
     def to_bytes(self) -> bytes:
         """The table as a message for another rank, or a part of a file."""
         names = [[key, f.dtype, f.shape] for key, f in zip(self.keys, self.facts, strict=True)]

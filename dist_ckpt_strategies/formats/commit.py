@@ -312,8 +312,7 @@ class DirectoryPlace(PlaceBase):
             going = _names_of_contents(root, with_torch_dist=True) if replaces else ()
             list(_moves(str(staging), str(root), {f"{root}/{name}" for name in going}))  # may raise
             sync_path(staging)
-            if place_from_environment() is not None:
-                _require_own_place()
+            require_own_place()
             if marker is not None:
                 Directory(staging).write(MARKER_NAME, marker)
                 sync_path(root)
@@ -363,8 +362,7 @@ class BucketPlace(PlaceBase):
         self.require()
         place.write(MARKER_NAME, marker)
         content = {**json.loads(marker), SAVE_FIELD: self.save_id}
-        if place_from_environment() is not None:
-            _require_own_place()
+        require_own_place()
         bucket.write(MARKER_NAME, json.dumps(content).encode())
         try:
             _remove_others(bucket, place)
@@ -372,12 +370,14 @@ class BucketPlace(PlaceBase):
             logger.warning("%s: what the save replaces cannot be removed: %s", bucket, error)
 
 
-def _require_own_place() -> None:
+def require_own_place() -> None:
     """Raise where this process's node is no longer part of its job: others may save, too.
 
     Raises:
         StorageError: see ``comm.job_store.require_place``.
     """
+    if place_from_environment() is None:
+        return
     from dist_ckpt_strategies.comm.job_store import require_place  # noqa: PLC0415 - torch
 
     try:

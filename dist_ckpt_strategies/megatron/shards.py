@@ -100,6 +100,44 @@ def shard_data(tensor: Any) -> torch.Tensor:
     return data[(None,) * tensor.prepend_axis_num]
 
 
+class Held(NamedTuple):
+    """What a rank holds of a state dict, taken apart for a save.
+
+    Attributes:
+        shards: main replicas of arrays.
+        tensors: their data, shaped like their regions.
+        copies: other replicas of arrays.
+        objects: main replicas of objects.
+        object_copies: names of other replicas of objects.
+    """
+
+    shards: list[ShardSpec]
+    tensors: list[torch.Tensor]
+    copies: list[ShardSpec]
+    objects: list[tuple[ObjectId, Any]]
+    object_copies: list[ObjectId]
+
+
+def held_by(state_dict: StateDict) -> Held:
+    """What a rank holds of a sharded state dict. Errors are those of message_of and shard_data."""
+    held = Held([], [], [], [], [])
+    for value in sharded_values(state_dict):
+        message = message_of(value)
+        spec = shard_from_message(message)
+        if spec is None:
+            name = object_from_message(message)
+            if is_main_message(message):
+                held.objects.append((name, value.data))
+            else:
+                held.object_copies.append(name)
+        elif spec.is_main:
+            held.shards.append(spec)
+            held.tensors.append(shard_data(value))
+        else:
+            held.copies.append(spec)
+    return held
+
+
 def object_id(sharded_object: Any) -> ObjectId:
     """The name of a ShardedObject; errors are those of ``message_of``."""
     return object_from_message(message_of(sharded_object))

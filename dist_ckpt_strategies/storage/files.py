@@ -406,6 +406,11 @@ class Directory:
                 raise
             sync_path(path.parent)
 
+    def sync(self, name: str) -> None:
+        """Make a file durable that another program has written."""
+        with file_errors(None, self.path(name)):
+            sync_path(self.path(name))
+
     def has_bytes(self, name: str, nbytes: int) -> bool:
         """Whether there is a file of that size."""
         path = self.path(name)

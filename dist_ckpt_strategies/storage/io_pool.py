@@ -361,6 +361,13 @@ def run_with_limit(step: Callable[[], T], path: object) -> T:
     return limited(lambda _path: step())(path)
 
 
+def run_within(deadline: Deadline, path: object, step: Callable[[], T]) -> T:
+    """What a step returns that may block on storage; ``path`` is named where it takes too long."""
+    results: list[T] = []
+    Transfer([Job(None, path, lambda: results.append(step()))], 1).wait(deadline.left_s)
+    return results[0]
+
+
 class OrderedQueues(AbstractContextManager["OrderedQueues"]):
     """Threads that call what they are given, each in the order in which it is given; a context.
 

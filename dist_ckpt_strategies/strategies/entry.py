@@ -49,6 +49,8 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
+from dist_ckpt_strategies.formats.pack_checkpoint import place_of
+from dist_ckpt_strategies.formats.pack_commit import MARKER_CONTENT
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     merged,
@@ -75,12 +77,22 @@ from dist_ckpt_strategies.sharded.checks import (
     check_save,
     different_strategies,
     require_same_checkpoint,
+    warn_of_differences,
 )
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions, require_fillable
+from dist_ckpt_strategies.sharded.pack_save import Prepared, Started
 from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
-from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, restart_limit, time_limit, uncounted
+from dist_ckpt_strategies.storage.io_pool import (
+    OPENING,
+    WORK,
+    Deadline,
+    restart_limit,
+    run_within,
+    time_limit,
+    uncounted,
+)
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, OPENED, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (
@@ -89,6 +101,7 @@ from dist_ckpt_strategies.strategies.local_replicated import (
     restore_common,
 )
 from dist_ckpt_strategies.strategies.registry import Configured, StrategyChoice, resolve
+from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy, contents_of
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
 Preprocess = Callable[[StateDict], StateDict]
@@ -167,6 +180,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         overwrite,
         allow,
     )
+    if isinstance(call.sharded, PackSaveShardedStrategy):
+        return call.run_packs()
     with (
         time_limit(call.options.timeout_s, OPENING, then=WORK),
         allowing(() if call.invalid else allow),
@@ -253,6 +268,40 @@ class _Save:
     common: CommonState | None = None
     marker: bytes = b""
 
+    def run_packs(self) -> LocalSaveRequest | None:
+        """Save as packs. Collective."""
+        comm, compared = self.comm, []
+
+        def prepare() -> Prepared:
+            if self.async_strategy not in {None, "nvrx", "mcore"}:
+                self._require_suitable(is_ours=True)
+            root = located(self.checkpoint_dir, self.options)
+            saver = resolve(StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
+            if not isinstance(saver, TorchCommonSaveStrategy):
+                raise StrategyError(
+                    f"common_strategy: packs hold the common state themselves, found {saver}; leave "
+                    "it out, or save another format"
+                )
+            state, common = split_for_save(self.state, self.content_metadata)
+            self.common_saver = saver
+            found = self._common_state(common)
+            compared.append(found.compared)
+            if comm.rank == 0 and not self.overwrite:
+                limit = Deadline.after(OPENING * self.options.timeout_s)
+                run_within(limit, root, lambda: _require_unfinished(root))
+            contents = contents_of(state, found.content, (*self.base.allowed, *self.allow))
+            return Prepared(place_of(root), contents, found.digest)
+
+        def compare(started: Started) -> None:
+            if len(set(started.notes)) > 1:
+                warn_of_differences(comm, compared[0], started.notes)
+
+        with allowing(self.allow):
+            request: LocalSaveRequest | None = self.base.save_packs(
+                comm, prepare, is_async=self.is_async, marker=MARKER_CONTENT, look_at=compare
+            )
+        return request
+
     def open(self) -> ShardedSave | None:
         """This rank's save; None where another package's strategy saves. Rank-local."""
         if self.invalid is not None:
@@ -271,12 +320,8 @@ class _Save:
         ).to_json()
         if self.comm.rank == 0:
             complete_commit(self.root)
-            if not self.overwrite and is_finished(self.root):
-                raise CheckpointExistsError(
-                    f"{self.root} already holds a finished checkpoint; pass overwrite=True to "
-                    "replace it",
-                    path=str(self.root),
-                )
+            if not self.overwrite:
+                _require_unfinished(self.root)
         if base is not self.sharded or not is_ours:
             require_readable(sharded_values(self.state))
             return None
@@ -396,6 +441,14 @@ class _Save:
                 f"{self.common_saver} can handle; choose a strategy that does"
             )
         self.common_saver.save_sharded_objects(objects, place)
+
+
+def _require_unfinished(root: Location) -> None:
+    if is_finished(root):
+        raise CheckpointExistsError(
+            f"{root} already holds a finished checkpoint; pass overwrite=True to replace it",
+            path=str(root),
+        )
 
 
 @raises_megatron_errors

@@ -99,6 +99,8 @@ _DEFAULTS: Mapping[_Key, str] = MappingProxyType(
         _Key(_LOAD, "zarr", 1): "zarr.ZarrLoadShardedStrategy",
         _Key(_SAVE, "zarr", 2): "zarr.Format2SaveShardedStrategy",
         _Key(_LOAD, "zarr", 2): "zarr.Format2LoadShardedStrategy",
+        _Key(_SAVE, "safetensors", 1): "safetensors.PackSaveShardedStrategy",
+        _Key(_LOAD, "safetensors", 1): "safetensors.PackLoadShardedStrategy",
         _Key(_SAVE, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedSaveShardedStrategy",
         _Key(_LOAD, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedLoadShardedStrategy",
         _Key(_SAVE_COMMON, "torch", 1): "common.TorchCommonSaveStrategy",

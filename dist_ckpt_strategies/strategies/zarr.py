@@ -207,6 +207,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         allow: further classes that ShardedObjects may be unpickled to.
     """
 
+    backend: ClassVar[str] = BACKEND
     versions: ClassVar[tuple[int, ...]] = (1,)
     """Of the formats that it reads."""
 
@@ -354,12 +355,12 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         Args:
             loaded_version: the backend's name; Megatron-Core called it so in this class.
         """
-        require_own(BACKEND, self.versions, loaded_version, self.versions[-1])
+        require_own(self.backend, self.versions, loaded_version, self.versions[-1])
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless it reads that version."""
-        require_own(BACKEND, self.versions, BACKEND, loaded_version)
+        require_own(self.backend, self.versions, self.backend, loaded_version)
 
     destination_of = staticmethod(destination)
     """Gives the tensor that is filled for a ShardedTensor."""

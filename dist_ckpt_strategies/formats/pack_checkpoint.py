@@ -1,0 +1,210 @@
+"""A checkpoint that is stored as packs, opened to be read. Rank-local; nothing on disk changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from dist_ckpt_strategies.config import Options, Verify
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region
+from dist_ckpt_strategies.core.blocks import BlockTable
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    IncompleteCheckpointError,
+    some_of,
+)
+from dist_ckpt_strategies.formats.index import INDEX_NAME, StoredObject
+from dist_ckpt_strategies.formats.locations import Location, require_something
+from dist_ckpt_strategies.formats.pack import StoredBytes
+from dist_ckpt_strategies.formats.pack_commit import Place, current_save
+from dist_ckpt_strategies.formats.pack_io import BlockRead, begin_reads, file_of
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import Directory, require_directory
+from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer
+from dist_ckpt_strategies.storage.store import ArrayRead
+
+T = TypeVar("T")
+
+COMMON = "common state"
+
+
+def place_of(location: Location) -> Place:
+    """The files at a location."""
+    return location.place() if isinstance(location, Bucket) else Directory(location)
+
+
+class PackCheckpoint:
+    """The save that a place holds.
+
+    Args:
+        location: of the checkpoint.
+        options: how it is read.
+
+    Attributes:
+        identity: the digest of its index, which no other save has.
+        index: what is stored where.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at that place.
+        IncompleteCheckpointError: it has no index, or the save that the index names is gone.
+        CorruptCheckpointError: the index is damaged.
+    """
+
+    def __init__(self, location: Location, options: Options) -> None:
+        self._store, self._options = place_of(location), options
+        opened = current_save(self._store)
+        if opened is None:
+            if isinstance(location, Path):
+                require_directory(location)
+            else:
+                require_something(location)
+            raise IncompleteCheckpointError(
+                f"{location} holds no packs, or a save that has not ended: it has no {INDEX_NAME}",
+                path=self._store.path(INDEX_NAME),
+            )
+        pointer, self.index = opened
+        self.identity = pointer.digest
+        self._found: dict[str, BlockTable] = {}
+
+    @property
+    def save(self) -> PackCheckpoint:
+        """What consumers of either format read through."""
+        return self
+
+    def read(self, step: Callable[[], T]) -> T:
+        """What a step reads of it: packs are never written again, so nothing is compared."""
+        return step()
+
+    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+        """The arrays of these keys, sorted by key.
+
+        Raises:
+            ArrayNotFoundError: there is no such array.
+        """
+        wanted = sorted(set(keys))
+        table = self.index.find(wanted)
+        order = np.argsort(table.array, kind="stable")
+        bounds = np.searchsorted(table.array[order], np.arange(len(table.keys) + 1))
+        specs = {}
+        for n, (key, facts) in enumerate(zip(table.keys, table.facts, strict=True)):
+            self._found[key] = table.rows(order[bounds[n] : bounds[n + 1]])
+            chunk = tuple(max(1, size) for size in facts.shape)
+            specs[key] = ArraySpec(key, facts.shape, DType(facts.dtype), chunk)
+        return {key: specs[key] for key in wanted}
+
+    def keys(self) -> Iterator[str]:
+        """The keys of all arrays, sorted."""
+        last = None
+        for table in self.index.tables():
+            for key in table.keys:
+                if key != last:
+                    yield key
+                last = key
+
+    def array_reader(self, *, fills_page_cache: bool = False) -> PackCheckpoint:  # noqa: ARG002
+        """Reads the arrays that ``find`` gives."""
+        return self
+
+    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        """Begin to read regions of arrays that ``find`` has given; every byte is verified."""
+        rows = [(read, row) for read in reads for row in self._rows(read)]
+        packs = self.index.packs(table.place[n, 0] for _, (table, n) in rows)
+        requests = []
+        for read, (table, n) in rows:
+            number, byte_offset, first_range = table.place[n].tolist()
+            block = table.region(n)
+            common = block.intersect(read.region) if block.ndim else block
+            assert common is not None  # noqa: S101 - the rows were chosen so
+            requests.append(
+                BlockRead(
+                    packs[number],
+                    byte_offset,
+                    first_range,
+                    block.shape,
+                    common.within(block),
+                    np.asarray(read.target)[(*common.within(read.region).slices(), ...)],
+                    read.array.key,
+                )
+            )
+        return begin_reads(
+            self._store,
+            requests,
+            num_threads=self._num_threads,
+            deadline=Deadline.after(self._options.timeout_s / 2),
+            verify=self._options.verify is not Verify.OFF,
+        )
+
+    def _rows(self, read: ArrayRead) -> Iterator[tuple[BlockTable, int]]:
+        """The blocks that share an element with what is read."""
+        if read.array.key not in self._found:
+            self.find([read.array.key])
+        table, region = self._found[read.array.key], read.region
+        ndim = region.ndim
+        low = np.maximum(table.origin[:, :ndim], region.offset)
+        high = np.minimum(table.origin[:, :ndim] + table.extent[:, :ndim], region.end)
+        for row in np.flatnonzero((low < high).all(axis=1)).tolist():
+            yield table, row
+
+    @property
+    def _num_threads(self) -> int:
+        return self._store.num_readers
+
+    def object_ids(self) -> Iterator[ObjectId]:
+        """All shards of objects, sorted."""
+        return (found.id for found in self.index.objects())
+
+    def object_path(self, object_id: ObjectId) -> str:
+        """The file of one shard of an object, for messages."""
+        return self._file(self._object(object_id).stored)
+
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """What is stored of one shard of an object; its digest is compared.
+
+        Raises:
+            ArrayNotFoundError: there is no such shard.
+        """
+        return self._content(self._object(object_id).stored, object_id.unique_key)
+
+    def common_content(self) -> bytes:
+        """The common state, pickled; its digest is compared.
+
+        Raises:
+            IncompleteCheckpointError: it was not saved.
+        """
+        stored = self.index.common
+        if stored is None:
+            raise IncompleteCheckpointError(f"{self._store} has no common state")
+        return self._content(stored, COMMON)
+
+    def _object(self, object_id: ObjectId) -> StoredObject:
+        of_key = self.index.objects([object_id.key])
+        for found in of_key:
+            if found.id == object_id:
+                return found
+        known = some_of([found.id.unique_key for found in of_key]) or "none of that key"
+        raise ArrayNotFoundError(
+            f"{object_id.unique_key}: no such object in {self._store}; stored are {known}",
+            key=object_id.key,
+            path=str(self._store),
+        )
+
+    def _content(self, stored: StoredBytes, key: str) -> bytes:
+        pack = self.index.packs([stored.pack])[stored.pack]
+        target = np.empty(stored.nbytes, np.uint8)
+        whole = Region.whole((stored.nbytes,))
+        read = BlockRead(
+            pack, stored.byte_offset, stored.first_range, whole.shape, whole, target, key
+        )
+        begin_reads(
+            self._store,
+            [read],
+            num_threads=1,
+            deadline=Deadline.after(self._options.timeout_s / 2),
+        ).wait()
+        return target.tobytes()
+
+    def _file(self, stored: StoredBytes) -> str:
+        return self._store.path(file_of(self.index.packs([stored.pack])[stored.pack].name))

@@ -1,0 +1,215 @@
+"""Make packs the content of a checkpoint, in one step: the replacement of ``index``.
+
+Packs and full index have new names, and are never written again. What the replaced index names is
+deleted afterwards, and nothing else: neither a file that no index names nor that of another save.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from dist_ckpt_strategies.formats.index import (
+    INDEX_NAME,
+    SAVES,
+    FullIndex,
+    Pointer,
+    full_index_of,
+)
+from dist_ckpt_strategies.formats.pack_io import Bytes, PackRecord, file_of
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
+
+logger = logging.getLogger(__name__)
+
+Place = Directory | Bucket
+
+MARKER = {
+    "sharded_backend": "safetensors",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+MARKER_CONTENT = json.dumps(MARKER).encode()
+
+_NUM_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class NewSave:
+    """All that a commit needs of a save whose packs are written.
+
+    Attributes:
+        pointer: the new content of ``index``.
+        full_index: the content of the full index.
+        packs: all packs.
+        common: the new content of ``common.pt``; None where Megatron-Core writes it.
+        marker: the new content of ``metadata.json``; None where Megatron-Core writes it.
+    """
+
+    pointer: Pointer
+    full_index: bytes
+    packs: Sequence[PackRecord]
+    common: bytes | None = None
+    marker: bytes | None = MARKER_CONTENT
+
+
+def read_pointer(store: Place) -> Pointer | None:
+    """What ``index`` says; None where there is none. CorruptCheckpointError if it is damaged."""
+    try:
+        content = store.read(INDEX_NAME)
+    except IncompleteCheckpointError:
+        return None
+    return Pointer.from_bytes(content, store.path(INDEX_NAME))
+
+
+def open_full_index(store: Place, pointer: Pointer) -> FullIndex:
+    """The full index that a pointer names."""
+    name = full_index_of(pointer.save_id)
+    return FullIndex(pointer, partial(store.read, name), store.path(name))
+
+
+def new_save_id(store: Place) -> str:
+    """An id for a save: larger than that of the save that is there, whatever clocks say."""
+    last = 0
+    with suppress(CorruptCheckpointError):
+        pointer = read_pointer(store)
+        number = pointer.save_id.partition("-")[0] if pointer else ""
+        last = int(number) if number.isdecimal() else 0
+    return f"{max(last + 1, time.time_ns() // 1000):017d}-{secrets.token_hex(4)}"
+
+
+def commit(store: Place, save: NewSave, fence: Callable[[], None] = lambda: None) -> None:
+    """Make a save the content of a place. One rank calls it, on the thread that may be given up.
+
+    An error means that the place holds what it held before, unless it is a StorageTimeoutError:
+    the last call may still be carried out then.
+
+    Args:
+        store: the place.
+        save: what was written.
+        fence: raises if this job may no longer write here.
+
+    Raises:
+        StorageError: a pack is gone, or a file cannot be written.
+    """
+    with store.locked():
+        replaced = _files_replaced(store)
+        fence()
+        _require_packs(store, save.packs)
+        name = full_index_of(save.pointer.save_id)
+        try:
+            store.write_pieces(name, [[_bytes(save.full_index)]])
+            raise_if_cancelled()
+            store.write(INDEX_NAME, save.pointer.to_bytes())
+        except StorageError:
+            raise_if_cancelled()
+            if _names(store, save.pointer) is not True:
+                store.delete([name])
+                raise
+            logger.exception("%s: the new index is there, but may not be durable", store)
+            replaced = []
+        raise_if_cancelled()
+        for file, content in ((COMMON_NAME, save.common), (MARKER_NAME, save.marker)):
+            if content is not None:
+                store.write(file, content)
+    delete_files(store, replaced)
+
+
+def _bytes(content: bytes) -> Bytes:
+    return np.frombuffer(content, np.uint8)
+
+
+def _names(store: Place, pointer: Pointer) -> bool | None:
+    """Whether ``index`` names a save; None where that cannot be read."""
+    try:
+        return read_pointer(store) == pointer
+    except CheckpointError:
+        return None
+
+
+def _files_replaced(store: Place) -> list[str]:
+    """The files of the save that is there, the full index last; none if its index is damaged."""
+    try:
+        pointer = read_pointer(store)
+        return [] if pointer is None else files_of(store, pointer)
+    except (CorruptCheckpointError, IncompleteCheckpointError) as error:
+        logger.warning("%s: files of the save that is replaced stay: %s", store, error)
+        return []
+
+
+def files_of(store: Place, pointer: Pointer) -> list[str]:
+    """The files of a save: its packs, and its full index last."""
+    index = open_full_index(store, pointer)
+    packs = index.packs(range(index.num_packs)).values()
+    return [*(file_of(pack.name) for pack in packs), full_index_of(pointer.save_id)]
+
+
+def _require_packs(store: Place, packs: Sequence[PackRecord]) -> None:
+    def require(pack: PackRecord) -> None:
+        name = file_of(pack.name)
+        if not store.has_bytes(name, pack.nbytes):
+            raise IncompleteCheckpointError(
+                f"{store.path(name)}, which rank {pack.rank} has written, is gone or has another "
+                "size; nothing was committed; save again",
+                path=store.path(name),
+            )
+
+    jobs = [Job("", store.path(file_of(pack.name)), partial(require, pack)) for pack in packs]
+    Transfer(jobs, min(_NUM_THREADS, len(jobs))).wait()
+
+
+def delete_files(store: Place, names: Iterable[str]) -> None:
+    """Delete files of a save; what cannot be deleted is logged: `prune --unfinished` does it."""
+    try:
+        store.delete(names)
+    except StorageError as error:
+        logger.warning("%s: files of an earlier save cannot be deleted: %s", store, error)
+
+
+def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:
+    """The save that a place holds; None where there is no ``index``.
+
+    In a bucket the request that replaced ``index`` may be carried out late, and name a save that is
+    gone: then the whole save with the largest id counts.
+
+    Raises:
+        CorruptCheckpointError: the index is damaged.
+        IncompleteCheckpointError: the save that it names is gone.
+    """
+    pointer = read_pointer(store)
+    if pointer is None:
+        return None
+    try:
+        return pointer, open_full_index(store, pointer)
+    except IncompleteCheckpointError:
+        if not isinstance(store, Bucket):
+            raise
+        names = {name.split("/")[1] for name in store.names(f"{SAVES}/")}
+        for save_id in sorted(names, reverse=True):
+            with suppress(StorageError):
+                pointer = pointer_to(store, save_id)
+                return pointer, open_full_index(store, pointer)
+        raise
+
+
+def pointer_to(store: Place, save_id: str) -> Pointer:
+    """What ``index`` says where a save counts, by its full index alone."""
+    name = full_index_of(save_id)
+    content = store.read(name)
+    return Pointer.of(save_id, content, store.path(name))

@@ -1,0 +1,191 @@
+"""What the first rank knows of the shards of all ranks, and the proof that they make up the arrays.
+
+Each rank describes its shards once, and again only after they have changed. Shards that are not
+written are described once for all ranks that hold the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from dist_ckpt_strategies.comm.base import Communicator, Message, Receive, Send
+from dist_ckpt_strategies.core.array import ObjectId, Region, ShardSpec
+from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable, merged
+from dist_ckpt_strategies.core.coverage import Copies, require_coverage
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.formats.index import array_segments
+from dist_ckpt_strategies.formats.pack import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a rank tells of its shards; equal ones are of equal shards, stored in equal places.
+
+    Attributes:
+        num_packs: that the rank writes.
+        main: a table of the shards that it writes.
+        copies: a table of other replicas that it holds.
+        copies_digest: of that.
+    """
+
+    num_packs: int
+    main: bytes
+    copies: bytes
+    copies_digest: str
+
+    @classmethod
+    def of(
+        cls, layout: Layout, copies: Sequence[ShardSpec], object_copies: Sequence[ObjectId]
+    ) -> Description:
+        """The description of what a rank writes, and of the replicas that it does not write."""
+        arrays = {c.key: ArrayFacts(c.dtype.value, c.array_shape) for c in copies}
+        blocks = sorted((c.key, c.region) for c in copies)
+        others = _with_objects(
+            BlockTable.of(arrays, blocks, [_NOWHERE] * len(blocks)), object_copies
+        )
+        main = _with_objects(layout.table, [name for name, _ in layout.objects])
+        digest = xxhash.xxh3_128_hexdigest(others)
+        return cls(len(layout.packs), main, others, digest)
+
+
+def _with_objects(table: BlockTable, objects: Sequence[ObjectId]) -> bytes:
+    """A table of arrays, and of shards of objects as elements of an array."""
+    facts = {f"{name.key}{_OBJECT}": ArrayFacts(_OBJECT, name.shape) for name in objects}
+    cells = [
+        (f"{name.key}{_OBJECT}", Region(name.offset, (1,) * len(name.offset)))
+        for name in sorted(objects)
+    ]
+    return merged([table, BlockTable.of(facts, cells, [_NOWHERE] * len(cells))])[0].to_bytes()
+
+
+_OBJECT = "#"
+_NOWHERE = (0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What the first rank has been told, by rank.
+
+    Attributes:
+        session: an id of this ledger alone; each rank that has told it remembers the id.
+        told: the number of packs, the table of what is written, and the digest of the copies.
+        copies: tables of copies, by digest.
+        segments: of the full index.
+        is_proved: whether ``proved`` has made it.
+    """
+
+    session: str
+    told: tuple[tuple[int, bytes, str], ...]
+    copies: dict[str, bytes]
+    segments: tuple[tuple[bytes, list[Any]], ...] = ()
+    is_proved: bool = False
+
+
+def tell_first_rank(
+    comm: Communicator,
+    mine: Description,
+    announced: Sequence[Message],
+    session: str,
+    ledger: Ledger | None,
+) -> Ledger | None:
+    """Bring what ranks have not yet told to the first one; the ledger there, elsewhere None.
+
+    Collective: an exchange. ``announced`` is by rank: None, or the number of packs, the sizes of
+    both tables and the digest of the copies. The new ledger has the id ``session``.
+    """
+    sends = [
+        Send(0, np.frombuffer(content, np.uint8))
+        for rank, nbytes, content in _parcels(announced, mine)
+        if rank == comm.rank and rank > 0 and nbytes
+    ]
+    memory = [
+        (rank, np.empty(nbytes, np.uint8))
+        for rank, nbytes, _ in _parcels(announced, mine)
+        if comm.rank == 0 and rank > 0
+    ]
+    comm.exchange(sends, [Receive(rank, m) for rank, m in memory if m.size])
+    if comm.rank != 0:
+        return None
+    arrived = iter([m.tobytes() for _, m in memory])
+    told = list(ledger.told) if ledger else [(0, b"", "")] * comm.size
+    copies = dict(ledger.copies) if ledger else {}
+    parcels = [
+        (rank, content if rank == 0 else next(arrived))
+        for rank, _, content in _parcels(announced, mine)
+    ]
+    for rank, facts in enumerate(announced):
+        if facts is not None:
+            of_rank = [content for sender, content in parcels if sender == rank]
+            told[rank] = facts[0], of_rank[0], facts[3]
+            if len(of_rank) > 1:
+                copies[facts[3]] = of_rank[1]
+    used = {digest for *_, digest in told}
+    return Ledger(session, tuple(told), {d: c for d, c in copies.items() if d in used})
+
+
+def _parcels(announced: Sequence[Message], mine: Description) -> Iterator[tuple[int, int, bytes]]:
+    """What is brought: the rank that has it, its size, and this rank's own content."""
+    seen = set()
+    for rank, facts in enumerate(announced):
+        if facts is None:
+            continue
+        _, num_main, num_copies, digest = facts
+        yield rank, num_main, mine.main
+        if digest not in seen:
+            seen.add(digest)
+            yield rank, num_copies, mine.copies
+
+
+def proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
+    """The ledger with the segments of the full index, once the shards make up every array.
+
+    Raises:
+        CoverageError, DuplicateWriterError: they do not.
+        PlanError: ranks see an array in different ways.
+    """
+    if ledger.is_proved:
+        return ledger
+    ranks = np.array(global_ranks, np.int64)
+    tables = [BlockTable.from_bytes(main) for _, main, _ in ledger.told]
+    copies = [
+        Copies(
+            tuple(r for r, (*_, d) in zip(global_ranks, ledger.told, strict=True) if d == digest),
+            BlockTable.from_bytes(content),
+        )
+        for digest, content in ledger.copies.items()
+    ]
+    table, sources, differing = merged(tables)
+    for key, one, other in differing:
+        raise _disagreement(key, global_ranks, [(one, tables[one]), (other, tables[other])])
+    facts = dict(zip(table.keys, table.facts, strict=True))
+    holder = {key: n for n, t in reversed([*enumerate(tables)]) for key in t.keys}
+    for held in copies:
+        for key, seen in zip(held.table.keys, held.table.facts, strict=True):
+            if facts.setdefault(key, seen) != seen:
+                raise PlanError(
+                    f"{key}: {facts[key]} on rank {global_ranks[holder[key]]}, {seen} on rank "
+                    f"{held.ranks[0]}; all replicas of an array have one shape and dtype",
+                    key=key,
+                )
+    require_coverage(table, ranks[sources], copies)
+    starts = np.cumsum([0, *(num_packs for num_packs, *_ in ledger.told)])
+    place = table.place.copy()
+    place[:, 0] += starts[sources]
+    is_array = np.array([f.dtype != _OBJECT for f in table.facts], bool)
+    arrays = replace(table, place=place).rows(np.flatnonzero(is_array[table.array]))
+    return replace(ledger, segments=tuple(array_segments(arrays)), is_proved=True)
+
+
+def _disagreement(
+    key: str, global_ranks: Sequence[int], tables: Sequence[tuple[int, BlockTable]]
+) -> PlanError:
+    seen = ", ".join(
+        f"{table.facts[table.keys.index(key)]} on rank {global_ranks[rank]}"
+        for rank, table in tables
+    )
+    return PlanError(f"{key}: {seen}; all shards of an array have one shape and dtype", key=key)

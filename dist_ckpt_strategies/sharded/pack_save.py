@@ -1,0 +1,398 @@
+"""Save what each rank holds as packs: ``finish_save(start_save(...), write)``.
+
+The ranks talk three times: about what they hold, about what they have written, and about the
+commit. A save whose shards are new takes one exchange more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Message,
+    run_and_gather,
+    run_collectively,
+    who_is_where,
+)
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
+from dist_ckpt_strategies.device import (
+    HostSnapshot,
+    build_batches,
+    is_in_order,
+    on_own_gpu,
+    settle,
+    to_host,
+)
+from dist_ckpt_strategies.errors import PlanError, StorageError, StorageTimeoutError
+from dist_ckpt_strategies.formats.index import StoredObject, build_full_index
+from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, StoredBytes, lay_out
+from dist_ckpt_strategies.formats.pack_commit import (
+    NewSave,
+    Place,
+    commit,
+    delete_files,
+    new_save_id,
+)
+from dist_ckpt_strategies.formats.pack_io import (
+    Bytes,
+    PackRecord,
+    file_of,
+    new_pack_name,
+    write_pack,
+)
+from dist_ckpt_strategies.sharded.ledger import (
+    Description,
+    Ledger,
+    proved,
+    tell_first_rank,
+)
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.io_pool import (
+    ENDING,
+    OPENING,
+    Deadline,
+    Job,
+    Transfer,
+    run_within,
+)
+
+logger = logging.getLogger(__name__)
+
+PACKS = "packs"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one rank has to save. ``tensors`` are shaped like the regions of ``shards``.
+
+    Attributes:
+        shards: the replicas that are written.
+        tensors: their data, on any device.
+        copies: other replicas, which are compared and not written.
+        objects: shards of objects, pickled.
+        object_copies: other replicas of objects.
+        common: the state that all ranks share, on the first rank alone.
+        features: of the packs; see ``pack.UNVERIFIED``.
+    """
+
+    shards: tuple[ShardSpec, ...]
+    tensors: tuple[torch.Tensor, ...]
+    copies: tuple[ShardSpec, ...] = ()
+    objects: tuple[tuple[ObjectId, bytes], ...] = ()
+    object_copies: tuple[ObjectId, ...] = ()
+    common: bytes | None = None
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What one rank brings to a save: where it goes, what it holds, and a note for every rank."""
+
+    store: Place
+    contents: Contents
+    note: Message = None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is kept from one save for the next, which most often saves the same shards.
+
+    Attributes:
+        ranks: that save together.
+        key: what the layout was made of.
+        layout: this rank's packs.
+        description: what it tells of them.
+        session: of the ledger that has been told; empty: of none.
+        ledger: on the first rank, what all have told.
+    """
+
+    ranks: tuple[int, ...]
+    key: object
+    layout: Layout
+    description: Description
+    session: str = ""
+    ledger: Ledger | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A save that every rank has begun; nothing of it is visible.
+
+    Attributes:
+        comm: the ranks.
+        store: where it goes.
+        options: how it is carried out.
+        save_id: equal on all ranks, and of no other save.
+        contents: what this rank writes.
+        known: for this save and the next.
+        notes: what ``prepare`` has added on each rank.
+    """
+
+    comm: Communicator
+    store: Place
+    options: Options
+    save_id: str
+    contents: Contents
+    known: Known
+    notes: tuple[Message, ...] = ()
+
+
+def start_save(
+    comm: Communicator,
+    prepare: Callable[[], Prepared],
+    known: Known | None,
+    options: Options,
+) -> Started:
+    """Begin a save: lay out what this rank writes, and tell the first rank of it. Collective.
+
+    Args:
+        comm: the ranks.
+        prepare: what this rank saves; may raise.
+        known: what ``finish_save`` has returned last.
+        options: how it is carried out.
+
+    Raises:
+        CheckpointError: ``prepare`` has raised on a rank; a PeerError of its class on the others.
+        DuplicateWriterError, PlanError: this rank's shards cannot be stored.
+    """
+    prepared: list[tuple[Prepared, Known]] = []
+    deadline = Deadline.after(OPENING * options.timeout_s)
+
+    def describe() -> Message:
+        own = prepare()
+        mine = _laid_out(comm, own.contents, known, _limits(own.store, options))
+        prepared.append((own, mine))
+        said, ledger = mine.description, mine.ledger
+        sizes = said.num_packs, len(said.main), len(said.copies), said.copies_digest
+        save_id = ""
+        if comm.rank == 0:
+            save_id = run_within(deadline, own.store, lambda: new_save_id(own.store))
+        return [PACKS, save_id, ledger and ledger.session, mine.session, sizes, own.note]
+
+    answers = run_and_gather(comm, describe)  # 1
+    require_alike(comm, answers)
+    _, save_ids, ledgers, sessions, sizes, notes = zip(*answers, strict=True)
+    own, mine = prepared[0]
+    announced = [
+        None if session == ledgers[0] else of_rank
+        for of_rank, session in zip(sizes, sessions, strict=True)
+    ]
+    if any(announced):
+        session = save_ids[0]  # a rank that does not hear of the new ledger will tell it all again
+        ledger = tell_first_rank(comm, mine.description, announced, session, mine.ledger)
+        mine = replace(mine, session=session, ledger=ledger)
+    return Started(comm, own.store, options, save_ids[0], own.contents, mine, notes)
+
+
+def require_alike(comm: Communicator, answers: Sequence[Message]) -> None:
+    """Raise a PlanError, on every rank, where some save as packs and some in another way."""
+    kinds = [PACKS if is_packs(answer) else "another strategy" for answer in answers]
+    if len(set(kinds)) > 1:
+        texts = [f"a save by {kind}" for kind in kinds]
+        raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
+
+
+def is_packs(answer: Message) -> bool:
+    """Whether that is the first message of a save as packs."""
+    return isinstance(answer, list) and answer[:1] == [PACKS]
+
+
+def write_packs(started: Started, deadline: Deadline) -> tuple[PackRecord, ...]:
+    """Write this rank's packs, each on a thread. Rank-local.
+
+    CUDA tensors and those that are not in C order are copied first, ``max_inflight_bytes`` at a
+    time, or the largest tensor.
+
+    Raises:
+        StorageError: a pack cannot be written; what was written of the others is deleted.
+    """
+    contents, layout, comm = started.contents, started.known.layout, started.comm
+    settle(contents.tensors)
+    budget = started.options.max_inflight_bytes // max(1, len(layout.packs))
+
+    def write(name: str, number: int) -> PackRecord:
+        pack = layout.packs[number]
+        with on_own_gpu():
+            return write_pack(
+                started.store,
+                name,
+                pack,
+                host_batches(contents, pack, budget),
+                save_id=started.save_id,
+                rank=comm.global_ranks[comm.rank],
+            )
+
+    num_threads = started.options.io_threads
+    return write_each(started.store, len(layout.packs), write, num_threads, deadline)
+
+
+def write_each(
+    store: Place,
+    num_packs: int,
+    write: Callable[[str, int], PackRecord],
+    num_threads: int,
+    deadline: Deadline,
+) -> tuple[PackRecord, ...]:
+    """Call ``write`` with a name and a number for each pack, on threads. Rank-local.
+
+    Raises:
+        StorageError: a pack cannot be written; what was written of the others is deleted.
+    """
+    names = [new_pack_name() for _ in range(num_packs)]
+    records: dict[str, PackRecord] = {}
+
+    def run(name: str, number: int) -> None:
+        records[name] = write(name, number)
+
+    jobs = [
+        Job("", store.path(file_of(name)), partial(run, name, number))
+        for number, name in enumerate(names)
+    ]
+    try:
+        Transfer(jobs, num_threads).wait(deadline.left_s)
+    except StorageTimeoutError:
+        raise  # a thread may still write: prune --unfinished removes that
+    except StorageError:
+        delete_files(store, [file_of(name) for name in names])
+        raise
+    return tuple(records[name] for name in names)
+
+
+def host_batches(contents: Contents, pack: PackLayout, budget: int) -> Iterator[Sequence[Bytes]]:
+    """The bytes of a pack's tensors, in order; each batch is valid until the next is taken."""
+    num_shards = len(contents.shards)
+    tail = [content for _, content in contents.objects] + [contents.common or b""]
+    sources = [source for source in pack.sources if source >= 0]
+    tensors = [contents.tensors[source] for source in sources if source < num_shards]
+    staged = [0 if _is_direct(t) else t.numel() * t.element_size() for t in tensors]
+    memory = HostSnapshot()
+    for batch in build_batches(zip(tensors, staged, strict=True), budget):
+        yield [_flat(host) for host in to_host(batch, memory)]
+    yield [
+        np.frombuffer(tail[source - num_shards], np.uint8)
+        for source in sources
+        if source >= num_shards
+    ]
+
+
+def _is_direct(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and is_in_order(tensor)
+
+
+def _flat(host: Bytes) -> Bytes:
+    return host.reshape(-1).view(np.uint8)
+
+
+def finish_save(
+    started: Started,
+    written: Callable[[], Sequence[PackRecord]],
+    *,
+    marker: bytes | None,
+    fence: Callable[[], None] = lambda: None,
+) -> Known:
+    """Make the save the content of its place, once every rank has written its packs. Collective.
+
+    If it fails on any rank, every rank raises, and the place holds what it held before; what this
+    save has written is deleted.
+
+    Args:
+        started: what ``start_save`` has returned.
+        written: waits for this rank's packs; may raise.
+        marker: content of ``metadata.json``, to be written after ``common.pt``; None where
+            Megatron-Core writes both.
+        fence: raises if this job may no longer write there.
+
+    Returns:
+        What the next save takes as ``known``.
+
+    Raises:
+        CoverageError, DuplicateWriterError, PlanError: the shards do not make up the arrays.
+        StorageError: a pack could not be written on this rank, or the save not be committed.
+        PeerError: the same, on another rank.
+    """
+    comm, store, known = started.comm, started.store, started.known
+    packs: list[PackRecord] = []
+    ledgers: list[Ledger] = []
+
+    def summarize() -> Message:
+        if known.ledger is not None:
+            ledgers.append(proved(known.ledger, comm.global_ranks))
+        packs.extend(written())
+        objects = [[*astuple(name), *astuple(where)] for name, where in known.layout.objects]
+        common = known.layout.common
+        return [[astuple(pack) for pack in packs], objects, common and astuple(common)]
+
+    def make_visible() -> None:
+        if comm.rank == 0:
+            save = _new_save(started, ledgers[0], summaries)
+            content = None if marker is None else started.contents.common
+            commit(store, replace(save, common=content, marker=marker), fence)
+
+    try:
+        summaries = run_and_gather(comm, summarize)  # 2
+        deadline = Deadline.after(ENDING * started.options.timeout_s)
+        run_collectively(comm, lambda: run_within(deadline, store, make_visible))  # 3
+    except StorageTimeoutError:
+        raise  # a thread may still write, and commit: see prune --unfinished
+    except StorageError:
+        delete_files(store, [file_of(pack.name) for pack in packs])
+        raise
+    return replace(known, ledger=ledgers[0] if ledgers else None)
+
+
+def _new_save(started: Started, ledger: Ledger, summaries: Sequence[Message]) -> NewSave:
+    """The indexes of a save, by what all ranks have written."""
+    packs: list[PackRecord] = []
+    objects: list[StoredObject] = []
+    common = None
+    for records, of_rank, common_of_rank in summaries:
+        first = len(packs)
+        packs += (PackRecord(*record) for record in records)
+        for key, offset, shape, pack, *where in of_rank:
+            name = ObjectId(key, tuple(offset), tuple(shape))
+            objects.append(StoredObject(name, StoredBytes(first + pack, *where)))
+        if common_of_rank is not None:
+            pack, *where = common_of_rank
+            common = StoredBytes(first + pack, *where)
+    facts = {"ranks": started.comm.size, "created": time.time()}
+    index, pointer = build_full_index(
+        started.save_id, ledger.segments, objects, packs, common, facts
+    )
+    return NewSave(pointer, index, packs)
+
+
+def _limits(store: Place, options: Options) -> PackLimits:
+    if isinstance(store, Bucket):
+        nbytes = max(1, min(256 << 20, options.max_inflight_bytes // 2))
+        return PackLimits(nbytes, options.io_threads, nbytes)
+    return PackLimits(num_packs=options.io_threads)
+
+
+def _laid_out(
+    comm: Communicator, contents: Contents, known: Known | None, limits: PackLimits
+) -> Known:
+    """The layout of what a rank saves: that of the save before where it fits."""
+    sizes = tuple((name, len(content)) for name, content in contents.objects)
+    common = None if contents.common is None else len(contents.common)
+    key = replace(contents, tensors=(), objects=(), common=None), sizes, common, limits
+    if known is not None and known.ranks != comm.global_ranks:
+        known = None
+    if known is not None and known.key == key:
+        return known
+    rank = comm.global_ranks[comm.rank]
+    layout = lay_out(
+        contents.shards, sizes, common, rank=rank, limits=limits, features=contents.features
+    )
+    said = Description.of(layout, contents.copies, contents.object_copies)
+    session = known.session if known is not None and known.description == said else ""
+    ledger = None if known is None else known.ledger
+    return Known(comm.global_ranks, key, layout, said, session, ledger)
