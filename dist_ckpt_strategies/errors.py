@@ -127,6 +127,10 @@ class IncompleteCheckpointError(StorageError):
     """The checkpoint was never finished, or a file of it is missing."""
 
 
+class CheckpointChangedError(StorageError):
+    """Another save replaces the checkpoint again and again, or ranks see different ones."""
+
+
 class CorruptCheckpointError(StorageError):
     """The checkpoint holds something other than what was written."""
 

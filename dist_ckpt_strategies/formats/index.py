@@ -12,7 +12,7 @@ import struct
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
 )
 from dist_ckpt_strategies.formats.pack import StoredBytes
-from dist_ckpt_strategies.formats.pack_io import PackRecord, record_in, records_to_bytes
+from dist_ckpt_strategies.formats.pack_write import PackRecord
 
 INDEX_NAME = "index"
 SAVES = "saves"
@@ -39,6 +39,17 @@ _OBJECTS = 1024
 _RECORDS = 1024
 _LEVEL = 1
 _LENGTH = struct.Struct("<Q")
+
+_PACK_RECORD = np.dtype(
+    [
+        ("name", "V8"),
+        ("digest", "V16"),
+        ("nbytes", "<u8"),
+        ("data_start", "<u4"),
+        ("num_ranges", "<u4"),
+        ("rank", "<u4"),
+    ]
+)
 
 _GAP_NBYTES = 64 << 10
 """Read in vain rather than asked for apart."""
@@ -98,17 +109,14 @@ class Pointer:
                     "newer one",
                     path=path,
                 )
-            fields = {field: kind(found[field]) for field, kind in _POINTER}
+            save_id, digest = str(found["save_id"]), str(found["digest"])
+            return cls(save_id, int(found["byte_offset"]), int(found["nbytes"]), digest)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"{path} is damaged ({error}); the packs are not: dist-ckpt rebuild-index makes "
                 "the index anew",
                 path=path,
             ) from error
-        return cls(**fields)
-
-
-_POINTER = (("save_id", str), ("byte_offset", int), ("nbytes", int), ("digest", str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +192,7 @@ def build_full_index(
         ],
         "num_packs": len(packs),
         "packs": [
-            add(_compressed(records_to_bytes(packs[start : start + _RECORDS])))
+            add(_compressed(_records_content(packs[start : start + _RECORDS])))
             for start in range(0, len(packs), _RECORDS)
         ],
     }
@@ -201,6 +209,18 @@ def _objects_content(objects: Sequence[StoredObject]) -> bytes:
     return json.dumps(
         [[o.id.key, o.id.offset, o.id.shape, *_where(o.stored)] for o in objects]
     ).encode()
+
+
+def _records_content(packs: Sequence[PackRecord]) -> bytes:
+    """Records of packs in the index."""
+    rows = [(bytes.fromhex(p.name), bytes.fromhex(p.digest), *astuple(p)[2:]) for p in packs]
+    return np.array(rows, _PACK_RECORD).tobytes()
+
+
+def _record_in(content: bytes, number: int) -> PackRecord:
+    """One of the records that ``_records_content`` made bytes of."""
+    name, digest, *numbers = np.frombuffer(content, _PACK_RECORD)[number].tolist()
+    return PackRecord(name.hex(), digest.hex(), *numbers)
 
 
 # Read by every rank
@@ -282,7 +302,7 @@ class FullIndex:
         listed = self.facts["objects"]
         wanted = None if keys is None else set(keys)
         firsts = [segment[0] for segment in listed]
-        numbers = range(len(listed))
+        numbers = [*range(len(listed))]
         if wanted is not None:
             numbers = sorted({n for key in wanted for n in _numbers(firsts, key)})
         found: list[StoredObject] = []
@@ -303,7 +323,7 @@ class FullIndex:
         parts = self._parts([self.facts["packs"][n] for n in missing])
         for n, content in zip(missing, parts, strict=True):
             self._packs[n] = zlib.decompress(content)
-        return {n: record_in(self._packs[n // _RECORDS], n % _RECORDS) for n in wanted}
+        return {n: _record_in(self._packs[n // _RECORDS], n % _RECORDS) for n in wanted}
 
     def _parts(self, parts: Sequence[Sequence[Any]]) -> Iterator[bytes]:
         """The bytes of parts, each by offset, size and digest; neighbours are read at once."""

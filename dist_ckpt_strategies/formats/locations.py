@@ -25,7 +25,9 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     some_of,
 )
+from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
+from dist_ckpt_strategies.formats.pack_commit import read_pointer
 from dist_ckpt_strategies.formats.zarr2 import array_keys
 from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket
 from dist_ckpt_strategies.storage.files import (
@@ -163,6 +165,8 @@ def read_marker(location: Location) -> CheckpointMarker:
             manifest.
         BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
+    if holds_packs(location):
+        return PACKS
     store = Directory(location) if isinstance(location, Path) else current_place(location)
     path, what = store.path(MARKER_NAME), ""
     try:
@@ -197,6 +201,28 @@ def read_marker(location: Location) -> CheckpointMarker:
             f"{location} is incomplete: {path} is not whole ({error})", path=path
         ) from error
     return found
+
+
+PACKS = CheckpointMarker("safetensors")
+
+
+def holds_packs(location: Location) -> bool:
+    """Whether packs are the content of a place: its index says so, whatever the marker says.
+
+    A save of torch.distributed.checkpoint that came later has left its own index beside it; then
+    the marker says which of the two counts.
+    """
+    if isinstance(location, Bucket):
+        return location.place().has(PACKS_INDEX)
+    with file_errors(None, location):
+        if not (location / PACKS_INDEX).exists():
+            return False
+        if not (location / ".metadata").exists():
+            return True
+        with suppress(OSError, ValueError, TypeError):
+            marker = CheckpointMarker.from_json((location / MARKER_NAME).read_bytes())
+            return marker.sharded_format == PACKS.sharded_format
+    return False
 
 
 def _corrected(marker: CheckpointMarker, root: Path) -> CheckpointMarker:
@@ -254,7 +280,8 @@ def is_finished(location: Location) -> bool:
     """Whether there is a checkpoint with a whole marker."""
     if isinstance(location, Path):
         with file_errors(None, location):
-            if not (location / MARKER_NAME).exists():
+            names = (MARKER_NAME, PACKS_INDEX)
+            if not any((location / name).exists() for name in names):
                 return False
     try:
         read_marker(location)
@@ -288,12 +315,19 @@ class OpenedSave:
 
     def __init__(self, root: Location) -> None:
         self.root = root
+        self.has_packs = holds_packs(root)
+        if self.has_packs:  # which are never written again
+            pointer = read_pointer(root.place() if isinstance(root, Bucket) else Directory(root))
+            self._status, self.identity = None, pointer.digest if pointer else ""
+            return
         self._status = None if isinstance(root, Bucket) else _status(root)
         self.identity = str(self._status[-1]) if self._status and self._status[0] else ""
 
     def require_current(self) -> None:
         """Raise StorageError where it has been replaced or removed since."""
         root = self.root
+        if self.has_packs:
+            return
         if isinstance(root, Path) and _status(root) != self._status:
             raise StorageError(
                 f"{root}: another save replaced this checkpoint while it was read, or it was "

@@ -11,7 +11,6 @@ Blocks are ordered by the size of their elements, which so are aligned, and obje
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     DuplicateWriterError,
-    IncompatibleVersionError,
     PlanError,
 )
 
@@ -37,12 +35,12 @@ RANGE_NBYTES = 256 << 10
 """The unit of a digest, and of a verified read; docs/decisions.md has the measurement."""
 
 VERSION = 1
-COMMON, DIGESTS, _PADDING = "__common__", "__digests__", "__padding__"
+COMMON, DIGESTS, PADDING = "__common__", "__digests__", "__padding__"
 UNVERIFIED = "unverified"
 """The feature of a pack with contents that were read without comparing their digests."""
 
 MAX_BLOCKS = 100_000
-_MAX_HEADER_NBYTES = 100_000_000
+MAX_HEADER_NBYTES = 100_000_000
 """The library safetensors reads no longer one."""
 
 _ALIGNMENT = 4096
@@ -50,10 +48,9 @@ _DIGEST_NBYTES = 8
 NUM_TRAILING = 4
 """Numbers in the table that are no digest of a range: of the header and of the table, two each."""
 
-_LENGTH = struct.Struct("<Q")
-_NAME = re.compile(r"(.*)([@#])(|\d+(?:\.\d+)*)", re.DOTALL | re.ASCII)
+LENGTH = struct.Struct("<Q")
 
-_NAMES = MappingProxyType(
+SAFETENSORS_NAMES = MappingProxyType(
     {
         DType.BOOL: "BOOL",
         DType.UINT8: "U8",
@@ -114,8 +111,8 @@ class PackLayout:
     def header(self, save_id: str) -> bytes:
         """The first bytes of the file, up to the first tensor."""
         text = self._before_save_id + quoted(save_id) + self._after_save_id
-        return _LENGTH.pack(self.data_start - _LENGTH.size) + text.encode().ljust(
-            self.data_start - _LENGTH.size
+        return LENGTH.pack(self.data_start - LENGTH.size) + text.encode().ljust(
+            self.data_start - LENGTH.size
         )
 
 
@@ -257,8 +254,8 @@ def _bytes_item(source: int, name: str, nbytes: int) -> _Item:
 
 
 def _array_item(source: int, key: str, region: Region, dtype: DType) -> _Item:
-    name, shape = _NAMES.get(dtype, "U8"), region.shape
-    if dtype not in _NAMES and dtype.itemsize > 1:
+    name, shape = SAFETENSORS_NAMES.get(dtype, "U8"), region.shape
+    if dtype not in SAFETENSORS_NAMES and dtype.itemsize > 1:
         shape = (*shape, dtype.itemsize)
     nbytes = region.numel * dtype.itemsize
     return _Item(source, f"{key}@{_joined(region.offset)}", name, shape, nbytes, dtype.itemsize)
@@ -277,7 +274,7 @@ def _groups(items: Sequence[_Item], limits: PackLimits) -> Iterator[list[_Item]]
             nbytes + item.nbytes / 2 > most
             or nbytes + item.nbytes > limits.nbytes
             or len(group) == MAX_BLOCKS
-            or header_nbytes + described > _MAX_HEADER_NBYTES / 2
+            or header_nbytes + described > MAX_HEADER_NBYTES / 2
         ):
             yield group
             group, nbytes, header_nbytes = [], 0, 0
@@ -301,7 +298,7 @@ def _metadata(
     grids: dict[str, Shape],
     features: Sequence[str],
 ) -> dict[str, str]:
-    dtypes = {key: f.dtype for key, f in arrays.items() if DType(f.dtype) not in _NAMES}
+    dtypes = {key: f.dtype for key, f in arrays.items() if DType(f.dtype) not in SAFETENSORS_NAMES}
     fields: dict[str, Any] = {
         "format": "dist_ckpt_strategies",
         "version": VERSION,
@@ -324,7 +321,7 @@ def _pack(group: Sequence[_Item], metadata: dict[str, str]) -> PackLayout:
     padding = -nbytes % _DIGEST_NBYTES
     items = list(group)
     if padding:
-        items.append(_Item(-1, _PADDING, "U8", (padding,), padding, 1))
+        items.append(_Item(-1, PADDING, "U8", (padding,), padding, 1))
         num_digests += 1
     table_nbytes = (num_digests + NUM_TRAILING) * _DIGEST_NBYTES
     shape = (num_digests + NUM_TRAILING,)
@@ -344,7 +341,7 @@ def _pack(group: Sequence[_Item], metadata: dict[str, str]) -> PackLayout:
         except UnicodeEncodeError as error:
             key = item.name.rpartition("@")[0]
             raise PlanError(f"key {key!r} cannot be encoded as UTF-8", key=key) from error
-    needed = _LENGTH.size + len(before) + len(after) + _MAX_SAVE_ID
+    needed = LENGTH.size + len(before) + len(after) + _MAX_SAVE_ID
     data_start = -(-needed // _ALIGNMENT) * _ALIGNMENT
     sources, sizes = tuple(i.source for i in items), tuple(i.nbytes for i in items)
     total = data_start + nbytes + padding + table_nbytes
@@ -352,150 +349,6 @@ def _pack(group: Sequence[_Item], metadata: dict[str, str]) -> PackLayout:
 
 
 _MAX_SAVE_ID = 64
-
-
-# What is read
-
-
-@dataclass(frozen=True, slots=True)
-class PackHeader:
-    """What a pack says of itself. Nothing of it has been compared with a digest yet.
-
-    Attributes:
-        save_id: of the save that wrote it; empty where writers share no id.
-        rank: the global rank that wrote it.
-        features: known ones.
-        table: the blocks of arrays.
-        objects: shards of objects.
-        common: the common state.
-        num_ranges: digests of ranges in the table.
-        data_start: of the first tensor.
-        nbytes: of the whole file.
-    """
-
-    save_id: str
-    rank: int
-    features: tuple[str, ...]
-    table: BlockTable
-    objects: tuple[tuple[ObjectId, StoredBytes], ...]
-    common: StoredBytes | None
-    num_ranges: int
-    data_start: int
-    nbytes: int
-
-
-def header_nbytes(start: bytes, path: str) -> int:
-    """Bytes before the first tensor, by the first 8 bytes of the file."""
-    if len(start) == _LENGTH.size:
-        (length,) = _LENGTH.unpack(start)
-        if _LENGTH.size < length + _LENGTH.size <= 2 * _MAX_HEADER_NBYTES:
-            return int(length) + _LENGTH.size
-    raise CorruptCheckpointError(f"{path} is damaged: it has no header of a pack", path=path)
-
-
-def parse_header(content: bytes, path: str) -> PackHeader:
-    """What a pack says of itself; ``content`` is all that stands before the first tensor.
-
-    Raises:
-        CorruptCheckpointError: it is no header of a pack.
-        IncompatibleVersionError: a later version of this package wrote it.
-    """
-    try:
-        found = json.loads(content[_LENGTH.size :])
-        metadata = found.pop("__metadata__")
-        version, features = int(metadata["version"]), metadata["features"]
-        named = tuple(filter(None, features.split(",")))
-        if version != VERSION or not {UNVERIFIED}.issuperset(named):
-            raise IncompatibleVersionError(
-                f"{path}: a pack of version {version}, features {features or 'none'}; this release "
-                f"reads version {VERSION}; install a newer one",
-                path=path,
-            )
-        return _parsed(found, metadata, named, len(content))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{path} is damaged: its header: {error}", path=path
-        ) from error
-
-
-def _parsed(
-    tensors: dict[str, Any], metadata: dict[str, str], features: tuple[str, ...], data_start: int
-) -> PackHeader:
-    if int(metadata["range_nbytes"]) != RANGE_NBYTES:
-        raise ValueError(f"range_nbytes {metadata['range_nbytes']}, expected {RANGE_NBYTES}")
-    shapes, dtypes, grids = (json.loads(metadata[n]) for n in ("arrays", "dtypes", "objects"))
-    ordered = sorted(tensors.items(), key=lambda item: item[1]["data_offsets"])
-    blocks: list[tuple[str, ArrayFacts, Region, StoredBytes]] = []
-    objects: list[tuple[ObjectId, StoredBytes]] = []
-    common = None
-    end = first = 0
-    for name, tensor in ordered[:-1]:
-        stored = StoredBytes(0, end, first, tensor["data_offsets"][1] - end)
-        if tensor["data_offsets"][0] != end or stored.nbytes < 0:
-            raise ValueError(f"{name}: bytes {tensor['data_offsets']}, expected {end} as the first")
-        match = _NAME.fullmatch(name)
-        if name == COMMON:
-            common = stored
-        elif match and match[2] == "#":
-            grid = tuple(map(_size, grids[match[1]]))
-            objects.append((ObjectId(match[1], _numbers(match[3]), grid), stored))
-        elif match:
-            key, origin = match[1], _numbers(match[3])
-            blocks.append((key, *_block(tensor, origin, shapes[key], dtypes.get(key)), stored))
-        elif name != _PADDING:
-            raise ValueError(f"unknown tensor {name!r}")
-        end += stored.nbytes
-        first += num_ranges(stored.nbytes)
-    last, table = ordered[-1]
-    expected = [end, end + table_nbytes(first)]
-    if last != DIGESTS or table["data_offsets"] != expected:
-        raise ValueError(f"expected digests of {first} ranges as the last tensor")
-    return PackHeader(
-        metadata["save"],
-        int(metadata["rank"]),
-        features,
-        BlockTable.of(
-            {key: facts for key, facts, _, _ in blocks},
-            [(key, region) for key, _, region, _ in blocks],
-            [(0, stored.byte_offset, stored.first_range) for *_, stored in blocks],
-        ),
-        tuple(objects),
-        common,
-        first,
-        data_start,
-        data_start + expected[1],
-    )
-
-
-def _block(
-    tensor: dict[str, Any], origin: Shape, array_shape: Any, stated: str | None
-) -> tuple[ArrayFacts, Region]:
-    dtype, shape = _dtype_of(tensor["dtype"], stated), tuple(map(_size, tensor["shape"]))
-    if dtype not in _NAMES and dtype.itemsize > 1:
-        shape = shape[:-1]
-    start, stop = tensor["data_offsets"]
-    facts, region = ArrayFacts(dtype.value, tuple(map(_size, array_shape))), Region(origin, shape)
-    if len(origin) != region.ndim or region.ndim != len(facts.shape):
-        raise ValueError(f"{region.ndim} dims at {origin} in an array {facts}")
-    if region.numel * dtype.itemsize != stop - start:
-        raise ValueError(f"{stop - start} bytes, expected {shape} of {dtype.value}")
-    return facts, region
-
-
-def _size(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"expected a size, found {number!r}")
-    return number
-
-
-def _numbers(text: str) -> Shape:
-    return tuple(map(int, text.split("."))) if text else ()
-
-
-def _dtype_of(name: str, stated: str | None) -> DType:
-    if stated is not None:
-        return DType(stated)
-    return next(dtype for dtype, known in _NAMES.items() if known == name)
 
 
 Digests = npt.NDArray[np.uint64]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,9 +19,10 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.index import INDEX_NAME, StoredObject
 from dist_ckpt_strategies.formats.locations import Location, require_something
 from dist_ckpt_strategies.formats.pack import StoredBytes
-from dist_ckpt_strategies.formats.pack_commit import Place, current_save
-from dist_ckpt_strategies.formats.pack_io import BlockRead, begin_reads, file_of
-from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.formats.pack_commit import current_save
+from dist_ckpt_strategies.formats.pack_read import BlockRead, begin_reads
+from dist_ckpt_strategies.formats.pack_write import file_of
+from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.files import Directory, require_directory
 from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead
@@ -118,6 +119,7 @@ class PackCheckpoint:
             block = table.region(n)
             common = block.intersect(read.region) if block.ndim else block
             assert common is not None  # noqa: S101 - the rows were chosen so
+            target: Any = read.target
             requests.append(
                 BlockRead(
                     packs[number],
@@ -125,7 +127,7 @@ class PackCheckpoint:
                     first_range,
                     block.shape,
                     common.within(block),
-                    np.asarray(read.target)[(*common.within(read.region).slices(), ...)],
+                    target[(*common.within(read.region).slices(), ...)],
                     read.array.key,
                 )
             )

@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,14 +30,13 @@ from dist_ckpt_strategies.formats.index import (
     Pointer,
     full_index_of,
 )
-from dist_ckpt_strategies.formats.pack_io import Bytes, PackRecord, file_of
-from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory
+from dist_ckpt_strategies.formats.pack_write import PackRecord, delete_files, file_of
+from dist_ckpt_strategies.storage.bucket import Bucket, Place
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
+from dist_ckpt_strategies.storage.store import Bytes
 
 logger = logging.getLogger(__name__)
-
-Place = Directory | Bucket
 
 MARKER = {
     "sharded_backend": "safetensors",
@@ -172,14 +171,6 @@ def _require_packs(store: Place, packs: Sequence[PackRecord]) -> None:
 
     jobs = [Job("", store.path(file_of(pack.name)), partial(require, pack)) for pack in packs]
     Transfer(jobs, min(_NUM_THREADS, len(jobs))).wait()
-
-
-def delete_files(store: Place, names: Iterable[str]) -> None:
-    """Delete files of a save; what cannot be deleted is logged: `prune --unfinished` does it."""
-    try:
-        store.delete(names)
-    except StorageError as error:
-        logger.warning("%s: files of an earlier save cannot be deleted: %s", store, error)
 
 
 def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:

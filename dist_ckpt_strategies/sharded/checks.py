@@ -18,7 +18,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import RankShards
-from dist_ckpt_strategies.errors import PlanError, StorageError, some_of
+from dist_ckpt_strategies.errors import CheckpointChangedError, PlanError, some_of
 from dist_ckpt_strategies.formats.objects import dump_object, leaves
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -59,10 +59,10 @@ def different_strategies(comm: Communicator, what: str, kinds: Sequence[str]) ->
 
 
 def require_same_checkpoint(comm: Communicator, name: object, identities: Sequence[str]) -> None:
-    """Raise StorageError, on every rank, where the ranks have opened different checkpoints."""
+    """Raise CheckpointChangedError, on every rank, where the ranks have opened different checkpoints."""
     if len(set(identities)) > 1:
         texts = [f"one with {identity or 'none'}" for identity in identities]
-        raise StorageError(
+        raise CheckpointChangedError(
             f"{name}: ranks have opened different checkpoints there, by the digests of their "
             f"manifests or, without one, the times of {MARKER_NAME} and digests of {COMMON_NAME}: "
             f"{who_is_where(comm, identities, texts)}; it was replaced meanwhile, or a node sees "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -16,13 +16,8 @@ import torch
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import bytes_of_mapping, copy_into, host_memory, uses_cuda
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.formats.pack import Layout, PackLayout
-from dist_ckpt_strategies.formats.pack_commit import Place
-from dist_ckpt_strategies.formats.pack_io import (
-    Bytes,
-    PackRecord,
-    write_pack,
-)
+from dist_ckpt_strategies.formats.pack import Layout
+from dist_ckpt_strategies.formats.pack_write import PackJob, PackRecord, pack_starts
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
     LocalSaveRequest,
@@ -30,59 +25,14 @@ from dist_ckpt_strategies.sharded.async_request import (
     yield_to_training,
 )
 from dist_ckpt_strategies.sharded.ledger import proved
-from dist_ckpt_strategies.sharded.pack_save import Contents, Started, write_each
+from dist_ckpt_strategies.sharded.pack_save import Contents, Started
 from dist_ckpt_strategies.sharded.writer_process import SharedBytes, WriterProcess, is_supported
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.io_pool import WORK, Deadline
+from dist_ckpt_strategies.storage.io_pool import WORK
 
 logger = logging.getLogger(__name__)
 
 _PAGE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class PackJob:
-    """Packs to be written from memory that holds them one after the other, but for their headers.
-
-    Attributes:
-        store: where they go.
-        packs: their layouts.
-        save_id: of the save.
-        rank: the global rank that writes.
-        timeout_s: longest wait for the storage.
-        num_threads: that write at the same time.
-    """
-
-    store: Place
-    packs: tuple[PackLayout, ...]
-    save_id: str
-    rank: int
-    timeout_s: float
-    num_threads: int
-
-    def run(self, memory: memoryview) -> tuple[PackRecord, ...]:
-        """Write all of them, durably. Rank-local."""
-        content = np.frombuffer(memory, np.uint8)
-        starts = list(pack_starts(self.packs))
-        deadline = Deadline.after(self.timeout_s)
-
-        def write(name: str, number: int) -> PackRecord:
-            pack = self.packs[number]
-            batches = [_tensors_of(pack, content[starts[number] :])]
-            return write_pack(self.store, name, pack, batches, save_id=self.save_id, rank=self.rank)
-
-        return write_each(self.store, len(self.packs), write, self.num_threads, deadline)
-
-
-def pack_starts(packs: Sequence[PackLayout]) -> Iterator[int]:
-    """Where each pack begins in memory that holds them all; then the size of that memory."""
-    return accumulate((-(-pack.nbytes // _PAGE) * _PAGE for pack in packs), initial=0)
-
-
-def _tensors_of(pack: PackLayout, memory: Bytes) -> list[Bytes]:
-    starts = accumulate(pack.sizes, initial=pack.data_start)
-    places = zip(pack.sources, starts, pack.sizes, strict=False)
-    return [memory[start : start + nbytes] for source, start, nbytes in places if source >= 0]
 
 
 class Background:
@@ -211,7 +161,8 @@ def begin_in_background(
 
     def written() -> Sequence[PackRecord]:
         work.wait((WORK + 1 / 8) * options.timeout_s)  # longer than the work's own limit
-        return work.result()
+        packs: Sequence[PackRecord] = work.result()
+        return packs
 
     name = (started.save_id, f"the end of the save to {started.store}")
     return LocalSaveRequest(comm, name, work, partial(finish, kept, written), options.timeout_s)

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -35,18 +34,12 @@ from dist_ckpt_strategies.device import (
 from dist_ckpt_strategies.errors import PlanError, StorageError, StorageTimeoutError
 from dist_ckpt_strategies.formats.index import StoredObject, build_full_index
 from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, StoredBytes, lay_out
-from dist_ckpt_strategies.formats.pack_commit import (
-    NewSave,
-    Place,
-    commit,
-    delete_files,
-    new_save_id,
-)
-from dist_ckpt_strategies.formats.pack_io import (
-    Bytes,
+from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, new_save_id
+from dist_ckpt_strategies.formats.pack_write import (
     PackRecord,
+    delete_files,
     file_of,
-    new_pack_name,
+    write_each,
     write_pack,
 )
 from dist_ckpt_strategies.sharded.ledger import (
@@ -55,15 +48,14 @@ from dist_ckpt_strategies.sharded.ledger import (
     proved,
     tell_first_rank,
 )
-from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
     OPENING,
     Deadline,
-    Job,
-    Transfer,
     run_within,
 )
+from dist_ckpt_strategies.storage.store import Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -233,38 +225,6 @@ def write_packs(started: Started, deadline: Deadline) -> tuple[PackRecord, ...]:
 
     num_threads = started.options.io_threads
     return write_each(started.store, len(layout.packs), write, num_threads, deadline)
-
-
-def write_each(
-    store: Place,
-    num_packs: int,
-    write: Callable[[str, int], PackRecord],
-    num_threads: int,
-    deadline: Deadline,
-) -> tuple[PackRecord, ...]:
-    """Call ``write`` with a name and a number for each pack, on threads. Rank-local.
-
-    Raises:
-        StorageError: a pack cannot be written; what was written of the others is deleted.
-    """
-    names = [new_pack_name() for _ in range(num_packs)]
-    records: dict[str, PackRecord] = {}
-
-    def run(name: str, number: int) -> None:
-        records[name] = write(name, number)
-
-    jobs = [
-        Job("", store.path(file_of(name)), partial(run, name, number))
-        for number, name in enumerate(names)
-    ]
-    try:
-        Transfer(jobs, num_threads).wait(deadline.left_s)
-    except StorageTimeoutError:
-        raise  # a thread may still write: prune --unfinished removes that
-    except StorageError:
-        delete_files(store, [file_of(name) for name in names])
-        raise
-    return tuple(records[name] for name in names)
 
 
 def host_batches(contents: Contents, pack: PackLayout, budget: int) -> Iterator[Sequence[Bytes]]:

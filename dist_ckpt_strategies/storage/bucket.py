@@ -22,7 +22,7 @@ from dist_ckpt_strategies.errors import (
     StoreUnreachableError,
     StrategyError,
 )
-from dist_ckpt_strategies.storage.files import WrongSizeError
+from dist_ckpt_strategies.storage.files import Directory, WrongSizeError
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.storage.file_systems import Bytes
@@ -164,7 +164,7 @@ class Bucket:
             byte_offset += size
 
     def write_pieces(self, name: str, pieces: Iterable[Sequence[Bytes]]) -> None:
-        """See PackStore. All of it is in memory until the store has it."""
+        """See Directory. All of it is in memory until the store has it."""
         content = bytearray()
         for buffers in pieces:
             for buffer in buffers:
@@ -172,7 +172,7 @@ class Bucket:
         self.write(name, bytes(content))
 
     def read_into(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:
-        """See PackStore."""
+        """See Directory."""
         content = memoryview(self.read(name, byte_offset, sum(target.size for target in targets)))
         for target in targets:
             target.data[:] = content[: target.size]
@@ -361,3 +361,6 @@ def _kv_store() -> Any:
 
 SCHEMES = {"s3": Bucket, "gs": Bucket}
 """The class of each scheme; docs/contributing.md shows how to add one."""
+
+Place = Directory | Bucket
+"""What lies below a URL or in a directory; both have the same methods."""

@@ -265,7 +265,7 @@ def write_vector(handle: int, buffers: Sequence[Bytes]) -> None:
     left = list(buffers)
     while left:
         raise_if_cancelled()
-        done = os.writev(handle, left)
+        done = os.writev(handle, [piece.data for piece in left])
         left = _rest(left, done)
 
 
@@ -274,7 +274,7 @@ def read_vector(handle: int, byte_offset: int, targets: Sequence[Bytes]) -> int:
     left, done = [target for target in targets if target.size], 0
     while left:
         raise_if_cancelled()
-        got = os.preadv(handle, left, byte_offset + done)
+        got = os.preadv(handle, [piece.data for piece in left], byte_offset + done)
         if got == 0:
             break
         done += got
@@ -360,7 +360,10 @@ class Directory:
                 os.close(handle)
 
     def write_pieces(self, name: str, pieces: Iterable[Sequence[Bytes]]) -> None:
-        """See PackStore. Its directory is made, and flushed too."""
+        """Make a new file of pieces, durable on return; each is valid until the next is taken.
+
+        Its directory is made, and flushed too.
+        """
         path = Path(self.path(name))
         with file_errors(None, path):
             make_directories(path.parent)
@@ -371,7 +374,12 @@ class Directory:
             sync_path(path.parent)
 
     def read_into(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:
-        """See PackStore."""
+        """Fill memory from a byte of a file on, one target after the other.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+            CorruptCheckpointError: it ends before.
+        """
         path = self.path(name)
         with file_errors(None, path):
             handle = os.open(path, READ_AT_ONCE)

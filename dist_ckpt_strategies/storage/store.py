@@ -15,6 +15,9 @@ from dist_ckpt_strategies.storage.io_pool import Transfer
 
 HostArray = npt.NDArray[np.generic] | npt.NDArray[Any]
 
+Bytes = npt.NDArray[Any]
+"""A one-dimensional, contiguous array of uint8."""
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayWrite:

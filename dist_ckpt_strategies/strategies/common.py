@@ -9,6 +9,7 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import require_storable_keys
 from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
     CorruptCheckpointError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
@@ -31,6 +32,7 @@ from dist_ckpt_strategies.formats.objects import (
     load_content,
     object_ids,
 )
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
@@ -46,7 +48,7 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
-from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
+from dist_ckpt_strategies.storage.io_pool import Deadline, run_with_limit, run_within, time_limit
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 from dist_ckpt_strategies.tools.readers import open_reader
 
@@ -77,6 +79,21 @@ def save_to_load(root: Location) -> OpenedSave:
         OPENED.set(None)
         raise
     return save
+
+
+def opened_packs(root: Location, options: Options, save: OpenedSave | None) -> PackCheckpoint:
+    """The packs at a place, of the save that was opened before if there is one.
+
+    Raises:
+        CheckpointChangedError: another save has replaced it.
+    """
+    found = PackCheckpoint(root, options)
+    if save is not None and save.root == root and save.identity != found.identity:
+        raise CheckpointChangedError(
+            f"{root}: another save replaced this checkpoint while it was opened; load it again",
+            path=str(root),
+        )
+    return found
 
 
 _OBJECT_FILES = "one file for each ShardedObject"
@@ -179,9 +196,17 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         store = current_place(root) if isinstance(root, Bucket) else Directory(root)
         path = store.path(COMMON_NAME)
         with time_limit(options.timeout_s):
-            OPENED.set(OpenedSave(root))
+            save = OpenedSave(root)
+            OPENED.set(save)
             try:
-                content = store.read(COMMON_NAME)
+                if save.has_packs:
+                    content = run_within(
+                        Deadline.after(options.timeout_s),
+                        root,
+                        lambda: opened_packs(root, options, save).common_content(),
+                    )
+                else:
+                    content = store.read(COMMON_NAME)
             except IncompleteCheckpointError as missing:
                 try:
                     content = run_with_limit(

@@ -4,6 +4,7 @@ Every rank raises where one fails. A finished checkpoint is not overwritten by a
 appears whole, after everything else is durable. torch_dist never takes the place of a strategy.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -31,6 +32,7 @@ from dist_ckpt_strategies.config import (
 )
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
@@ -279,8 +281,8 @@ class _Save:
             saver = resolve(StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
             if not isinstance(saver, TorchCommonSaveStrategy):
                 raise StrategyError(
-                    f"common_strategy: packs hold the common state themselves, found {saver}; leave "
-                    "it out, or save another format"
+                    f"common_strategy: packs hold the common state themselves, found {saver}; "
+                    "leave it out, or save another format"
                 )
             state, common = split_for_save(self.state, self.content_metadata)
             self.common_saver = saver
@@ -504,40 +506,34 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
-    call = _Load(
-        *_opened(action, sharded_strategy, detail, timeout_s, allow, process_group),
-        sharded_state_dict,
-        checkpoint_dir,
-        sharded_strategy,
-        common_strategy,
-        validate_access_integrity,
-        strict,
-        Verify.READ if verify_integrity else verify,
-        strict_dtype,
-        timeout_s,
-        process_group,
-    )
-    comm = call.comm
-    with (
-        time_limit(call.options.timeout_s, OPENING, then=WORK),
-        allowing(() if call.invalid else allow),
-    ):
-        answers = run_and_gather(comm, call.describe)
-        restart_limit()
-        local = {a for a in answers if isinstance(a, str) and a.startswith(_LOCAL)}
-        if None in answers or len(local) > 1:
-            if local:  # have every node hold the common state
-                root = run_collectively(
-                    comm, lambda: require_path(located(checkpoint_dir, None), "local_replicated")
-                )
-                restore_common(comm, root, str(checkpoint_dir))
-            answers = run_and_gather(comm, lambda: call.describe(is_last=True))
-        if call.direct is None or any(isinstance(answer, str) for answer in answers):
-            return call.run_otherwise(answers)
-        call.direct.begin(answers)
-        result: StateDict = call.direct.run(call.finish)
-        OPENED.set(None)
-        return result
+    opened = _opened(action, sharded_strategy, detail, timeout_s, allow, process_group)
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        call = _Load(
+            *opened,
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            common_strategy,
+            validate_access_integrity,
+            strict,
+            Verify.READ if verify_integrity else verify,
+            strict_dtype,
+            timeout_s,
+            process_group,
+        )
+        try:
+            return call.load(allow)
+        except (CheckpointChangedError, IncompleteCheckpointError) as error:
+            failure = error
+        if not attempts_left or not call.may_have_changed():
+            raise failure
+    raise AssertionError  # the last attempt has returned or raised
+
+
+_ATTEMPTS = 3
+_PAUSE_S = 0.5
+_VIEW_S = 90.0
+"""How long an NFS client may keep an old view of a directory, and some more."""
 
 
 def _fitting(
@@ -567,6 +563,15 @@ _LOCAL, _OTHER = "local", "other"
 
 Unless a strategy of this package compares it, the digest of the common state follows a colon.
 """
+
+
+def _seen(address: str | Path, options: Options) -> str | None:
+    """The identity of the packs at a place; None where there are none."""
+    root = located(address, options)
+    if isinstance(root, Path) and root.is_dir():
+        list(root.iterdir())  # an NFS client then asks its server
+    save = OpenedSave(root)
+    return save.identity if save.has_packs else None
 
 
 @dataclass(slots=True)
@@ -600,6 +605,59 @@ class _Load:
     strictness: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
     finish: Callable[..., StateDict] = merged
     direct: ShardedLoad | None = None
+
+    def load(self, allow: Allowed) -> StateDict | tuple[StateDict, set[str], set[str]]:
+        """What ``load`` returns. Collective; every rank raises where one fails."""
+        comm = self.comm
+        with (
+            time_limit(self.options.timeout_s, OPENING, then=WORK),
+            allowing(() if self.invalid else allow),
+        ):
+            answers = run_and_gather(comm, self.describe)
+            restart_limit()
+            local = {a for a in answers if isinstance(a, str) and a.startswith(_LOCAL)}
+            if None in answers or len(local) > 1:
+                if local:  # have every node hold the common state
+                    place = self.checkpoint_dir
+                    root = run_collectively(
+                        comm, lambda: require_path(located(place, None), "local_replicated")
+                    )
+                    restore_common(comm, root, str(place))
+                answers = run_and_gather(comm, lambda: self.describe(is_last=True))
+            if self.direct is None or any(isinstance(answer, str) for answer in answers):
+                return self.run_otherwise(answers)
+            self.direct.begin(answers)
+            result: StateDict = self.direct.run(self.finish)
+            OPENED.set(None)
+            return result
+
+    def may_have_changed(self) -> bool:
+        """Whether another save has replaced packs since, on any rank. Collective.
+
+        Returns as soon as all ranks see the same save, which a network file system may take a
+        while for.
+        """
+        comm, options = self.comm, self.options
+        before = getattr(self, "save", None)
+        deadline = Deadline.after(min(_VIEW_S, options.timeout_s / 2))
+        OPENED.set(None)
+
+        def look() -> Message:
+            limit = Deadline.after(OPENING * options.timeout_s)
+            found = run_within(
+                limit, self.checkpoint_dir, lambda: _seen(self.checkpoint_dir, options)
+            )
+            return [found, before.identity if before and before.has_packs else None]
+
+        while True:
+            answers = run_and_gather(comm, look)
+            now, was = zip(*answers, strict=True)
+            is_over = any(run_and_gather(comm, lambda: deadline.left_s == 0))
+            if None in now or None in was or is_over:
+                return False
+            if len(set(now)) == 1:
+                return set(now) != set(was)
+            time.sleep(_PAUSE_S)
 
     def describe(self, *, is_last: bool = False) -> Message:
         """What other ranks have to know at first. Rank-local; errors as of ``load``.

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import DuplicateWriterError
+from dist_ckpt_strategies.errors import CorruptCheckpointError, DuplicateWriterError
 from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, place_of
-from dist_ckpt_strategies.formats.pack_io import PackRecord
+from dist_ckpt_strategies.formats.pack_write import PackRecord
 from dist_ckpt_strategies.megatron.shards import StateDict, held_by
 from dist_ckpt_strategies.megatron.types import (
     AsyncSaveShardedStrategy,
@@ -34,6 +34,7 @@ from dist_ckpt_strategies.sharded.pack_save import (
 )
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, Deadline, run_within
+from dist_ckpt_strategies.strategies.common import OPENED, opened_packs
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 
@@ -205,7 +206,30 @@ class PackLoadShardedStrategy(ZarrLoadShardedStrategy):
     versions: ClassVar[tuple[int, ...]] = (VERSION,)
 
     def open_checkpoint(
-        self, root: Location, options: Options, comm: Communicator | None = None
+        self,
+        root: Location,
+        options: Options,
+        comm: Communicator | None = None,
     ) -> Any:
-        """The checkpoint at a place. Rank-local."""
-        return PackCheckpoint(root, options)
+        """The checkpoint at a place. Rank-local.
+
+        Where Megatron-Core's own ``load`` calls it has read ``common.pt`` itself, which is compared
+        with the common state in the packs.
+        """
+        save = OPENED.get()
+        found = opened_packs(root, options, save)
+        if comm is not None and (save is None or save.root != root):
+            _require_same_common(root, found)
+        return found
+
+
+def _require_same_common(root: Location, packs: PackCheckpoint) -> None:
+    store = place_of(root)
+    if packs.index.common is None or store.read(COMMON_NAME) == packs.common_content():
+        return
+    path = store.path(COMMON_NAME)
+    raise CorruptCheckpointError(
+        f"{path} is of another save than the index, which was interrupted, or it is damaged; "
+        "dist_ckpt_strategies.load reads the common state from the packs",
+        path=path,
+    )

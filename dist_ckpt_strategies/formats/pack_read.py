@@ -1,4 +1,4 @@
-"""Write a pack, and read elements of its blocks; every byte is compared with its digest.
+"""Read elements of stored blocks; every byte is compared with its digest.
 
 A read takes whole ranges. Where a range belongs to the elements wanted as it is, it goes into their
 memory; others go through memory of a few MiB for each thread.
@@ -7,180 +7,34 @@ memory; others go through memory of a few MiB for each thread.
 from __future__ import annotations
 
 import math
-import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from dist_ckpt_strategies.core.array import Region, Shape
-from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.formats.pack import (
     RANGE_NBYTES,
     Digests,
-    PackLayout,
     num_ranges,
     opened_table,
-    sealed_table,
     table_nbytes,
 )
+from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
+from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
-from dist_ckpt_strategies.storage.store import HostArray
+from dist_ckpt_strategies.storage.store import Bytes, HostArray
 
-Bytes = HostArray
-"""A one-dimensional, contiguous array of uint8."""
-
-FOLDER = "packs"
-
-_WRITE_NBYTES = 4 << 20
 _READ_NBYTES = 4 << 20
-"""What one call moves: it stays in the processor's cache until its digests are taken."""
+"""What one call reads: it stays in the processor's cache until its digests are taken."""
 
 _MAX_BUFFERS = 1000
 """Of one call; the system takes 1024."""
-
-
-def file_of(name: str) -> str:
-    """The file of a pack below the checkpoint's directory."""
-    return f"{FOLDER}/{name[:2]}/{name}.safetensors"
-
-
-class PackStore(Protocol):
-    """What packs are written to and read from: a directory, or a bucket."""
-
-    def path(self, name: str) -> str:
-        """A file as its user calls it."""
-        ...
-
-    def write_pieces(self, name: str, pieces: Iterable[Sequence[Bytes]]) -> None:
-        """Make a new file of pieces, durable on return; each is valid until the next is taken."""
-        ...
-
-    def read_into(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:
-        """Fill memory from a byte of a file on, one target after the other.
-
-        Raises:
-            IncompleteCheckpointError: it is missing.
-            CorruptCheckpointError: it ends before.
-        """
-        ...
-
-
-_RECORD = np.dtype(
-    [
-        ("name", "V8"),
-        ("digest", "V16"),
-        ("nbytes", "<u8"),
-        ("data_start", "<u4"),
-        ("num_ranges", "<u4"),
-        ("rank", "<u4"),
-    ]
-)
-
-
-@dataclass(frozen=True, slots=True)
-class PackRecord:
-    """A pack that was written, as the index lists it.
-
-    Attributes:
-        name: 16 hexadecimal digits.
-        digest: of its table of digests, and so of all of it.
-        nbytes: of the file.
-        data_start: of its first tensor.
-        num_ranges: digests of ranges in the table.
-        rank: the global rank that wrote it.
-    """
-
-    name: str
-    digest: str
-    nbytes: int
-    data_start: int
-    num_ranges: int
-    rank: int
-
-
-def records_to_bytes(packs: Sequence[PackRecord]) -> bytes:
-    """Records of packs in the index."""
-    rows = [(bytes.fromhex(p.name), bytes.fromhex(p.digest), *astuple(p)[2:]) for p in packs]
-    return np.array(rows, _RECORD).tobytes()
-
-
-def record_in(content: bytes, number: int) -> PackRecord:
-    """One of the records that ``records_to_bytes`` made bytes of."""
-    name, digest, *numbers = np.frombuffer(content, _RECORD)[number].tolist()
-    return PackRecord(name.hex(), digest.hex(), *numbers)
-
-
-def new_pack_name() -> str:
-    """A name that no other pack has."""
-    return secrets.token_hex(8)
-
-
-def write_pack(
-    store: PackStore,
-    name: str,
-    pack: PackLayout,
-    contents: Iterable[Sequence[Bytes]],
-    *,
-    save_id: str,
-    rank: int,
-) -> PackRecord:
-    """Write a pack, durably. Rank-local.
-
-    Args:
-        store: where it goes.
-        name: no other pack has it.
-        pack: its layout.
-        contents: the bytes of each tensor that the layout lists, in its order, in batches; a batch
-            is valid until the next is taken. Padding is left out.
-        save_id: of the save; empty where writers share none.
-        rank: the global rank that writes.
-    """
-    header = pack.header(save_id)
-    digests = np.empty(pack.num_ranges, np.uint64)
-    sealed: list[str] = []
-
-    def pieces() -> Iterator[Sequence[Bytes]]:
-        yield [np.frombuffer(header, np.uint8)]
-        number, sizes = 0, iter(pack.sizes)
-        for batch in _with_padding(pack, contents):
-            pending: list[Bytes] = []
-            nbytes = 0
-            for content in batch:
-                if content.size != next(sizes):
-                    raise StorageError(f"{path}: {content.size} bytes to write, not as announced")
-                for start in range(0, content.size, RANGE_NBYTES):
-                    piece = content[start : start + RANGE_NBYTES]
-                    digests[number] = xxh3_64_intdigest(piece)
-                    number += 1
-                    pending.append(piece)
-                    nbytes += piece.size
-                    if nbytes >= _WRITE_NBYTES or len(pending) == _MAX_BUFFERS:
-                        yield pending
-                        pending, nbytes = [], 0
-            yield pending
-        if number != pack.num_ranges:
-            raise StorageError(f"{path}: {number} ranges to write, expected {pack.num_ranges}")
-        table, digest = sealed_table(digests, header)
-        sealed.append(digest)
-        yield [np.frombuffer(table, np.uint8)]
-
-    path = file_of(name)
-    store.write_pieces(path, pieces())
-    return PackRecord(name, sealed[0], pack.nbytes, pack.data_start, pack.num_ranges, rank)
-
-
-def _with_padding(
-    pack: PackLayout, contents: Iterable[Sequence[Bytes]]
-) -> Iterator[Sequence[Bytes]]:
-    yield from contents
-    if pack.sources and pack.sources[-1] < 0:
-        yield [np.zeros(pack.sizes[-1], np.uint8)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +71,7 @@ class _Span:
 
 
 def begin_reads(
-    store: PackStore,
+    store: Place,
     reads: Sequence[BlockRead],
     *,
     num_threads: int,
@@ -252,9 +106,7 @@ def begin_reads(
     return Transfer(jobs, num_threads)
 
 
-def _read_table(
-    store: PackStore, pack: PackRecord, tables: dict[PackRecord, Digests | None]
-) -> None:
+def _read_table(store: Place, pack: PackRecord, tables: dict[PackRecord, Digests | None]) -> None:
     content = np.empty(table_nbytes(pack.num_ranges), np.uint8)
     name = file_of(pack.name)
     store.read_into(name, pack.nbytes - content.size, [content])
@@ -318,7 +170,7 @@ def _span(read: BlockRead, span: tuple[int, int, bool], target: Bytes | None, st
 
 
 def _read_spans(
-    store: PackStore,
+    store: Place,
     path: str,
     spans: Sequence[_Span],
     tables: dict[PackRecord, Digests | None],
@@ -347,7 +199,7 @@ def _compare(path: str, span: _Span, content: Bytes, table: Digests) -> None:
     number = read.first_range + span.start // RANGE_NBYTES
     for start in range(0, span.nbytes, RANGE_NBYTES):
         piece = content[start : start + RANGE_NBYTES]
-        found, expected = xxh3_64_intdigest(piece), int(table[number])
+        found, expected = xxh3_64_intdigest(piece.data), int(table[number])
         if found != expected:
             begin = read.pack.data_start + read.byte_offset + span.start + start
             raise CorruptCheckpointError(

@@ -1,0 +1,209 @@
+"""Write packs: here, on threads, or in the writer process, which has no torch."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from dist_ckpt_strategies.errors import StorageError, StorageTimeoutError
+from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, PackLayout, sealed_table
+from dist_ckpt_strategies.storage.bucket import Place
+from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
+from dist_ckpt_strategies.storage.store import Bytes
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "packs"
+
+_WRITE_NBYTES = 4 << 20
+"""What one call writes: it is in the processor's cache, where its digests were taken."""
+
+_MAX_BUFFERS = 1000
+"""Of one call; the system takes 1024."""
+
+_PAGE_NBYTES = 4096
+
+
+def file_of(name: str) -> str:
+    """The file of a pack below the checkpoint's directory."""
+    return f"{FOLDER}/{name[:2]}/{name}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class PackRecord:
+    """A pack that was written, as the index lists it.
+
+    Attributes:
+        name: 16 hexadecimal digits.
+        digest: of its table of digests, and so of all of it.
+        nbytes: of the file.
+        data_start: of its first tensor.
+        num_ranges: digests of ranges in the table.
+        rank: the global rank that wrote it.
+    """
+
+    name: str
+    digest: str
+    nbytes: int
+    data_start: int
+    num_ranges: int
+    rank: int
+
+
+def new_pack_name() -> str:
+    """A name that no other pack has."""
+    return secrets.token_hex(8)
+
+
+def write_pack(
+    store: Place,
+    name: str,
+    pack: PackLayout,
+    contents: Iterable[Sequence[Bytes]],
+    *,
+    save_id: str,
+    rank: int,
+) -> PackRecord:
+    """Write a pack, durably. Rank-local.
+
+    Args:
+        store: where it goes.
+        name: no other pack has it.
+        pack: its layout.
+        contents: the bytes of each tensor that the layout lists, in its order, in batches; a batch
+            is valid until the next is taken. Padding is left out.
+        save_id: of the save; empty where writers share none.
+        rank: the global rank that writes.
+    """
+    header = pack.header(save_id)
+    digests = np.empty(pack.num_ranges, np.uint64)
+    sealed: list[str] = []
+
+    def pieces() -> Iterator[Sequence[Bytes]]:
+        yield [np.frombuffer(header, np.uint8)]
+        number, sizes = 0, iter(pack.sizes)
+        for batch in _with_padding(pack, contents):
+            pending: list[Bytes] = []
+            nbytes = 0
+            for content in batch:
+                if content.size != next(sizes):
+                    raise StorageError(f"{path}: {content.size} bytes to write, not as announced")
+                for start in range(0, content.size, RANGE_NBYTES):
+                    piece = content[start : start + RANGE_NBYTES]
+                    digests[number] = xxh3_64_intdigest(piece.data)
+                    number += 1
+                    pending.append(piece)
+                    nbytes += piece.size
+                    if nbytes >= _WRITE_NBYTES or len(pending) == _MAX_BUFFERS:
+                        yield pending
+                        pending, nbytes = [], 0
+            yield pending
+        if number != pack.num_ranges:
+            raise StorageError(f"{path}: {number} ranges to write, expected {pack.num_ranges}")
+        table, digest = sealed_table(digests, header)
+        sealed.append(digest)
+        yield [np.frombuffer(table, np.uint8)]
+
+    path = file_of(name)
+    store.write_pieces(path, pieces())
+    return PackRecord(name, sealed[0], pack.nbytes, pack.data_start, pack.num_ranges, rank)
+
+
+def _with_padding(
+    pack: PackLayout, contents: Iterable[Sequence[Bytes]]
+) -> Iterator[Sequence[Bytes]]:
+    yield from contents
+    if pack.sources and pack.sources[-1] < 0:
+        yield [np.zeros(pack.sizes[-1], np.uint8)]
+
+
+def write_each(
+    store: Place,
+    num_packs: int,
+    write: Callable[[str, int], PackRecord],
+    num_threads: int,
+    deadline: Deadline,
+) -> tuple[PackRecord, ...]:
+    """Call ``write`` with a name and a number for each pack, on threads. Rank-local.
+
+    Raises:
+        StorageError: a pack cannot be written; what was written of the others is deleted.
+    """
+    names = [new_pack_name() for _ in range(num_packs)]
+    records: dict[str, PackRecord] = {}
+
+    def run(name: str, number: int) -> None:
+        records[name] = write(name, number)
+
+    jobs = [
+        Job("", store.path(file_of(name)), partial(run, name, number))
+        for number, name in enumerate(names)
+    ]
+    try:
+        Transfer(jobs, num_threads).wait(deadline.left_s)
+    except StorageTimeoutError:
+        raise  # a thread may still write: prune --unfinished removes that
+    except StorageError:
+        delete_files(store, [file_of(name) for name in names])
+        raise
+    return tuple(records[name] for name in names)
+
+
+def delete_files(store: Place, names: Iterable[str]) -> None:
+    """Delete files of a save; what cannot be deleted is logged: `prune --unfinished` does it."""
+    try:
+        store.delete(names)
+    except StorageError as error:
+        logger.warning("%s: files of an earlier save cannot be deleted: %s", store, error)
+
+
+@dataclass(frozen=True, slots=True)
+class PackJob:
+    """Packs to be written from memory that holds them one after the other, but for their headers.
+
+    Attributes:
+        store: where they go.
+        packs: their layouts.
+        save_id: of the save.
+        rank: the global rank that writes.
+        timeout_s: longest wait for the storage.
+        num_threads: that write at the same time.
+    """
+
+    store: Place
+    packs: tuple[PackLayout, ...]
+    save_id: str
+    rank: int
+    timeout_s: float
+    num_threads: int
+
+    def run(self, memory: memoryview) -> tuple[PackRecord, ...]:
+        """Write all of them, durably. Rank-local."""
+        content = np.frombuffer(memory, np.uint8)
+        starts = list(pack_starts(self.packs))
+        deadline = Deadline.after(self.timeout_s)
+
+        def write(name: str, number: int) -> PackRecord:
+            pack = self.packs[number]
+            batches = [_tensors_of(pack, content[starts[number] :])]
+            return write_pack(self.store, name, pack, batches, save_id=self.save_id, rank=self.rank)
+
+        return write_each(self.store, len(self.packs), write, self.num_threads, deadline)
+
+
+def pack_starts(packs: Sequence[PackLayout]) -> Iterator[int]:
+    """Where each pack begins in memory that holds them all; then the size of that memory."""
+    return accumulate((-(-pack.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES for pack in packs), initial=0)
+
+
+def _tensors_of(pack: PackLayout, memory: Bytes) -> list[Bytes]:
+    starts = accumulate(pack.sizes, initial=pack.data_start)
+    places = zip(pack.sources, starts, pack.sizes, strict=False)
+    return [memory[start : start + nbytes] for source, start, nbytes in places if source >= 0]
