@@ -41,14 +41,14 @@ from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy, scan_local, verify_local
 
-_FORMAT2 = 2
+_FORMAT1, _FORMAT2, _PACKS = ("zarr", 1), ("zarr", 2), ("safetensors", 1)
 _NUM_FIRST = 3
 _MAX_PER_SECTION = 20
 _LABEL_WIDTH = 12
 _PROBLEM_WIDTH = 19
 _LACKING = " of "
 _UNKNOWN = "?"
-_RIGHT = ("files", "shards", "copies", "owner", "ranks", "tensors", "size")
+_RIGHT = ("files", "blocks", "shards", "copies", "owner", "ranks", "tensors", "size")
 _STALE = {
     StaleKind.LOCKS: "directories with locks of Megatron-Core <= 0.15 (harmless)",
     StaleKind.PARTIAL: "files that a save did not finish (harmless)",
@@ -221,7 +221,8 @@ def summary_of(
     if isinstance(found, LocalScan):
         return _local_summary(found, keys)
     pattern = "*" if keys is None else keys
-    arrays = [_array_fields(one) for one in found.arrays if fnmatchcase(one.array.key, pattern)]
+    fields_of = _packed_fields if found.backend == _PACKS else _array_fields
+    arrays = [fields_of(one) for one in found.arrays if fnmatchcase(one.array.key, pattern)]
     objects = [_object_fields(one) for one in found.objects if fnmatchcase(one.key, pattern)]
     num_keys = len(found.arrays) + len(found.objects)
     _require_match(found.root, f"{num_keys} keys", keys, arrays or objects)
@@ -249,8 +250,8 @@ def summary_of(
         {"arrays": arrays, "objects": objects},
         tuple(_rows_of(found)),
         found.issues,
-        f"{contents} and common.pt{_BY_SIZE if found.version == 1 else ''}",
-        _UNFINISHED.format(begun) if is_unfinished and found.version == _FORMAT2 else "",
+        f"{contents} and common.pt{_BY_SIZE if found.backend == _FORMAT1 else ''}",
+        _UNFINISHED.format(begun) if is_unfinished and found.backend == _FORMAT2 else "",
         is_foreign=found.is_foreign,
     )
 
@@ -277,15 +278,31 @@ def _array_fields(one: ScannedArray) -> dict[str, Any]:
     return fields | {"inner_shape": array.inner_shape, "writers": one.writers}
 
 
+def _packed_fields(one: ScannedArray) -> dict[str, Any]:
+    """Those of an array in packs, whose blocks are the shards as they were saved."""
+    array = one.array
+    return {
+        "key": array.key,
+        "shape": array.shape,
+        "dtype": array.dtype.value,
+        "nbytes": array.nbytes,
+        "num_blocks": one.num_chunks,
+        "writers": one.writers,
+    }
+
+
 def _array_row(fields: Mapping[str, Any]) -> dict[str, str]:
     return {
         "array": printable(fields["key"]),
         "shape": shape_text(fields["shape"]),
         "dtype": fields["dtype"],
-        "chunk": shape_text(fields["chunk_shape"]),
+        "chunk": shape_text(fields["chunk_shape"]) if "chunk_shape" in fields else "",
         "inner": shape_text(fields["inner_shape"]) if "inner_shape" in fields else "",
-        "files": _present(fields["num_chunks"], fields["num_chunks_expected"]),
-        "size": bytes_text(fields["file_nbytes"]),
+        "files": _present(fields["num_chunks"], fields["num_chunks_expected"])
+        if "num_chunks" in fields
+        else "",
+        "blocks": f"{fields['num_blocks']:,}" if "num_blocks" in fields else "",
+        "size": bytes_text(fields.get("file_nbytes", fields["nbytes"])),
         "writers": _ranks(fields.get("writers", ())),
     }
 
@@ -344,6 +361,8 @@ def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
     yield "backend", backend
     if found.begun is not None:
         yield "saved", f"began {_begun(found.begun)}"
+    if found.facts:
+        yield "saved", _saved(found.facts)
     if found.manifest is not None:
         layout, versions = found.manifest.layout.items(), found.manifest.versions.items()
         if layout:
@@ -352,7 +371,8 @@ def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
     if not found.is_foreign:
         num_chunks = sum(one.num_chunks for one in found.arrays)
         size = bytes_text(sum(one.file_nbytes for one in found.arrays))
-        yield "arrays", f"{len(found.arrays):,} in {counted(num_chunks, 'file')}, {size}"
+        files = counted(num_chunks, "block" if found.backend == _PACKS else "file")
+        yield "arrays", f"{len(found.arrays):,} in {files}, {size}"
         num_shards = sum(one.num_shards for one in found.objects)
         size = bytes_text(sum(one.file_nbytes for one in found.objects))
         yield "objects", f"{len(found.objects):,} in {counted(num_shards, 'shard')}, {size}"
@@ -364,9 +384,17 @@ def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
     yield "in all", f"{counted(found.num_files, 'file')}, {bytes_text(found.nbytes)}"
 
 
+def _saved(facts: Mapping[str, Any]) -> str:
+    ranks, packs = counted(facts["ranks"], "rank"), counted(facts["num_packs"], "pack")
+    return f"{_moment(facts['created'])} by {ranks} in {packs}"
+
+
 def _begun(begun: SaveBegun) -> str:
-    moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begun.seconds))
-    return f"{moment} on {printable(begun.host)}"
+    return f"{_moment(begun.seconds)} on {printable(begun.host)}"
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def _stale_rows(files: Sequence[StaleFile]) -> Iterator[tuple[str, str]]:

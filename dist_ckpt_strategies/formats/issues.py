@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
@@ -150,8 +150,8 @@ class Scan:
 
     Attributes:
         root: the directory, absolute, or the place in an object store.
-        version: of the sharded format, 1 or 2; None where another backend wrote the arrays, which
-            are not looked for then.
+        backend: name and version of the sharded format; None where another package wrote the
+            arrays, which are not looked for then.
         marker: None where it is missing or cannot be read.
         common_nbytes: size of the common state's file; None where it is missing.
         stale_files: what killed processes have left, sorted by path; harmless.
@@ -160,11 +160,12 @@ class Scan:
         num_threads: to run them with.
         begun: None where no file says it.
         manifest: None where there is none, or its index is damaged.
+        facts: what the index of packs says of the save.
         others: names beside the checkpoint's own, which the manifest says nothing about.
     """
 
     root: Path | Bucket
-    version: int | None
+    backend: tuple[str, int] | None
     marker: CheckpointMarker | None
     common_nbytes: int | None
     arrays: tuple[ScannedArray, ...]
@@ -177,6 +178,7 @@ class Scan:
     num_threads: int = field(repr=False, compare=False)
     begun: SaveBegun | None = None
     manifest: Manifest | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
     @property
@@ -187,7 +189,7 @@ class Scan:
     @property
     def is_foreign(self) -> bool:
         """Whether another backend wrote the arrays, so that they were not looked for."""
-        return self.version is None
+        return self.backend is None
 
 
 def sorted_by_key(issues: Iterable[Issue]) -> tuple[Issue, ...]:

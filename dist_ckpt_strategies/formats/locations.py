@@ -165,8 +165,10 @@ def read_marker(location: Location) -> CheckpointMarker:
             manifest.
         BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
-    if holds_packs(location):
-        return PACKS
+    return PACKS if holds_packs(location) else _read_marker(location)
+
+
+def _read_marker(location: Location) -> CheckpointMarker:
     store = Directory(location) if isinstance(location, Path) else current_place(location)
     path, what = store.path(MARKER_NAME), ""
     try:

@@ -43,6 +43,7 @@ class PackHeader:
         num_ranges: digests of ranges in the table.
         data_start: of the first tensor.
         nbytes: of the whole file.
+        tensors: all of them but the last: name, first byte after the header, first digest, bytes.
     """
 
     save_id: str
@@ -54,6 +55,7 @@ class PackHeader:
     num_ranges: int
     data_start: int
     nbytes: int
+    tensors: tuple[tuple[str, int, int, int], ...]
 
 
 def header_nbytes(start: bytes, path: str) -> int:
@@ -101,8 +103,10 @@ def _parsed(
     objects: list[tuple[ObjectId, StoredBytes]] = []
     common = None
     end = first = 0
+    tensors = []
     for name, tensor in ordered[:-1]:
         stored = _after(end, first, name, tensor["data_offsets"])
+        tensors.append((name, end, first, stored.nbytes))
         match = _NAME.fullmatch(name)
         if name == COMMON:
             common = stored
@@ -134,6 +138,7 @@ def _parsed(
         first,
         data_start,
         data_start + expected[1],
+        tuple(tensors),
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import UNKNOWN, ArraySpec, ObjectId, Shape
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -53,6 +54,7 @@ from dist_ckpt_strategies.formats.locations import (
     Location,
     current_place,
     holds_checkpoints,
+    holds_packs,
     other_contents,
     require_something,
     visible_place,
@@ -68,6 +70,7 @@ from dist_ckpt_strategies.formats.manifest import (
     ObjectRecord,
 )
 from dist_ckpt_strategies.formats.objects import OBJECT_SUFFIX, file_damage, shard_id
+from dist_ckpt_strategies.formats.pack_scan import scan_packs
 from dist_ckpt_strategies.formats.zarr2 import LOCKS_SUFFIX, METADATA_NAME, parse_metadata
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
@@ -127,6 +130,9 @@ def scan(place: Location, watch: Watch | None = None) -> Scan:
     if isinstance(place, Path):
         place = place.absolute()
         require_directory(place)
+    if holds_packs(place):
+        return scan_packs(place, Options())
+    if isinstance(place, Path):
         listed = _files_of_directory(place)
         return _scan_format1(place, watch) if listed is None else _scan_format2(place, *listed)
     return _scan_format2(place, *_files_of_bucket(place))
@@ -211,7 +217,7 @@ def _scan_format1(root: Path, watch: Watch | None) -> Scan:
     issues += () if is_foreign else _emptied(folders, files)
     return Scan(
         root=root,
-        version=None if is_foreign else 1,
+        backend=None if is_foreign else _FORMAT1,
         marker=marker,
         common_nbytes=common_nbytes,
         arrays=arrays,
@@ -517,7 +523,7 @@ def _scan_format2(
     of_files.sort(key=lambda issue: issue.path)
     return Scan(
         root=place,
-        version=2,
+        backend=_FORMAT2,
         marker=marker,
         common_nbytes=files.get(COMMON_NAME),
         arrays=tuple(scanned),

@@ -59,7 +59,7 @@ def different_strategies(comm: Communicator, what: str, kinds: Sequence[str]) ->
 
 
 def require_same_checkpoint(comm: Communicator, name: object, identities: Sequence[str]) -> None:
-    """Raise CheckpointChangedError, on every rank, where the ranks have opened different checkpoints."""
+    """Raise CheckpointChangedError, on every rank, where ranks have opened different ones."""
     if len(set(identities)) > 1:
         texts = [f"one with {identity or 'none'}" for identity in identities]
         raise CheckpointChangedError(

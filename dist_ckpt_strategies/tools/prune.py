@@ -345,7 +345,7 @@ def _scanned(place: Location) -> tuple[Status, int | None, float]:
     unreadable = problems.get(Problem.UNREADABLE)
     if unreadable is not None:
         raise StorageError(f"{unreadable.path}: {unreadable.found}", path=unreadable.path)
-    has_manifest = found.version == 1 or found.manifest is not None
+    has_manifest = found.backend != ("zarr", 2) or found.manifest is not None
     if found.marker is not None and has_manifest and Problem.UNKNOWN_BACKEND not in problems:
         lacks_files = bool(problems.keys() - {Problem.UNEXPECTED_FILE})
         status = Status.DAMAGED if lacks_files else Status.COMPLETE
