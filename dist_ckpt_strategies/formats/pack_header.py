@@ -103,10 +103,10 @@ def _parsed(
     objects: list[tuple[ObjectId, StoredBytes]] = []
     common = None
     end = first = 0
-    tensors = []
+    places: list[tuple[str, int, int, int]] = []
     for name, tensor in ordered[:-1]:
         stored = _after(end, first, name, tensor["data_offsets"])
-        tensors.append((name, end, first, stored.nbytes))
+        places.append((name, end, first, stored.nbytes))
         match = _NAME.fullmatch(name)
         if name == COMMON:
             common = stored
@@ -138,7 +138,7 @@ def _parsed(
         first,
         data_start,
         data_start + expected[1],
-        tuple(tensors),
+        tuple(places),
     )
 
 

@@ -143,7 +143,8 @@ def _arrays(checkpoint: PackCheckpoint, packs: list[PackRecord]) -> Iterator[Sca
             counts[key][1] += int(nbytes[is_own].sum())
             writers[key] |= {packs[p].rank for p in np.unique(table.place[is_own, 0]).tolist()}
     for key, spec in specs.items():
-        yield ScannedArray(spec, *counts[key], tuple(sorted(writers[key])))
+        num_blocks, size = counts[key]
+        yield ScannedArray(spec, num_blocks, size, tuple(sorted(writers[key])))
 
 
 def _objects(objects: Iterable[StoredObject], packs: list[PackRecord]) -> Iterator[ScannedObject]:

@@ -126,6 +126,8 @@ class Started:
         save_id: equal on all ranks, and of no other save.
         contents: what this rank writes.
         known: for this save and the next.
+        nbytes: of all packs of all ranks.
+        num_packs: of all ranks.
         notes: what ``prepare`` has added on each rank.
     """
 
@@ -135,7 +137,13 @@ class Started:
     save_id: str
     contents: Contents
     known: Known
-    notes: tuple[Message, ...] = ()
+    nbytes: int
+    num_packs: int
+    notes: tuple[Message, ...]
+
+    def require_space(self) -> None:
+        """Raise StorageError if the file system says that it has no room for all packs."""
+        self.store.require_space(self.nbytes, self.num_packs)
 
 
 def start_save(
@@ -168,11 +176,12 @@ def start_save(
         save_id = ""
         if comm.rank == 0:
             save_id = run_within(deadline, own.store, lambda: new_save_id(own.store))
-        return [PACKS, save_id, ledger and ledger.session, mine.session, sizes, own.note]
+        nbytes = sum(pack.nbytes for pack in mine.layout.packs)
+        return [PACKS, save_id, ledger and ledger.session, mine.session, nbytes, sizes, own.note]
 
     answers = run_and_gather(comm, describe)  # 1
     require_alike(comm, answers)
-    _, save_ids, ledgers, sessions, sizes, notes = zip(*answers, strict=True)
+    _, save_ids, ledgers, sessions, nbytes, sizes, notes = zip(*answers, strict=True)
     own, mine = prepared[0]
     announced = [
         None if session == ledgers[0] else of_rank
@@ -182,7 +191,10 @@ def start_save(
         session = save_ids[0]  # a rank that does not hear of the new ledger will tell it all again
         ledger = tell_first_rank(comm, mine.description, announced, session, mine.ledger)
         mine = replace(mine, session=session, ledger=ledger)
-    return Started(comm, own.store, options, save_ids[0], own.contents, mine, notes)
+    num_packs = sum(of_rank[0] for of_rank in sizes)
+    return Started(
+        comm, own.store, options, save_ids[0], own.contents, mine, sum(nbytes), num_packs, notes
+    )
 
 
 def require_alike(comm: Communicator, answers: Sequence[Message]) -> None:
@@ -205,9 +217,10 @@ def write_packs(started: Started, deadline: Deadline) -> tuple[PackRecord, ...]:
     time, or the largest tensor.
 
     Raises:
-        StorageError: a pack cannot be written; what was written of the others is deleted.
+        StorageError: a pack cannot be written, or there is no room for all: nothing stays.
     """
     contents, layout, comm = started.contents, started.known.layout, started.comm
+    run_within(deadline, started.store, started.require_space)
     settle(contents.tensors)
     budget = started.options.max_inflight_bytes // max(1, len(layout.packs))
 
