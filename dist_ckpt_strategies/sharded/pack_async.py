@@ -28,7 +28,7 @@ from dist_ckpt_strategies.sharded.ledger import proved
 from dist_ckpt_strategies.sharded.pack_save import Contents, Started
 from dist_ckpt_strategies.sharded.writer_process import SharedBytes, WriterProcess, is_supported
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.io_pool import WORK
+from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, Deadline, run_within
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,8 @@ def begin_in_background(
     def prepare() -> BackgroundWork[tuple[PackRecord, ...]]:
         if known.ledger is not None:
             ledgers[0] = proved(known.ledger, comm.global_ranks)
+        deadline = Deadline.after(OPENING * options.timeout_s)
+        run_within(deadline, started.store, started.require_space)
         background.copy(started.contents, known.layout)
         job = PackJob(
             started.store,

@@ -218,6 +218,9 @@ class Bucket:
             return len(self.read(name, nbytes - 1, 1)) == 1
         return False
 
+    def require_space(self, nbytes: int, num_files: int) -> None:
+        """See Directory; a store does not say how much it takes."""
+
     def locked(self) -> AbstractContextManager[None]:
         """See Directory; a store has no locks, and replaces an object in one step."""
         return nullcontext()

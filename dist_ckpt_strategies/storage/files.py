@@ -414,6 +414,25 @@ class Directory:
                 raise
             sync_path(path.parent)
 
+    def require_space(self, nbytes: int, num_files: int) -> None:
+        """Raise StorageError if the file system says that it has no room for new files."""
+        with file_errors(None, self.root):
+            found = os.statvfs(next(p for p in (self.root, *self.root.parents) if p.exists()))
+        blocks = found.f_bavail if os.geteuid() else found.f_bfree
+        free = blocks * found.f_frsize
+        if found.f_blocks and free < nbytes:
+            raise StorageError(
+                f"{self.root}: no space for a save of {nbytes} bytes, {free} are free; nothing was "
+                "written; free some, or save elsewhere",
+                path=str(self.root),
+            )
+        if found.f_files and found.f_favail < num_files:
+            raise StorageError(
+                f"{self.root}: no inodes for {num_files} files, {found.f_favail} of {found.f_files} "
+                "are free; nothing was written; remove files, or save elsewhere",
+                path=str(self.root),
+            )
+
     def sync(self, name: str) -> None:
         """Make a file durable that another program has written."""
         with file_errors(None, self.path(name)):
