@@ -28,9 +28,9 @@ from benchmarks.common.command_line import ROOT, Parser, open_output
 from benchmarks.common.disks import workspace
 from benchmarks.common.rounds import run_on_ranks
 
-STRATEGIES = (("zarr", 1), ("zarr", 2))
+STRATEGIES = (("safetensors", 1), ("zarr", 1), ("zarr", 2))
 NAMES = ("functions", "files", "collectives")
-AIMS = {"save": (110, 20, 6), "load": (90, 16, 3)}
+AIMS = {"save": (75, 14, 3), "load": (60, 11, 2)}
 
 _NUM_RANKS = 2
 _PACKAGE = f"{ROOT / 'dist_ckpt_strategies'}/"

@@ -422,14 +422,14 @@ class Directory:
         free = blocks * found.f_frsize
         if found.f_blocks and free < nbytes:
             raise StorageError(
-                f"{self.root}: no space for a save of {nbytes} bytes, {free} are free; nothing was "
+                f"{self.root}: no space for a save of {nbytes} bytes, {free} are free; nothing "
                 "written; free some, or save elsewhere",
                 path=str(self.root),
             )
         if found.f_files and found.f_favail < num_files:
             raise StorageError(
-                f"{self.root}: no inodes for {num_files} files, {found.f_favail} of {found.f_files} "
-                "are free; nothing was written; remove files, or save elsewhere",
+                f"{self.root}: no inodes for {num_files} files, {found.f_favail} are free; nothing "
+                "was written; remove files, or save elsewhere",
                 path=str(self.root),
             )
 
