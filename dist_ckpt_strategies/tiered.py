@@ -66,6 +66,8 @@ _REMOVAL_S = 5.0
 _PREEMPTED, _LATE, _DONE = 1, 2, 4
 """In a poll: a signal has come, ``every_minutes`` have passed, this share of the save is done."""
 
+_ENDING: set[str] = set()  # roots of trainings that have to end, whichever attempt heard of it
+
 _NONE = -1
 _LOCAL_ARGUMENTS = ("strict", "strict_dtype", "validate_access_integrity")
 _NAME = r"iter_\d{7,}"
@@ -208,7 +210,7 @@ class TieredCheckpointManager:
             local.bind(self.root)
         self._place = Directory(place) if isinstance(place, Path) else place
         self._lease = Lease(self._place, lease_s)
-        self._is_open = self._is_watching = self._is_preempted = False
+        self._is_open = self._is_watching = False
         self._group_id = ""
         self._pending: tuple[Callable[[], list[int]], object] | None = None
         self._resumed: tuple[int | None, str] | None = (None, _now())
@@ -239,7 +241,7 @@ class TieredCheckpointManager:
 
     def preempt(self) -> None:
         """Save the state and end all ranks at the next poll, as after a signal. Rank-local."""
-        self._is_preempted = True
+        _ENDING.add(self.root)
 
     @raises_megatron_errors
     def load_latest(
@@ -497,7 +499,7 @@ class TieredCheckpointManager:
         if asks:
             is_late = bool(minutes) and time.monotonic() - self._last_s >= 60 * (minutes or 0)
             is_done = running is not None and running[1].done()
-            number = _PREEMPTED * self._is_preempted | _LATE * is_late | _DONE * is_done
+            number = _PREEMPTED * (self.root in _ENDING) | _LATE * is_late | _DONE * is_done
             numbers = comm.begin_gather(number)
             if due is None and comm.device.type != "cpu":
                 self._pending = numbers, running
@@ -702,6 +704,7 @@ class TieredCheckpointManager:
         self.wait()
         logger.warning("step %d: saved in %.1f s", step, time.monotonic() - began)
         self.release()
+        _ENDING.discard(self.root)
         raise SystemExit(self.options.exit_code)
 
     def release(self) -> None:

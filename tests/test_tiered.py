@@ -310,6 +310,23 @@ def test_after_a_signal_to_one_rank_all_save_and_end_with_the_stated_code(tmp_pa
     assert TieredCheckpointManager(tmp_path).all_steps() == [4, 8, 9]
 
 
+def test_an_attempt_that_fails_after_the_signal_does_not_forget_it(tmp_path: Path) -> None:
+    """A block that is run again makes a manager in each attempt."""
+    manager = partial(TieredCheckpointManager, tmp_path, options=OPTIONS)
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+    with suppress(ValueError), manager() as first:
+        first.save(1, state)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("on purpose")
+
+    with pytest.raises(SystemExit, match="143"), manager() as second:
+        second.save(2, state)
+
+    with manager() as third:
+        third.save(3, state)
+        assert third.all_steps() == [2]
+
+
 ENDING = """
 import sys, torch, torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor

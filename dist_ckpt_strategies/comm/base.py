@@ -8,7 +8,9 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Timer
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +29,8 @@ from dist_ckpt_strategies.errors import (
     kind_of,
     text_of,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -71,7 +75,7 @@ class Communicator:
     """
 
     device = torch.device("cpu")
-    group_id = ""
+    group_id = title = ""  # the title says what the ranks do, for messages
 
     def __init__(self, global_ranks: Sequence[int] = (0,), rank: int = 0) -> None:
         self.global_ranks = tuple(global_ranks)
@@ -136,7 +140,10 @@ def out_of_step(global_rank: int, what: str) -> PeerLostError:
 # Steps with a collective error check
 
 _NUM_FIELDS = 5
-"""Of a failure: class, message, key, path, and the rank where another one's is reported."""
+"""Of a failure: class, message, key, path, and the rank on which it happened."""
+
+_LOG_AFTER_S = 1.0
+"""After an error of its own a rank waits for its peers so long before it logs the error."""
 
 
 def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
@@ -146,7 +153,8 @@ def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
 
     The failed rank raises its own error, led by its global rank; one that is not of this package
     becomes a CheckpointError too. The others raise a PeerError of the same class as the first
-    failed rank's error, which names that rank, the key and the file.
+    failed rank's error, which names that rank, the key and the file. A rank logs its own error
+    where it waits long for the others, or raises another one's in its place.
     """
     results: list[T] = []
     try:
@@ -175,20 +183,22 @@ def run_and_gather(
             result = step()
         except _failures() as error:
             own = _own_error(comm, error)
+        except (KeyboardInterrupt, SystemExit) as error:  # of a signal handler
+            comm.note_failure(error)
+            raise
         if own is not None:
+            late = _log_later(comm, own)
             key, path = (None if text is None else str(text) for text in (own.key, own.path))
             answers = comm.all_gather([kind_of(own), own.message, key, path, own.global_rank])
         else:
             answers = comm.all_gather(None if is_sparse and result is None else [result])
         answers = [[None] if is_sparse and found is None else found for found in answers]
-        for rank, answer in enumerate(answers):
-            if not (isinstance(answer, list) and len(answer) in {1, _NUM_FIELDS}):
-                raise out_of_step(comm.global_ranks[rank], "this step")
-        if any(len(answer) > 1 for answer in answers):
-            _raise_first(comm, own, answers)
+        _raise_first(comm, own, answers)
         return [gathered for (gathered,) in answers]
-    except (PeerTimeoutError, PeerLostError) as error:
-        if own is not None and own is not error:
+    except CheckpointError as error:
+        if own is error:
+            late.cancel()
+        elif own is not None:
             error.__cause__ = own
         raise
     finally:
@@ -227,6 +237,19 @@ def _own_error(comm: Communicator, error: BaseException) -> CheckpointError:
     if rank and found.global_rank is None:
         found.global_rank = rank
     return found
+
+
+def _log_later(comm: Communicator, own: CheckpointError) -> Timer:
+    """A timer that logs an error of this rank; to be cancelled where that is raised."""
+    me = comm.global_ranks[comm.rank]
+    if own.global_rank is None:
+        own.at_rank(me)
+    text = f"{type(own).__name__}: {own.message}".encode(errors="replace").decode()
+    late = Timer(_LOG_AFTER_S, logger.warning, ["rank %d: %s: %s", me, comm.title, text])
+    if own.global_rank == me:
+        with suppress(RuntimeError):  # there may be too many threads
+            late.start()
+    return late
 
 
 def run_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> list[bytes]:
@@ -274,21 +297,23 @@ def run_on_first_rank(comm: Communicator, step: Callable[[], None]) -> None:
 def _raise_first(
     comm: Communicator, own: CheckpointError | None, answers: Sequence[Message]
 ) -> None:
-    """Raise a rank's own error, else the first other rank's.
+    """Raise a rank's own error, else the first other rank's, if any has failed.
 
     Where storage was silent on any rank, every rank raises that: no rank must go on to another
     checkpoint for the damage that it has found itself.
     """
+    for rank, answer in enumerate(answers):
+        if not (isinstance(answer, list) and len(answer) in {1, _NUM_FIELDS}):
+            raise out_of_step(comm.global_ranks[rank], "this step")
+    if all(len(answer) == 1 for answer in answers):
+        return
     found = []
     try:
         if own is not None:
-            if own.global_rank is None:
-                own.at_rank(comm.global_ranks[comm.rank])
             found.append(own)
-        for rank, answer in enumerate(answers):
+        for answer in answers:
             if len(answer) > 1:
-                kind, message, key, path, reported = answer
-                who = comm.global_ranks[rank] if reported is None else reported
+                kind, message, key, path, who = answer
                 found.append(error_from_peer(who, kind, message, key=key, path=path))
         first = min(found, key=lambda error: not isinstance(error, StorageTimeoutError))
         raise first from (own.__cause__ if own is first else own)

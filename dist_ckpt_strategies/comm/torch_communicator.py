@@ -1,7 +1,6 @@
 """A Communicator over a process group of torch.distributed; it names ranks that are missing."""
 
 import json
-import logging
 import os
 import struct
 import time
@@ -50,8 +49,6 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.storage.processes import has_ended, process_name
-
-logger = logging.getLogger(__name__)
 
 _DEVICE_PAUSE_S = 0.0002
 
@@ -169,7 +166,7 @@ class TorchCommunicator(Communicator):
             for channel in self._channels
             if self.device.type != "cpu" and (channel, self.device) != (group, self._message_device)
         ]
-        self._title = " ".join(what).rstrip()
+        self.title = " ".join(what).rstrip()
         # Not 0, which other collectives of the job begin with.
         digest = xxhash.xxh3_64_intdigest(what[0].encode())
         self._purpose_number = digest % ((1 << _PURPOSE_BITS) - 1) + 1
@@ -182,7 +179,7 @@ class TorchCommunicator(Communicator):
     @property
     def _what(self) -> str:
         """The current collective, for messages."""
-        return f"{self._title}, collective {self._num_collectives}"
+        return f"{self.title}, collective {self._num_collectives}"
 
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator.
@@ -381,19 +378,14 @@ class TorchCommunicator(Communicator):
             )
 
     def note_failure(self, error: BaseException) -> None:
-        """See Communicator. The error is logged too: this rank may wait for long before it raises.
-
-        What comes from a peer is no error of this rank.
-        """
+        """See Communicator. What comes from a peer is no error of this rank."""
         if is_of_communication(error):
             return
         text = f"{type(error).__name__}: {text_of(error)}"
         self._reached.failure = text.encode(errors="replace").decode()
-        me = self.global_ranks[self.rank]
-        logger.warning("rank %d: %s: %s", me, self._title, self._reached.failure)
-        note = self._note()
+        key, note = self._keys[self.global_ranks[self.rank]], self._note()
         with suppress(RuntimeError, TimeoutError):
-            run_abandonable(lambda: self._store.clone().set(self._keys[me], note), _LOOKUP_S, "")
+            run_abandonable(lambda: self._store.clone().set(key, note), _LOOKUP_S, "")
 
     def _note(self) -> str:
         """How far this rank is, and by what error it is about to leave."""

@@ -28,9 +28,11 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     SaveTimeoutError,
     StorageError,
+    StorageTimeoutError,
     error_from_peer,
 )
 from tests.faults.injection import TARGETS, failing_call
+from tests.support.processes import until
 from tests.support.ranks import done_by
 from tests.support.thread_ranks import run_ranks
 
@@ -231,6 +233,36 @@ def test_one_process_alone(check: Check) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_four_threads(check: Check) -> None:
     run_ranks(4, check, 60.0)
+
+
+# What a rank logs of its own error
+
+
+def test_a_rank_logs_its_error_where_it_raises_another_or_waits_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def raise_on_rank_1(comm: Communicator, meanwhile: Callable[[], BaseException]) -> Any:
+        found = failing(comm, {0: meanwhile, 1: partial(CorruptCheckpointError, "broken")})
+        return found, found.__cause__
+
+    first, second = run_ranks(2, partial(raise_on_rank_1, meanwhile=partial(StorageError, "full")))
+    assert (str(first[0]), str(second[0])) == ("rank 0: full", "rank 1: broken")
+    assert not caplog.messages
+
+    silent = partial(StorageTimeoutError, "silent")
+    _, (error, cause) = run_ranks(2, partial(raise_on_rank_1, meanwhile=silent))
+    assert (str(error), str(cause)) == ("rank 0: silent", "rank 1: broken")
+    (line,) = until(lambda: caplog.messages)
+    assert line.startswith("rank 1: ")
+    assert line.endswith("CorruptCheckpointError: broken")
+
+    def wait_for_a_line() -> BaseException:
+        until(lambda: len(caplog.messages) == 2)
+        return StorageError("full")
+
+    _, (error, _) = run_ranks(2, partial(raise_on_rank_1, meanwhile=wait_for_a_line))
+    assert str(error) == "rank 1: broken"
+    assert caplog.messages == [line] * 2
 
 
 # What only separate processes can show

@@ -1,6 +1,7 @@
 """The newest checkpoint that is whole, local or global, and a report of those passed over."""
 
 import errno
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.comm import base
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     NoUsableCheckpointError,
@@ -132,9 +134,13 @@ def names_what_is_whole(_rank: int, root: str) -> None:
 
 
 def one_rank_has_a_bad_disk(rank: int, root: str) -> None:
-    """Its function that loads raises, or it cannot read a marker."""
-    run = Run(root)
+    """Its function that loads raises, or it cannot read a marker; each rank logs what it tried."""
+    run, texts = Run(root), list[str]()
     run.save_globally(5)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dist_ckpt_strategies").addHandler(handler)
+    vars(base)["_LOG_AFTER_S"] = 60.0
     for kind in (StorageError, ValueError):
 
         def load(path: Path, kind: type[Exception] = kind) -> None:
@@ -152,6 +158,8 @@ def one_rank_has_a_bad_disk(rank: int, root: str) -> None:
     words = r"iter_0000005\): rank 1: .*a disk of this rank alone"
     with before_calls(fail, ["open"]), pytest.raises(NoUsableCheckpointError, match=words):
         run.load()
+    logging.getLogger("dist_ckpt_strategies").removeHandler(handler)
+    assert [line.partition(" checkpoint of iteration 5 ")[0] for line in texts] == ["global"] * 3
 
 
 def lose_local_saves(_rank: int, root: str) -> None:

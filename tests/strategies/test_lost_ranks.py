@@ -180,6 +180,8 @@ def fail_in_a_foreign_load(rank: int, root: Path) -> Any:
             )
         except PeerError as error:
             found = [type(error).__name__, str(error), repr(error.__cause__), texts]
+        if rank == 1:
+            until(lambda: texts)
     dist.destroy_process_group()  # as when the error ends the process
     return found
 
