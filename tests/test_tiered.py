@@ -155,7 +155,7 @@ class Shared:
         """Tier and step of what it loads, or the Failure."""
         state = self.state(0.0)
         found = outcome(lambda: manager.load_latest(state))
-        if isinstance(found, Failure):
+        if found is None or isinstance(found, Failure):
             return found
         assert state["w"].data.tolist() == [float(found.iteration)] * 4
         return found.tier, found.iteration
@@ -178,7 +178,7 @@ def shares_a_local_directory(rank: int, root: str) -> None:
             refused = shared.found_by(two)
             assert "NoUsableCheckpointError" in refused.kinds
             for name in ("one", "two"):
-                assert (shared.root / name / ".dist-ckpt-training").read_text() in refused.text
+                assert (shared.root / name / ".dist-ckpt-training").read_text()[:16] in refused.text
             for step in (2, 3):
                 shared.save(two, step)
             assert (of_one < shared.files(), len(shared.files())) == (True, 2)
@@ -208,6 +208,37 @@ def test_a_training_neither_loads_nor_removes_local_checkpoints_of_another(
     size: int, tmp_path: Path
 ) -> None:
     assert run_processes(size, shares_a_local_directory, str(tmp_path)) == [None] * size
+
+
+def goes_back_by_files(rank: int, root: str) -> None:
+    """Body of a rank: the tracker names an earlier step, then the root is copied."""
+    shared = Shared(root)
+    one, copy = (shared.root / name for name in ("one", "copy"))
+
+    def found(name: str, *steps: int) -> Any:
+        with shared.manager(name) as manager:
+            loaded = shared.found_by(manager)
+            for step in steps:
+                shared.save(manager, step, force=step % 4 == 0)
+        dist.barrier()
+        return loaded
+
+    found("one", 4, 5, 8, 9)
+    once(rank, lambda: (one / TRACKER).write_text("4"))
+    assert found("one") == (Tier.GLOBAL, 4)
+    assert found("one", 5, 6) == (Tier.GLOBAL, 4)
+    assert found("one", 7) == (Tier.LOCAL, 6)
+    once(rank, lambda: shutil.copytree(one, copy))
+    assert found("one", 8, 11) == (Tier.LOCAL, 7)
+    assert found("copy", 5) == (Tier.GLOBAL, 4)
+    assert (found("one"), found("copy")) == ((Tier.LOCAL, 11), (Tier.LOCAL, 5))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_edited_tracker_and_a_copied_root_go_back_in_the_local_tier_too(
+    size: int, tmp_path: Path
+) -> None:
+    assert run_processes(size, goes_back_by_files, str(tmp_path)) == [None] * size
 
 
 def is_refused(rank: int, root: str) -> str:

@@ -53,7 +53,8 @@ def num_undestroyed_groups(timeout_s: float = _DESTROY_S) -> int:
             ready.append(group)
         del group
     if ready:
-        _drop_in_a_thread(ready).join(timeout_s)
+        with suppress(RuntimeError):  # from Python 3.12 on no thread starts at the end of a script
+            _drop_in_a_thread(ready).join(timeout_s)
     return len(_undestroyed)
 
 

@@ -3,7 +3,7 @@
 ``latest_checkpointed_iteration.txt`` names the checkpoint that was written last, as Megatron-LM has
 it. A training that goes back to an earlier step leaves later ones; a second file lists them, and
 what it names as written last. If another program has written the first file since, whatever is
-newer than it says was left too.
+newer than it says was left too, and local saves from before then.
 """
 
 import json
@@ -61,7 +61,11 @@ def read_course(place: Directory | Bucket) -> Course:
         listed = Course(found.get("newest"), left, resumed=resumed)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         logger.warning("%s/%s is damaged, and not used", place, COURSE_NAME)
-    return replace(listed, newest=newest, is_listed=newest in {None, listed.newest})
+    is_listed = newest in {None, listed.newest}
+    if newest is not None and not is_listed and isinstance(place, Directory):
+        written_ns = (place.root / TRACKER_NAME).stat().st_mtime_ns
+        listed = replace(listed, resumed=(newest, f"{written_ns:016x}"))
+    return replace(listed, newest=newest, is_listed=is_listed)
 
 
 def write_course(place: Directory | Bucket, course: Course) -> None:

@@ -6,7 +6,9 @@ and on the main branch.
 
 import logging
 import sys
+import time
 from dataclasses import astuple
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,18 +100,8 @@ def install(
     ours = _Checkpointing(checkpointing, theirs, sharded_strategy, tuple(allow), chosen, manager)
     if has_registry():  # there Megatron-Core looks up who reads the common state
         register(replace_common=True, replace=True, allow=allow, options=chosen)
-    local = manager.local if manager is not None else None
-
-    def make(*a: Any, **kw: Any) -> LocalCheckpointManager:
-        if manager is not None and local is not None:  # Megatron-LM searches it by itself
-            local.resumed_at(manager.course().resumed)
-            return local
-        made = LocalCheckpointManager(*a, allow=allow, timeout_s=chosen.timeout_s, **kw)
-        if root := getattr(checkpointing.get_args(), "save", None):
-            made.bind(root)
-        return made
-
-    _provide_local(make)
+    made = {"allow": allow, "timeout_s": chosen.timeout_s}
+    _provide_local(partial(_local_manager, checkpointing, manager, made))
     is_ours = sharded_strategy[0] != _TORCH_DIST
     if is_ours and not has_registry() and find_spec("nvidia_resiliency_ext") is None:
         queues: Any = import_module("megatron.training.async_utils")  # from 0.17 on it needs that
@@ -117,6 +109,22 @@ def install(
         starts: Any = import_module("megatron.training.initialize")
         starts.init_persistent_async_worker = lambda *_, **__: None
     checkpointing.dist_checkpointing = ours
+
+
+def _local_manager(
+    checkpointing: Any, manager: TieredCheckpointManager | None, made: Any, *a: Any, **kw: Any
+) -> LocalCheckpointManager:
+    """The manager's, or what Megatron-LM makes; Megatron-LM searches it by itself."""
+    arguments, local = checkpointing.get_args(), manager.local if manager else None
+    if manager is not None and local is not None:
+        local.resumed_at(manager.course().resumed)
+    else:
+        local = LocalCheckpointManager(*a, **(made | kw))
+        if root := getattr(arguments, "save", None):
+            local.bind(root)
+    if step := getattr(arguments, "ckpt_step", None):  # Megatron-LM would load a later one
+        local.resumed_at((step, f"{time.time_ns():016x}"))
+    return local
 
 
 def _provide_local(make: Any) -> None:

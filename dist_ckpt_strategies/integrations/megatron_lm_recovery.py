@@ -51,6 +51,7 @@ class _LoopState(MegatronStateProvider):
         """See StateProvider; before the data loader is made."""
         self._captured = copy.deepcopy(dict(objects))
         super().load_objects(objects["core"])
+        self._schedule.num_steps = 0  # what it loads is added
         self._schedule.load_state_dict(copy.deepcopy(objects["schedule"]))
         for name, value in objects["counts"].items():
             setattr(self._arguments, name, value)

@@ -56,8 +56,6 @@ _FINISHED_NAME = "finished"
 TRAINING_NAME = ".dist-ckpt-training"
 """The file of a checkpoint root that has the id of the training."""
 
-_TRAINING = re.compile(rb"[0-9a-f]{16}")
-
 RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
 """The name of a rank's directory."""
 
@@ -102,12 +100,17 @@ class ShardDirectory:
         root = self.training_root
         if root is not None and not self._training_id:
             place = Directory(root) if isinstance(root, Path) else root
-            found = os.urandom(8).hex().encode()
-            if not place.create(TRAINING_NAME, found):
-                made, found = found, place.read(TRAINING_NAME)
-                if not _TRAINING.fullmatch(found):  # a kill has cut it off
-                    place.write(TRAINING_NAME, found := made)
-            self._training_id = found.decode()
+            number = inode = os.urandom(8).hex()
+            if isinstance(root, Path):
+                with file_errors(None, root):
+                    make_directories(root)
+                    inode = str(root.stat().st_ino)
+            made = text = f"{number} {inode} {root}"
+            if not place.create(TRAINING_NAME, os.fsencode(made)):
+                text = os.fsdecode(place.read(TRAINING_NAME))
+                if not {inode, str(root)}.intersection(text.split(" ", 2)[1:]):  # cut off or copied
+                    place.write(TRAINING_NAME, os.fsencode(text := made))
+            self._training_id = text[:16]
         return self._training_id
 
     def find(self, holders: Iterable[int] | None = None) -> list[FoundShard]:

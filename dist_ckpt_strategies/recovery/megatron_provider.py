@@ -90,6 +90,7 @@ class MegatronStateProvider(ReplicatedState):
         self._buffers.restore()
         found = copy.deepcopy(dict(objects))
         if self._scheduler:
+            self._scheduler.num_steps = 0  # Megatron-Core's adds what it loads
             self._scheduler.load_state_dict(found["scheduler"])
         set_group_values(self._optimizers, found["groups"])
 

@@ -241,7 +241,9 @@ class Transfer:
                 the system call under way may still read or fill the caller's memory.
         """
         if self.lacking is not None and not self._ended:
-            raise self.lacking
+            if "interpreter shutdown" not in str(self.lacking):
+                raise self.lacking
+            self._work_off(Event())  # from Python 3.12 on no thread starts at the end of a script
         now = time.monotonic()
         limit = min((*_limits.get(), _Limit(now + timeout_s, timeout_s)))
         try:

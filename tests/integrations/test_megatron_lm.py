@@ -216,12 +216,16 @@ def test_a_manager_takes_the_checkpoints_of_megatron_lm(tmp_path: Path) -> None:
 
 
 def find_as_other_trainings(module: Any, scratch: Path) -> None:
-    """Only with the same ``--save`` the local checkpoints are found."""
+    """Only with the same ``--save`` the local checkpoints are found, up to ``--ckpt-step``."""
     managers = import_module(
         "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"
     )
-    for save, newest in (("other", -1), ("global", 4), (None, -1)):
-        module.get_args = lambda save=save: Namespace(save=save and str(scratch / save))
+    for save, step, newest in (
+        *(("other", None, -1), (None, None, -1)),
+        *(("global", None, 4), ("global", 4, 4), ("global", 3, -1)),
+    ):
+        known = {"save": save and str(scratch / save), "ckpt_step": step}
+        module.get_args = lambda known=known: Namespace(**known)
         assert managers.LocalCheckpointManager(str(scratch / "local")).find_latest() == newest
 
 

@@ -124,19 +124,22 @@ def build(task: Task) -> tuple[Any, Any]:
 
 
 def schedule_of(optimizer: Any) -> Any:
-    return OptimizerParamScheduler(
+    """As a checkpoint's load leaves it."""
+    schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=0.01,
         min_lr=0.001,
         lr_warmup_steps=2,
-        lr_decay_steps=NUM_STEPS,
+        lr_decay_steps=100,
         lr_decay_style="cosine",
         start_wd=0.01,
         end_wd=0.01,
         wd_incr_steps=NUM_STEPS,
         wd_incr_style="constant",
     )
+    schedule.step(increment=3)
+    return schedule
 
 
 def gradients(model: Any, optimizer: Any, step: int, num_micro_batches: int) -> float:
