@@ -93,6 +93,9 @@ class _Reached:
 _REACHED: WeakKeyDictionary[Any, _Reached] = WeakKeyDictionary()
 """Of each group: it takes no attributes."""
 
+_PATIENCE_S = 1.0
+"""A rank that waits longer for a collective notes that it has reached it."""
+
 _SHARE_OF_LIMIT = 0.5
 """A rank that reaches a collective later than this after the one before may come too late."""
 
@@ -242,7 +245,7 @@ class TorchCommunicator(Communicator):
     def _begin_gathered(self, content: bytes) -> Callable[[], list[bytes]]:
         """Begin to gather every rank's bytes, as many as here; a function that returns them.
 
-        One collective, which this rank notes it reaches. Over NCCL all ranks of each channel
+        One collective, of which this rank notes that it has reached it once it has waited. Over NCCL all ranks of each channel
         connect first: an exchange may be one of few of them.
         """
         raise_if_aborted()  # what this rank would send may rest on garbage
@@ -256,7 +259,8 @@ class TorchCommunicator(Communicator):
         mine = mine.to(device, non_blocking=True)  # without a wait for what the GPU has to do
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with _PeerErrors(self, deadline):
-            self._store.set(self._keys[self.global_ranks[self.rank]], self._note())
+            if reached.total == 1:
+                self._write_note(self._store)
             while self._unconnected:
                 nothing = torch.zeros(1, device=self.device)
                 channel = self._unconnected.pop()
@@ -267,7 +271,9 @@ class TorchCommunicator(Communicator):
         def await_all() -> list[bytes]:
             deadline = time.monotonic() + self._timeout_s
             with _PeerErrors(self, deadline):
-                _wait(work, deadline, device)
+                if not _is_done_within(work, min(_PATIENCE_S, self._timeout_s), device):
+                    self._write_note(self._store)
+                    _wait(work, deadline, device)
                 if now - before > _SHARE_OF_LIMIT * self._timeout_s:
                     self._require_awaited()
             reached.failure = ""
@@ -383,14 +389,14 @@ class TorchCommunicator(Communicator):
             return
         text = f"{type(error).__name__}: {text_of(error)}"
         self._reached.failure = text.encode(errors="replace").decode()
-        key, note = self._keys[self.global_ranks[self.rank]], self._note()
         with suppress(RuntimeError, TimeoutError):
-            run_abandonable(lambda: self._store.clone().set(key, note), _LOOKUP_S, "")
+            run_abandonable(lambda: self._write_note(self._store.clone()), _LOOKUP_S, "")
 
-    def _note(self) -> str:
-        """How far this rank is, and by what error it is about to leave."""
+    def _write_note(self, store: Any) -> None:
+        """Note how far this rank is, and by what error it is about to leave."""
         reached = self._reached
-        return f"{reached.total} {reached.name} {process_name(os.getpid())}\n{reached.failure}"
+        note = f"{reached.total} {reached.name} {process_name(os.getpid())}\n{reached.failure}"
+        store.set(self._keys[self.global_ranks[self.rank]], note)
 
     def _missing(self, *, is_lost: bool) -> dict[int, str] | None:
         """Global ranks to blame for a failed collective, with what their errors add to the message.
@@ -412,6 +418,7 @@ class TorchCommunicator(Communicator):
 
         def ask() -> dict[int, str]:
             store = self._store.clone()
+            self._write_note(store)
             if not is_lost:
                 store.set(self._given_up_key, f"{me} {total} {self._reached.name}")
                 ended, late, failed = _ended_and_late(store, others, total)
@@ -467,6 +474,18 @@ def _as_tensor(data: Buffer) -> torch.Tensor:
     return torch.from_numpy(data) if isinstance(data, np.ndarray) else data
 
 
+def _is_done_within(work: Any, seconds: float, device: torch.device) -> bool:
+    """Whether a work is done in that time; one that is not may be waited for again."""
+    deadline = time.monotonic() + seconds
+    try:
+        _wait(work, deadline, device)
+    except RuntimeError:
+        if time.monotonic() < deadline - _DEVICE_PAUSE_S:
+            raise  # contact broke off
+        return False
+    return True
+
+
 def _wait(work: Any, deadline: float, device: torch.device) -> None:
     """Return when the work is done; a RuntimeError after the deadline, or if contact broke off.
 
@@ -498,4 +517,9 @@ def _ended_and_late(
     ended = [rank for rank, (_, _, process) in found.items() if has_ended(process)]
     late = [rank for rank in keys if rank not in found or int(found[rank][0]) < total]
     left = "; rank {} left by an error of its own: {}"
-    return ended, late, {rank: left.format(rank, why) for rank, (*_, why) in notes.items() if why}
+    failed = {
+        rank: left.format(rank, why)
+        for rank, (*_, why) in notes.items()
+        if why and int(found[rank][0]) >= total - 1  # else it has gone on since
+    }
+    return ended, late, failed
