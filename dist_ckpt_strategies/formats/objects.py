@@ -202,7 +202,7 @@ def leaves(obj: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[t
         ordered = obj if isinstance(obj, list | tuple) else sorted(obj, key=repr)
         held = {f"[{number}]": value for number, value in enumerate(ordered)}
     elif isinstance(obj, dict):
-        held = {f".{key}": value for key, value in obj.items()}
+        held = {f".{k}" if isinstance(k, str) else f"[{k!r}]": v for k, v in obj.items()}
     elif is_dataclass(obj) and not isinstance(obj, type):
         held = {f".{part.name}": getattr(obj, part.name, None) for part in fields(obj)}
     elif not (isinstance(obj, type | Enum) or hasattr(obj, "untyped_storage")):

@@ -145,7 +145,7 @@ class CheckpointManager:
         """
         found = provider_of(provider)
         flat_shards(found.parts())  # what could not be sent is refused here, not at the fault
-        dump_objects(found.objects())
+        dump_objects(dict(found.objects()))
         self._keep(found)
         self._commit = StepCommit(
             group, replica_group, timeout_s=self._timeout_s, gpu_timeout_s=self._gpu_timeout_s

@@ -315,7 +315,8 @@ class _Save:
             self._require_suitable(is_ours=is_ours)
         saver = resolve(StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
         self.common_saver = saver
-        self.state, common = split_for_save(self.state, self.content_metadata)
+        # What factories and callers do takes no storage's time, here and below.
+        self.state, common = uncounted()(split_for_save)(self.state, self.content_metadata)
         self.common = self._common_state(common)
         self.marker = CheckpointMarker(
             base.backend, base.version, saver.backend, saver.version
@@ -367,7 +368,7 @@ class _Save:
         saver, allow, is_first = self.common_saver, self.allow, self.comm.rank == 0
         compared = None
         if self.validates:
-            compared = self.preprocess(state) if self.preprocess else state
+            compared = uncounted()(self.preprocess)(state) if self.preprocess else state
         is_ours = isinstance(saver, TorchCommonSaveStrategy)
         content: bytes | None = None
         if is_ours and is_first:
@@ -687,11 +688,13 @@ class _Load:
             if self.comm.rank == 0:
                 complete_commit(place)
             return None  # that may have completed an interrupted one, or another node has it
-        self.wanted, nonpersistent, factories = split_for_load(self.state)
+        self.wanted, nonpersistent, factories = uncounted()(split_for_load)(self.state)
         if self.verify is not None or self.strict_dtype:
             ours = self._with_options(ours, formats[:2])
         self.sharded, self.strictness = ours, parsed_strict(self.strict)
-        self.finish = partial(merged, merged(result, nonpersistent), factories=factories)
+        self.finish = uncounted()(
+            partial(merged, merged(result, nonpersistent), factories=factories)
+        )
         limits = (getattr(self.base, "group", None), self.options.timeout_s)
         if (
             isinstance(ours, ZarrLoadShardedStrategy)
@@ -753,7 +756,8 @@ class _Load:
         digests = [a.partition(":")[2] for a in answers if isinstance(a, str)]
         require_same_checkpoint(comm, self.checkpoint_dir, digests)
         outcome = check_load(comm, self.wanted, strict, self._stored_keys, self.validates)
-        read = lambda: self.finish(*self._load_otherwise(outcome.sharded))  # noqa: E731
+        load = uncounted()(self._load_otherwise)  # its time is its own, as in a save
+        read = lambda: self.finish(*load(outcome.sharded))  # noqa: E731
         result = run_collectively(comm, lambda: self.save.read(read))
         OPENED.set(None)
         if StrictHandling.requires_returning_mismatch_keys(strict):

@@ -328,6 +328,23 @@ def a_strategy_of_another_package_may_take_longer_than_storage(rank: int, scratc
     assert loaded["model"]["extra"] == {"rank": rank}
 
 
+def factories_and_callers_may_take_longer_than_storage(rank: int, scratch: Path) -> None:
+    def nap(found: Any) -> Any:
+        time.sleep(2.5)
+        return found
+
+    def build(key: str, data: torch.Tensor, replica: int, _range: None) -> Any:
+        return nap({"a": ShardedTensor.from_rank_offsets(key, data, replica_id=replica)})
+
+    def state() -> dict[str, Any]:
+        factory = ShardedTensorFactory("f", torch.ones(2), build, lambda found: found["a"], rank)
+        return {"f": factory, "n": 1}
+
+    more: dict[str, Any] = {"preprocess_common_before_consistancy_check": nap, "timeout_s": 8}
+    save(Entry.OURS, state(), scratch / "c", **more)
+    assert load(Entry.OURS, state(), scratch / "c", timeout_s=8)["n"] == 1
+
+
 @pytest.mark.parametrize(
     "act",
     [
@@ -335,6 +352,7 @@ def a_strategy_of_another_package_may_take_longer_than_storage(rank: int, scratc
         shards_on_no_grid_need_not_make_up_an_array_that_is_loaded,
         arguments_are_left_alone,
         classes_are_allowed_by_argument_by_strategy_or_by_registration,
+        factories_and_callers_may_take_longer_than_storage,
         one_rank_alone_reads_metadata_and_removes_arrays,
         groups_save_on_their_own_and_errors_name_global_ranks,
         a_part_of_the_world_loads_without_a_strategy,

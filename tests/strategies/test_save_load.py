@@ -325,7 +325,7 @@ def common_state_that_differs_is_logged(rank: int, entry: Entry, root: Path) -> 
     args = Namespace(lr=0.2 if is_odd else 0.1, same={1}, t=torch.tensor([1.0, 3.0 - is_odd]))
     args.layers = [{"norm": Norm(1e-5 if is_odd else 1e-6, "x" * 9000 + str(rank))}]
     if is_odd:
-        args.extra = None
+        args.extra = {0: None}  # a key that is no text
     options: dict[str, Any] = {"allow": [Norm]} if entry is Entry.OURS else {}
     for backend in (("zarr", 2), ("torch_dist", 1)):
         state = state_of(rank, [on_grid("w", (8,), (4,))]) | {"args": args}
@@ -342,7 +342,7 @@ def common_state_that_differs_is_logged(rank: int, entry: Entry, root: Path) -> 
             "args.lr: 0.1 on rank 0, 1, 3, 0.2 on rank 2",
             "args.t[1]: 3.0 on rank 0, 1, 3, 2.0 on rank 2",
             "args.layers[0].norm.eps: 1e-06 on rank 0, 1, 3, 1e-05 on rank 2",
-            "args.extra: nothing on rank 0, 1, 3, None on rank 2",
+            "args.extra[0]: nothing on rank 0, 1, 3, None on rank 2",
         ):
             assert words in text, text
         assert "same" not in text
