@@ -93,6 +93,9 @@ class _Reached:
 _REACHED: WeakKeyDictionary[Any, _Reached] = WeakKeyDictionary()
 """Of each group: it takes no attributes."""
 
+_ROUNDING_S = 0.002
+"""Torch's limits are whole milliseconds."""
+
 _PATIENCE_S = 1.0
 """A rank that waits longer for a collective notes that it has reached it."""
 
@@ -245,8 +248,8 @@ class TorchCommunicator(Communicator):
     def _begin_gathered(self, content: bytes) -> Callable[[], list[bytes]]:
         """Begin to gather every rank's bytes, as many as here; a function that returns them.
 
-        One collective, of which this rank notes that it has reached it once it has waited. Over NCCL all ranks of each channel
-        connect first: an exchange may be one of few of them.
+        One collective; a rank that waits for it notes that it has reached it. Over NCCL all ranks
+        of each channel connect first: an exchange may be one of few of them.
         """
         raise_if_aborted()  # what this rank would send may rest on garbage
         self._num_collectives += 1
@@ -480,7 +483,7 @@ def _is_done_within(work: Any, seconds: float, device: torch.device) -> bool:
     try:
         _wait(work, deadline, device)
     except RuntimeError:
-        if time.monotonic() < deadline - _DEVICE_PAUSE_S:
+        if time.monotonic() < deadline - _ROUNDING_S:
             raise  # contact broke off
         return False
     return True
