@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -104,8 +104,10 @@ class BlockTable:
 
     def to_bytes(self) -> bytes:
         """The table as a message for another rank, or a part of a file."""
-        names = [[key, f.dtype, f.shape] for key, f in zip(self.keys, self.facts, strict=True)]
-        head = json.dumps(names, separators=(",", ":")).encode()
+        number: dict[ArrayFacts, int] = {}
+        of_key = [number.setdefault(facts, len(number)) for facts in self.facts]
+        kinds = [(facts.dtype, facts.shape) for facts in number]  # many arrays have equal facts
+        head = json.dumps([kinds, of_key, self.keys], separators=(",", ":")).encode()
         columns = (self.array[:, None], self.origin, self.extent, self.place)
         rows = np.concatenate(columns, axis=1).astype("<i8")
         return _LENGTH.pack(len(head), len(self), self.origin.shape[1]) + head + rows.tobytes()
@@ -116,15 +118,20 @@ class BlockTable:
         try:
             length, num_rows, width = _LENGTH.unpack_from(content)
             body = _LENGTH.size + length
-            names: list[Any] = json.loads(content[_LENGTH.size : body])
+            kinds, of_key, keys = json.loads(content[_LENGTH.size : body])
             rows = np.frombuffer(content, "<i8", offset=body).reshape(num_rows, 4 + 2 * width)
-            keys = tuple([key for key, _, _ in names])
-            facts = tuple([ArrayFacts(dtype, tuple(shape)) for _, dtype, shape in names])
-        except (struct.error, ValueError, TypeError) as error:
+            known = [ArrayFacts(dtype, tuple(shape)) for dtype, shape in kinds]
+            facts = tuple([known[n] for n, _ in zip(of_key, keys, strict=True)])
+        except (struct.error, LookupError, ValueError, TypeError) as error:
             raise ValueError(f"not a table of blocks: {error}") from error
         end = 1 + 2 * width
         return cls(
-            keys, facts, rows[:, 0], rows[:, 1 : 1 + width], rows[:, 1 + width : end], rows[:, end:]
+            tuple(keys),
+            facts,
+            rows[:, 0],
+            rows[:, 1 : 1 + width],
+            rows[:, 1 + width : end],
+            rows[:, end:],
         )
 
 

@@ -4,7 +4,7 @@ All arrays are proved together by the corners of their blocks. A block of ``k`` 
 ``2**k`` quadrants that begin at its corners, each added or subtracted: in one dim, ``[2:5]`` is
 ``[2:] - [5:]``. Quadrants that begin at different elements are linearly independent. So blocks
 cover every element of an array once if and only if their signed corners add up to those of the
-array itself, and that is so if the corners sorted are equal. No two blocks are compared.
+array itself. To see that, two sorted columns are compared, and never two blocks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ _MAX_CORNERS = 1 << 62
 
 _MAX_SIZE = np.iinfo(np.int64).max
 
+_NO_BLOCKS = -1
+"""The number of an array that only copies hold."""
+
 _FEW_BLOCKS = 32
 """So many blocks are compared with each other."""
 
 _MAX_PART = 0.75
 """Parts that leave more than this of the blocks in one are too little progress."""
 
-_MAX_RANKS = 16
+_MAX_LISTED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +72,15 @@ def require_coverage(table: BlockTable, ranks: Column, copies: Sequence[Copies] 
         CoverageError: elements are missing, or a block reaches outside the array.
         DuplicateWriterError: two blocks share an element.
     """
-    shapes = {table.keys[n]: (n, table.facts[n].shape) for n in _unproved(table)}
+    unproved = {table.keys[n]: (table.facts[n].shape, n, table) for n in _unproved(table)}
     known = set(table.keys) if copies else set()
     for copy in copies:
         if not known.issuperset(copy.table.keys):
             for key, facts in zip(copy.table.keys, copy.table.facts, strict=True):
-                if key not in known and 0 not in facts.shape:
-                    shapes.setdefault(key, (-1, facts.shape))
-    for key in sorted(shapes):
-        number, shape = shapes[key]
-        _require_partition(key, shape, number, table, ranks, copies)
+                if key not in known:
+                    unproved.setdefault(key, (facts.shape, _NO_BLOCKS, copy.table))
+    for key in sorted(unproved):
+        _require_partition(key, *unproved[key], ranks, copies)
 
 
 def _unproved(table: BlockTable) -> list[int]:
@@ -92,7 +94,7 @@ def _unproved(table: BlockTable) -> list[int]:
         origin, extent, size = table.origin[:, dim], table.extent[:, dim], sizes[table.array, dim]
         is_filled &= extent != 0
         is_inside &= (origin >= 0) & (extent >= 0) & (extent <= size - origin)
-        is_cut[table.array[(origin != 0) | (extent != size)], dim] = True
+        is_cut[table.array[extent != size], dim] = True
     num_cut = is_cut.sum(axis=1)
     num_corners = np.where(is_cut | (sizes == _MAX_SIZE), sizes + 1.0, 1.0).prod(axis=1)
     is_wrong = np.zeros(num_arrays, np.bool_)
@@ -104,7 +106,7 @@ def _unproved(table: BlockTable) -> list[int]:
         arrays = np.flatnonzero(is_tried & (num_cut == number))
         # The dims that are cut; along the others all blocks are as long as the array.
         dims = np.argsort(~is_cut[arrays], axis=1, kind="stable")[:, :number]
-        is_wrong[_not_partitioned(table, is_filled, sizes, arrays, dims)] = True
+        is_wrong[arrays[_not_partitioned(table, is_filled, sizes, arrays, dims)]] = True
     return np.flatnonzero(is_wrong | ~(is_small | is_empty)).tolist()
 
 
@@ -124,7 +126,7 @@ def _sizes(table: BlockTable) -> Column:
 def _not_partitioned(
     table: BlockTable, is_filled: _Mask, sizes: Column, arrays: Column, dims: Column
 ) -> Column:
-    """Those of the arrays whose blocks' corners do not add up to the corners of the array.
+    """Which of the arrays have blocks whose corners do not add up to those of the array.
 
     Args:
         table: the blocks; those of the arrays are inside.
@@ -139,7 +141,7 @@ def _not_partitioned(
     rows = np.flatnonzero((owner >= 0) & is_filled)
     owner = owner[rows]
     if dims.shape[1] == 0:
-        return arrays[np.bincount(owner, minlength=len(arrays)) != 1]
+        return np.flatnonzero(np.bincount(owner, minlength=len(arrays)) != 1)
 
     # A corner's number: its array's first number, and its place in C order. A dim of n elements
     # has n + 1 places, since blocks end at the last.
@@ -159,13 +161,13 @@ def _not_partitioned(
         end = lengths[:, dim] * stride
         taken_whole, added_whole = _with_dim(taken_whole, added_whole, np.zeros_like(end), end)
     plus = np.concatenate([added, added_whole], axis=None)
+    del added
     minus = np.concatenate([taken, taken_whole], axis=None)
-    del added, taken
     plus.sort()
     minus.sort()
     # Blocks add as many corners as they take, so those of an array stand at the same places.
     wrong = plus[plus != minus]
-    return arrays[np.unique(np.searchsorted(first, wrong, side="right") - 1)]
+    return np.unique(np.searchsorted(first, wrong, side="right") - 1)
 
 
 def _with_dim(added: Column, taken: Column, low: Column, high: Column) -> tuple[Column, Column]:
@@ -174,12 +176,7 @@ def _with_dim(added: Column, taken: Column, low: Column, high: Column) -> tuple[
 
 
 def _require_partition(
-    key: str,
-    shape: Shape,
-    number: int,
-    table: BlockTable,
-    ranks: Column,
-    copies: Sequence[Copies],
+    key: str, shape: Shape, number: int, table: BlockTable, ranks: Column, copies: Sequence[Copies]
 ) -> None:
     """Raise unless the blocks of one array are a partition of it, and say what is wrong.
 
@@ -201,9 +198,9 @@ def _require_partition(
         ).at_rank(int(ranks[row]))
     overlap = _first_overlap(low, low + extent)
     if overlap is not None:
-        one, other = rows[min(overlap)], rows[max(overlap)]
+        row, other = rows[min(overlap)], rows[max(overlap)]
         raise DuplicateWriterError(
-            f"{key}: {table.region(one)} on rank {ranks[one]} and {table.region(other)} on rank "
+            f"{key}: {table.region(row)} on rank {ranks[row]} and {table.region(other)} on rank "
             f"{ranks[other]} are both main replicas and overlap; give one of them another "
             "replica_id",
             key=key,
@@ -238,7 +235,7 @@ def _first_overlap(low: Column, high: Column) -> tuple[int, int] | None:
             return int(rows[0]), int(rows[1])
         order, starts = max(
             (_separated(low[:, dim], high[:, dim]) for dim in range(low.shape[1])),
-            key=lambda found: len(found[1]),
+            key=lambda sweep: len(sweep[1]),
         )
         lengths = np.diff(starts, append=len(rows))
         if lengths.max() <= _MAX_PART * len(rows):
@@ -273,14 +270,14 @@ def _first_gap(shape: Shape, low: Column, high: Column) -> Shape:
     """
     gap: list[int] = []
     for dim in range(len(shape)):
-        lengths: npt.NDArray[Any] = (high - low)[:, dim + 1 :].astype(object)
-        filled = lengths.prod(axis=1)  # Python's integers: no overflow
+        lengths: npt.NDArray[Any] = (high - low)[:, dim + 1 :].astype(object)  # no overflow
+        filled = lengths.prod(axis=1)
         places = np.concatenate([[0], low[:, dim], high[:, dim]])
         order = np.argsort(places, kind="stable")
         places = places[order]
         total = np.concatenate([[0], filled, -filled]).astype(object)[order].cumsum()
-        is_last = np.append(places[1:] != places[:-1], True)
-        is_short = is_last & (total != math.prod(shape[dim + 1 :]))
+        is_short = total != math.prod(shape[dim + 1 :])
+        is_short[:-1] &= places[1:] != places[:-1]  # the last of equal places has the total
         gap.append(int(places[is_short][0]))
         is_here = (low[:, dim] <= gap[-1]) & (gap[-1] < high[:, dim])
         low, high = low[is_here], high[is_here]
@@ -292,17 +289,14 @@ def _held_by(key: str, shape: Shape, element: Shape, copies: Sequence[Copies]) -
     ranks: set[int] = set()
     for copy in copies:
         table = copy.table
-        if key not in table.keys:
+        number = table.keys.index(key) if key in table.keys else _NO_BLOCKS
+        if number == _NO_BLOCKS or table.facts[number].shape != shape:
             continue
-        number = table.keys.index(key)
-        if table.facts[number].shape != shape:
-            continue
-        rows = np.flatnonzero(table.array == number)
+        rows = table.array == number
         low, extent = table.origin[rows, : len(shape)], table.extent[rows, : len(shape)]
-        at = np.array(element, np.int64)
-        if ((low <= at) & (at - low < extent)).all(axis=1).any():
+        if ((low <= element) & (np.subtract(element, low) < extent)).all(axis=1).any():
             ranks.update(copy.ranks)
     if not ranks:
         return "which no rank holds"
-    listed = some_of([str(rank) for rank in sorted(ranks)], _MAX_RANKS)
+    listed = some_of(list(map(str, sorted(ranks))), _MAX_LISTED)
     return f"which only copies hold (rank {listed}); one of them needs replica_id 0"
