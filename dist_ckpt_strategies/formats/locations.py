@@ -208,6 +208,7 @@ def _read_marker(location: Location) -> CheckpointMarker:
 PACKS = CheckpointMarker("safetensors")
 
 
+@limited
 def holds_packs(location: Location) -> bool:
     """Whether packs are the content of a place: its index says so, whatever the marker says.
 
