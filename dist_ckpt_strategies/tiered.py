@@ -670,9 +670,12 @@ class TieredCheckpointManager:
     def _begin_removal(self) -> None:
         """Remove what is not to be kept, in the background; on rank 0."""
         if self.policy.keep_last:
-            self._pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune")
-            self._pruning.daemon = True
-            self._pruning.start()
+            pruning = threading.Thread(target=self._remove, name="dist-ckpt-prune", daemon=True)
+            try:
+                pruning.start()
+                self._pruning = pruning
+            except RuntimeError as error:  # such as at the end of a script, from Python 3.12 on
+                logger.warning("%s: old checkpoints could not be removed yet: %s", self.root, error)
 
     def _remove(self) -> None:
         with self._one_removal:

@@ -13,6 +13,7 @@ from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_col
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     NoReplicasAvailableError,
     NoUsableCheckpointError,
     StorageError,
@@ -50,13 +51,14 @@ class Inventory:
     For each rank, ``nodes`` has the first one that sees the same directory; ``copies`` has what
     there is in each of these directories, by that first rank. ``has_finished`` says whether any
     save has come to its end: shards that are missing were lost then. ``foreign`` tells of saves of
-    another training, if there are any.
+    another training, if there are any, ``unread`` of errors: what is missing may be there then.
     """
 
     nodes: Sequence[int]
     copies: Mapping[int, list[Copy]]
     has_finished: bool
     foreign: str | None
+    unread: Sequence[str]
 
     def saves(self) -> tuple[Completeness, ...]:
         """What there is of each save, the newest first."""
@@ -109,27 +111,27 @@ def gather_inventory(
             return _listed(directory, _holders_of(comm.rank, nodes, directory), own)
         except StorageError as error:  # others have the copies
             logger.warning("no local checkpoints from %s: %s", directory, error)
-            return [False, [], None]
+            return [False, [], None, str(error)]
 
     copies: dict[int, list[Copy]] = {node: [] for node in nodes}
     everyone = run_and_gather(comm, partial(run_with_limit, listing, directory))
     restart_limit()
-    for node, (_, rows, _) in zip(nodes, everyone, strict=True):
+    for node, (_, rows, *_) in zip(nodes, everyone, strict=True):
         for holder, iteration, stamp, world_size, session, ranks in rows:
             if session == session_id and iteration >= at_least:
                 save = SaveId(iteration, stamp)
                 shards = (LocalShardId(save, rank) for rank in ranks)
                 copies[node] += [Copy(holder, shard, world_size) for shard in shards]
-    has_finished = any(has_finished for has_finished, *_ in everyone)
-    newest = max((SaveId(*save) for *_, save in everyone if save), default=None)
+    newest = max((SaveId(*save) for *_, save, _ in everyone if save), default=None)
     foreign = _foreign(directory, own, newest) if newest else None
-    return Inventory(nodes, copies, has_finished, foreign)
+    unread = [f"rank {rank}: {text}" for rank, (*_, text) in enumerate(everyone) if text]
+    return Inventory(nodes, copies, any(has for has, *_ in everyone), foreign, unread)
 
 
 def _listed(directory: ShardDirectory, holders: Sequence[int], own: str) -> list[Any]:
-    """Whether holders have ended a save of a training, its good shards, the newest other save."""
+    """Whether holders ended a save of a training, its good shards, the newest other, an error."""
     kept: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
-    foreign = None
+    foreign, unread = None, ""
     for one in directory.find(holders):
         save = one.shard_id.save
         if save.training_id != own:
@@ -141,11 +143,13 @@ def _listed(directory: ShardDirectory, holders: Sequence[int], own: str) -> list
             shard = ShardReader(one.path).shard
         except CheckpointError as error:
             logger.warning("a local checkpoint is not used: %s", error)
+            if not isinstance(error, CorruptCheckpointError):
+                unread = str(error)
             continue
         key = (one.holder, save.iteration, save.stamp, shard.world_size, shard.session_id)
         kept[key].append(one.shard_id.global_rank)
     rows = [[*key, ranks] for key, ranks in kept.items()]
-    return [directory.has_finished(holders, own), rows, foreign and astuple(foreign)]
+    return [directory.has_finished(holders, own), rows, foreign and astuple(foreign), unread]
 
 
 def _foreign(directory: ShardDirectory, own: str, save: SaveId) -> str:
@@ -183,7 +187,7 @@ def load_newest(
     ``at_least`` are left alone. Errors are those of the manager's ``load``.
     """
     inventory = gather_inventory(comm, directory, session_id, at_least)
-    reasons: list[str] = []
+    reasons = [*inventory.unread]
     while True:
         try:
             readable, plan = _plan(inventory, reasons, directory)
@@ -247,7 +251,7 @@ def complete_save(
 
     Collective. The ranks of a node also remove shards of ranks that are on other nodes now, or
     gone, and what killed saves have left there. Shards that were written and are gone, or cannot be
-    read, are a StorageError.
+    read, are a StorageError. After an error of reading, a save stays if it may be complete.
     """
     found = gather_inventory(comm, directory, session_id)
 
@@ -260,15 +264,20 @@ def complete_save(
                 f"the local save of iteration {newest.iteration} is incomplete: no rank can read "
                 f"the shards of ranks {whose}; check these nodes' disks, and save again"
             )
-        kept = build_retention([one.save for one in saves if not one.missing], newest, num_kept)
+        complete = [one.save for one in saves if not one.missing]
         holders = [comm.rank]
         with _failures_logged():
             directory.note_finished(comm.rank, newest.training_id)
             holders = _holders_of(comm.rank, found.nodes, directory)
             for holder in holders:
                 directory.remove_stale_files(holder)
-        own = newest.training_id
-        remove_shards(directory, holders, lambda one: one.training_id == own and one not in kept)
+
+        def is_outdated(save: SaveId) -> bool:
+            maybe = [save] if found.unread and not directory.has_left(save) else []
+            kept = build_retention([*complete, *maybe], newest, num_kept)
+            return save.training_id == newest.training_id and save not in kept
+
+        remove_shards(directory, holders, is_outdated)
 
     run_collectively(comm, clean_up)
 

@@ -37,6 +37,7 @@ from tests.local.clique_worlds import (
 )
 from tests.support.leaks import open_files_below, threads_left
 from tests.support.processes import until
+from tests.support.system_calls import before_calls
 
 LOSSES: dict[str, tuple[int, int, int, Sequence[str]]] = {
     "the first node": (4, 2, 2003, ["node0"]),
@@ -144,6 +145,46 @@ def test_as_many_saves_are_kept_as_asked_for_and_no_stale_files(tmp_path: Path) 
         assert node.load(again) == ("ok", "6")
 
     run_threads(4, body, tmp_path)
+
+
+@pytest.mark.parametrize("call", ["pread", "listdir"])
+def test_nothing_is_removed_or_taken_for_absent_since_it_cannot_be_read_now(
+    call: str, tmp_path: Path
+) -> None:
+    """Of rank 1's state of 20, node 0 has a damaged copy, and node 1 one that fails to be read."""
+    root, failing = str(tmp_path), threading.Event()
+    holder = str(holder_directory(root, 3))
+
+    def fail(_: str, path: str) -> None:
+        is_it = path.startswith(f"{holder}/iter_0000020")
+        if call == "listdir":  # only once the shards of 30 are there: a save begins with one
+            is_it = path == holder and bool(parts_in(root, iteration=30, owner=3))
+        if failing.is_set() and is_it:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def body(node: Node) -> None:
+        manager = node.manager(keep=2)
+        for iteration in (10, 20):
+            node.save(manager, iteration)
+        (copy,) = holder_directory(root, 1).glob("iter_0000020_1_*")
+        node.once(lambda: copy.write_bytes(b"damaged"))
+        node.once(failing.set)
+        assert node.save(manager, 30) == SAVED
+        node.once(failing.clear)
+        assert [len(parts_in(root, iteration=one)) for one in (10, 20, 30)] == [8, 8, 8]
+        node.once(lambda: remove(parts_in(root, iteration=30)))
+        assert node.load(manager) == ("ok", "20")
+        node.save(manager, 30)
+        node.meet()
+        assert iterations_in(root) == [20, 30]
+        node.once(lambda: remove([one for one in parts_in(root) if str(one.parent) != holder]))
+        node.once(failing.set)
+        kind, text = node.load(manager)
+        assert kind == "NoReplicasAvailableError"
+        assert os.strerror(errno.EIO) in text
+
+    with before_calls(fail, [call]):
+        run_threads(4, body, tmp_path)
 
 
 def test_sessions_are_kept_apart_and_foreign_files_count_as_absent(tmp_path: Path) -> None:
