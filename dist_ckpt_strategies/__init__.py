@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dist_ckpt_strategies.tiered import ManagerOptions, SavePolicy, TieredCheckpointManager
     from dist_ckpt_strategies.tools.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.tools.diff import diff
+    from dist_ckpt_strategies.tools.opened import open  # noqa: A004
     from dist_ckpt_strategies.tools.prune import PruneReport, prune
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ _NAMES = {
     "tiered": ("ManagerOptions", "SavePolicy", "TieredCheckpointManager"),
     "tools.convert": ("ConvertOptions", "convert", "upgrade"),
     "tools.diff": ("diff",),
+    "tools.opened": ("open",),
     "tools.prune": ("PruneReport", "prune"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
@@ -64,6 +66,7 @@ __all__ = [
     "diff",
     "get_default_strategy",
     "load",
+    "open",
     "prepare_local_load",
     "prune",
     "register",

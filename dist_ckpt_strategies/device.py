@@ -103,6 +103,14 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
+def as_tensor(elements: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
+    """The tensor in the same memory, which is in C order."""
+    if not elements.size:
+        return torch.empty(elements.shape, dtype=torch_dtype(dtype))
+    content = torch.from_numpy(elements.reshape(-1).view(np.uint8))
+    return content.view(torch_dtype(dtype)).reshape(elements.shape)
+
+
 def require_plain(tensor: object, *, key: str, is_filled: bool = False) -> None:
     """Raise a PlanError unless it is a dense tensor whose elements lie in memory of its own.
 

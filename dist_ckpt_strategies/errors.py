@@ -103,7 +103,7 @@ class StorageError(CheckpointError):
     """The checkpoint on disk cannot be read or written."""
 
 
-class ArrayNotFoundError(StorageError, FileNotFoundError):
+class ArrayNotFoundError(StorageError, FileNotFoundError, KeyError):
     """The checkpoint holds no array or object of that key."""
 
 

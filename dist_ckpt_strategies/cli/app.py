@@ -279,7 +279,9 @@ def convert(
     source: _Source,
     target: _Target,
     *,
-    to: Annotated[str, _value(metavar="FORMAT", help="zarr@2, zarr@1, torch_dist or safetensors.")],
+    to: Annotated[
+        str, _value(metavar="FORMAT", help="pack, zarr@2, zarr@1, torch_dist or safetensors.")
+    ],
     keys: Annotated[
         str | None, _value(metavar="GLOB", help="For safetensors: only keys that match.")
     ] = None,
@@ -288,7 +290,7 @@ def convert(
         _value(
             metavar="MB",
             min=1,
-            help="Size of a file of safetensors (5000) or torch_dist (537), in MB.",
+            help="Size of a file of safetensors (5000), a pack or torch_dist (537), in MB.",
         ),
     ] = None,
     memory: _Memory = 256,
@@ -298,10 +300,10 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format, bit for bit.
 
-    From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects
-    and common state too. To safetensors: only the model's arrays. Memory is bounded. DST must be
-    new or empty; nothing is visible there until the conversion is complete. After an interruption
-    the same command starts over.
+    From ("safetensors", 1), ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16;
+    optimizer state, objects and common state too. To safetensors: only the model's arrays, whole;
+    to pack: ("safetensors", 1). Memory is bounded. DST must be new or empty; nothing is visible
+    there until the conversion is complete. After an interruption the same command starts over.
     """
     _prepare(source, target)
     from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
@@ -319,7 +321,8 @@ def upgrade(
     to: Annotated[
         str | None,
         _value(
-            metavar="FORMAT", help="zarr@2, zarr@1 or torch_dist; by default the format of SRC."
+            metavar="FORMAT",
+            help="pack, zarr@2, zarr@1 or torch_dist; by default the format of SRC.",
         ),
     ] = None,
     memory: _Memory = 256,

@@ -275,14 +275,14 @@ class FullIndex:
         firsts = [segment[0] for segment in self.facts["arrays"]]
         numbers = {n for key in wanted for n in _numbers(firsts, key)}
         self._load(sorted(numbers))
-        table, _, _ = merged(self._tables[n] for n in sorted(numbers))
-        missing = [key for key in wanted if key not in set(table.keys)]
+        table, _, _ = merged(_of_keys(self._tables[n], wanted) for n in sorted(numbers))
+        found = set(table.keys)
+        missing = [key for key in wanted if key not in found]
         if missing:
             raise ArrayNotFoundError(
                 f"{missing[0]}: no such array in {self._path}", key=missing[0], path=self._path
             )
-        is_wanted = np.array([key in set(wanted) for key in table.keys], bool)
-        return table.rows(np.flatnonzero(is_wanted[table.array]))
+        return table
 
     def _load(self, numbers: Sequence[int]) -> None:
         """Read segments of arrays that are not there yet, those that follow each other at once."""
@@ -353,6 +353,16 @@ class FullIndex:
                 path=self._path,
             )
         return content
+
+
+def _of_keys(table: BlockTable, wanted: Sequence[str]) -> BlockTable:
+    """The blocks of a segment that are of these keys, which are sorted as those of the segment."""
+    known = table.keys
+    start, stop = bisect_left(wanted, known[0]), bisect_right(wanted, known[-1])
+    places = [(bisect_left(known, key), key) for key in wanted[start:stop]]
+    is_wanted = np.zeros(len(known), bool)
+    is_wanted[[at for at, key in places if known[at] == key]] = True
+    return table.rows(np.flatnonzero(is_wanted[table.array]))
 
 
 def _numbers(firsts: Sequence[str], key: str) -> range:

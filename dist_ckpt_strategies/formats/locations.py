@@ -149,8 +149,8 @@ def require_path(location: Location, what: str) -> Path:
     """
     if isinstance(location, Bucket):
         raise StrategyError(
-            f"{location}: {what} needs a directory on a file system, found a URL; format "
-            "('zarr', 2) takes URLs"
+            f"{location}: {what} needs a directory on a file system, found a URL; formats "
+            "('safetensors', 1) and ('zarr', 2) take URLs"
         )
     return location
 

@@ -13,14 +13,21 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region
 from dist_ckpt_strategies.core.blocks import BlockTable
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
+    CheckpointChangedError,
     IncompleteCheckpointError,
     some_of,
 )
 from dist_ckpt_strategies.formats.index import INDEX_NAME, StoredObject
 from dist_ckpt_strategies.formats.locations import Location, require_something
-from dist_ckpt_strategies.formats.pack import StoredBytes
-from dist_ckpt_strategies.formats.pack_commit import current_save
-from dist_ckpt_strategies.formats.pack_read import BlockRead, begin_reads
+from dist_ckpt_strategies.formats.manifest import similar_text
+from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, StoredBytes
+from dist_ckpt_strategies.formats.pack_commit import current_save, read_pointer
+from dist_ckpt_strategies.formats.pack_read import (
+    READ_NBYTES,
+    BlockRead,
+    DigestTables,
+    begin_reads,
+)
 from dist_ckpt_strategies.formats.pack_write import file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.files import Directory, require_directory
@@ -69,6 +76,7 @@ class PackCheckpoint:
         pointer, self.index = opened
         self.identity = pointer.digest
         self._found: dict[str, BlockTable] = {}
+        self._tables: DigestTables = {}
 
     @property
     def save(self) -> PackCheckpoint:
@@ -76,17 +84,46 @@ class PackCheckpoint:
         return self
 
     def read(self, step: Callable[[], T]) -> T:
-        """What a step reads of it: packs are never written again, so nothing is compared."""
-        return step()
+        """What a step reads of it. Packs are never written again, but removed with their save.
+
+        Raises:
+            CheckpointChangedError: another save has replaced it.
+        """
+        try:
+            return step()
+        except IncompleteCheckpointError as error:
+            pointer = read_pointer(self._store)
+            if pointer is None or pointer.digest == self.identity:
+                raise
+            raise CheckpointChangedError(
+                f"{self._store}: another save replaced this checkpoint while it was read; load it "
+                "again",
+                path=str(self._store),
+            ) from error
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Those of its packs; see ``pack.UNVERIFIED``."""
+        return tuple(self.index.facts.get("features", ()))
+
+    def blocks(self, key: str) -> Iterator[tuple[Region, int]]:
+        """The stored blocks of an array that ``find`` has given, and which rank wrote each."""
+        table = self._found[key]
+        packs = self.index.packs(table.place[:, 0].tolist())
+        for row, number in enumerate(table.place[:, 0].tolist()):
+            yield table.region(row), packs[number].rank
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """The arrays of these keys, sorted by key.
 
         Raises:
-            ArrayNotFoundError: there is no such array.
+            ArrayNotFoundError: there is no such array; names similar ones.
         """
         wanted = sorted(set(keys))
-        table = self.index.find(wanted)
+        try:
+            table = self.index.find(wanted)
+        except ArrayNotFoundError as error:
+            raise self._not_found(str(error.key)) from error
         order = np.argsort(table.array, kind="stable")
         bounds = np.searchsorted(table.array[order], np.arange(len(table.keys) + 1))
         specs = {}
@@ -113,6 +150,7 @@ class PackCheckpoint:
         """Begin to read regions of arrays that ``find`` has given; every byte is verified."""
         rows = [(read, row) for read in reads for row in self._rows(read)]
         packs = self.index.packs(table.place[n, 0] for _, (table, n) in rows)
+        max_nbytes = max(RANGE_NBYTES, min(READ_NBYTES, self._budget))
         requests = []
         for read, (table, n) in rows:
             number, byte_offset, first_range = table.place[n].tolist()
@@ -134,9 +172,25 @@ class PackCheckpoint:
         return begin_reads(
             self._store,
             requests,
-            num_threads=self._num_threads,
+            num_threads=max(1, min(self._store.num_readers, self._budget // max_nbytes)),
             deadline=Deadline.after(self._options.timeout_s / 2),
             verify=self._options.verify is not Verify.OFF,
+            tables=self._tables,
+            max_nbytes=max_nbytes,
+        )
+
+    @property
+    def _budget(self) -> int:
+        """Bytes that all threads together read by one call each."""
+        num_copies = 2 if isinstance(self._store, Bucket) else 1
+        return self._options.max_inflight_bytes // num_copies
+
+    def _not_found(self, key: str) -> ArrayNotFoundError:
+        keys = list(self.keys())
+        return ArrayNotFoundError(
+            f"{key}: no such array among the {len(keys)} in {self._store}{similar_text(key, keys)}",
+            key=key,
+            path=str(self._store),
         )
 
     def _rows(self, read: ArrayRead) -> Iterator[tuple[BlockTable, int]]:
@@ -149,10 +203,6 @@ class PackCheckpoint:
         high = np.minimum(table.origin[:, :ndim] + table.extent[:, :ndim], region.end)
         for row in np.flatnonzero((low < high).all(axis=1)).tolist():
             yield table, row
-
-    @property
-    def _num_threads(self) -> int:
-        return self._store.num_readers
 
     def object_ids(self) -> Iterator[ObjectId]:
         """All shards of objects, sorted."""

@@ -30,11 +30,14 @@ from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
 from dist_ckpt_strategies.storage.store import Bytes, HostArray
 
-_READ_NBYTES = 4 << 20
+READ_NBYTES = 4 << 20
 """What one call reads: it stays in the processor's cache until its digests are taken."""
 
 _MAX_BUFFERS = 1000
 """Of one call; the system takes 1024."""
+
+
+DigestTables = dict[PackRecord, Digests]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +73,38 @@ class _Span:
     target: Bytes | None
 
 
-def begin_reads(
+def begin_reads(  # noqa: PLR0913
     store: Place,
     reads: Sequence[BlockRead],
     *,
     num_threads: int,
     deadline: Deadline,
     verify: bool = True,
+    tables: DigestTables | None = None,
+    max_nbytes: int = READ_NBYTES,
 ) -> Transfer:
     """Begin to bring elements of blocks into memory. Rank-local; tables of digests are read first.
+
+    Args:
+        store: where the packs are.
+        reads: what to read.
+        num_threads: that read at the same time.
+        deadline: for the tables of digests.
+        verify: whether to compare what is read with its digests.
+        tables: those that were read before; new ones are added.
+        max_nbytes: read by one call; a thread has a buffer of that size.
 
     Raises, as the transfer that is returned:
         CorruptCheckpointError: a range is not what was written; names key, file, bytes and rank.
         IncompleteCheckpointError: a pack is missing.
         StorageTimeoutError: storage did not answer in time.
     """
-    tables: dict[PackRecord, Digests | None] = {read.pack: None for read in reads}
+    tables = {} if tables is None or not verify else tables
     if verify:
-        first = {read.pack: read.key for read in reads}
+        first = {read.pack: read.key for read in reads if read.pack not in tables}
         jobs = [
             Job(first[p], store.path(file_of(p.name)), partial(_read_table, store, p, tables))
-            for p in tables
+            for p in first
         ]
         Transfer(jobs, num_threads).wait(deadline.left_s)
     buffers: deque[Bytes] = deque()
@@ -98,32 +112,32 @@ def begin_reads(
         Job(
             spans[0].read.key,
             store.path(path),
-            partial(_read_spans, store, path, spans, tables, buffers),
+            partial(_read_spans, store, path, spans, tables.get(spans[0].read.pack), buffers),
         )
-        for spans in _batches(reads)
+        for spans in _batches(reads, max(max_nbytes, RANGE_NBYTES))
         for path in [file_of(spans[0].read.pack.name)]
     ]
     return Transfer(jobs, num_threads)
 
 
-def _read_table(store: Place, pack: PackRecord, tables: dict[PackRecord, Digests | None]) -> None:
+def _read_table(store: Place, pack: PackRecord, tables: DigestTables) -> None:
     content = np.empty(table_nbytes(pack.num_ranges), np.uint8)
     name = file_of(pack.name)
     store.read_into(name, pack.nbytes - content.size, [content])
     tables[pack] = opened_table(content.tobytes(), pack.digest, store.path(name))
 
 
-def _batches(reads: Sequence[BlockRead]) -> Iterator[list[_Span]]:
+def _batches(reads: Sequence[BlockRead], max_nbytes: int) -> Iterator[list[_Span]]:
     """Spans that one call reads: they follow each other in one pack."""
     batch: list[_Span] = []
     nbytes = end = 0
     for read in sorted(reads, key=lambda read: (read.pack.name, read.byte_offset)):
-        for span in _spans(read):
+        for span in _spans(read, max_nbytes):
             start = read.byte_offset + span.start
             if batch and (
                 start != end
                 or read.pack != batch[0].read.pack
-                or nbytes + span.nbytes > _READ_NBYTES
+                or nbytes + span.nbytes > max_nbytes
                 or len(batch) == _MAX_BUFFERS
             ):
                 yield batch
@@ -135,7 +149,7 @@ def _batches(reads: Sequence[BlockRead]) -> Iterator[list[_Span]]:
         yield batch
 
 
-def _spans(read: BlockRead) -> Iterator[_Span]:
+def _spans(read: BlockRead, max_nbytes: int) -> Iterator[_Span]:
     """What is to be read for a read, ranges in order."""
     itemsize = read.target.dtype.itemsize
     total = math.prod(read.shape) * itemsize
@@ -153,7 +167,7 @@ def _spans(read: BlockRead) -> Iterator[_Span]:
         is_direct = target is not None and start <= low and high <= stop
         if target is None and not _touches(read, low // itemsize, high // itemsize):
             continue
-        if span and span[1] == low and span[2] is is_direct and high - span[0] <= _READ_NBYTES:
+        if span and span[1] == low and span[2] is is_direct and high - span[0] <= max_nbytes:
             span = span[0], high, is_direct
             continue
         if span:
@@ -173,11 +187,10 @@ def _read_spans(
     store: Place,
     path: str,
     spans: Sequence[_Span],
-    tables: dict[PackRecord, Digests | None],
+    table: Digests | None,
     buffers: deque[Bytes],
 ) -> None:
     first = spans[0]
-    pack, table = first.read.pack, tables[first.read.pack]
     with _buffer(buffers, sum(span.nbytes for span in spans if span.target is None)) as memory:
         at, targets = 0, []
         for span in spans:
@@ -186,7 +199,9 @@ def _read_spans(
             else:
                 targets.append(memory[at : at + span.nbytes])
                 at += span.nbytes
-        store.read_into(path, pack.data_start + first.read.byte_offset + first.start, targets)
+        store.read_into(
+            path, first.read.pack.data_start + first.read.byte_offset + first.start, targets
+        )
         for span, content in zip(spans, targets, strict=True):
             if table is not None:
                 _compare(store.path(path), span, content, table)
@@ -276,7 +291,9 @@ def _buffer(buffers: deque[Bytes], nbytes: int) -> Iterator[Bytes]:
     try:
         memory = buffers.pop()
     except IndexError:
-        memory = np.empty(_READ_NBYTES, np.uint8)
+        memory = np.empty(nbytes, np.uint8)
+    if memory.size < nbytes:
+        memory = np.empty(nbytes, np.uint8)
     try:
         yield memory
     finally:

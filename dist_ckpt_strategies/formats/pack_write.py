@@ -78,7 +78,8 @@ def write_pack(
         name: no other pack has it.
         pack: its layout.
         contents: the bytes of each tensor that the layout lists, in its order, in batches; a batch
-            is valid until the next is taken. Padding is left out.
+            is valid until the next is taken. Padding is left out. A tensor may come in parts, all
+            but the last of whole ranges.
         save_id: of the save; empty where writers share none.
         rank: the global rank that writes.
     """
@@ -88,12 +89,13 @@ def write_pack(
 
     def pieces() -> Iterator[Sequence[Bytes]]:
         yield [np.frombuffer(header, np.uint8)]
-        number, sizes = 0, iter(pack.sizes)
+        number, sizes, left = 0, iter(pack.sizes), 0
         for batch in _with_padding(pack, contents):
             pending: list[Bytes] = []
             nbytes = 0
             for content in batch:
-                if content.size != next(sizes):
+                left = (left or next(sizes, 0)) - content.size
+                if left < 0 or (left and content.size % RANGE_NBYTES):
                     raise StorageError(f"{path}: {content.size} bytes to write, not as announced")
                 for start in range(0, content.size, RANGE_NBYTES):
                     piece = content[start : start + RANGE_NBYTES]
@@ -105,7 +107,7 @@ def write_pack(
                         yield pending
                         pending, nbytes = [], 0
             yield pending
-        if number != pack.num_ranges:
+        if left or number != pack.num_ranges:
             raise StorageError(f"{path}: {number} ranges to write, expected {pack.num_ranges}")
         table, digest = sealed_table(digests, header)
         sealed.append(digest)

@@ -13,43 +13,48 @@ from typing import Any
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
 from dist_ckpt_strategies.config import MIB, Options, Verify, options_from_environment
-from dist_ckpt_strategies.core.array import Region
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     PlanError,
+    StorageError,
+    StorageTimeoutError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
+from dist_ckpt_strategies.formats.index import SAVES
 from dist_ckpt_strategies.formats.locations import (
     SAVE_PREFIX,
     Location,
+    holds_packs,
     is_finished,
     located,
     other_contents,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content
+from dist_ckpt_strategies.formats.pack import UNVERIFIED
+from dist_ckpt_strategies.formats.pack_write import FOLDER
 from dist_ckpt_strategies.megatron.types import default_allowed, raises_megatron_errors
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
+    LOCK_NAME,
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
 )
-from dist_ckpt_strategies.storage.store import HostArray
+from dist_ckpt_strategies.tools.pack_writer import PackWriter
 from dist_ckpt_strategies.tools.plan_convert import (
     FileTask,
     Format,
     SourceArray,
-    WriteItem,
     build_convert_plan,
 )
-from dist_ckpt_strategies.tools.readers import CheckpointReader, Memory, open_reader
+from dist_ckpt_strategies.tools.readers import CheckpointReader, RegionRead, open_reader
 from dist_ckpt_strategies.tools.writers import SafetensorsWriter, TargetWriter, ZarrWriter
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
@@ -80,11 +85,13 @@ class ConvertOptions:
     Attributes:
         max_memory_bytes: bound on the elements in memory at once, over all threads. On top come
             objects, the libraries, and one shard for each thread where the source is torch_dist.
-        max_file_bytes: wanted size of the files of safetensors and torch_dist, 5 GB and 512 MiB by
-            default; an array of safetensors, or a shard, that is larger has a file of its own.
+        max_file_bytes: wanted size of the files of safetensors, 5 GB by default, and of packs and
+            files of torch_dist, 512 MiB; an array of safetensors, or a shard, that is larger has a
+            file of its own.
         num_threads: files handled at the same time; by default one for each core, at least 2.
-        options: timeouts. ``verify`` means nothing here: all that is read is verified, or a copy
-            would have valid digests of damaged elements.
+        options: timeouts. Whatever ``verify`` is, all that is read is verified, or a copy would
+            have valid digests of damaged elements. Only packs may be made of what was read with
+            ``verify="off"``: they say so, in their feature ``unverified``.
     """
 
     max_memory_bytes: int = 256 * MIB
@@ -116,17 +123,21 @@ class ConvertOptions:
         """How files are read and written."""
         return self.options or options_from_environment()
 
-    def open(self, name: str | Path, allow: Allowed) -> CheckpointReader:
+    def open(
+        self, name: str | Path, allow: Allowed, verify: Verify = Verify.READ
+    ) -> CheckpointReader:
         """The finished checkpoint of that name; see ``open_reader``.
 
-        What is on its way from a store takes memory too, and is bounded like a block.
+        What is on its way from storage takes memory too, and is bounded like a block.
         """
-        options = self.storage.with_changes(verify=Verify.READ)
-        root = _resolved(name, options)
+        root = _resolved(name, self.storage)
+        options = self.storage.with_changes(verify=verify)
         if isinstance(root, Bucket):
             options = options.with_changes(max_inflight_bytes=2 * self.block_nbytes)
         else:
             _require_checkpoint(root)
+            if holds_packs(root):
+                options = options.with_changes(max_inflight_bytes=self.block_nbytes)
         return open_reader(root, options, allow)
 
 
@@ -159,7 +170,7 @@ class ConvertReport:
 def convert(  # noqa: PLR0913
     source: str | Path,
     target: str | Path,
-    to: str,
+    to: str | tuple[str, int],
     *,
     keys: str | None = None,
     allow: Allowed = (),
@@ -170,17 +181,19 @@ def convert(  # noqa: PLR0913
     """Convert a checkpoint to another format, bit for bit, in bounded memory.
 
     The target becomes visible when it is complete. A failed or killed conversion leaves a
-    ``.partial-`` directory, or a ``save-`` prefix, which the same call replaces.
+    ``.partial-`` directory, or a ``save-`` prefix, which the same call replaces. To packs, a killed
+    one leaves packs that nothing names; the same call succeeds beside them.
 
     Collective if ``comm`` has several ranks: each writes its share of the files, the result is the
     same as that of one process, and a failure on one rank is raised on all.
 
     Args:
-        source: directory of a finished checkpoint of ("zarr", 1), ("zarr", 2) or torch_dist; of
-            ("zarr", 2) also its URL.
-        target: a new or empty directory, or one that an unfinished conversion left; for ("zarr", 2)
-            also a URL.
-        to: ``zarr@2``, ``zarr@1``, ``torch_dist``, or ``safetensors`` for a model's arrays.
+        source: directory of a finished checkpoint of ("safetensors", 1), ("zarr", 1), ("zarr", 2)
+            or torch_dist; of ("safetensors", 1) and ("zarr", 2) also its URL.
+        target: a new or empty directory, or one that an unfinished conversion left; for
+            ("safetensors", 1) and ("zarr", 2) also a URL.
+        to: ``pack`` or ("safetensors", 1), ``zarr@2``, ``zarr@1``, ``torch_dist``, or
+            ``safetensors`` for a model's arrays.
         keys: for safetensors only arrays whose keys match this glob.
         allow: further classes that objects may be unpickled to, for torch_dist.
         options: memory and threads of each process, file sizes.
@@ -192,21 +205,21 @@ def convert(  # noqa: PLR0913
         CheckpointExistsError: the target holds something.
         ArrayNotFoundError: no array of a model, or none whose key matches.
         PlanError: the target cannot hold an array, or the ranks see different sources.
-        StrategyError: one place is within the other, or the target is a URL and the format not
-            ("zarr", 2); or one is no address.
+        StrategyError: one place is within the other, or the target is a URL and its format takes
+            none; or one is no address.
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """
     allowed = [*default_allowed(), *allow]
     conversion = _Conversion(options or ConvertOptions(), allowed, Ranks(comm), keys)
-    return conversion.run(source, target, Format(to), watch)
+    return conversion.run(source, target, Format.of(to), watch)
 
 
 @raises_megatron_errors
 def upgrade(  # noqa: PLR0913
     source: str | Path,
     target: str | Path,
-    to: str | None = None,
+    to: str | tuple[str, int] | None = None,
     *,
     allow: Allowed = (),
     options: ConvertOptions | None = None,
@@ -222,7 +235,7 @@ def upgrade(  # noqa: PLR0913
     Raises:
         StrategyError: there is nothing to upgrade; others as in ``convert``.
     """
-    chosen = None if to is None else Format(to)
+    chosen = None if to is None else Format.of(to)
     if chosen is Format.SAFETENSORS:
         raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
     allowed = [*default_allowed(), *allow]
@@ -244,31 +257,50 @@ class _Conversion:
         self, source: str | Path, target: str | Path, to: Format | None, watch: Watch | None
     ) -> ConvertReport:
         """Plan, write to a place of its own, and move that into the target. Collective."""
-        started, ranks, memory = time.monotonic(), self.ranks, Memory()
+        started, ranks = time.monotonic(), self.ranks
         reader, writer, common = ranks.run(lambda: self._open(source, target, to))
-        plan, place = writer.plan, writer.place
+        plan = writer.plan
         ranks.require_alike([task.nbytes for task in plan.tasks])
 
         def begin() -> str:
-            _require_free(writer.root, "" if self.is_upgrade else reader.root)
-            place.save_id = place.new_save_id()
-            writer.begin()
-            return place.save_id
+            _require_free(writer, "" if self.is_upgrade else reader.root)
+            return writer.begin()
 
-        place.save_id = ranks.run_on_first(begin)
-        ranks.run(lambda: writer.open(ranks.first, plan.arrays[ranks.rank :: ranks.size]))
+        save_id = ranks.run_on_first(begin)
+        of_rank = plan.arrays[ranks.rank :: ranks.size]
+        ranks.run(lambda: writer.open(save_id, ranks.first, of_rank))
+        try:
+            gathered = self._write(reader, writer, watch)
+
+            def finish() -> None:
+                records = dict(chain.from_iterable(gathered))
+                reader.save.read(lambda: writer.finish(records, reader, common))
+
+            ranks.run_on_first(finish)
+        except StorageTimeoutError:
+            raise  # a thread may still write
+        except StorageError:
+            writer.abandon()
+            raise
+        ranks.run_on_first(writer.commit)
+        seconds = time.monotonic() - started
+        return ConvertReport(len(plan.arrays), len(plan.objects), plan.nbytes, seconds)
+
+    def _write(
+        self, reader: CheckpointReader, writer: TargetWriter, watch: Watch | None
+    ) -> list[list[tuple[int, Any]]]:
+        """Write this rank's tasks, durably; what all ranks have written. Collective."""
+        tasks = writer.plan.tasks
 
         def write(task: FileTask, count: Count) -> Any:
-            def read(item: WriteItem, region: Region) -> HostArray:
-                elements = memory.array(region.shape, item.array.dtype)
-                reader.read(item.source.key, region, elements)
-                count(elements.nbytes)
-                return elements
+            def read(reads: Sequence[RegionRead]) -> None:
+                reader.read(reads)
+                count(sum(target.nbytes for *_, target in reads))
 
             return reader.save.read(lambda: writer.write(task, read))
 
-        records = ranks.share(
-            plan.tasks,
+        records = self.ranks.share(
+            tasks,
             lambda task: task.nbytes,
             write,
             num_threads=self.options.threads,
@@ -276,37 +308,34 @@ class _Conversion:
         )
 
         def flush() -> list[tuple[int, Any]]:
-            writer.flush([plan.tasks[number] for number in records])
+            writer.flush([tasks[number] for number in records])
             return list(records.items())
 
-        gathered = ranks.gather(flush)
-
-        def finish() -> None:
-            records = dict(chain.from_iterable(gathered))
-            reader.save.read(lambda: writer.finish(records, reader, common))
-            place.commit(writer.marker.to_json() if writer.marker else None)
-
-        ranks.run_on_first(finish)
-        seconds = time.monotonic() - started
-        return ConvertReport(len(plan.arrays), len(plan.objects), plan.nbytes, seconds)
+        return self.ranks.gather(flush)
 
     def _open(
         self, source: str | Path, target: str | Path, to: Format | None
     ) -> tuple[CheckpointReader, TargetWriter, bytes]:
         """The source, the target, and on the first rank the file of the common state."""
-        reader = self.options.open(source, self.allow)
-        writer, common = self._writer(reader, target, to or reader.format), b""
+        is_unverified = self.options.storage.verify is Verify.OFF and to is Format.PACK
+        verify = Verify.OFF if is_unverified else Verify.READ
+        reader = self.options.open(source, self.allow, verify)
+        to = to or reader.format
+        features = {UNVERIFIED} if is_unverified else {*reader.features}
+        writer, common = self._writer(reader, target, to, sorted(features)), b""
         if self.ranks.rank == 0 and writer.marker is not None:
             common = reader.common_content()
             if self.is_upgrade:
                 common = upgraded_common(common, f"{reader.root}/{COMMON_NAME}", self.allow)
         return reader, writer, common
 
-    def _writer(self, reader: CheckpointReader, target: str | Path, to: Format) -> TargetWriter:
+    def _writer(
+        self, reader: CheckpointReader, target: str | Path, to: Format, features: Sequence[str]
+    ) -> TargetWriter:
         """Check the target's address, and plan; nothing is written."""
         options, block_nbytes = self.options.storage, self.options.block_nbytes
         root = located(target, options)
-        if to is not Format.ZARR2:
+        if to not in {Format.PACK, Format.ZARR2}:
             require_path(root, f"a target of format {to}")
         # Other ranks do not look up what the first is about to make: see make_directories.
         real = root if self.ranks.rank else _resolved(target, options)
@@ -324,7 +353,10 @@ class _Conversion:
             () if to is Format.SAFETENSORS else reader.objects,
             file_nbytes=self.options.max_file_bytes or file_nbytes,
             object_nbytes=block_nbytes if isinstance(root, Bucket) else None,
+            features=features,
         )
+        if plan.layout is not None:
+            return PackWriter(root, plan, plan.layout, block_nbytes, features)
         if to in {Format.ZARR1, Format.ZARR2}:
             version = 1 if to is Format.ZARR1 else 2
             of_saves = CheckpointWriter(
@@ -362,8 +394,9 @@ def _chosen(source: CheckpointReader, to: Format, keys: str | None) -> Sequence[
     return found
 
 
-def _require_free(root: Location, source: Location | str) -> None:
+def _require_free(writer: TargetWriter, source: Location | str) -> None:
     """Raise unless there is nothing, or what an unfinished conversion left."""
+    root = writer.root
     complete_commit(root)
     if isinstance(root, Bucket):
         root.require_bucket()
@@ -372,6 +405,8 @@ def _require_free(root: Location, source: Location | str) -> None:
         with file_errors(None, root):
             names = os.listdir(root) if root.exists() else ()  # noqa: PTH208
     stale = (SAVE_PREFIX,) if isinstance(root, Bucket) else (PARTIAL_PREFIX, REMOVED_PREFIX)
+    if isinstance(writer, PackWriter):
+        stale = (*stale, FOLDER, SAVES, LOCK_NAME)
     if not all(name.startswith(stale) for name in names):
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""
         what = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"

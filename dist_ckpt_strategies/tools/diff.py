@@ -124,8 +124,8 @@ def diff(  # noqa: PLR0913
     the same report, and a failure on one rank is raised on all.
 
     Args:
-        a: directory of a finished checkpoint: ("zarr", 1), ("zarr", 2) or torch_dist. Of
-            ("zarr", 2) also its URL.
+        a: directory of a finished checkpoint: ("safetensors", 1), ("zarr", 1), ("zarr", 2) or
+            torch_dist. Of ("safetensors", 1) and ("zarr", 2) also its URL.
         b: another one.
         keys: compare only arrays whose keys match this glob, and no objects.
         allow: further classes that objects and the common state may be unpickled to.
@@ -223,8 +223,8 @@ class _Comparison:
         for block in blocks(region, itemsize, limit, array.granularity):
             one = self._memory.array(block.shape, array.dtype, "a")
             other = self._memory.array(block.shape, array.dtype, "b")
-            self._a.read(array.key, block, one)
-            self._b.read(array.key, block, other)
+            self._a.read([(array.key, block, one)])
+            self._b.read([(array.key, block, other)])
             count(block.numel * itemsize)
             mine, theirs = bytes_of(one), bytes_of(other)
             if mine.size % 8 == 0:

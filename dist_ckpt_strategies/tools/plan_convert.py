@@ -1,5 +1,7 @@
 """Decide how a checkpoint becomes one of another format: its files, and blocks that fit memory."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +16,8 @@ from dist_ckpt_strategies.core.array import (
     ObjectId,
     Region,
     Shape,
+    ShardId,
+    ShardSpec,
     require_storable_keys,
 )
 from dist_ckpt_strategies.core.chunk_grids import (
@@ -23,6 +27,7 @@ from dist_ckpt_strategies.core.chunk_grids import (
     object_chunk_shape,
 )
 from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.formats.pack import Layout, PackLimits, lay_out
 
 SAFETENSORS_DTYPES: Mapping[DType, str] = MappingProxyType(
     {
@@ -54,14 +59,36 @@ class Format(StrEnum):
     Another value raises a PlanError.
     """
 
+    PACK = "pack"
     ZARR2 = "zarr@2"
     ZARR1 = "zarr@1"
     TORCH_DIST = "torch_dist"
     SAFETENSORS = "safetensors"
 
+    @property
+    def backend(self) -> tuple[str, int]:
+        """Backend and version, as ``metadata.json`` has them; of no checkpoint, ("", 0)."""
+        return _BACKENDS.get(self, ("", 0))
+
+    @classmethod
+    def of(cls, name: str | tuple[str, int]) -> Format:
+        """The format of that name, or of a backend and version."""
+        of_backend = (found for found in _BACKENDS if found.backend == name)
+        return next(of_backend, None) or cls(str(name))
+
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         raise PlanError(f"format: expected one of {', '.join(cls)}, found {value!r}")
+
+
+_BACKENDS: Mapping[Format, tuple[str, int]] = MappingProxyType(
+    {
+        Format.PACK: ("safetensors", 1),
+        Format.ZARR2: ("zarr", 2),
+        Format.ZARR1: ("zarr", 1),
+        Format.TORCH_DIST: ("torch_dist", 1),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +141,7 @@ class WriteItem:
 class FileTask:
     """What one thread writes, in order: a file below the target's directory, or a region of one.
 
-    The name is empty for a chunk of a Zarr format.
+    The name is empty for a chunk of a Zarr format, and the number of a pack in the layout.
     """
 
     name: str
@@ -133,11 +160,15 @@ class FileTask:
 
 @dataclass(frozen=True, slots=True)
 class ConvertPlan:
-    """The arrays of the target, sorted by key, its objects, and what is written of the arrays."""
+    """The arrays of the target, sorted by key, its objects, and what is written of the arrays.
+
+    ``layout`` is that of packs, one for each task.
+    """
 
     arrays: tuple[ArraySpec, ...]
     objects: tuple[ObjectId, ...]
     tasks: tuple[FileTask, ...]
+    layout: Layout | None = None
 
     @property
     def keys(self) -> list[str]:
@@ -150,7 +181,7 @@ class ConvertPlan:
         return sum(array.nbytes for array in self.arrays)
 
 
-def build_convert_plan(
+def build_convert_plan(  # noqa: PLR0913
     sources: Sequence[SourceArray],
     target: Format,
     renames: Mapping[str, str],
@@ -158,12 +189,13 @@ def build_convert_plan(
     *,
     file_nbytes: int,
     object_nbytes: int | None = None,
+    features: Sequence[str] = (),
 ) -> ConvertPlan:
     """Choose chunks and files: the source's own grid, where it has one.
 
     ``renames`` has keys in the target, by those in the source, where they differ. A file of several
-    arrays has about ``file_nbytes``. No chunk is larger than ``object_nbytes``, where it is an
-    object of a store.
+    arrays has about ``file_nbytes``. No chunk, and no block of a pack, has more than
+    ``object_nbytes``, which an object of a store takes. ``features`` are those of packs.
 
     Raises CoverageError if the shards of an array do not make it up, and PlanError if the target
     cannot hold an array, or two would have one key.
@@ -179,10 +211,23 @@ def build_convert_plan(
     if target is Format.ZARR1:
         require_storable_keys(keys, [object_id.key for object_id in objects])
     arrays = [(source, _target_array(key, source, target, object_nbytes)) for key, source in named]
+    layout = None
     if target is Format.TORCH_DIST:
         items = [WriteItem(*pair, region) for pair in arrays for region in stored_regions(pair[0])]
         groups = enumerate(_groups(items, file_nbytes))
         tasks = [FileTask(f"__0_{number}.distcp", tuple(group)) for number, group in groups]
+    elif target is Format.PACK:
+        items = [
+            WriteItem(*pair, block)
+            for pair in arrays
+            for region in stored_regions(pair[0])
+            for block in _cut(region, pair[0].dtype.itemsize, object_nbytes)
+        ]
+        layout = _pack_layout(items, object_nbytes or file_nbytes, features)
+        tasks = [
+            FileTask(str(number), tuple(items[source] for source in pack.sources if source >= 0))
+            for number, pack in enumerate(layout.packs)
+        ]
     elif target is Format.SAFETENSORS:
         wholes = [WriteItem(*pair, Region.whole(pair[1].shape)) for pair in arrays]
         tasks = list(_safetensors_tasks(wholes, file_nbytes))
@@ -192,7 +237,21 @@ def build_convert_plan(
             for source, array in arrays
             for index in array.chunk_indices()
         ]
-    return ConvertPlan(tuple(array for _, array in arrays), tuple(objects), tuple(tasks))
+    described = tuple(array for _, array in arrays)
+    return ConvertPlan(described, tuple(objects), tuple(tasks), layout)
+
+
+def _cut(region: Region, itemsize: int, max_nbytes: int | None) -> Iterator[Region]:
+    return iter([region]) if max_nbytes is None else blocks(region, itemsize, max_nbytes)
+
+
+def _pack_layout(items: Sequence[WriteItem], file_nbytes: int, features: Sequence[str]) -> Layout:
+    """The packs of a conversion, which are all written in the name of rank 0."""
+    shards = [
+        ShardSpec(ShardId(item.array.key, item.region), item.array.shape, item.array.dtype)
+        for item in items
+    ]
+    return lay_out(shards, limits=PackLimits(file_nbytes), features=features)
 
 
 def stored_regions(source: SourceArray) -> Iterator[Region]:

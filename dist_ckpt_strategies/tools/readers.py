@@ -3,50 +3,77 @@
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import COMMON_OBJECT, DType, ObjectId, Region, Shape
+from dist_ckpt_strategies.core.array import (
+    COMMON_OBJECT,
+    ArraySpec,
+    DType,
+    ObjectId,
+    Region,
+    Shape,
+)
+from dist_ckpt_strategies.core.chunk_grids import ShardPlacement
 from dist_ckpt_strategies.errors import IncompatibleVersionError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
     StoredCheckpoint,
 )
-from dist_ckpt_strategies.formats.locations import Location, OpenedSave, read_marker, require_path
+from dist_ckpt_strategies.formats.locations import PACKS, Location, read_marker, require_path
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_loadable,
     plain_value,
     require_archive,
 )
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
-from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, HostArray
 from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
+
+RegionRead = tuple[str, Region, HostArray]
+"""The key of an array, a region of it, and memory of the region's shape, which may be strided."""
 
 
 class CheckpointReader(ABC):
     """A finished checkpoint at an absolute place. Any thread may read.
 
-    ``arrays`` are sorted by key; ``layout`` has the parallel sizes of the job that saved, as far as
-    they are recorded. After the reads, ``save`` tells whether they were all of one save.
+    After the reads, ``save`` tells whether they were all of one save.
+
+    Attributes:
+        root: the place.
+        format: of the checkpoint.
+        identity: tells it from other saves, where anything does.
+        layout: the parallel sizes of the job that saved, as far as they are recorded.
+        features: of packs.
     """
 
-    arrays: Sequence[SourceArray]
     layout: Mapping[str, int] = MappingProxyType({})
+    features: tuple[str, ...] = ()
 
-    def __init__(self, root: Location, own_format: Format) -> None:
-        self.root, self.format, self.save = root, own_format, OpenedSave(root)
+    def __init__(self, root: Location, own_format: Format, save: Any, identity: str) -> None:
+        self.root, self.format, self.save, self.identity = root, own_format, save, identity
 
     @abstractmethod
-    def read(self, key: str, region: Region, target: HostArray) -> None:
-        """Fill ``target``, which is in C order and of the region's shape.
+    def keys(self) -> Iterable[str]:
+        """The keys of all arrays."""
+
+    @abstractmethod
+    def find(self, keys: Iterable[str]) -> list[SourceArray]:
+        """The arrays of these keys, sorted. ArrayNotFoundError names a missing one."""
+
+    @abstractmethod
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Fill memory with regions of arrays that ``find`` has given.
 
         What the format has digests of is verified. Raises a StorageError if elements are missing or
         damaged, or cannot be read.
@@ -55,6 +82,11 @@ class CheckpointReader(ABC):
     @abstractmethod
     def object_content(self, object_id: ObjectId) -> bytes:
         """One shard of an object, for ``load_content``; errors as in ``read``."""
+
+    @cached_property
+    def arrays(self) -> Sequence[SourceArray]:
+        """All arrays, sorted by key."""
+        return tuple(self.find(self.keys()))
 
     @cached_property
     def objects(self) -> Sequence[ObjectId]:
@@ -95,26 +127,50 @@ class CheckpointReader(ABC):
         return Directory(require_path(self.root, f"format {self.format}")).read(COMMON_NAME)
 
 
-class ZarrReader(CheckpointReader):
-    """A checkpoint of format ("zarr", 1) or ("zarr", 2), through the reader that loads use."""
+class StoredReader(CheckpointReader):
+    """A checkpoint of a format that this package writes, through the reader that loads use."""
 
-    def __init__(self, root: Location, checkpoint: StoredCheckpoint, timeout_s: float) -> None:
-        is_format2 = isinstance(checkpoint, Format2Checkpoint)
-        super().__init__(root, Format.ZARR2 if is_format2 else Format.ZARR1)
-        self._checkpoint, self._timeout_s, self.save = checkpoint, timeout_s, checkpoint.save
-        self._reader = checkpoint.array_reader()
-        self._specs = checkpoint.find(checkpoint.keys())
-        self.arrays = tuple(
-            SourceArray(a.key, a.shape, a.dtype, a.chunk_shape, granularity=a.inner_shape)
-            for a in self._specs.values()
-        )
+    def __init__(
+        self,
+        root: Location,
+        own_format: Format,
+        checkpoint: StoredCheckpoint | PackCheckpoint,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(root, own_format, checkpoint.save, checkpoint.identity)
+        self._checkpoint, self._timeout_s = checkpoint, timeout_s
+        self._specs: dict[str, ArraySpec] = {}
         if isinstance(checkpoint, Format2Checkpoint):
             self.layout = checkpoint.manifest.layout
+        if isinstance(checkpoint, PackCheckpoint):
+            self.features = checkpoint.features
 
-    def read(self, key: str, region: Region, target: HostArray) -> None:
+    @cached_property
+    def _reader(self) -> ArrayReader:
+        return self._checkpoint.array_reader()
+
+    def keys(self) -> Iterable[str]:
+        """See CheckpointReader."""
+        return self._checkpoint.keys()
+
+    def find(self, keys: Iterable[str]) -> list[SourceArray]:
+        """See CheckpointReader."""
+        specs = self._checkpoint.find(keys)
+        self._specs |= specs
+        return [self._source(spec) for spec in specs.values()]
+
+    def _source(self, spec: ArraySpec) -> SourceArray:
+        key, shape, dtype = spec.key, spec.shape, spec.dtype
+        if not isinstance(self._checkpoint, PackCheckpoint):
+            grid = spec.chunk_shape
+            return SourceArray(key, shape, dtype, grid, granularity=spec.inner_shape)
+        shards = (ShardPlacement(*block) for block in self._checkpoint.blocks(key))
+        return SourceArray(key, shape, dtype, shards=tuple(shards))
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
         """See CheckpointReader. Arrays of format 1 have no digests."""
-        read = ArrayRead(self._specs[key], region, target)
-        self._reader.begin_reads([read]).wait(self._timeout_s)
+        found = [ArrayRead(self._specs[key], region, target) for key, region, target in reads]
+        self._reader.begin_reads(found).wait(self._timeout_s)
 
     def object_content(self, object_id: ObjectId) -> bytes:
         """See CheckpointReader."""
@@ -128,9 +184,9 @@ class ZarrReader(CheckpointReader):
         return tuple(self._checkpoint.object_ids())
 
     def _common_file(self) -> bytes:
-        if isinstance(self._checkpoint, Format2Checkpoint):
-            return self._checkpoint.common_content()
-        return super()._common_file()
+        if isinstance(self._checkpoint, Format1Checkpoint):
+            return super()._common_file()
+        return self._checkpoint.common_content()
 
 
 class Memory(threading.local):
@@ -161,13 +217,19 @@ def open_reader(root: Location, options: Options, allow: Allowed) -> CheckpointR
         raise IncompatibleVersionError(
             f"{root}: common state of format {common}, this package reads ('torch', 1)"
         )
+    checkpoint: StoredCheckpoint | PackCheckpoint
+    if backend == PACKS.sharded_format:
+        checkpoint = PackCheckpoint(root, options)
+        return StoredReader(root, Format.PACK, checkpoint, options.timeout_s)
     if backend == ("zarr", 2):
-        return ZarrReader(root, Format2Checkpoint(root, options), options.timeout_s)
-    expected = "('zarr', 2), the only one that is read from an object store"
+        checkpoint = Format2Checkpoint(root, options)
+        return StoredReader(root, Format.ZARR2, checkpoint, options.timeout_s)
+    expected = "('safetensors', 1) or ('zarr', 2): others are not read from an object store"
     if isinstance(root, Path):
-        expected = "('zarr', 1), ('zarr', 2) or ('torch_dist', 1)"
+        expected = "('safetensors', 1), ('zarr', 1), ('zarr', 2) or ('torch_dist', 1)"
         if backend == ("zarr", 1):
-            return ZarrReader(root, Format1Checkpoint(root, options), options.timeout_s)
+            checkpoint = Format1Checkpoint(root, options)
+            return StoredReader(root, Format.ZARR1, checkpoint, options.timeout_s)
         if backend == ("torch_dist", 1):
             from dist_ckpt_strategies.tools.torch_dist import TorchDistReader  # noqa: PLC0415
 

@@ -10,7 +10,7 @@ Source: torch.distributed.checkpoint; Megatron-Core 0.16.1.
 import io
 import pickle
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,15 +28,17 @@ from torch.distributed.checkpoint.metadata import (
 
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region
 from dist_ckpt_strategies.core.chunk_grids import ShardPlacement
-from dist_ckpt_strategies.device import to_host, torch_dtype
+from dist_ckpt_strategies.device import as_tensor, to_host, torch_dtype
 from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleVersionError,
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.chunks import at_region
-from dist_ckpt_strategies.formats.locations import CheckpointMarker
+from dist_ckpt_strategies.formats.locations import CheckpointMarker, OpenedSave
+from dist_ckpt_strategies.formats.manifest import similar_text
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_loadable,
@@ -54,8 +56,8 @@ from dist_ckpt_strategies.storage.files import (
 )
 from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.plan_convert import FileTask, Format, SourceArray
-from dist_ckpt_strategies.tools.readers import CheckpointReader
-from dist_ckpt_strategies.tools.writers import ReadBlock, TargetWriter, bytes_of
+from dist_ckpt_strategies.tools.readers import CheckpointReader, RegionRead
+from dist_ckpt_strategies.tools.writers import Read, StagedWriter
 
 METADATA_NAME = ".metadata"
 
@@ -172,11 +174,28 @@ class TorchDistReader(CheckpointReader):
     """
 
     def __init__(self, root: Path, allow: Allowed) -> None:
-        super().__init__(root, Format.TORCH_DIST)
+        save = OpenedSave(root)
+        super().__init__(root, Format.TORCH_DIST, save, save.identity)
         self._allow = allow
         self._arrays, self._spans = _read_metadata(root / METADATA_NAME)
-        self.arrays = tuple(self._arrays.values())
         self._last = threading.local()
+
+    def keys(self) -> Iterable[str]:
+        """See CheckpointReader."""
+        return self._arrays.keys()
+
+    def find(self, keys: Iterable[str]) -> list[SourceArray]:
+        """See CheckpointReader."""
+        wanted = sorted(keys)
+        for key in wanted:
+            if key not in self._arrays:
+                raise ArrayNotFoundError(
+                    f"{key}: no such array among the {len(self._arrays)} in {self.root}"
+                    f"{similar_text(key, list(self._arrays))}",
+                    key=key,
+                    path=str(self.root),
+                )
+        return [self._arrays[key] for key in wanted]
 
     def _stored_objects(self) -> Sequence[ObjectId]:
         found = []
@@ -193,8 +212,12 @@ class TorchDistReader(CheckpointReader):
             found.append(object_id)
         return found
 
-    def read(self, key: str, region: Region, target: HostArray) -> None:
+    def read(self, reads: Sequence[RegionRead]) -> None:
         """See CheckpointReader."""
+        for read in reads:
+            self._read(*read)
+
+    def _read(self, key: str, region: Region, target: HostArray) -> None:
         array, bits = self._arrays[key], np.dtype((np.void, target.dtype.itemsize))
         for shard in array.shards:
             common = shard.region.intersect(region)
@@ -244,7 +267,7 @@ def _writer(name: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-class TorchDistWriter(TargetWriter):
+class TorchDistWriter(StagedWriter):
     """Writes torch_dist; see TargetWriter. A shard larger than a block is cut.
 
     Objects are unpickled, because each goes into a list.
@@ -252,7 +275,7 @@ class TorchDistWriter(TargetWriter):
 
     marker = CheckpointMarker("torch_dist", 1)
 
-    def write(self, task: FileTask, read: ReadBlock) -> list[list[Any]]:
+    def write(self, task: FileTask, read: Read) -> list[list[Any]]:
         """See TargetWriter. Gives item, offset, shape and end in the file of each shard."""
         shards: list[list[Any]] = []
         path = self.files.path(task.name)
@@ -263,7 +286,7 @@ class TorchDistWriter(TargetWriter):
         ):
             for number, item in enumerate(task.items):
                 for block in item.blocks(self._block_nbytes):
-                    torch.save(_tensor(read(item, block), item.array.dtype), file)
+                    torch.save(as_tensor(self._block(item, block, read), item.array.dtype), file)
                     shards.append([number, block.offset, block.shape, file.tell()])
         return shards
 
@@ -302,10 +325,3 @@ class TorchDistWriter(TargetWriter):
                 info = _StorageInfo(name, byte_offset, len(dumped))
                 metadata.storage_data[MetadataIndex(key)] = info
                 byte_offset += len(dumped)
-
-
-def _tensor(elements: HostArray, dtype: DType) -> torch.Tensor:
-    """The tensor in the same memory."""
-    if not elements.size:
-        return torch.empty(elements.shape, dtype=torch_dtype(dtype))
-    return torch.from_numpy(bytes_of(elements)).view(torch_dtype(dtype)).reshape(elements.shape)

@@ -32,10 +32,10 @@ from dist_ckpt_strategies.tools.plan_convert import (
     WriteItem,
     contiguous_runs,
 )
-from dist_ckpt_strategies.tools.readers import CheckpointReader
+from dist_ckpt_strategies.tools.readers import CheckpointReader, Memory, RegionRead
 
-ReadBlock = Callable[[WriteItem, Region], HostArray]
-"""The elements of a region of the array, in memory of this thread, until it is called again."""
+Read = Callable[[Sequence[RegionRead]], None]
+"""Reads regions of the source; see ``CheckpointReader.read``."""
 
 _INDEX_NAME = "model.safetensors.index.json"
 
@@ -47,40 +47,35 @@ _WORD_NBYTES = 8
 class TargetWriter(ABC):
     """Writes a converted checkpoint, on one rank or several; all threads of these may ``write``.
 
-    Files go to ``place`` until the commit. Each thread has ``block_nbytes`` of elements in memory
-    at once. ``marker`` makes the checkpoint visible; None where the files alone do, a model's
-    arrays.
+    Each thread has ``block_nbytes`` of elements in memory at once. ``marker`` makes the checkpoint
+    visible; None where the files alone do, a model's arrays.
     """
 
     marker: CheckpointMarker | None
 
     def __init__(
-        self,
-        root: Location,
-        place: SavePlace,
-        plan: ConvertPlan,
-        block_nbytes: int,
-        allow: Allowed = (),
+        self, root: Location, plan: ConvertPlan, block_nbytes: int, allow: Allowed = ()
     ) -> None:
-        self.root, self.place, self.plan = root, place, plan
+        self.root, self.plan = root, plan
         self._block_nbytes, self._allow = block_nbytes, allow
+        self._memory = Memory()
 
-    @property
-    def files(self) -> Directory:
-        """The files of the place, where that is a directory."""
-        return Directory(require_path(self.place.location, "this format"))
-
-    def begin(self) -> None:
-        """Make the place, on the first rank."""
-        self.place.begin(self.plan.keys)
-
-    def open(self, owner: str, arrays: Sequence[ArraySpec]) -> None:
-        """Find the place that ``begin`` has made on the rank ``owner``, and describe arrays."""
-        del arrays
-        self.place.require(owner)
+    def _block(self, item: WriteItem, region: Region, read: Read) -> HostArray:
+        """Elements of a region, in memory of this thread, until it is called again."""
+        elements = self._memory.array(region.shape, item.array.dtype)
+        read([(item.source.key, region, elements)])
+        return elements
 
     @abstractmethod
-    def write(self, task: FileTask, read: ReadBlock) -> Any:
+    def begin(self) -> str:
+        """Make a place for the files, on the first rank; the id of the save."""
+
+    @abstractmethod
+    def open(self, save_id: str, owner: str, arrays: Sequence[ArraySpec]) -> None:
+        """Find the place that ``begin`` has made on the rank ``owner``, and describe arrays."""
+
+    @abstractmethod
+    def write(self, task: FileTask, read: Read) -> Any:
         """Write the elements of a task; gives what ``finish`` has to know of it, of JSON types."""
 
     def flush(self, tasks: Sequence[FileTask]) -> None:
@@ -94,8 +89,54 @@ class TargetWriter(ABC):
         ``records`` are what ``write`` gave, on all ranks, by number of the task.
         """
 
+    @abstractmethod
+    def commit(self) -> None:
+        """Make all of it visible, on the first rank."""
 
-class ZarrWriter(TargetWriter):
+    def abandon(self) -> None:  # noqa: B027 - most leave it to the next conversion
+        """Remove what this rank has written of a conversion that failed before the commit."""
+
+
+class StagedWriter(TargetWriter):
+    """Writes to ``place``, from where a commit moves the files; see TargetWriter.
+
+    What a conversion that fails leaves there, the next one to the same target removes.
+    """
+
+    def __init__(
+        self,
+        root: Location,
+        place: SavePlace,
+        plan: ConvertPlan,
+        block_nbytes: int,
+        allow: Allowed = (),
+    ) -> None:
+        super().__init__(root, plan, block_nbytes, allow)
+        self.place = place
+
+    @property
+    def files(self) -> Directory:
+        """The files of the place, where that is a directory."""
+        return Directory(require_path(self.place.location, "this format"))
+
+    def begin(self) -> str:
+        """See TargetWriter."""
+        self.place.save_id = self.place.new_save_id()
+        self.place.begin(self.plan.keys)
+        return self.place.save_id
+
+    def open(self, save_id: str, owner: str, arrays: Sequence[ArraySpec]) -> None:
+        """See TargetWriter."""
+        del arrays
+        self.place.save_id = save_id
+        self.place.require(owner)
+
+    def commit(self) -> None:
+        """See TargetWriter."""
+        self.place.commit(self.marker.to_json() if self.marker else None)
+
+
+class ZarrWriter(StagedWriter):
     """Writes ("zarr", 1) or ("zarr", 2), chunk by chunk, with the writer of saves."""
 
     def __init__(self, writer: CheckpointWriter, plan: ConvertPlan, block_nbytes: int) -> None:
@@ -104,13 +145,14 @@ class ZarrWriter(TargetWriter):
         self._timeout_s = writer.options.timeout_s
         self.marker = CheckpointMarker("zarr", writer.version)
 
-    def open(self, owner: str, arrays: Sequence[ArraySpec]) -> None:
+    def open(self, save_id: str, owner: str, arrays: Sequence[ArraySpec]) -> None:
         """See TargetWriter."""
+        self.place.save_id = save_id
         self._writer.require(owner)
         self._created = arrays
         self._writer.arrays.begin_creates(arrays).wait(self._timeout_s)
 
-    def write(self, task: FileTask, read: ReadBlock) -> str:
+    def write(self, task: FileTask, read: Read) -> str:
         """See TargetWriter. Gives the digests of the chunk's file, in format 2, in hexadecimal."""
         (item,) = task.items
         array, index = item.array, item.array.chunk_at(item.region)
@@ -121,12 +163,12 @@ class ZarrWriter(TargetWriter):
                 for block in item.blocks(self._block_nbytes):
                     held = block.intersect(Region.whole(array.shape))
                     padding = np.zeros(block.shape, array.dtype.numpy)  # no memory until used
-                    yield block, padding if held is None else read(item, held)
+                    yield block, padding if held is None else self._block(item, held, read)
             else:
                 grid = InnerGrid.of(array, index)
                 for run in grid.runs(max_nbytes=self._block_nbytes):
                     region = grid.region_of(run.offset, run.shape)
-                    yield region, read(item, region)
+                    yield region, self._block(item, region, read)
 
         self._writer.arrays.write_chunk(array, index, blocks())
         return self._writer.arrays.digests.get((array.key, index), b"").hex()
@@ -139,7 +181,10 @@ class ZarrWriter(TargetWriter):
 
     def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
         """See TargetWriter. In format 2 the manifest's index comes last."""
-        self._write_objects(source)
+        keeps_plain = self._writer.version != 1
+        for batch in object_batches(source, self.plan.objects, keeps_plain=keeps_plain):
+            if batch:
+                self._writer.write_objects(batch)
         writer, arrays = self._writer, self.plan.arrays
         writer.store.write(COMMON_NAME, common)
         if writer.version == 1:
@@ -160,24 +205,8 @@ class ZarrWriter(TargetWriter):
         ]
         writer.write_index(entries, source.layout, common)
 
-    def _write_objects(self, source: CheckpointReader) -> None:
-        """Copy objects, 64 MiB of them at a time, or one that is larger."""
-        batch: dict[ObjectId, bytes] = {}
-        held = 0
-        for object_id in self.plan.objects:
-            content = source.object_content(object_id)
-            if self._writer.version == 1 and (plain := plain_value(content)) is not None:
-                content = dump_loadable(plain.value, name=object_id.unique_key, allow=())
-            if batch and held + len(content) > MAX_OBJECT_NBYTES:
-                self._writer.write_objects(batch)
-                batch, held = {}, 0
-            batch[object_id] = content
-            held += len(content)
-        if batch:
-            self._writer.write_objects(batch)
 
-
-class SafetensorsWriter(TargetWriter):
+class SafetensorsWriter(StagedWriter):
     """Writes files of safetensors and their index; see TargetWriter.
 
     A file is the size of a JSON header, the header, and the elements of each tensor in C order.
@@ -203,13 +232,14 @@ class SafetensorsWriter(TargetWriter):
             found[name] = len(content).to_bytes(_WORD_NBYTES, "little") + content
         return found
 
-    def begin(self) -> None:
+    def begin(self) -> str:
         """See TargetWriter. Every file gets its header."""
-        super().begin()
+        save_id = super().begin()
         for name, header in self._headers.items():
             self.files.write(name, header)
+        return save_id
 
-    def write(self, task: FileTask, read: ReadBlock) -> None:
+    def write(self, task: FileTask, read: Read) -> None:
         """See TargetWriter."""
         path = self.files.path(task.name)
         with file_errors(task.key, path), open(path, "r+b", 0) as file:  # noqa: PTH123
@@ -217,7 +247,7 @@ class SafetensorsWriter(TargetWriter):
                 itemsize, shape = item.array.dtype.itemsize, item.array.shape
                 start = len(self._headers[task.name]) + item.byte_offset
                 for block in item.blocks(self._block_nbytes):
-                    content, done = bytes_of(read(item, block)), 0
+                    content, done = bytes_of(self._block(item, block, read)), 0
                     for first, count in contiguous_runs(block, shape):
                         run = content[done : done + count * itemsize]
                         file.seek(start + first * itemsize)
@@ -240,6 +270,27 @@ class SafetensorsWriter(TargetWriter):
             "weight_map": {key: weights[key] for key in sorted(weights)},
         }
         self.files.write(_INDEX_NAME, json.dumps(index, indent=2).encode())
+
+
+def object_batches(
+    source: CheckpointReader, objects: Sequence[ObjectId], *, keeps_plain: bool
+) -> Iterator[dict[ObjectId, bytes]]:
+    """Objects, 64 MiB of them at a time, or one that is larger; the last batch may be empty.
+
+    What JSON stands for is pickled, unless ``keeps_plain``.
+    """
+    batch: dict[ObjectId, bytes] = {}
+    held = 0
+    for object_id in objects:
+        content = source.object_content(object_id)
+        if not keeps_plain and (plain := plain_value(content)) is not None:
+            content = dump_loadable(plain.value, name=object_id.unique_key, allow=())
+        if batch and held + len(content) > MAX_OBJECT_NBYTES:
+            yield batch
+            batch, held = {}, 0
+        batch[object_id] = content
+        held += len(content)
+    yield batch
 
 
 def bytes_of(elements: HostArray) -> npt.NDArray[np.uint8]:

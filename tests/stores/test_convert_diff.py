@@ -15,14 +15,16 @@ from dist_ckpt_strategies.errors import (
 from tests.cli.commands import run
 from tests.stores.commands import ONE_SERVER, cuts, differing, inner_of, write
 from tests.support.folders import Folder
+from tests.support.sharding import same_bits, whole
 
 SMALL_BLOCKS = ConvertOptions(max_memory_bytes=1, num_threads=2)
 """Blocks of 64 KiB; the arrays have 240 kB."""
 
 
-@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)])
+@pytest.mark.parametrize("to", ["zarr@2", "pack"])
+@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2), ("safetensors", 1)])
 def test_a_checkpoint_goes_to_a_store_and_back(
-    in_bucket: Folder, tmp_path: Path, backend: tuple[str, int]
+    in_bucket: Folder, tmp_path: Path, backend: tuple[str, int], to: str
 ) -> None:
     source = write(str(tmp_path / "source"), backend=backend)
     url, back, again = in_bucket.address, tmp_path / "back", f"{in_bucket.address}-again"
@@ -31,25 +33,31 @@ def test_a_checkpoint_goes_to_a_store_and_back(
     there = convert(
         source,
         url,
-        "zarr@2",
+        to,
         options=SMALL_BLOCKS,
         watch=lambda done, total: seen.append((done, total)),
     )
-    convert(url, back, f"zarr@{backend[1]}", options=SMALL_BLOCKS)
-    convert(url, again, "zarr@2", options=SMALL_BLOCKS)
+    convert(url, back, backend, options=SMALL_BLOCKS)
+    convert(url, again, to, options=SMALL_BLOCKS)
 
     for place in (url, back, again):
         found = diff(source, place, options=SMALL_BLOCKS)
         assert found.is_equal
         assert (found.num_arrays, found.num_objects) == (2, 2)
         assert differing(str(place), cuts()) == []
+        opened = dist_ckpt_strategies.open(place)
+        for cut in cuts():
+            assert same_bits(opened[cut.key].torch(), whole(cut))
+        assert opened.objects["plain/shard_0_1"] == {"seen": 7}
+        assert opened.common["iteration"] == 3
     assert diff(again, url).is_equal
     assert max(seen) == (there.nbytes, there.nbytes)
     inner = inner_of(in_bucket)
-    sizes = [len(inner.read(name)) for name in inner.names() if name.startswith("arrays/w/c.")]
+    of_arrays = [name for name in inner.names() if name.startswith(("arrays/w/c.", "packs/"))]
+    sizes = [len(inner.read(name)) for name in of_arrays]
     assert len(sizes) > 3
-    assert max(sizes) < (64 << 10) + 4096
-    assert run("verify", url).exit_code == 0
+    assert max(sizes) < (64 << 10) + 8192
+    assert to == "pack" or run("verify", url).exit_code == 0
 
 
 @ONE_SERVER

@@ -10,7 +10,12 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from tests.support.entries import Entry, prepare, save
 from tests.support.ranks import allow_torch_dist, run_processes
 
-BACKENDS = {"zarr@1": ("zarr", 1), "zarr@2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
+BACKENDS = {
+    "zarr@1": ("zarr", 1),
+    "zarr@2": ("zarr", 2),
+    "torch_dist": ("torch_dist", 1),
+    "pack": ("safetensors", 1),
+}
 FORMATS = tuple(BACKENDS)
 
 
@@ -27,6 +32,6 @@ def _save(rank: int, root: Path, state_of: Callable[[int, str], Any]) -> None:
     prepare(60)
     for name, backend in BACKENDS.items():
         with cpu_stand_ins():  # torch_dist synchronises CUDA, also for tensors on the CPU
-            entry = Entry.OURS if backend[0] == "zarr" else Entry.MEGATRON
+            entry = Entry.OURS if backend[0] != "torch_dist" else Entry.MEGATRON
             state = state_of(rank, name) | {"iteration": 7}
             save(entry, state, root / name, sharded_strategy=backend)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dis
 import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, diff
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.device import as_bytes
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.scan import scan
 from tests.support.checkpoints import write_marker
@@ -42,7 +44,7 @@ from tests.support.sharding import (
     whole,
     zeros,
 )
-from tests.tools.all_formats import FORMATS, saved_by
+from tests.tools.all_formats import BACKENDS, FORMATS, saved_by
 
 pytestmark = pytest.mark.multiprocess
 
@@ -120,6 +122,36 @@ def test_a_converted_checkpoint_equals_its_source_and_loads_in_another_layout(
     assert run_processes(4, load_all, converted, timeout_s=150) == [None] * 4
 
 
+def test_open_gives_the_arrays_objects_and_common_state_of_every_format(saved: Path) -> None:
+    for name, backend in BACKENDS.items():
+        cuts = saved_cuts() + ([] if name == "torch_dist" else empties())
+        opened = dist_ckpt_strategies.open(saved / name)
+        assert opened.format == backend
+        assert opened.identity
+        assert sorted(opened) == list(opened) == sorted(cut.key for cut in cuts)
+        for cut in cuts:
+            array, expected = opened[cut.key], whole(cut)
+            assert same_bits(array.torch(), expected), cut.key
+            assert (array.shape, array.ndim) == (cut.shape, len(cut.shape))
+            assert array.dtype.name == str(cut.dtype).removeprefix("torch.")
+            part = tuple(slice(n // 3, None) for n in cut.shape)
+            raw = np.ascontiguousarray(array[part]).reshape(-1).view(np.uint8)
+            assert raw.tobytes() == bytes(as_bytes(expected[part].contiguous()).numpy())
+        of_last_rank = objects_of(3, filled=True)
+        assert len(opened.objects) == 8
+        assert repr(opened.objects["o.tensors/shard_3_4"]) == repr(of_last_rank["tensors"].data)
+        assert opened.common["iteration"] == 7
+
+
+def blocks_of(root: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor in packs."""
+    found = []
+    for path in root.glob("packs/*/*"):
+        with safe_open(path, "pt") as file:
+            found += [(key, tuple(file.get_slice(key).get_shape())) for key in file.keys()]
+    return found
+
+
 def test_the_shards_stay_the_chunks(converted: Path) -> None:
     """All were saved as 6 x 2 elements."""
     keys = [cut.key for cut in on_grids((2, 4))]
@@ -130,6 +162,12 @@ def test_the_shards_stay_the_chunks(converted: Path) -> None:
     for key in keys:
         shards = metadata.state_dict_metadata[key].chunks
         assert [tuple(shard.sizes) for shard in shards] == [(6, 2)] * 8
+    for name in ("zarr@1 pack", "torch_dist pack", "pack pack"):
+        blocks = blocks_of(converted / name)
+        for key in keys:
+            of_key = [shape for block, shape in blocks if block.rpartition("@")[0] == key]
+            assert {shape[:2] for shape in of_key} == {(6, 2)}
+            assert len(of_key) == 8
 
 
 def test_the_models_arrays_go_to_safetensors(saved: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from safetensors import safe_open
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, Options, convert, diff, upgrade
@@ -27,7 +28,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.locations import is_finished
 from tests.cli.commands import run
-from tests.support.checkpoints import copied, flip_at
+from tests.support.checkpoints import contents, copied, flip_at
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import on_grid, state_of
 from tests.tools.all_formats import saved_by
@@ -60,7 +61,15 @@ def convert_and_die(_rank: int, source: Path, target: Path, to: str, done_nbytes
 
 
 @pytest.mark.parametrize(
-    "way", ["zarr@2 zarr@1", "torch_dist zarr@2", "zarr@2 torch_dist", "torch_dist safetensors"]
+    "way",
+    [
+        "pack zarr@1",
+        "zarr@2 zarr@1",
+        "torch_dist zarr@2",
+        "zarr@2 torch_dist",
+        "torch_dist safetensors",
+        "zarr@1 pack",
+    ],
 )
 def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
     saved: Path, tmp_path: Path, way: str
@@ -70,7 +79,7 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
         died = run_processes(1, convert_and_die, saved / source, target, to, done_nbytes)
         assert [type(result) for result in died] == [RankDiedError], died
         assert not (target / "model.safetensors.index.json").exists()
-        assert all(path.name.startswith(".partial-") for path in target.iterdir())
+        assert {path.name.partition("-")[0] for path in target.iterdir()} <= {".partial", "packs"}
         with pytest.raises(IncompleteCheckpointError):
             diff(saved / source, target)
 
@@ -81,8 +90,42 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
     assert not list(target.rglob(".partial-*"))
 
 
+@pytest.mark.parametrize("source", ["zarr@1", "pack"])
+def test_a_conversion_to_packs_that_fails_leaves_no_file(
+    saved: Path, tmp_path: Path, source: str
+) -> None:
+    damaged = copied(saved / source, tmp_path / "c")
+    name = "packs/*/*" if source == "pack" else "w9/0.0"
+    path = max(damaged.glob(name), key=lambda path: path.stat().st_size)
+    truncate_half(path)
+
+    with pytest.raises(StorageError, match=str(path)):
+        convert(damaged, tmp_path / "t", ("safetensors", 1), options=SMALL)
+    assert contents(tmp_path / "t") == {}
+
+
+def test_a_checkpoint_that_appears_in_the_target_meanwhile_is_kept(
+    saved: Path, tmp_path: Path
+) -> None:
+    def save_there(done: int, _total: int) -> None:
+        if done and not (tmp_path / "t" / "index").exists():
+            convert(saved / "zarr@2", tmp_path / "t", "pack")
+
+    with pytest.raises(StorageError, match=r"another (process|save)"):
+        convert(saved / "zarr@1", tmp_path / "t", "pack", options=SMALL, watch=save_there)
+    assert diff(saved / "zarr@1", tmp_path / "t").is_equal
+
+
 def unlink(path: Path, _at: int) -> None:
     path.unlink()
+
+
+def truncate_half(path: Path, _at: int = 0) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_middle(path: Path, _at: int) -> None:
+    flip_at(path, path.stat().st_size // 2)
 
 
 DAMAGES: list[tuple[str, Callable[[Path, int], None]]] = [
@@ -98,6 +141,11 @@ DAMAGES: list[tuple[str, Callable[[Path, int], None]]] = [
     ("torch_dist/__0_0.distcp", unlink),
     ("torch_dist/.metadata", os.truncate),
     ("torch_dist/common.pt", flip_at),
+    ("pack/packs/*/*.safetensors", flip_middle),
+    ("pack/packs/*/*.safetensors", truncate_half),
+    ("pack/packs/*/*.safetensors", unlink),
+    ("pack/saves/*/index", flip_middle),
+    ("pack/index", truncate_half),
 ]
 
 
@@ -107,12 +155,13 @@ def test_damage_of_the_source_is_named_and_nothing_is_visible(
 ) -> None:
     source = name.partition("/")[0]
     copied(saved / source, tmp_path / source)
-    damage(tmp_path / name, 70)  # in an archive: within its pickle
+    (path,) = tmp_path.glob(name)
+    damage(path, 70)  # in an archive: within its pickle
 
     for to in ("zarr@1", "torch_dist"):
         with pytest.raises(CheckpointError) as found:
             convert(tmp_path / source, tmp_path / f"to {to}", to)
-        assert str(tmp_path / name) in str(found.value)
+        assert str(path) in str(found.value)
         assert not is_finished(tmp_path / f"to {to}")
 
 
@@ -141,6 +190,28 @@ def test_what_would_be_read_unverified_gets_no_valid_digest(
     assert not is_finished(target) or run("verify", target).exit_code == 1
     with pytest.raises(StorageError, match="w1"):
         diff(source, whole, options=options)
+
+
+@pytest.mark.parametrize("by", ["environment", "options"])
+def test_packs_of_what_was_read_unverified_say_so_for_good(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    source = copied(saved / "zarr@2", tmp_path / "source")
+    flip_at(max(source.glob("arrays/w1/c.*")), 70)
+    options = ConvertOptions(options=Options(verify=Verify.OFF)) if by == "options" else None
+    with monkeypatch.context() as changed:
+        if by == "environment":
+            changed.setenv("DIST_CKPT_VERIFY", "off")
+        convert(source, tmp_path / "rescued", "pack", options=options)
+
+    convert(tmp_path / "rescued", tmp_path / "again", "pack")
+    convert(saved / "pack", tmp_path / "whole", "pack")
+
+    assert [found.key for found in diff(saved / "zarr@2", tmp_path / "again").arrays] == ["w1"]
+    for name in ("rescued", "again", "whole"):
+        for path in (tmp_path / name).glob("packs/*/*"):
+            with safe_open(path, "np") as file:
+                assert file.metadata()["features"] == ("" if name == "whole" else "unverified")
 
 
 class Trap:
@@ -176,7 +247,7 @@ def test_a_description_that_would_run_something_or_leaves_out_a_shard_is_refused
 
 
 def test_wrong_arguments_are_refused(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="expected one of zarr@2, zarr@1, torch_dist, safetensors"):
+    with pytest.raises(PlanError, match="expected one of pack, zarr@2, zarr@1, torch_dist, safe"):
         convert(saved / "zarr@1", tmp_path / "t", "zarr@3")
     with pytest.raises(PlanError, match="only safetensors a choice of arrays"):
         convert(saved / "zarr@1", tmp_path / "t", "zarr@2", keys="w1")

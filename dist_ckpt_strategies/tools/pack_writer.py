@@ -1,0 +1,166 @@
+"""Write a converted checkpoint as packs. Each task is one pack; nothing is staged or renamed."""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
+from dist_ckpt_strategies.device import build_batches
+from dist_ckpt_strategies.errors import CheckpointExistsError
+from dist_ckpt_strategies.formats.commit import require_own_place
+from dist_ckpt_strategies.formats.index import StoredObject, array_segments, build_full_index
+from dist_ckpt_strategies.formats.locations import PACKS, Location
+from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Layout, PackLayout, lay_out
+from dist_ckpt_strategies.formats.pack_checkpoint import place_of
+from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, new_save_id, read_pointer
+from dist_ckpt_strategies.formats.pack_read import runs
+from dist_ckpt_strategies.formats.pack_write import (
+    PackRecord,
+    delete_files,
+    file_of,
+    new_pack_name,
+    write_pack,
+)
+from dist_ckpt_strategies.storage.store import Bytes
+from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem
+from dist_ckpt_strategies.tools.readers import CheckpointReader, RegionRead
+from dist_ckpt_strategies.tools.writers import Read, TargetWriter, object_batches
+
+
+class PackWriter(TargetWriter):
+    """Writes ("safetensors", 1); see TargetWriter. Objects and common state have own packs.
+
+    All packs are in the name of rank 0, whichever rank writes them.
+    """
+
+    marker = PACKS
+
+    def __init__(
+        self,
+        root: Location,
+        plan: ConvertPlan,
+        layout: Layout,
+        block_nbytes: int,
+        features: Sequence[str],
+    ) -> None:
+        super().__init__(root, plan, block_nbytes)
+        self._store, self._layout, self._features = place_of(root), layout, features
+        self._lock = threading.Lock()
+        self._save_id = ""
+        self._files: list[str] = []
+        self._save: NewSave | None = None
+
+    def begin(self) -> str:
+        """See TargetWriter."""
+        return new_save_id(self._store)
+
+    def open(self, save_id: str, owner: str, arrays: Sequence[ArraySpec]) -> None:
+        """See TargetWriter."""
+        del owner, arrays
+        self._save_id = save_id
+
+    def write(self, task: FileTask, read: Read) -> list[Any]:
+        """See TargetWriter. Gives the fields of the pack's record."""
+        pack = self._layout.packs[int(task.name)]
+        return [*astuple(self._write(pack, self._batches(task, read)))]
+
+    def _write(self, pack: PackLayout, contents: Iterable[Sequence[Bytes]]) -> PackRecord:
+        name = new_pack_name()
+        with self._lock:
+            self._files.append(file_of(name))
+        return write_pack(self._store, name, pack, contents, save_id=self._save_id, rank=0)
+
+    def _batches(self, task: FileTask, read: Read) -> Iterator[list[Bytes]]:
+        """The bytes of a pack's blocks, some ranges of one or many small ones at a time."""
+        nbytes = max(1, self._block_nbytes // RANGE_NBYTES) * RANGE_NBYTES
+        parts = ((part, part.nbytes) for item in task.items for part in _parts(item, nbytes))
+        for batch in build_batches(parts, nbytes):
+            size = sum(part.nbytes for part in batch)
+            memory = self._memory.array((size,), DType.UINT8)
+            contents: list[Bytes] = []
+            reads: list[RegionRead] = []
+            done = 0
+            for part in batch:
+                contents.append(memory[done : done + part.nbytes])
+                reads += part.reads(contents[-1])
+                done += part.nbytes
+            read(reads)
+            yield contents
+
+    def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
+        """See TargetWriter."""
+        packs = [PackRecord(*fields) for _, fields in sorted(records.items())]
+        objects: list[StoredObject] = []
+        stored_common = None
+        for batch in object_batches(source, self.plan.objects, keeps_plain=False):
+            sizes = [(object_id, len(content)) for object_id, content in batch.items()]
+            of_common = [common] if stored_common is None else []
+            nbytes = len(common) if of_common else None
+            layout = lay_out((), sizes, nbytes, features=self._features)
+            number = len(packs)
+            for pack in layout.packs:
+                contents = [np.frombuffer(c, np.uint8) for c in (*batch.values(), *of_common)]
+                packs.append(self._write(pack, [contents]))
+            objects += (StoredObject(i, replace(s, pack=number)) for i, s in layout.objects)
+            if layout.common is not None:
+                stored_common = replace(layout.common, pack=number)
+        facts = {"ranks": 1, "created": time.time(), "features": [*self._features]}
+        segments = array_segments(self._layout.table)
+        index, pointer = build_full_index(
+            self._save_id, segments, objects, packs, stored_common, facts
+        )
+        self._save = NewSave(pointer, index, packs, common)
+
+    def commit(self) -> None:
+        """See TargetWriter."""
+        assert self._save is not None  # noqa: S101 - ``finish`` has made it
+        commit(self._store, self._save, self._require_free)
+
+    def _require_free(self) -> None:
+        """Raise if another process has made a checkpoint there meanwhile, or owns this one's."""
+        require_own_place()
+        if read_pointer(self._store) is not None:
+            raise CheckpointExistsError(
+                f"{self.root} holds a checkpoint that another process has saved meanwhile; name "
+                "another directory",
+                path=str(self.root),
+            )
+
+    def abandon(self) -> None:
+        """See TargetWriter."""
+        delete_files(self._store, self._files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a block that follow each other in C order."""
+
+    item: WriteItem
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of them."""
+        return (self.stop - self.start) * self.item.array.dtype.itemsize
+
+    def reads(self, memory: Bytes) -> Iterator[RegionRead]:
+        """What to read to have them in memory."""
+        item, done = self.item, 0
+        elements = memory.view(item.array.dtype.numpy)
+        for run in runs(item.region.shape, self.start, self.stop):
+            region = Region(tuple(map(add, run.offset, item.region.offset)), run.shape)
+            yield item.source.key, region, elements[done : done + run.numel].reshape(run.shape)
+            done += run.numel
+
+
+def _parts(item: WriteItem, nbytes: int) -> Iterator[_Part]:
+    """A block in parts of so many bytes."""
+    step = nbytes // item.array.dtype.itemsize
+    for start in range(0, max(1, item.region.numel), step):
+        yield _Part(item, start, min(start + step, item.region.numel))
