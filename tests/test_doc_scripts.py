@@ -105,6 +105,13 @@ OBJECTS[chunk] = bytes([OBJECTS[chunk][0] ^ 1]) + OBJECTS[chunk][1:]
 assert issue.path == "arrays/w/c.0"
 """
 
+_PACKS_BEFORE = f"""
+{_STATE}
+weight, checkpoint_dir = torch.arange(32.0).reshape(4, 8), "iter_0001000"
+name = "decoder.final_layernorm.weight"
+sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets(name, weight)}}
+"""
+
 _FORMAT2_BEFORE = f"""
 {_STATE}
 weight, checkpoint_dir = torch.arange(32.0).reshape(4, 8), "iter_0000999"
@@ -218,6 +225,7 @@ SCRIPTS = {
     "docs/convert.md": (f"{_STATE}\npackage.save(sharded_state_dict, 'old', ('zarr', 1))", ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
     "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),
+    "docs/packs.md": (_PACKS_BEFORE, ""),
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
     "docs/migrate.md": (f"{_MODEL}\nsave('')", _MIGRATE_AFTER),
     "docs/nemo.md": (f"{_MODEL}\nsave('model.')", _NEMO_AFTER),

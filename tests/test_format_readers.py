@@ -1,6 +1,5 @@
 """The readers on the pages of the formats read every byte, with numpy and xxhash alone."""
 
-import ast
 import io
 import re
 from pathlib import Path
@@ -15,34 +14,17 @@ from tests.local.clique_worlds import state_of as state_of_all_kinds
 from tests.support.checkpoints import flip_at
 from tests.support.entries import Entry, require_on_ranks, save
 from tests.support.layouts import empties, irregular, scattered
-from tests.support.pages import ROOT, python_blocks
+from tests.support.pages import reader_of
 from tests.support.ranks import run_processes
 from tests.support.sharding import ALL_DTYPES, Cut, in_runs, on_grid, part_of, state_of
 from tests.support.tensors import bits
 
 pytestmark = pytest.mark.multiprocess
 
-ALLOWED = {"json", "math", "itertools", "pathlib", "ml_dtypes", "numpy", "xxhash"}
 KEYS = ["a/b", "a", ".hidden", "..", "manifest", "metadata.json", "ключ", "c.0", "%"]
 KEYS += ["k" * 200, "k" * 194 + "ö", "k" * 300]  # names of 200 characters, and longer ones
 OF_FORMAT_1 = ("dtypes", "scattered", "irregular", "empty", "large")
 """Layouts whose keys format 1 takes."""
-
-
-HELD = "import json\nimport ml_dtypes\nimport numpy as np\n"
-"""What the page of format 1 has imported before."""
-
-
-def reader_of(page: str, function: str) -> dict[str, Any]:
-    """What the page's reader defines; it imports nothing of ours, nor of those that write."""
-    (code,) = [c for c in python_blocks(ROOT / "docs" / page) if f"def {function}(" in c]
-    nodes = list(ast.walk(ast.parse(HELD + code)))
-    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
-    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert imported <= ALLOWED
-    found: dict[str, Any] = {}
-    exec(compile(HELD + code, page, "exec"), found)  # noqa: S102 - it is what is tested
-    return found
 
 
 def layouts() -> dict[str, list[Cut]]:

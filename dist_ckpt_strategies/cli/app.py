@@ -204,6 +204,30 @@ def verify(
 
 
 @_command(
+    "dist-ckpt rebuild-index DIR",
+    "0 done, or the index is whole, 1 no save is whole, 2 wrong usage, 3 could not read or write.",
+    name="rebuild-index",
+)
+def rebuild_index(
+    directory: Annotated[str, _argument("DIR", "Directory or URL of one checkpoint.")],
+    *,
+    force: Annotated[bool, _flag("--force", help="Replace an index that is whole, too.")] = False,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> None:
+    """Make the lost or damaged index of packs anew, from the packs alone.
+
+    Of the saves whose packs are there, the newest whole one counts; shows which it is. Nothing is
+    deleted; metadata.json and common.pt are written anew. No save may be under way. Reads headers
+    and digests: run verify afterwards.
+    """
+    from dist_ckpt_strategies.cli.rebuild_index import rebuild  # noqa: PLC0415
+
+    _prepare(directory)
+    rebuild(directory, is_forced=force, as_json=as_json)
+
+
+@_command(
     "dist-ckpt prune ROOT --keep-last 3 --unfinished",
     "0 done, 2 wrong usage, 3 could not read ROOT, or remove.",
 )

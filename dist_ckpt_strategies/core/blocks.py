@@ -10,14 +10,19 @@ import json
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.core.array import Region, Shape
+from dist_ckpt_strategies.core.array import ObjectId, Region, Shape
 
 Column = npt.NDArray[np.int64]
+
+OBJECT = "object"
+OBJECT_SUFFIX = "\ud800"
+"""No key of an array ends like that: it cannot be encoded, and so not be stored."""
 
 _LENGTH = struct.Struct("<QQQ")
 
@@ -71,11 +76,8 @@ class BlockTable:
         keys = tuple(arrays)
         number = {key: n for n, key in enumerate(keys)}
         width = max((len(facts.shape) for facts in arrays.values()), default=0)
-        origin = np.zeros((len(blocks), width), np.int64)
-        extent = np.ones((len(blocks), width), np.int64)
-        for row, (_, region) in enumerate(blocks):
-            origin[row, : region.ndim] = region.offset
-            extent[row, : region.ndim] = region.shape
+        origin = _padded([region.offset for _, region in blocks], width, 0)
+        extent = _padded([region.shape for _, region in blocks], width, 1)
         array = np.array([number[key] for key, _ in blocks], np.int64)
         place = np.array(places, np.int64).reshape(len(blocks), 3)
         return cls(keys, tuple(arrays.values()), array, origin, extent, place)
@@ -170,6 +172,31 @@ def merged(tables: Iterable[BlockTable]) -> tuple[BlockTable, Column, list[tuple
     )
     sources = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return table, sources, differing
+
+
+def with_objects(table: BlockTable, objects: Sequence[ObjectId]) -> BlockTable:
+    """A table of arrays, and of shards of objects as elements of an array of dtype ``OBJECT``.
+
+    The key of such an array is the object's and ``OBJECT_SUFFIX``; see ``plain_text``.
+    """
+    ordered = [(f"{name.key}{OBJECT_SUFFIX}", name) for name in sorted(objects)]
+    facts = {key: ArrayFacts(OBJECT, name.shape) for key, name in ordered}
+    cells = [(key, Region(name.offset, (1,) * len(name.offset))) for key, name in ordered]
+    return merged([table, BlockTable.of(facts, cells, [(0, 0, 0)] * len(cells))])[0]
+
+
+def plain_text(text: str) -> str:
+    """A key of such a table, or an error about it, with objects under their own keys."""
+    return text.replace(OBJECT_SUFFIX, "")
+
+
+def _padded(rows: Sequence[Shape], width: int, value: int) -> Column:
+    """Rows of different lengths as a table."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    flat = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
+    table = np.full((len(rows), width), value, np.int64)
+    table[np.arange(width) < lengths[:, None]] = flat
+    return table
 
 
 def _widened(column: Column, width: int, value: int) -> Column:

@@ -8,6 +8,7 @@ records of packs; its root, at the end, lists them. A rank reads the root and th
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from bisect import bisect_left, bisect_right
@@ -31,6 +32,9 @@ from dist_ckpt_strategies.formats.pack_write import PackRecord
 INDEX_NAME = "index"
 SAVES = "saves"
 VERSION = 1
+
+_FORMAT = "safetensors packs"
+_SAVE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 _ROWS = 1024
 """Blocks of a segment; docs/decisions.md has the measurement."""
@@ -78,9 +82,7 @@ class Pointer:
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
-        return json.dumps(
-            {"format": "safetensors packs", "version": VERSION, **asdict(self)}
-        ).encode()
+        return json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}).encode()
 
     @classmethod
     def of(cls, save_id: str, full_index: bytes, path: str) -> Pointer:
@@ -110,6 +112,8 @@ class Pointer:
                     path=path,
                 )
             save_id, digest = str(found["save_id"]), str(found["digest"])
+            _require(name == _FORMAT, "format", name)
+            _require(_SAVE_ID.fullmatch(save_id) is not None, "save_id", save_id)  # part of a path
             return cls(save_id, int(found["byte_offset"]), int(found["nbytes"]), digest)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(
@@ -117,6 +121,11 @@ class Pointer:
                 "the index anew",
                 path=path,
             ) from error
+
+
+def _require(is_good: bool, name: str, value: object) -> None:  # noqa: FBT001
+    if not is_good:
+        raise ValueError(f"{name} {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

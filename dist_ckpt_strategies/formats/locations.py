@@ -28,6 +28,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
 from dist_ckpt_strategies.formats.pack_commit import read_pointer
+from dist_ckpt_strategies.formats.pack_write import FOLDER as PACKS_FOLDER
 from dist_ckpt_strategies.formats.zarr2 import array_keys
 from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket
 from dist_ckpt_strategies.storage.files import (
@@ -248,6 +249,11 @@ def _what_is_there(root: Path) -> str:
         return (
             "a save was interrupted while it moved its files into place, and nothing is lost: "
             "`dist-ckpt verify`, dist_ckpt_strategies.load and load_latest complete it"
+        )
+    if (root / PACKS_FOLDER).is_dir():
+        return (
+            f"a save as packs has not come to its end, or {PACKS_INDEX} is lost; then `dist-ckpt "
+            "rebuild-index` makes it anew from the packs"
         )
     if (root / SAVE_NAME).exists() or any(root.glob(f"{PARTIAL_PREFIX}*/")):
         return "a save began and has not come to its end"

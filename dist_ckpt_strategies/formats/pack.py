@@ -11,13 +11,14 @@ Blocks are ordered by the size of their elements, which so are aligned, and obje
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quoted
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -108,9 +109,17 @@ class PackLayout:
     _before_save_id: str
     _after_save_id: str
 
-    def header(self, save_id: str) -> bytes:
-        """The first bytes of the file, up to the first tensor."""
-        text = self._before_save_id + quoted(save_id) + self._after_save_id
+    def header(self, save_id: str, num_packs: int = 0) -> bytes:
+        """The first bytes of the file, up to the first tensor.
+
+        Args:
+            save_id: of the save; empty where writers share none.
+            num_packs: that all ranks of the save write; 0 where that is not known.
+        """
+        of_save = f'{quoted(save_id)},"packs":"{num_packs}"'
+        if len(of_save) > _MAX_SAVE_ID:
+            raise PlanError(f"save id {save_id!r} is too long")
+        text = self._before_save_id + of_save + self._after_save_id
         return LENGTH.pack(self.data_start - LENGTH.size) + text.encode().ljust(
             self.data_start - LENGTH.size
         )
@@ -150,11 +159,11 @@ class Layout:
     common: StoredBytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One tensor of a pack, before it has a place."""
+class _Item(NamedTuple):
+    """One tensor of a pack, before it has a place. ``name`` is in quotation marks."""
 
     source: int
+    key: str
     name: str
     dtype: str
     shape: Shape
@@ -186,27 +195,24 @@ def lay_out(
         PlanError: a key cannot be written as UTF-8, or an array is described in two ways.
     """
     facts, kept = _blocks(shards, rank)
-    items = [_array_item(n, key, region, shards[n].dtype) for key, region, n in kept]
     first_object, common_source = len(shards), len(shards) + len(objects)
-    last = [
-        _bytes_item(n, f"{name.key}#{_joined(name.offset)}", nbytes)
-        for n, (name, nbytes) in enumerate(objects, first_object)
-    ]
+    items = _array_items(kept, facts)
+    for n, (name, nbytes) in enumerate(objects, first_object):
+        items.append(_bytes_item(n, name.key, f"{name.key}#{_joined(name.offset)}", nbytes))
     if common_nbytes is not None:
-        last.append(_bytes_item(common_source, COMMON, common_nbytes))
-    groups = [sorted(group, key=lambda item: -item.itemsize) for group in _groups(items, limits)]
-    if last:
-        groups = groups or [[]]
-        groups[-1] += last
+        items.append(_bytes_item(common_source, "", COMMON, common_nbytes))
     grids = {name.key: name.shape for name, _ in objects}
-    packs, places = [], {}
-    for number, group in enumerate(groups):
-        of_pack = {shards[i.source].key: None for i in group if i.source < first_object}
-        listed = {key: facts[key] for key in of_pack}
-        with_objects = grids if number == len(groups) - 1 else {}
-        packs.append(_pack(group, _metadata(rank, listed, with_objects, features)))
+    packs: list[PackLayout] = []
+    places = {}
+    for unsorted in _groups(items, limits):
+        group = sorted(unsorted, key=lambda item: -item.itemsize)
+        listed = {i.key: facts[i.key] for i in group if i.source < first_object}
+        of_objects = {
+            i.key: grids[i.key] for i in group if first_object <= i.source < common_source
+        }
         for item, start, first in _places(group):
-            places[item.source] = number, start, first
+            places[item.source] = len(packs), start, first
+        packs.append(_pack(group, _metadata(rank, listed, of_objects, features)))
     stored = (
         (name, StoredBytes(*places[n], nbytes))
         for n, (name, nbytes) in enumerate(objects, first_object)
@@ -227,11 +233,15 @@ def _blocks(
 ) -> tuple[dict[str, ArrayFacts], list[tuple[str, Region, int]]]:
     """Each array, and what is stored of it: key, region and number of the shard, sorted."""
     facts: dict[str, ArrayFacts] = {}
+    dtypes = {dtype: dtype.value for dtype in DType}
     kept: dict[tuple[str, Shape], tuple[Region, int]] = {}
     for number, shard in enumerate(shards):
-        (key, region), stated = shard.id, ArrayFacts(shard.dtype.value, shard.array_shape)
-        known = facts.setdefault(key, stated)
-        if known != stated:
+        (key, region), dtype, shape = shard.id, dtypes[shard.dtype], shard.array_shape
+        known = facts.get(key)
+        if known is None:
+            facts[key] = ArrayFacts(dtype, shape)
+        elif (known.dtype, known.shape) != (dtype, shape):
+            stated = ArrayFacts(dtype, shape)
             raise PlanError(f"{key}: {known} and {stated} on rank {rank}", key=key)
         if 0 in region.shape and 0 not in shard.array_shape:
             continue
@@ -249,16 +259,39 @@ def _joined(numbers: Shape) -> str:
     return ".".join(map(str, numbers))
 
 
-def _bytes_item(source: int, name: str, nbytes: int) -> _Item:
-    return _Item(source, name, "U8", (nbytes,), nbytes, 1)
+def _bytes_item(source: int, key: str, name: str, nbytes: int) -> _Item:
+    return _Item(source, key, _quoted(key, name), "U8", (nbytes,), nbytes, 1)
 
 
-def _array_item(source: int, key: str, region: Region, dtype: DType) -> _Item:
-    name, shape = SAFETENSORS_NAMES.get(dtype, "U8"), region.shape
-    if dtype not in SAFETENSORS_NAMES and dtype.itemsize > 1:
-        shape = (*shape, dtype.itemsize)
-    nbytes = region.numel * dtype.itemsize
-    return _Item(source, f"{key}@{_joined(region.offset)}", name, shape, nbytes, dtype.itemsize)
+def _array_items(
+    kept: Sequence[tuple[str, Region, int]], facts: dict[str, ArrayFacts]
+) -> list[_Item]:
+    dtypes = {name: DType(name) for name in {of_key.dtype for of_key in facts.values()}}
+    stored = {
+        name: (SAFETENSORS_NAMES.get(dtype, "U8"), dtype.itemsize, _last_dim(dtype))
+        for name, dtype in dtypes.items()
+    }
+    items = []
+    for key, (offset, shape), source in kept:
+        dtype, itemsize, last_dim = stored[facts[key].dtype]
+        name = _quoted(key, f"{key}@{_joined(offset)}")
+        nbytes = math.prod(shape) * itemsize
+        items.append(_Item(source, key, name, dtype, (*shape, *last_dim), nbytes, itemsize))
+    return items
+
+
+def _last_dim(dtype: DType) -> Shape:
+    """The further dim of elements that safetensors knows as several bytes."""
+    is_bytes = dtype not in SAFETENSORS_NAMES and dtype.itemsize > 1
+    return (dtype.itemsize,) if is_bytes else ()
+
+
+def _quoted(key: str, name: str) -> str:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise PlanError(f"key {key!r} cannot be encoded as UTF-8", key=key) from error
+    return quoted(name)
 
 
 def _groups(items: Sequence[_Item], limits: PackLimits) -> Iterator[list[_Item]]:
@@ -269,7 +302,7 @@ def _groups(items: Sequence[_Item], limits: PackLimits) -> Iterator[list[_Item]]
     group: list[_Item] = []
     nbytes = header_nbytes = 0
     for item in items:
-        described = 2 * len(item.name) + 120
+        described = 3 * len(item.name) + 24 * len(item.shape) + 100  # the key stands there twice
         if group and (
             nbytes + item.nbytes / 2 > most
             or nbytes + item.nbytes > limits.nbytes
@@ -321,26 +354,20 @@ def _pack(group: Sequence[_Item], metadata: dict[str, str]) -> PackLayout:
     padding = -nbytes % _DIGEST_NBYTES
     items = list(group)
     if padding:
-        items.append(_Item(-1, PADDING, "U8", (padding,), padding, 1))
+        items.append(_bytes_item(-1, "", PADDING, padding))
         num_digests += 1
     table_nbytes = (num_digests + NUM_TRAILING) * _DIGEST_NBYTES
     shape = (num_digests + NUM_TRAILING,)
-    table = _Item(-1, DIGESTS, "U64", shape, table_nbytes, _DIGEST_NBYTES)
+    table = _Item(-1, "", quoted(DIGESTS), "U64", shape, table_nbytes, _DIGEST_NBYTES)
     parts = [f"{quoted(name)}:{quoted(value)}" for name, value in metadata.items()]
     before = f'{{"__metadata__":{{{",".join(parts)},"save":'
     described = [
-        f"{quoted(item.name)}:{{"
+        f"{item.name}:{{"
         f'"dtype":"{item.dtype}","shape":[{",".join(map(str, item.shape))}],'
         f'"data_offsets":[{start},{start + item.nbytes}]}}'
         for item, start, _ in _places([*items, table])
     ]
     after = "}," + ",".join(described) + "}"
-    for item in group:
-        try:
-            item.name.encode()
-        except UnicodeEncodeError as error:
-            key = item.name.rpartition("@")[0]
-            raise PlanError(f"key {key!r} cannot be encoded as UTF-8", key=key) from error
     needed = LENGTH.size + len(before) + len(after) + _MAX_SAVE_ID
     data_start = -(-needed // _ALIGNMENT) * _ALIGNMENT
     sources, sizes = tuple(i.source for i in items), tuple(i.nbytes for i in items)
@@ -348,8 +375,8 @@ def _pack(group: Sequence[_Item], metadata: dict[str, str]) -> PackLayout:
     return PackLayout(sources, sizes, num_digests, total, data_start, before, after)
 
 
-_MAX_SAVE_ID = 64
-
+_MAX_SAVE_ID = 128
+"""Bytes that a header has for what is known only when it is written."""
 
 Digests = npt.NDArray[np.uint64]
 

@@ -70,7 +70,8 @@ class PackCheckpoint:
             else:
                 require_something(location)
             raise IncompleteCheckpointError(
-                f"{location} holds no packs, or a save that has not ended: it has no {INDEX_NAME}",
+                f"{location} has no {INDEX_NAME}: it holds no packs, or a save has not ended, or "
+                f"{INDEX_NAME} is lost; dist-ckpt rebuild-index makes it anew from the packs",
                 path=self._store.path(INDEX_NAME),
             )
         pointer, self.index = opened

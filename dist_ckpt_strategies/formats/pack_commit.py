@@ -78,9 +78,21 @@ def read_pointer(store: Place) -> Pointer | None:
 
 
 def open_full_index(store: Place, pointer: Pointer) -> FullIndex:
-    """The full index that a pointer names."""
+    """The full index that a pointer names.
+
+    Raises:
+        IncompleteCheckpointError: it is missing.
+        CorruptCheckpointError: it is damaged.
+    """
     name = full_index_of(pointer.save_id)
-    return FullIndex(pointer, partial(store.read, name), store.path(name))
+    try:
+        return FullIndex(pointer, partial(store.read, name), store.path(name))
+    except IncompleteCheckpointError as error:
+        raise IncompleteCheckpointError(
+            f"{error.message}; {INDEX_NAME} names it, and it is lost or {INDEX_NAME} is damaged: "
+            "dist-ckpt rebuild-index makes both anew from the packs",
+            path=error.path,
+        ) from error
 
 
 def new_save_id(store: Place) -> str:
@@ -93,7 +105,13 @@ def new_save_id(store: Place) -> str:
     return f"{max(last + 1, time.time_ns() // 1000):017d}-{secrets.token_hex(4)}"
 
 
-def commit(store: Place, save: NewSave, fence: Callable[[], None] = lambda: None) -> None:
+def commit(
+    store: Place,
+    save: NewSave,
+    fence: Callable[[], None] = lambda: None,
+    *,
+    deletes_replaced: bool = True,
+) -> None:
     """Make a save the content of a place. One rank calls it, on the thread that may be given up.
 
     An error means that the place holds what it held before, unless it is a StorageTimeoutError:
@@ -103,12 +121,13 @@ def commit(store: Place, save: NewSave, fence: Callable[[], None] = lambda: None
         store: the place.
         save: what was written.
         fence: raises if this job may no longer write here.
+        deletes_replaced: whether to delete what the replaced index alone names.
 
     Raises:
         StorageError: a pack is gone, or a file cannot be written.
     """
     with store.locked():
-        replaced = _files_replaced(store)
+        replaced = _files_replaced(store) if deletes_replaced else []
         fence()
         _require_packs(store, save.packs)
         name = full_index_of(save.pointer.save_id)
@@ -127,7 +146,8 @@ def commit(store: Place, save: NewSave, fence: Callable[[], None] = lambda: None
         for file, content in ((COMMON_NAME, save.common), (MARKER_NAME, save.marker)):
             if content is not None:
                 store.write(file, content)
-    delete_files(store, replaced)
+    kept = {file_of(pack.name) for pack in save.packs}
+    delete_files(store, [file for file in replaced if file not in kept])
 
 
 def _bytes(content: bytes) -> Bytes:

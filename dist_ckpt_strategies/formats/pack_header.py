@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape
@@ -26,7 +27,17 @@ from dist_ckpt_strategies.formats.pack import (
     table_nbytes,
 )
 
+_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
 _NAME = re.compile(r"(.*)([@#])(|\d+(?:\.\d+)*)", re.DOTALL | re.ASCII)
+
+_MALFORMED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class PackHeader:
 
     Attributes:
         save_id: of the save that wrote it; empty where writers share no id.
+        num_packs: that all ranks of the save wrote; 0 where the writer did not know.
         rank: the global rank that wrote it.
         features: known ones.
         table: the blocks of arrays.
@@ -47,6 +59,7 @@ class PackHeader:
     """
 
     save_id: str
+    num_packs: int
     rank: int
     features: tuple[str, ...]
     table: BlockTable
@@ -86,7 +99,7 @@ def parse_header(content: bytes, path: str) -> PackHeader:
                 path=path,
             )
         return _parsed(found, metadata, named, len(content))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise CorruptCheckpointError(
             f"{path} is damaged: its header: {error}", path=path
         ) from error
@@ -126,6 +139,7 @@ def _parsed(
         raise ValueError(f"expected digests of {first} ranges as the last tensor")
     return PackHeader(
         metadata["save"],
+        int(metadata["packs"]),
         int(metadata["rank"]),
         features,
         BlockTable.of(
@@ -178,4 +192,4 @@ def _numbers(text: str) -> Shape:
 def _dtype_of(name: str, stated: str | None) -> DType:
     if stated is not None:
         return DType(stated)
-    return next(dtype for dtype, known in SAFETENSORS_NAMES.items() if known == name)
+    return _DTYPES[name]

@@ -62,7 +62,7 @@ def new_pack_name() -> str:
     return secrets.token_hex(8)
 
 
-def write_pack(
+def write_pack(  # noqa: PLR0913 - facts of the save are known when it is written
     store: Place,
     name: str,
     pack: PackLayout,
@@ -70,6 +70,7 @@ def write_pack(
     *,
     save_id: str,
     rank: int,
+    num_packs: int = 0,
 ) -> PackRecord:
     """Write a pack, durably. Rank-local.
 
@@ -82,8 +83,9 @@ def write_pack(
             but the last of whole ranges.
         save_id: of the save; empty where writers share none.
         rank: the global rank that writes.
+        num_packs: that all ranks of the save write, if that is known.
     """
-    header = pack.header(save_id)
+    header = pack.header(save_id, num_packs)
     digests = np.empty(pack.num_ranges, np.uint64)
     sealed: list[str] = []
 
@@ -177,6 +179,7 @@ class PackJob:
         rank: the global rank that writes.
         timeout_s: longest wait for the storage.
         num_threads: that write at the same time.
+        num_packs: that all ranks write.
     """
 
     store: Place
@@ -185,6 +188,7 @@ class PackJob:
     rank: int
     timeout_s: float
     num_threads: int
+    num_packs: int = 0
 
     def run(self, memory: memoryview) -> tuple[PackRecord, ...]:
         """Write all of them, durably. Rank-local."""
@@ -194,8 +198,15 @@ class PackJob:
 
         def write(name: str, number: int) -> PackRecord:
             pack = self.packs[number]
-            batches = [_tensors_of(pack, content[starts[number] :])]
-            return write_pack(self.store, name, pack, batches, save_id=self.save_id, rank=self.rank)
+            return write_pack(
+                self.store,
+                name,
+                pack,
+                [_tensors_of(pack, content[starts[number] :])],
+                save_id=self.save_id,
+                rank=self.rank,
+                num_packs=self.num_packs,
+            )
 
         return write_each(self.store, len(self.packs), write, self.num_threads, deadline)
 

@@ -14,8 +14,15 @@ import numpy as np
 import xxhash
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, Receive, Send
-from dist_ckpt_strategies.core.array import ObjectId, Region, ShardSpec
-from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable, merged
+from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
+from dist_ckpt_strategies.core.blocks import (
+    OBJECT,
+    ArrayFacts,
+    BlockTable,
+    merged,
+    plain_text,
+    with_objects,
+)
 from dist_ckpt_strategies.core.coverage import Copies, require_coverage
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.index import array_segments
@@ -45,25 +52,13 @@ class Description:
         """The description of what a rank writes, and of the replicas that it does not write."""
         arrays = {c.key: ArrayFacts(c.dtype.value, c.array_shape) for c in copies}
         blocks = sorted((c.key, c.region) for c in copies)
-        others = _with_objects(
-            BlockTable.of(arrays, blocks, [_NOWHERE] * len(blocks)), object_copies
-        )
-        main = _with_objects(layout.table, [name for name, _ in layout.objects])
+        table = BlockTable.of(arrays, blocks, [_NOWHERE] * len(blocks))
+        others = with_objects(table, object_copies).to_bytes()
+        main = with_objects(layout.table, [name for name, _ in layout.objects]).to_bytes()
         digest = xxhash.xxh3_128_hexdigest(others)
         return cls(len(layout.packs), main, others, digest)
 
 
-def _with_objects(table: BlockTable, objects: Sequence[ObjectId]) -> bytes:
-    """A table of arrays, and of shards of objects as elements of an array."""
-    facts = {f"{name.key}{_OBJECT}": ArrayFacts(_OBJECT, name.shape) for name in objects}
-    cells = [
-        (f"{name.key}{_OBJECT}", Region(name.offset, (1,) * len(name.offset)))
-        for name in sorted(objects)
-    ]
-    return merged([table, BlockTable.of(facts, cells, [_NOWHERE] * len(cells))])[0].to_bytes()
-
-
-_OBJECT = "#"
 _NOWHERE = (0, 0, 0)
 
 
@@ -150,6 +145,16 @@ def proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
     """
     if ledger.is_proved:
         return ledger
+    try:
+        return _proved(ledger, global_ranks)
+    except PlanError as error:
+        key = error.key and plain_text(error.key)
+        plain = type(error)(plain_text(error.message), key=key)
+        plain.global_rank = error.global_rank
+        raise plain from None
+
+
+def _proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
     ranks = np.array(global_ranks, np.int64)
     tables = [BlockTable.from_bytes(main) for _, main, _ in ledger.told]
     copies = [
@@ -176,7 +181,7 @@ def proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
     starts = np.cumsum([0, *(num_packs for num_packs, *_ in ledger.told)])
     place = table.place.copy()
     place[:, 0] += starts[sources]
-    is_array = np.array([f.dtype != _OBJECT for f in table.facts], bool)
+    is_array = np.array([f.dtype != OBJECT for f in table.facts], bool)
     arrays = replace(table, place=place).rows(np.flatnonzero(is_array[table.array]))
     return replace(ledger, segments=tuple(array_segments(arrays)), is_proved=True)
 

@@ -144,6 +144,7 @@ def begin_in_background(
             comm.global_ranks[comm.rank],
             WORK * options.timeout_s,
             options.io_threads,
+            started.num_packs,
         )
         write = background.writer(job, options)
 

@@ -234,6 +234,7 @@ def write_packs(started: Started, deadline: Deadline) -> tuple[PackRecord, ...]:
                 host_batches(contents, pack, budget),
                 save_id=started.save_id,
                 rank=comm.global_ranks[comm.rank],
+                num_packs=started.num_packs,
             )
 
     num_threads = started.options.io_threads

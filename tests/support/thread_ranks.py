@@ -49,7 +49,8 @@ class ThreadCommunicator(Communicator):
         self, sends: Sequence[Send], receives: Sequence[Receive]
     ) -> Callable[[], None]:
         for send in sends:
-            self._world.pipes[self.rank, send.to_rank].put(torch.as_tensor(send.data).clone())
+            data = send.data if isinstance(send.data, torch.Tensor) else send.data.copy()
+            self._world.pipes[self.rank, send.to_rank].put(torch.as_tensor(data).clone())
         return partial(self._finish, tuple(receives))
 
     def _finish(self, receives: Sequence[Receive]) -> None:

@@ -1,0 +1,289 @@
+"""Make the index of a checkpoint anew from its packs alone. Nothing is deleted.
+
+Each pack says which save it is of, and how many packs that save has. A save is whole if all of them
+are there with whole headers and digests, and their blocks make up every array. Blocks themselves
+are not read: loads and ``verify`` compare them, with the new index as with the lost one.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from dist_ckpt_strategies.core.array import Region
+from dist_ckpt_strategies.core.blocks import BlockTable, merged, plain_text, with_objects
+from dist_ckpt_strategies.core.coverage import require_coverage
+from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
+    CorruptCheckpointError,
+    IncompatibleVersionError,
+    IncompleteCheckpointError,
+    PlanError,
+    StrategyError,
+    some_of,
+)
+from dist_ckpt_strategies.formats.index import (
+    INDEX_NAME,
+    StoredObject,
+    array_segments,
+    build_full_index,
+)
+from dist_ckpt_strategies.formats.locations import (
+    PACKS,
+    CheckpointMarker,
+    Location,
+    require_something,
+)
+from dist_ckpt_strategies.formats.pack import StoredBytes
+from dist_ckpt_strategies.formats.pack_checkpoint import place_of
+from dist_ckpt_strategies.formats.pack_commit import (
+    MARKER_CONTENT,
+    NewSave,
+    commit,
+    new_save_id,
+    open_full_index,
+    read_pointer,
+)
+from dist_ckpt_strategies.formats.pack_read import BlockRead, begin_reads
+from dist_ckpt_strategies.formats.pack_verify import OpenedPack, open_pack
+from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
+from dist_ckpt_strategies.storage.bucket import Bucket, Place
+from dist_ckpt_strategies.storage.files import (
+    MARKER_NAME,
+    Directory,
+    require_directory,
+)
+from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
+
+_FILE = re.compile(rf"{FOLDER}/([0-9a-f]{{2}})/(\1[0-9a-f]{{14}})\.safetensors")
+_NUM_THREADS = 16
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RebuiltIndex:
+    """The save that a new index names.
+
+    Attributes:
+        save_id: of the save, as its packs say; empty where they say none.
+        num_packs: of the save.
+        num_arrays: of the save.
+        num_objects: shards of objects.
+        passed_over: newer saves that are not whole and damaged packs, with the reasons.
+    """
+
+    save_id: str
+    num_packs: int
+    num_arrays: int
+    num_objects: int
+    passed_over: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeSave:
+    """A save whose packs are whole, and the content of its common state, if it has one."""
+
+    packs: tuple[PackRecord, ...]
+    arrays: BlockTable
+    objects: tuple[StoredObject, ...]
+    common: StoredBytes | None
+    common_content: bytes | None
+
+
+def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | None:
+    """Replace a lost or damaged index by one that is made from the packs. Rank-local.
+
+    The newest save whose packs are whole and make up every array counts. ``common.pt`` and
+    ``metadata.json`` are written where they are missing, damaged or of another save. No save may be
+    under way at that place.
+
+    Args:
+        location: of the checkpoint.
+        force: replace an index that is whole, too.
+
+    Returns:
+        The save that counts now; None where the index is whole, and nothing was done.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at that place.
+        IncompleteCheckpointError: no save is whole; says what each of them lacks.
+        StrategyError: the checkpoint at that place is of another format.
+        CheckpointChangedError: a save has replaced the index meanwhile.
+    """
+    store = place_of(location)
+    _require_no_other_format(store)
+    seen = _content(store)
+    if not force and seen is not None and _is_whole(store):
+        return None
+    names = pack_names(store)
+    if not names:
+        if isinstance(location, Bucket):
+            require_something(location)
+        else:
+            require_directory(location)
+        raise IncompleteCheckpointError(f"{location} holds no packs", path=str(location))
+    opened, damaged = _opened(store, names)
+    groups = defaultdict(list)
+    for pack in opened:
+        groups[pack.header.save_id].append(pack)
+    why: list[str] = []
+    for save_id in sorted(groups, reverse=True):
+        try:
+            save = _whole_save(store, groups[save_id])
+        except (PlanError, CorruptCheckpointError, IncompleteCheckpointError) as error:
+            why.append(f"save {save_id or 'without an id'}: {plain_text(error.message)}")
+            continue
+        _commit(store, save, seen)
+        keys, objects = len(save.arrays.keys), len(save.objects)
+        passed_over = (*why, *damaged)
+        return RebuiltIndex(save_id, len(save.packs), keys, objects, passed_over)
+    raise IncompleteCheckpointError(
+        f"{location}: no save is whole: {some_of([*why, *damaged], 20)}", path=str(location)
+    )
+
+
+def pack_names(store: Place) -> list[str]:
+    """The names of all packs at a place, sorted."""
+    if isinstance(store, Bucket):
+        files = list(store.names(f"{FOLDER}/"))
+    else:
+        root = store.root / FOLDER
+        folders = [name for name in Directory(root).names() if len(name) == 2]  # noqa: PLR2004
+        files = [f"{FOLDER}/{n}/{file}" for n in folders for file in Directory(root / n).names()]
+    return sorted(match[2] for match in map(_FILE.fullmatch, files) if match)
+
+
+def _content(store: Place) -> bytes | None:
+    try:
+        return store.read(INDEX_NAME)
+    except IncompleteCheckpointError:
+        return None
+
+
+def _require_no_other_format(store: Place) -> None:
+    try:
+        marker = CheckpointMarker.from_json(store.read(MARKER_NAME))
+    except (IncompleteCheckpointError, ValueError, TypeError):
+        return
+    if marker.sharded_format != PACKS.sharded_format:
+        raise StrategyError(
+            f"{store} holds a checkpoint of {marker.sharded_format}, by its {MARKER_NAME}; to make "
+            f"an index of packs that lie beside it, move {FOLDER} to an empty directory"
+        )
+
+
+def _is_whole(store: Place) -> bool:
+    """Whether ``index`` and its full index are whole, and every pack is there that they name."""
+    try:
+        pointer = read_pointer(store)
+        if pointer is None:
+            return False
+        index = open_full_index(store, pointer)
+        for _ in index.tables():
+            pass
+        index.objects()
+        packs = index.packs(range(index.num_packs)).values()
+    except (CorruptCheckpointError, IncompleteCheckpointError):
+        return False
+    missing: list[PackRecord] = []
+
+    def look(pack: PackRecord) -> None:
+        if not store.has_bytes(file_of(pack.name), pack.nbytes):
+            missing.append(pack)
+
+    jobs = [Job("", store.path(file_of(pack.name)), partial(look, pack)) for pack in packs]
+    Transfer(jobs, _NUM_THREADS).wait()
+    return not missing
+
+
+def _opened(store: Place, names: Sequence[str]) -> tuple[list[OpenedPack], list[str]]:
+    """The packs whose header and table are whole, by rank and name; what is wrong with others."""
+    opened: list[OpenedPack] = []
+    damaged: list[str] = []
+
+    def look(name: str) -> None:
+        try:
+            opened.append(open_pack(store, name))
+        except (
+            CorruptCheckpointError,
+            IncompleteCheckpointError,
+            IncompatibleVersionError,
+        ) as error:
+            damaged.append(error.message)
+
+    jobs = [Job("", store.path(file_of(name)), partial(look, name)) for name in names]
+    Transfer(jobs, _NUM_THREADS).wait()
+    return sorted(opened, key=lambda p: (p.record.rank, p.record.name)), sorted(damaged)
+
+
+def _whole_save(store: Place, packs: Sequence[OpenedPack]) -> _WholeSave:
+    """The save that these packs are of.
+
+    Raises:
+        IncompleteCheckpointError: a pack is missing.
+        CorruptCheckpointError: the common state is damaged.
+        CoverageError, DuplicateWriterError, PlanError: the packs do not make up every array.
+    """
+    counts = {pack.header.num_packs for pack in packs}
+    if counts not in ({0}, {len(packs)}):
+        raise IncompleteCheckpointError(
+            f"{len(packs)} of its {max(counts)} packs are whole, those of ranks "
+            f"{some_of(sorted({str(pack.record.rank) for pack in packs}), 20)}"
+        )
+    headers = [pack.header for pack in packs]
+    ranks = np.array([header.rank for header in headers], np.int64)
+    ids = [[name for name, _ in header.objects] for header in headers]
+    listed = map(with_objects, (header.table for header in headers), ids)
+    proved, sources, differing = merged(listed)
+    for key, one, other in differing:
+        raise PlanError(f"{key}: ranks {ranks[one]} and {ranks[other]} describe it differently")
+    require_coverage(proved, ranks[sources])
+    arrays, sources, _ = merged(header.table for header in headers)
+    arrays.place[:, 0] = sources
+    commons = [(n, h.common) for n, h in enumerate(headers) if h.common is not None]
+    if len(commons) > 1:
+        raise PlanError("several packs hold a common state")
+    common = content = None
+    for number, stored in commons:
+        common = replace(stored, pack=number)
+        content = _read(store, packs[number].record, stored)
+    objects = tuple(
+        StoredObject(name, replace(stored, pack=number))
+        for number, header in enumerate(headers)
+        for name, stored in header.objects
+    )
+    return _WholeSave(tuple(p.record for p in packs), arrays, objects, common, content)
+
+
+def _read(store: Place, pack: PackRecord, stored: StoredBytes) -> bytes:
+    target = np.empty(stored.nbytes, np.uint8)
+    whole = Region.whole(target.shape)
+    read = BlockRead(
+        pack, stored.byte_offset, stored.first_range, whole.shape, whole, target, "common state"
+    )
+    begin_reads(store, [read], num_threads=1, deadline=Deadline.after(_TIMEOUT_S)).wait()
+    return target.tobytes()
+
+
+def _commit(store: Place, save: _WholeSave, seen: bytes | None) -> None:
+    """Make a save the content of a place, unless its index is another than was seen."""
+
+    def require_unchanged() -> None:
+        if _content(store) != seen:
+            raise CheckpointChangedError(f"{store}: a save has replaced {INDEX_NAME}; begin anew")
+
+    facts = {"ranks": len({pack.rank for pack in save.packs}), "created": time.time()}
+    segments = array_segments(save.arrays)
+    full_index, pointer = build_full_index(
+        new_save_id(store), segments, save.objects, save.packs, save.common, facts
+    )
+    content = save.common_content
+    marker = None if content is None else MARKER_CONTENT
+    new = NewSave(pointer, full_index, save.packs, content, marker)
+    commit(store, new, require_unchanged, deletes_replaced=False)

@@ -1,0 +1,90 @@
+"""Packs that ranks have saved as threads, and places of packs that tests can damage."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
+from dist_ckpt_strategies.formats import pack, pack_header, pack_read, pack_verify, pack_write
+from dist_ckpt_strategies.formats.pack import PackLimits
+from dist_ckpt_strategies.formats.pack_commit import MARKER_CONTENT
+from dist_ckpt_strategies.sharded import pack_save
+from dist_ckpt_strategies.sharded.pack_save import (
+    Contents,
+    Prepared,
+    Started,
+    finish_save,
+    start_save,
+    write_packs,
+)
+from dist_ckpt_strategies.storage.files import Directory
+from dist_ckpt_strategies.storage.io_pool import Deadline
+from dist_ckpt_strategies.storage.store import Bytes
+from tests.support.thread_ranks import ThreadCommunicator, run_ranks
+
+
+def save_packs(
+    root: Path,
+    size: int,
+    contents: Callable[[int], Contents],
+    *,
+    limits: PackLimits | None = None,
+    before_commit: Callable[[Started], None] = lambda _: None,
+) -> None:
+    """Save what ``contents`` gives for each rank, as packs of these limits."""
+    options = Options(timeout_s=60.0)
+
+    def body(comm: ThreadCommunicator) -> None:
+        started = start_save(
+            comm, lambda: Prepared(Directory(root), contents(comm.rank)), None, options
+        )
+        records = write_packs(started, Deadline.after(60.0))
+        before_commit(started)
+        finish_save(started, lambda: records, marker=MARKER_CONTENT)
+
+    root.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if limits is not None:
+            stack.enter_context(patch.object(pack_save, "_limits", lambda *_: limits))
+        run_ranks(size, body)
+
+
+@contextmanager
+def small_ranges(nbytes: int) -> Iterator[None]:
+    """Within the block digests are of ranges of so many bytes, and calls read and write eight."""
+    with ExitStack() as stack:
+        for module in (pack, pack_header, pack_read, pack_verify, pack_write):
+            stack.enter_context(patch.object(module, "RANGE_NBYTES", nbytes))
+        stack.enter_context(patch.object(pack_verify, "_READ_NBYTES", 8 * nbytes))
+        stack.enter_context(patch.object(pack_write, "_WRITE_NBYTES", 8 * nbytes))
+        yield
+
+
+class MemoryPlace:
+    """Files in memory, to be damaged thousands of times; those of Place's methods that read."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+
+    def path(self, name: str) -> str:
+        return name
+
+    def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
+        if name not in self.files:
+            raise IncompleteCheckpointError(f"{name} does not exist", path=name)
+        end = None if nbytes < 0 else byte_offset + nbytes
+        return self.files[name][byte_offset:end]
+
+    def read_into(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:
+        for target in targets:
+            content = self.read(name, byte_offset, target.size)
+            if len(content) < target.size:
+                raise CorruptCheckpointError(f"{name} is damaged: it ends", path=name)
+            target.data[:] = memoryview(content)
+            byte_offset += target.size
+
+    def write_pieces(self, name: str, pieces: Any) -> None:
+        self.files[name] = b"".join(piece.tobytes() for some in pieces for piece in some)
