@@ -581,12 +581,12 @@ def test_a_new_rank_0_takes_over_the_lock_of_its_own_job_at_once(tmp_path: Path)
     assert "another job saves here" in other
 
 
-def goes_back(rank: int, root: str, version: int) -> list[Any]:
+def goes_back(rank: int, root: str, backend: tuple[str, int]) -> list[Any]:
     """Body of a rank: courses that end and go on with new managers, as in jobs of their own."""
     in_threads()
     found: list[Any] = []
     training = Training()
-    options = ManagerOptions(timeout_s=40.0, strategy=("zarr", version))
+    options = ManagerOptions(timeout_s=40.0, strategy=backend)
 
     def run(*steps: int, at_most: int | None = None, keep: int | None = None) -> Any:
         node = LocalCheckpointManager(f"{root}/node{rank}")
@@ -618,11 +618,11 @@ def goes_back(rank: int, root: str, version: int) -> list[Any]:
     return [*found, TieredCheckpointManager(f"{root}/run").latest_step()]
 
 
-@pytest.mark.parametrize(("size", "version"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("size", "backend"), [(1, ("zarr", 2)), (2, ("zarr", 1))])
 def test_a_training_that_goes_back_stays_in_its_course(
-    tmp_path: Path, size: int, version: int
+    tmp_path: Path, size: int, backend: tuple[str, int]
 ) -> None:
-    for *found, refused, newest in run_processes(size, goes_back, str(tmp_path), version):
+    for *found, refused, newest in run_processes(size, goes_back, str(tmp_path), backend):
         assert found == [None, 50, 105, 50, [50, 60], 60, 60, "60", 75, 70, 100]
         assert "NoUsableCheckpointError" in refused.kinds
         assert "iter_0000080" in refused.text

@@ -185,6 +185,8 @@ def _require_partition(
     ndim = len(shape)
     rows = np.flatnonzero((table.array == number) & (table.extent != 0).all(axis=1))
     low, extent = table.origin[rows, :ndim], table.extent[rows, :ndim]
+    if not len(rows):  # the table's arrays may have fewer dims
+        low = extent = np.zeros((0, ndim), np.int64)
     order = np.lexsort((ranks[rows], *extent.T[::-1], *low.T[::-1]))
     rows, low, extent = rows[order], low[order], extent[order]
     sizes = np.array([min(n, _MAX_SIZE) for n in shape], np.int64)

@@ -36,6 +36,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     some_of,
 )
+from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.locations import (
     SAVE_FIELD,
     SAVE_PREFIX,
@@ -364,6 +365,8 @@ class BucketPlace(PlaceBase):
         content = {**json.loads(marker), SAVE_FIELD: self.save_id}
         require_own_place()
         bucket.write(MARKER_NAME, json.dumps(content).encode())
+        if bucket.place().has(PACKS_INDEX):
+            bucket.place().delete([PACKS_INDEX])
         try:
             _remove_others(bucket, place)
         except StorageError as error:
@@ -491,9 +494,18 @@ def _finish(root: Path, staging: Path) -> None:
     for directory in sorted(touched):
         sync_path(directory)
     raise_if_cancelled()
+    _invalidate_packs(root)
     if (staging / MARKER_NAME).exists():
         rename(staging / MARKER_NAME, root / MARKER_NAME)
         sync_path(root)
+
+
+def _invalidate_packs(root: Path) -> None:
+    """Have packs at a place count no more. They stay, as files of another format do."""
+    with file_errors(None, root / PACKS_INDEX), suppress(FileNotFoundError):
+        (root / PACKS_INDEX).unlink()
+        sync_path(root)
+        logger.warning("%s: packs of an earlier save stay there until prune removes them", root)
 
 
 def _move_old_out(root: Path, trash: Path, *, with_torch_dist: bool) -> None:

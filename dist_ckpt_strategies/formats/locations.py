@@ -326,7 +326,8 @@ class OpenedSave:
         self.root = root
         self.has_packs = holds_packs(root)
         if self.has_packs:  # which are never written again
-            pointer = read_pointer(root.place() if isinstance(root, Bucket) else Directory(root))
+            store = root.place() if isinstance(root, Bucket) else Directory(root)
+            pointer = limited(read_pointer)(store)
             self._status, self.identity = None, pointer.digest if pointer else ""
             return
         self._status = None if isinstance(root, Bucket) else _status(root)

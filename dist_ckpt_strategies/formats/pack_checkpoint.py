@@ -31,7 +31,7 @@ from dist_ckpt_strategies.formats.pack_read import (
 from dist_ckpt_strategies.formats.pack_write import file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.files import Directory, require_directory
-from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer
+from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer, limited, run_with_limit
 from dist_ckpt_strategies.storage.store import ArrayRead
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class PackCheckpoint:
 
     def __init__(self, location: Location, options: Options) -> None:
         self._store, self._options = place_of(location), options
-        opened = current_save(self._store)
+        opened = limited(current_save)(self._store)
         if opened is None:
             if isinstance(location, Path):
                 require_directory(location)
@@ -93,7 +93,7 @@ class PackCheckpoint:
         try:
             return step()
         except IncompleteCheckpointError as error:
-            pointer = read_pointer(self._store)
+            pointer = limited(read_pointer)(self._store)
             if pointer is None or pointer.digest == self.identity:
                 raise
             raise CheckpointChangedError(
@@ -122,7 +122,7 @@ class PackCheckpoint:
         """
         wanted = sorted(set(keys))
         try:
-            table = self.index.find(wanted)
+            table = run_with_limit(lambda: self.index.find(wanted), self._store)
         except ArrayNotFoundError as error:
             raise self._not_found(str(error.key)) from error
         order = np.argsort(table.array, kind="stable")
@@ -150,7 +150,8 @@ class PackCheckpoint:
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """Begin to read regions of arrays that ``find`` has given; every byte is verified."""
         rows = [(read, row) for read in reads for row in self._rows(read)]
-        packs = self.index.packs(table.place[n, 0] for _, (table, n) in rows)
+        numbers = {int(table.place[n, 0]) for _, (table, n) in rows}
+        packs = run_with_limit(lambda: self.index.packs(numbers), self._store)
         max_nbytes = max(RANGE_NBYTES, min(READ_NBYTES, self._budget))
         requests = []
         for read, (table, n) in rows:
@@ -204,6 +205,17 @@ class PackCheckpoint:
         high = np.minimum(table.origin[:, :ndim] + table.extent[:, :ndim], region.end)
         for row in np.flatnonzero((low < high).all(axis=1)).tolist():
             yield table, row
+
+    def require_files(self) -> None:
+        """Raise an IncompleteCheckpointError unless all packs are there, as far as sizes tell."""
+        for pack in self.index.packs(range(self.index.num_packs)).values():
+            path = self._store.path(file_of(pack.name))
+            if not self._store.has_bytes(file_of(pack.name), pack.nbytes):
+                raise IncompleteCheckpointError(
+                    f"{path}, written by rank {pack.rank}, is missing or has another size than "
+                    f"{pack.nbytes} bytes",
+                    path=path,
+                )
 
     def object_ids(self) -> Iterator[ObjectId]:
         """All shards of objects, sorted."""

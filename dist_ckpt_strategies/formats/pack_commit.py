@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
+    some_of,
 )
 from dist_ckpt_strategies.formats.index import (
     INDEX_NAME,
@@ -30,9 +32,17 @@ from dist_ckpt_strategies.formats.index import (
     Pointer,
     full_index_of,
 )
-from dist_ckpt_strategies.formats.pack_write import PackRecord, delete_files, file_of
+from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, delete_files, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    LOCK_NAME,
+    MARKER_NAME,
+    REMOVED_PREFIX,
+    Directory,
+    file_errors,
+    sync_path,
+)
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
 from dist_ckpt_strategies.storage.store import Bytes
 
@@ -46,6 +56,8 @@ MARKER = {
 }
 MARKER_CONTENT = json.dumps(MARKER).encode()
 
+_OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME)
+
 _NUM_THREADS = 16
 
 
@@ -57,7 +69,7 @@ class NewSave:
         pointer: the new content of ``index``.
         full_index: the content of the full index.
         packs: all packs.
-        common: the new content of ``common.pt``; None where Megatron-Core writes it.
+        common: the new content of ``common.pt``; None where Megatron-Core has written it.
         marker: the new content of ``metadata.json``; None where Megatron-Core writes it.
     """
 
@@ -111,7 +123,7 @@ def commit(
     fence: Callable[[], None] = lambda: None,
     *,
     deletes_replaced: bool = True,
-) -> None:
+) -> StorageError | None:
     """Make a save the content of a place. One rank calls it, on the thread that may be given up.
 
     An error means that the place holds what it held before, unless it is a StorageTimeoutError:
@@ -123,17 +135,23 @@ def commit(
         fence: raises if this job may no longer write here.
         deletes_replaced: whether to delete what the replaced index alone names.
 
+    Returns:
+        Why Megatron-Core's copies could not be written, although the save is committed.
+
     Raises:
-        StorageError: a pack is gone, or a file cannot be written.
+        StorageError: a pack is gone, a file cannot be written, or a later save was committed.
     """
     with store.locked():
-        replaced = _files_replaced(store) if deletes_replaced else []
+        replaced = _files_replaced(store, save.pointer) if deletes_replaced else []
+        is_over_another = save.marker is not None and warn_of_another_format(store)
         fence()
         _require_packs(store, save.packs)
         name = full_index_of(save.pointer.save_id)
         try:
             store.write_pieces(name, [[_bytes(save.full_index)]])
             raise_if_cancelled()
+            if save.marker is None:
+                set_other_format_aside(store)
             store.write(INDEX_NAME, save.pointer.to_bytes())
         except StorageError:
             raise_if_cancelled()
@@ -143,11 +161,43 @@ def commit(
             logger.exception("%s: the new index is there, but may not be durable", store)
             replaced = []
         raise_if_cancelled()
-        for file, content in ((COMMON_NAME, save.common), (MARKER_NAME, save.marker)):
+        failure = _write_copies(store, save, marker_first=is_over_another)
+    kept = {file_of(pack.name) for pack in save.packs}  # where only the index is new
+    delete_files(store, [name for name in replaced if name not in kept])
+    return failure
+
+
+def _write_copies(store: Place, save: NewSave, *, marker_first: bool) -> StorageError | None:
+    """Write what Megatron-Core reads; the error where that fails.
+
+    A marker of another format must not stand beside the new common state: then ours comes first.
+    """
+    copies = [(COMMON_NAME, save.common), (MARKER_NAME, save.marker)]
+    try:
+        for file, content in reversed(copies) if marker_first else copies:
             if content is not None:
                 store.write(file, content)
-    kept = {file_of(pack.name) for pack in save.packs}
-    delete_files(store, [file for file in replaced if file not in kept])
+    except StorageError as error:
+        raise_if_cancelled()
+        return error
+    return None
+
+
+def warn_of_another_format(store: Place) -> bool:
+    """Whether a checkpoint of another format counts here, or would; logs what stays of it."""
+    with suppress(StorageError, ValueError):
+        content = store.read(MARKER_NAME)
+        if json.loads(content) == MARKER:
+            return False
+        stays = {name.partition("/")[0] for name in store.names()} - {*_OWN_NAMES}
+        logger.warning(
+            "%s: a checkpoint of another format is replaced; its files stay until you remove them:"
+            " %s",
+            store,
+            some_of(sorted(stays)) or "none",
+        )
+        return True
+    return False
 
 
 def _bytes(content: bytes) -> Bytes:
@@ -162,10 +212,34 @@ def _names(store: Place, pointer: Pointer) -> bool | None:
         return None
 
 
-def _files_replaced(store: Place) -> list[str]:
-    """The files of the save that is there, the full index last; none if its index is damaged."""
+def set_other_format_aside(store: Place) -> None:
+    """Make a checkpoint of another format count as incomplete: its common state is replaced.
+
+    Megatron-Core writes the new marker after all else.
+    """
+    if not isinstance(store, Directory) or not warn_of_another_format(store):
+        return
+    for name in (MARKER_NAME, ".metadata"):
+        path = Path(store.path(name))
+        with file_errors(None, path), suppress(FileNotFoundError):
+            path.rename(path.with_name(f"{REMOVED_PREFIX}{name.removeprefix('.')}"))
+    with file_errors(None, store.root):
+        sync_path(store.root)
+
+
+def _files_replaced(store: Place, new: Pointer) -> list[str]:
+    """The files of the save that is there, the full index last; none if its index is damaged.
+
+    Raises a StorageError if that save began after the new one.
+    """
     try:
         pointer = read_pointer(store)
+        if pointer is not None and pointer.save_id > new.save_id:
+            raise StorageError(
+                f"{store}: another save to it started before this one ended, and was committed; "
+                "nothing became visible; save again from one job at a time",
+                path=str(store),
+            )
         return [] if pointer is None else files_of(store, pointer)
     except (CorruptCheckpointError, IncompleteCheckpointError) as error:
         logger.warning("%s: files of the save that is replaced stay: %s", store, error)
@@ -185,7 +259,8 @@ def _require_packs(store: Place, packs: Sequence[PackRecord]) -> None:
         if not store.has_bytes(name, pack.nbytes):
             raise IncompleteCheckpointError(
                 f"{store.path(name)}, which rank {pack.rank} has written, is gone or has another "
-                "size; nothing was committed; save again",
+                "size; nothing was committed; save again, from all ranks to one directory on a "
+                "file system that they share",
                 path=store.path(name),
             )
 
@@ -209,6 +284,8 @@ def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:
     try:
         return pointer, open_full_index(store, pointer)
     except IncompleteCheckpointError:
+        if read_pointer(store) != pointer:  # another save has just replaced it
+            return current_save(store)
         if not isinstance(store, Bucket):
             raise
         names = {name.split("/")[1] for name in store.names(f"{SAVES}/")}

@@ -17,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from dist_ckpt_strategies.core.array import Region, Shape
-from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.formats.pack import (
     RANGE_NBYTES,
     Digests,
@@ -103,8 +103,8 @@ def begin_reads(  # noqa: PLR0913
     if verify:
         first = {read.pack: read.key for read in reads if read.pack not in tables}
         jobs = [
-            Job(first[p], store.path(file_of(p.name)), partial(_read_table, store, p, tables))
-            for p in first
+            Job(key, store.path(file_of(p.name)), partial(_read_table, store, p, tables, key))
+            for p, key in first.items()
         ]
         Transfer(jobs, num_threads).wait(deadline.left_s)
     buffers: deque[Bytes] = deque()
@@ -120,11 +120,24 @@ def begin_reads(  # noqa: PLR0913
     return Transfer(jobs, num_threads)
 
 
-def _read_table(store: Place, pack: PackRecord, tables: DigestTables) -> None:
+def _read_table(store: Place, pack: PackRecord, tables: DigestTables, key: str) -> None:
     content = np.empty(table_nbytes(pack.num_ranges), np.uint8)
     name = file_of(pack.name)
-    store.read_into(name, pack.nbytes - content.size, [content])
-    tables[pack] = opened_table(content.tobytes(), pack.digest, store.path(name))
+    with _named(key, pack):
+        store.read_into(name, pack.nbytes - content.size, [content])
+        tables[pack] = opened_table(content.tobytes(), pack.digest, store.path(name))
+
+
+@contextmanager
+def _named(key: str, pack: PackRecord) -> Iterator[None]:
+    """Within the block errors of a pack's file name what is read of it, and who wrote it."""
+    try:
+        yield
+    except StorageError as error:
+        if error.key is None:
+            error.key = key
+            error.args = (f"{key}: {error.message}; rank {pack.rank} wrote it",)
+        raise
 
 
 def _batches(reads: Sequence[BlockRead], max_nbytes: int) -> Iterator[list[_Span]]:
@@ -199,9 +212,9 @@ def _read_spans(
             else:
                 targets.append(memory[at : at + span.nbytes])
                 at += span.nbytes
-        store.read_into(
-            path, first.read.pack.data_start + first.read.byte_offset + first.start, targets
-        )
+        pack = first.read.pack
+        with _named(first.read.key, pack):
+            store.read_into(path, pack.data_start + first.read.byte_offset + first.start, targets)
         for span, content in zip(spans, targets, strict=True):
             if table is not None:
                 _compare(store.path(path), span, content, table)

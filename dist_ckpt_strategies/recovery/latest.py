@@ -26,8 +26,16 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.formats.course import TRACKER_NAME, Course, read_course
+from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import Problem
-from dist_ckpt_strategies.formats.locations import SAVE_PREFIX, Location, located, read_marker
+from dist_ckpt_strategies.formats.locations import (
+    SAVE_PREFIX,
+    Location,
+    holds_packs,
+    located,
+    read_marker,
+)
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.storage.bucket import Bucket
@@ -297,6 +305,9 @@ def _from_global(
 
 def _require_whole(place: Location) -> None:
     """Raise unless all files are there, as far as names and sizes tell. Rank-local."""
+    if holds_packs(place):
+        PackCheckpoint(place, options_from_environment()).require_files()
+        return
     found = scan(place)
     if found.is_foreign:
         return  # another backend's: that it has a marker is all there is to tell
@@ -339,7 +350,7 @@ def _in_directory(directory: Path, pattern: str | None) -> dict[str, bool]:
             return {}
         if pattern is None:
             _complete(directory)
-            if not directory.is_dir() or (directory / MARKER_NAME).exists():
+            if not directory.is_dir() or _has_marker(directory):
                 return {str(directory): directory.is_dir()}
         below = list(directory.iterdir())
         found = [path for path in below if _is_numbered(path.name, pattern) and path.is_dir()]
@@ -347,7 +358,11 @@ def _in_directory(directory: Path, pattern: str | None) -> dict[str, bool]:
             _complete(path)
         if not found and _is_meant(directory.name, (path.name for path in below), pattern):
             found = [directory]
-        return {str(path): (path / MARKER_NAME).exists() for path in found}
+        return {str(path): _has_marker(path) for path in found}
+
+
+def _has_marker(directory: Path) -> bool:
+    return any((directory / name).exists() for name in (MARKER_NAME, PACKS_INDEX))
 
 
 def _complete(directory: Path) -> None:

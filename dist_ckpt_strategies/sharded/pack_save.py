@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from dist_ckpt_strategies.comm.base import (
     Communicator,
     Message,
     run_and_gather,
-    run_collectively,
+    run_on_first_rank,
     who_is_where,
 )
 from dist_ckpt_strategies.config import Options
@@ -31,7 +32,14 @@ from dist_ckpt_strategies.device import (
     settle,
     to_host,
 )
-from dist_ckpt_strategies.errors import PlanError, StorageError, StorageTimeoutError
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
+    PlanError,
+    StorageError,
+    StorageTimeoutError,
+)
 from dist_ckpt_strategies.formats.index import StoredObject, build_full_index
 from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, StoredBytes, lay_out
 from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, new_save_id
@@ -73,6 +81,7 @@ class Contents:
         objects: shards of objects, pickled.
         object_copies: other replicas of objects.
         common: the state that all ranks share, on the first rank alone.
+        copies_common: whether ``common.pt`` is to be written too, for Megatron-Core's own readers.
         features: of the packs; see ``pack.UNVERIFIED``.
     """
 
@@ -82,6 +91,7 @@ class Contents:
     objects: tuple[tuple[ObjectId, bytes], ...] = ()
     object_copies: tuple[ObjectId, ...] = ()
     common: bytes | None = None
+    copies_common: bool = False
     features: tuple[str, ...] = ()
 
 
@@ -282,7 +292,7 @@ def finish_save(
         started: what ``start_save`` has returned.
         written: waits for this rank's packs; may raise.
         marker: content of ``metadata.json``, to be written after ``common.pt``; None where
-            Megatron-Core writes both.
+            Megatron-Core writes it.
         fence: raises if this job may no longer write there.
 
     Returns:
@@ -305,22 +315,37 @@ def finish_save(
         common = known.layout.common
         return [[astuple(pack) for pack in packs], objects, common and astuple(common)]
 
-    def make_visible() -> None:
-        if comm.rank == 0:
-            save = _new_save(started, ledgers[0], summaries)
-            content = None if marker is None else started.contents.common
-            commit(store, replace(save, common=content, marker=marker), fence)
+    def make_visible() -> Message:
+        if comm.rank > 0:
+            return None
+        save = _new_save(started, ledgers[0], summaries)
+        content = started.contents.common if started.contents.copies_common else None
+        failure = commit(store, replace(save, common=content, marker=marker), fence)
+        return failure and str(failure)
 
+    may_be_visible = False
     try:
         summaries = run_and_gather(comm, summarize)  # 2
+        may_be_visible = True
         deadline = Deadline.after(ENDING * started.options.timeout_s)
-        run_collectively(comm, lambda: run_within(deadline, store, make_visible))  # 3
-    except StorageTimeoutError:
-        raise  # a thread may still write, and commit: see prune --unfinished
-    except StorageError:
-        delete_files(store, [file_of(pack.name) for pack in packs])
+        failure, *_ = run_and_gather(comm, lambda: run_within(deadline, store, make_visible))  # 3
+    except CheckpointError as error:
+        # Where others, or a thread that was given up, may still commit: see prune --unfinished.
+        unsure = (PeerTimeoutError, PeerLostError, *[StorageTimeoutError] * may_be_visible)
+        if not isinstance(error, unsure):
+            delete_files(store, [file_of(pack.name) for pack in packs])
         raise
-    return replace(known, ledger=ledgers[0] if ledgers else None)
+    if failure:
+        run_on_first_rank(comm, lambda: _raise_uncopied(store, failure))
+    return replace(known, ledger=next(iter(ledgers), None))
+
+
+def _raise_uncopied(store: Place, failure: Message) -> NoReturn:
+    raise StorageError(
+        f"{store}: the save is committed, and dist_ckpt_strategies.load finds it, but not "
+        f"Megatron-Core's own: {failure}; save again",
+        path=str(store),
+    )
 
 
 def _new_save(started: Started, ledger: Ledger, summaries: Sequence[Message]) -> NewSave:

@@ -53,6 +53,7 @@ from dist_ckpt_strategies.sharded.checks import (
     require_valid,
     warn_of_differences,
 )
+from dist_ckpt_strategies.sharded.pack_save import is_packs
 from dist_ckpt_strategies.sharded.plan import (
     ManifestPlan,
     SavePlan,
@@ -454,7 +455,10 @@ def begun_save(
     try:
         answers = run_and_gather(comm, describe)
         restart_limit()
-        kinds = ["another strategy" if answer is None else "zarr" for answer in answers]
+        kinds = [
+            "packs" if is_packs(answer) else "another strategy" if answer is None else "zarr"
+            for answer in answers
+        ]
         if len(set(kinds)) > 1:
             raise different_strategies(comm, "a save", kinds)  # noqa: TRY301 - see below
         if saves[0] is not None:

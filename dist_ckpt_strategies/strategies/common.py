@@ -1,10 +1,11 @@
 """Common state and objects in Megatron-Core's own files, read with an allow-list."""
 
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import run_on_first_rank
+from dist_ckpt_strategies.comm.base import Communicator, run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import require_storable_keys
@@ -21,6 +22,7 @@ from dist_ckpt_strategies.formats.locations import (
     Location,
     OpenedSave,
     current_place,
+    holds_packs,
     located,
     require_path,
     store_at,
@@ -32,7 +34,7 @@ from dist_ckpt_strategies.formats.objects import (
     load_content,
     object_ids,
 )
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, place_of
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
@@ -49,6 +51,7 @@ from dist_ckpt_strategies.megatron.types import (
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import Deadline, run_with_limit, run_within, time_limit
+from dist_ckpt_strategies.storage.store import Store
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 from dist_ckpt_strategies.tools.readers import open_reader
 
@@ -96,6 +99,57 @@ def opened_packs(root: Location, options: Options, save: OpenedSave | None) -> P
     return found
 
 
+def packs_to_load(root: Location, options: Options, comm: Communicator | None) -> PackCheckpoint:
+    """The packs at a place, for ranks that load together; None: for this rank alone. Rank-local.
+
+    Where Megatron-Core's own ``load`` calls, it has read ``common.pt`` itself, which is compared
+    with the common state in the packs.
+    """
+    save = OPENED.get()
+    packs = opened_packs(root, options, save)
+    if comm is None or (save is not None and save.root == root) or packs.index.common is None:
+        return packs
+    store = place_of(root)
+    if store.read(COMMON_NAME) != packs.read(packs.common_content):
+        path = store.path(COMMON_NAME)
+        raise CorruptCheckpointError(
+            f"{path} is of another save than the index, which was interrupted, or it is damaged; "
+            "dist_ckpt_strategies.load reads the common state from the packs",
+            path=path,
+        )
+    return packs
+
+
+def _opened_common(root: Location, options: Options, store: Store) -> bytes:
+    """The common state of the save that is there, which then is the opened one.
+
+    It is opened again where another save replaces it meanwhile: in Megatron-Core's own load the
+    other ranks would wait for this one.
+    """
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        save = OpenedSave(root)
+        OPENED.set(save)
+        if not save.has_packs:
+            break
+        try:
+            read = partial(_common_in, root, options, save)
+            return run_within(Deadline.after(options.timeout_s), root, read)
+        except CheckpointChangedError:
+            if not attempts_left:
+                raise
+    return store.read(COMMON_NAME)
+
+
+_ATTEMPTS = 3
+
+
+def _common_in(root: Location, options: Options, save: OpenedSave) -> bytes:
+    packs = opened_packs(root, options, save)
+    if packs.index.common is None:
+        return place_of(root).read(COMMON_NAME)
+    return packs.read(packs.common_content)
+
+
 _OBJECT_FILES = "one file for each ShardedObject"
 
 
@@ -139,7 +193,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
 
         def write() -> None:
             content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed)
-            if isinstance(root, Path):
+            if isinstance(root, Path) and not holds_packs(root):  # they hold their own copy
                 invalidate(root)
             store_at(root).write(COMMON_NAME, content)
 
@@ -196,17 +250,8 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         store = current_place(root) if isinstance(root, Bucket) else Directory(root)
         path = store.path(COMMON_NAME)
         with time_limit(options.timeout_s):
-            save = OpenedSave(root)
-            OPENED.set(save)
             try:
-                if save.has_packs:
-                    content = run_within(
-                        Deadline.after(options.timeout_s),
-                        root,
-                        lambda: opened_packs(root, options, save).common_content(),
-                    )
-                else:
-                    content = store.read(COMMON_NAME)
+                content = _opened_common(root, options, store)
             except IncompleteCheckpointError as missing:
                 try:
                     content = run_with_limit(

@@ -41,6 +41,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
+    PACKS,
     CheckpointMarker,
     Location,
     OpenedSave,
@@ -182,7 +183,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         overwrite,
         allow,
     )
-    if isinstance(call.sharded, PackSaveShardedStrategy):
+    if isinstance(call.base, PackSaveShardedStrategy):
         return call.run_packs()
     with (
         time_limit(call.options.timeout_s, OPENING, then=WORK),
@@ -273,6 +274,12 @@ class _Save:
     def run_packs(self) -> LocalSaveRequest | None:
         """Save as packs. Collective."""
         comm, compared = self.comm, []
+        split: list[tuple[StateDict, StateDict]] = []
+        if self.sharded is not self.base:  # a wrapper, which chooses the main replicas
+            run_collectively(
+                comm, lambda: split.append(split_for_save(self.state, self.content_metadata))
+            )
+            run_collectively(comm, lambda: self.sharded.apply_saving_parallelization(split[0][0]))
 
         def prepare() -> Prepared:
             if self.async_strategy not in {None, "nvrx", "mcore"}:
@@ -284,14 +291,15 @@ class _Save:
                     f"common_strategy: packs hold the common state themselves, found {saver}; "
                     "leave it out, or save another format"
                 )
-            state, common = split_for_save(self.state, self.content_metadata)
+            state, common = split[0] if split else split_for_save(self.state, self.content_metadata)
             self.common_saver = saver
             found = self._common_state(common)
             compared.append(found.compared)
             if comm.rank == 0 and not self.overwrite:
                 limit = Deadline.after(OPENING * self.options.timeout_s)
                 run_within(limit, root, lambda: _require_unfinished(root))
-            contents = contents_of(state, found.content, (*self.base.allowed, *self.allow))
+            allow = *self.base.allowed, *self.allow
+            contents = contents_of(state, found.content, allow, copies_common=True)
             return Prepared(place_of(root), contents, found.digest)
 
         def compare(started: Started) -> None:
@@ -299,7 +307,8 @@ class _Save:
                 warn_of_differences(comm, compared[0], started.notes)
 
         with allowing(self.allow):
-            request: LocalSaveRequest | None = self.base.save_packs(
+            base = self.base.with_options(timeout_s=self.options.timeout_s)
+            request: LocalSaveRequest | None = base.save_packs(
                 comm, prepare, is_async=self.is_async, marker=MARKER_CONTENT, look_at=compare
             )
         return request
@@ -724,11 +733,12 @@ class _Load:
         For a strategy without the option ``strict_dtype`` the stored dtypes are compared here.
         """
         verify, is_strict = self.verify, self.strict_dtype
-        if verify is not None and (format_ != ("zarr", 2) or not hasattr(loader, "versions")):
+        has_digests = format_ in {("zarr", 2), PACKS.sharded_format}
+        if verify is not None and not (has_digests and hasattr(loader, "versions")):
             raise StrategyError(
-                f"verify={verify!r}: digests are kept by format ('zarr', 2), which "
-                f"{type(loader).__name__} does not read itself, found {format_}; set verify on the "
-                "strategy that does, or in its options"
+                f"verify={verify!r}: digests are kept by formats ('zarr', 2) and "
+                f"{PACKS.sharded_format}, which {type(loader).__name__} does not read itself, "
+                f"found {format_}; set verify on the strategy that does, or in its options"
             )
         if hasattr(loader, "with_options"):
             return loader.with_options(verify=verify, strict_dtype=is_strict or None)

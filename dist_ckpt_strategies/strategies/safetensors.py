@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import CorruptCheckpointError, DuplicateWriterError
+from dist_ckpt_strategies.errors import DuplicateWriterError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, place_of
+from dist_ckpt_strategies.formats.pack_checkpoint import place_of
+from dist_ckpt_strategies.formats.pack_commit import set_other_format_aside
+from dist_ckpt_strategies.formats.pack_remove import remove_keys
 from dist_ckpt_strategies.formats.pack_write import PackRecord
 from dist_ckpt_strategies.megatron.shards import StateDict, held_by
 from dist_ckpt_strategies.megatron.types import (
@@ -34,7 +36,7 @@ from dist_ckpt_strategies.sharded.pack_save import (
 )
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, Deadline, run_within
-from dist_ckpt_strategies.strategies.common import OPENED, opened_packs
+from dist_ckpt_strategies.strategies.common import packs_to_load
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 
@@ -113,7 +115,8 @@ class PackSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             elif comm.rank == 0:
                 deadline = Deadline.after(OPENING * self.options.timeout_s)
                 content = run_within(deadline, location, lambda: _common_of(location))
-            return Prepared(place_of(location), contents_of(sharded, content, self.allowed))
+            contents = contents_of(sharded, content, self.allowed, copies_common=common is not None)
+            return Prepared(place_of(location), contents)
 
         return self.save_packs(comm, prepare, is_async=is_async)
 
@@ -132,8 +135,7 @@ class PackSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             comm: the ranks.
             prepare: see ``start_save``.
             is_async: whether to save in the background.
-            marker: content of ``metadata.json``, to be written with ``common.pt``; None where
-                Megatron-Core writes both.
+            marker: content of ``metadata.json``; None where Megatron-Core writes it.
             look_at: called when all ranks have begun; it may be collective.
         """
         kept, options = self._kept, self.options
@@ -160,7 +162,9 @@ class _Kept:
         self.background = Background()
 
 
-def contents_of(state: StateDict, common: bytes | None, allow: Allowed) -> Contents:
+def contents_of(
+    state: StateDict, common: bytes | None, allow: Allowed, *, copies_common: bool
+) -> Contents:
     """What this rank saves of a sharded state dict.
 
     Raises:
@@ -187,15 +191,23 @@ def contents_of(state: StateDict, common: bytes | None, allow: Allowed) -> Conte
         tuple(objects.items()),
         tuple(held.object_copies),
         common,
+        copies_common,
     )
 
 
-def _common_of(location: Location) -> bytes:
-    """The common state that Megatron-Core has written: read back, and flushed."""
+def _common_of(location: Location) -> bytes | None:
+    """The common state that Megatron-Core has written, if it has: read back, and flushed.
+
+    A checkpoint that had another one counts no more, unless it is packs, which have their own copy.
+    """
     store = place_of(location)
-    content = store.read(COMMON_NAME)
+    try:
+        content = store.read(COMMON_NAME)
+    except IncompleteCheckpointError:
+        return None
     if isinstance(store, Directory):
         store.sync(COMMON_NAME)
+        set_other_format_aside(store)
     return content
 
 
@@ -211,25 +223,15 @@ class PackLoadShardedStrategy(ZarrLoadShardedStrategy):
         options: Options,
         comm: Communicator | None = None,
     ) -> Any:
-        """The checkpoint at a place. Rank-local.
+        """See ``packs_to_load``."""
+        return packs_to_load(root, options, comm)
 
-        Where Megatron-Core's own ``load`` calls it has read ``common.pt`` itself, which is compared
-        with the common state in the packs.
+    @raises_megatron_errors
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Remove the arrays and objects whose key starts with a prefix. One rank calls it.
+
+        Only the index changes: their bytes stay, until ``convert`` leaves them out.
         """
-        save = OPENED.get()
-        found = opened_packs(root, options, save)
-        if comm is not None and (save is None or save.root != root):
-            _require_same_common(root, found)
-        return found
-
-
-def _require_same_common(root: Location, packs: PackCheckpoint) -> None:
-    store = place_of(root)
-    if packs.index.common is None or store.read(COMMON_NAME) == packs.common_content():
-        return
-    path = store.path(COMMON_NAME)
-    raise CorruptCheckpointError(
-        f"{path} is of another save than the index, which was interrupted, or it is damaged; "
-        "dist_ckpt_strategies.load reads the common state from the packs",
-        path=path,
-    )
+        root = located(checkpoint_dir, self.options)
+        deadline = Deadline.after(self.options.timeout_s)
+        run_within(deadline, root, lambda: remove_keys(place_of(root), key_prefix))

@@ -17,7 +17,14 @@ from dist_ckpt_strategies.formats.checkpoints import (
     StoredCheckpoint,
     has_manifest,
 )
-from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located, require_path
+from dist_ckpt_strategies.formats.locations import (
+    PACKS,
+    Location,
+    OpenedSave,
+    holds_packs,
+    located,
+    require_path,
+)
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, object_ids, remove_object
 from dist_ckpt_strategies.formats.zarr2 import array_keys, remove_array
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
@@ -35,7 +42,7 @@ from dist_ckpt_strategies.sharded.save import CommonState, ShardedSave, begun_sa
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, run_with_limit, time_limit
-from dist_ckpt_strategies.strategies.common import save_to_load
+from dist_ckpt_strategies.strategies.common import packs_to_load, save_to_load
 from dist_ckpt_strategies.strategies.registry import (
     Configured,
     register_default_zarr_strategies,
@@ -376,6 +383,20 @@ class Format2LoadShardedStrategy(ZarrLoadShardedStrategy):
 
 
 class EitherFormatLoadShardedStrategy(ZarrLoadShardedStrategy):
-    """ZarrLoadShardedStrategy for ("zarr", 1) and ("zarr", 2), by what lies in the directory."""
+    """ZarrLoadShardedStrategy for every format of this package, by what lies in the directory."""
 
     versions = (1, 2)
+
+    def open_checkpoint(
+        self, root: Location, options: Options, comm: Communicator | None = None
+    ) -> Any:
+        """See ZarrLoadShardedStrategy."""
+        if holds_packs(root):
+            return packs_to_load(root, options, comm)
+        return super().open_checkpoint(root, options, comm)
+
+    @raises_megatron_errors
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """Raise IncompatibleVersionError unless the backend is one of this package's."""
+        if loaded_version != PACKS.sharded_backend:
+            super().check_backend_compatibility(loaded_version)

@@ -119,7 +119,9 @@ class PackWriter(TargetWriter):
     def commit(self) -> None:
         """See TargetWriter."""
         assert self._save is not None  # noqa: S101 - ``finish`` has made it
-        commit(self._store, self._save, self._require_free)
+        failure = commit(self._store, self._save, self._require_free)
+        if failure is not None:
+            raise failure
 
     def _require_free(self) -> None:
         """Raise if another process has made a checkpoint there meanwhile, or owns this one's."""

@@ -6,6 +6,7 @@ sizes here give parameters whose length is no multiple of 64, so that the buffer
 between them as well.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dist_ckpt_strategies.cli.demo.main import (
     Training,
     compare_digests,
 )
+from tests.support.checkpoints import header_of
 from tests.support.demo_ranks import run_task_forked
 from tests.support.ranks import run_processes
 
@@ -71,7 +73,7 @@ def build(kind: str, tp: int, pp: int, ep: int, fill: float) -> Any:
     return model
 
 
-def reshard(_rank: int, kind: str, root: Path) -> list[str]:
+def reshard(_rank: int, kind: str, backend: tuple[str, int], root: Path) -> list[str]:
     """Save at one layout, load and save at another; the keys whose arrays then differ."""
     dist_ckpt_strategies.register()
     layouts = ((1, 2, 2), (2, 1, 2)) if kind == "moe" else ((2, 2, 1), (4, 1, 1))
@@ -89,16 +91,21 @@ def reshard(_rank: int, kind: str, root: Path) -> list[str]:
         if dist.get_rank() == 0:
             (root / str(number)).mkdir()
         dist.barrier()
-        dist_checkpointing.save(model.sharded_state_dict(), str(root / str(number)), ("zarr", 1))
+        dist_checkpointing.save(model.sharded_state_dict(), str(root / str(number)), backend)
     first, second = (dist_checkpointing.load_plain_tensors(str(root / name)) for name in "01")
     assert len(first) > 5
     assert first.keys() == second.keys()
     return [key for key, tensor in first.items() if not torch.equal(tensor, second[key])]
 
 
-@pytest.mark.parametrize("kind", ["moe", "bert"])
-def test_a_model_is_the_same_in_another_layout(kind: str, tmp_path: Path) -> None:
-    assert run_processes(4, reshard, kind, tmp_path, timeout_s=100.0) == [[]] * 4
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("moe", ("zarr", 1)), ("moe", ("safetensors", 1)), ("bert", ("safetensors", 1))],
+)
+def test_a_model_is_the_same_in_another_layout(
+    kind: str, backend: tuple[str, int], tmp_path: Path
+) -> None:
+    assert run_processes(4, reshard, kind, backend, tmp_path, timeout_s=100.0) == [[]] * 4
 
 
 TRAINING = Training(
@@ -107,29 +114,35 @@ TRAINING = Training(
     num_before_save=3,
     num_after_save=2,
     sharding_type="dp_reshardable",
+    backend="safetensors",
 )
 
 
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
+    ("saved", "loaded", "training"),
     [
-        (ParallelLayout(tp=1, dp=4), ParallelLayout(tp=1, dp=2)),
-        (ParallelLayout(tp=2, dp=1), ParallelLayout(tp=2, dp=2)),
+        (ParallelLayout(tp=1, dp=4), ParallelLayout(tp=1, dp=2), TRAINING),
+        (ParallelLayout(tp=2, dp=1), ParallelLayout(tp=2, dp=2), TRAINING),
+        (ParallelLayout(tp=2, dp=1), ParallelLayout(tp=2, dp=2), replace(TRAINING, backend="zarr")),
     ],
     ids=str,
 )
 def test_optimizer_state_is_bit_identical_at_another_data_parallel_size(
-    saved: ParallelLayout, loaded: ParallelLayout, tmp_path: Path
+    saved: ParallelLayout, loaded: ParallelLayout, training: Training, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
-    before = run_task_forked(RankTask(saved, TRAINING, checkpoint))
-    after = run_task_forked(RankTask(loaded, TRAINING, checkpoint, resumes=True))
+    before = run_task_forked(RankTask(saved, training, checkpoint))
+    after = run_task_forked(RankTask(loaded, training, checkpoint, resumes=True))
 
     kinds = ("weights", "exp_avg", "exp_avg_sq", "fp32 master")
     assert compare_digests(before.digests, after.digests) == dict.fromkeys(kinds, (17, []))
     assert sorted(after.losses) == [3, 4]
     assert all(abs(loss - before.losses[n]) < 0.02 for n, loss in after.losses.items())
-    stored = {path.name for path in checkpoint.iterdir() if (path / ".zarray").exists()}
+    if training.backend == "zarr":
+        stored = {path.name for path in checkpoint.iterdir() if (path / ".zarray").exists()}
+    else:
+        packs = checkpoint.glob("packs/*/*.safetensors")
+        stored = {name for pack in packs for name in header_of(pack)[0]}
     assert any(name.startswith("optimizer.distributed.dp_group_idx_0.gbuf") for name in stored)

@@ -27,16 +27,22 @@ from dist_ckpt_strategies.local import (
 from dist_ckpt_strategies.recovery import Loaded, Tier, load_latest
 from tests.local.clique_worlds import once
 from tests.support.checkpoints import flip_at
-from tests.support.entries import require_on_ranks
+from tests.support.entries import PACKS, require_on_ranks
 from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
 
 NUM_RANKS = 2
+MARKER = "metadata.json"
 
 
 class Run:
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, backend: tuple[str, int] = ("zarr", 2)) -> None:
+        self.backend = backend
+        """Format of the global checkpoints."""
+        is_packs = backend == PACKS
+        self.marker, self.data = ("index", "*.safetensors") if is_packs else (MARKER, "c.1")
+        """What makes one count, and what holds data of it."""
         self.rank = dist.get_rank()
         self.global_root = Path(root) / "global"
         self.node = Path(root) / f"node{self.rank}"
@@ -52,7 +58,8 @@ class Run:
         self.manager.save(state, iteration)
 
     def save_globally(self, iteration: int) -> None:
-        dist_ckpt_strategies.save(self._state(float(iteration)), self.directory(iteration))
+        state = self._state(float(iteration))
+        dist_ckpt_strategies.save(state, self.directory(iteration), self.backend)
 
     def directory(self, iteration: int) -> Path:
         return self.global_root / f"iter_{iteration:07d}"
@@ -91,9 +98,9 @@ class Run:
         return {"w": ShardedTensor.from_rank_offsets("w", data, (0, self.rank, NUM_RANKS))}
 
 
-def falls_back(_rank: int, root: str) -> None:
+def falls_back(_rank: int, root: str, backend: tuple[str, int]) -> None:
     """One checkpoint after the other becomes unusable."""
-    run = Run(root)
+    run = Run(root, backend)
     run.save_locally(90)
     run.save_globally(80)
     run.save_globally(95)
@@ -102,15 +109,16 @@ def falls_back(_rank: int, root: str) -> None:
     run.damage_local(100)
     (refused,) = run.require(Tier.GLOBAL, 95).attempts
     assert (refused.tier, refused.iteration) == (Tier.LOCAL, 100)
-    run.lose_global(95, "c.1")
+    run.lose_global(95, run.data)
     local, global_ = map(str, run.require(Tier.LOCAL, 90).attempts)
     assert "local checkpoint of iteration 100" in local
     assert "digest" in local
     assert "global checkpoint of iteration 95" in global_
-    assert "missing" in global_
+    assert "missing" in global_ or "does not exist" in global_
     run.damage_local(90)
     run.require(Tier.GLOBAL, 80)
-    run.lose_global(80, "metadata.json")
+    run.lose_global(80, run.marker)
+    run.lose_global(80, MARKER)
     with pytest.raises(NoUsableCheckpointError) as caught:
         run.load()
     text = str(caught.value)
@@ -118,13 +126,13 @@ def falls_back(_rank: int, root: str) -> None:
     assert "iter_0000080 is not a distributed checkpoint, or is incomplete" in text
 
 
-def names_what_is_whole(_rank: int, root: str) -> None:
+def names_what_is_whole(_rank: int, root: str, backend: tuple[str, int]) -> None:
     """Without a function that loads."""
-    run = Run(root)
+    run = Run(root, backend)
     run.save_locally(60)
     run.save_globally(70)
     run.save_globally(80)
-    for number, (iteration, lost) in enumerate([(80, "c.1"), (70, "metadata.json")]):
+    for number, (iteration, lost) in enumerate([(80, run.data), (70, run.marker)]):
         found = load_latest(run.manager, [run.global_root])
         expected = (Tier.GLOBAL, iteration, number)
         assert (found.tier, found.iteration, len(found.attempts)) == expected
@@ -133,9 +141,9 @@ def names_what_is_whole(_rank: int, root: str) -> None:
     assert len(run.require(Tier.LOCAL, 60).attempts) == 2
 
 
-def one_rank_has_a_bad_disk(rank: int, root: str) -> None:
+def one_rank_has_a_bad_disk(rank: int, root: str, backend: tuple[str, int]) -> None:
     """Its function that loads raises, or it cannot read a marker; each rank logs what it tried."""
-    run, texts = Run(root), list[str]()
+    run, texts = Run(root, backend), list[str]()
     run.save_globally(5)
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -152,7 +160,7 @@ def one_rank_has_a_bad_disk(rank: int, root: str) -> None:
         assert not isinstance(caught.value, FileNotFoundError)
 
     def fail(_name: str, path: str) -> None:
-        if rank == 1 and path.endswith("iter_0000005/metadata.json"):
+        if rank == 1 and path.endswith(f"iter_0000005/{run.marker}"):
             raise OSError(errno.EIO, "a disk of this rank alone")
 
     words = r"iter_0000005\): rank 1: .*a disk of this rank alone"
@@ -162,9 +170,9 @@ def one_rank_has_a_bad_disk(rank: int, root: str) -> None:
     assert [line.partition(" checkpoint of iteration 5 ")[0] for line in texts] == ["global"] * 3
 
 
-def lose_local_saves(_rank: int, root: str) -> None:
+def lose_local_saves(_rank: int, root: str, backend: tuple[str, int]) -> None:
     """A first save is killed; then the newest is damaged in both copies; then both lack a part."""
-    run = Run(root)
+    run = Run(root, backend)
     run.save_locally(5)
     run.lose("node*/**/iter_*_1_local_*.part")
     run.lose("node*/**/finished")
@@ -184,15 +192,16 @@ def lose_local_saves(_rank: int, root: str) -> None:
         load_latest(run.manager, [])
 
 
-def look_for_the_newest(rank: int, root: str) -> None:
+def look_for_the_newest(rank: int, root: str, backend: tuple[str, int]) -> None:
     for act in (falls_back, names_what_is_whole, one_rank_has_a_bad_disk, lose_local_saves):
-        act(rank, f"{root}/{act.__name__}")
+        act(rank, f"{root}/{act.__name__}", backend)
 
 
+@pytest.mark.parametrize("backend", [("zarr", 2), PACKS], ids=str)
 def test_each_checkpoint_that_cannot_be_used_gives_way_to_the_next_on_all_ranks(
-    tmp_path: Path,
+    backend: tuple[str, int], tmp_path: Path
 ) -> None:
-    require_on_ranks(NUM_RANKS, look_for_the_newest, str(tmp_path))
+    require_on_ranks(NUM_RANKS, look_for_the_newest, str(tmp_path), backend)
 
 
 NOT_FOUND, UNUSABLE = CheckpointNotFoundError, NoUsableCheckpointError

@@ -21,10 +21,20 @@ from dist_ckpt_strategies import LocalOptions, Options
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import DTypeMismatchError, PlanError
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
+from dist_ckpt_strategies.strategies.safetensors import PackLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy, ZarrLoadShardedStrategy
 from tests.strategies.test_two_stage import memory_nbytes
-from tests.support.entries import Entry, load, prepare, require_on_ranks, require_refused, save
+from tests.support.entries import (
+    FORMATS,
+    PACKS,
+    Entry,
+    load,
+    prepare,
+    require_on_ranks,
+    require_refused,
+    save,
+)
 from tests.support.sharding import (
     ALL_DTYPES,
     Cut,
@@ -40,7 +50,7 @@ from tests.support.tensors import LAYOUTS
 
 pytestmark = pytest.mark.multiprocess
 
-BACKENDS = (("zarr", 1), ("zarr", 2), ("local_replicated", 1))
+BACKENDS = (*FORMATS, ("local_replicated", 1))
 UNCHECKED: dict[str, Any] = {"validate_access_integrity": False}
 """Replicas ask for the same shards."""
 
@@ -62,6 +72,7 @@ NUM_CONVERTED = 4 * 4
 STRATEGIES: dict[tuple[str, int], Callable[..., Any]] = {
     ("zarr", 1): ZarrLoadShardedStrategy,
     ("zarr", 2): Format2LoadShardedStrategy,
+    PACKS: PackLoadShardedStrategy,
     ("local_replicated", 1): partial(LocalReplicatedLoadShardedStrategy, local=LOCAL),
 }
 
@@ -70,7 +81,7 @@ def loaders(backend: tuple[str, int], options: Options | None = None) -> dict[st
     """Ways to load; a wrapped strategy does not fill what this rank does not read."""
     plain = partial(STRATEGIES[backend], options=options)
     found = {"plain": plain(), "wrapped": FullyParallelLoadStrategyWrapper(plain())}
-    if backend[0] == "zarr":
+    if backend in FORMATS:
         over = partial(TwoStageDataParallelLoadShardedStrategy, base_strategy=plain())
         found |= {"two-stage": over(None), "two-stage in pairs": over(dist.new_subgroups(2)[0])}
     return found
@@ -205,7 +216,7 @@ def load_every_pair(rank: int, backend: tuple[str, int], root: Path) -> None:
     given = {name: value.data for name, value in wanted.items()}
     plain = STRATEGIES[backend](options=Options(timeout_s=60, max_inflight_bytes=4096))
     ways = [plain]
-    if backend in BACKENDS[:2]:
+    if backend in FORMATS:
         ways.append(TwoStageDataParallelLoadShardedStrategy(None, base_strategy=plain))
     for strategy in ways:
         loaded = load(Entry.OURS, wanted, root, sharded_strategy=strategy, **UNCHECKED)
@@ -251,7 +262,7 @@ def load_compressed(rank: int, backend: tuple[str, int], root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "act"),
-    [*product(BACKENDS, [load_every_pair]), *product(BACKENDS[:2], [load_large])],
+    [*product(BACKENDS, [load_every_pair]), *product(FORMATS, [load_large])],
 )
 def test_a_conversion_is_that_of_copy_and_takes_no_second_copy_of_the_state(
     backend: tuple[str, int], act: Callable[..., None], tmp_path: Path

@@ -31,12 +31,19 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
+from dist_ckpt_strategies.strategies.safetensors import (
+    PackLoadShardedStrategy,
+    PackSaveShardedStrategy,
+)
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.support.entries import (
     FORMATS,
+    PACKS,
+    ZARR,
     Entry,
     Failure,
+    default_format,
     load,
     outcome,
     prepare,
@@ -63,6 +70,8 @@ from tests.support.sharding import (
 pytestmark = pytest.mark.multiprocess
 
 TORCH_DIST = ("torch_dist", 1)
+SAVERS: dict[Any, Any] = {ZARR: ZarrSaveShardedStrategy, PACKS: PackSaveShardedStrategy}
+LOADERS: dict[Any, Any] = {ZARR: ZarrLoadShardedStrategy, PACKS: PackLoadShardedStrategy}
 CUTS = [on_grid("w", (8, 4), (4, 2)), on_grid("b", (4,), (1,), num_replicas=4)]
 
 
@@ -139,7 +148,8 @@ def classes_are_allowed_by_argument_by_strategy_or_by_registration(
     root = scratch / "c"
     wanted = {"o": ShardedObject("o", None, (4,), (rank,))}
     ours: Any = partial(load, Entry.OURS, wanted, root)
-    by_strategy = partial(ours, sharded_strategy=ZarrLoadShardedStrategy(allow=[Homemade]))
+    loader = LOADERS[default_format()](allow=[Homemade])
+    by_strategy = partial(ours, sharded_strategy=loader)
 
     def require_named(*calls: Callable[[], Any]) -> None:
         for call in calls:
@@ -185,7 +195,8 @@ def groups_save_on_their_own_and_errors_name_global_ranks(rank: int, scratch: Pa
     """Two halves of the world save a checkpoint each, at the same time."""
     half, within = divmod(rank, 2)
     group = dist.new_subgroups(2)[0]
-    saver, loader = ZarrSaveShardedStrategy(group=group), ZarrLoadShardedStrategy(group=group)
+    saver = SAVERS[default_format()](group=group)
+    loader = LOADERS[default_format()](group=group)
     cut = at_random(f"half.{half}", (12, 10), 7, size=2)
     root, elsewhere = scratch / f"half.{half}", scratch / f"objects.{half}"
     for path in (root, elsewhere):
@@ -209,8 +220,8 @@ def a_part_of_the_world_loads_without_a_strategy(rank: int, scratch: Path) -> No
     """Ranks 2 and 3 load what all have saved; the others do nothing."""
     group, within = dist.new_group([2, 3]), rank - 2
     saved, wanted = at_random("w", (12, 10), 7, size=4), at_random("w", (12, 10), 8, size=2)
-    for version, is_named in product((1, 2), (False, True)):
-        backend, root = ("zarr", version), scratch / f"{version}.{is_named}"
+    for backend, is_named in product(FORMATS, (False, True)):
+        root = scratch / f"{backend}.{is_named}"
         choice = backend if is_named else None
         dist_ckpt_strategies.save(state_of(rank, [saved]), root, backend)
         for strict in ("raise_all", "assume_ok_unexpected") if within >= 0 else ():
@@ -234,16 +245,20 @@ def torch_dist_through_our_entries_is_torch_dist(rank: int, scratch: Path) -> No
             dist.barrier()
             for loader in Entry:
                 require_everything(rank, loader, scratch / saver)
-        ours, theirs = ({path.name for path in (scratch / one).iterdir()} for one in Entry)
-        assert ours == theirs
+        names = [{path.name for path in (scratch / one).iterdir()} for one in Entry]
+        assert names[0] == names[1]
         assert len({(scratch / one / "metadata.json").read_text() for one in Entry}) == 1
         root = scratch / Entry.OURS
         again = partial(save, Entry.OURS, everything(rank), root)
         require_refused(partial(again, **choice), CheckpointExistsError)
-        again(overwrite=True, **content)
-        dist.barrier()
-        require_everything(rank, Entry.MEGATRON, root)
-        assert not list(root.glob("*.distcp"))
+        for how in (content, choice):
+            again(overwrite=True, **how)
+            dist.barrier()
+            for loader in Entry:
+                require_everything(rank, loader, root)
+            is_packs = how is content and default_format() == PACKS
+            assert (root / "index").exists() == is_packs
+            assert any(root.glob("*.distcp")) == (how is choice or is_packs), "of others, they stay"
         damaged = scratch / Entry.MEGATRON
         if rank == 0:
             min(damaged.glob("__3_*.distcp")).unlink()
@@ -257,10 +272,16 @@ def ranks_that_do_not_share_a_directory_get_an_error(rank: int, scratch: Path) -
     prepare(10)
     root = scratch / f"node{rank // 2}" / "c"
     root.mkdir(parents=True, exist_ok=True)
-    words = "the files of rank 0 are not visible here"
     call = partial(save, Entry.OURS, state_of(rank, CUTS), root)
-    failure = require_refused(call, StorageError, words, path=str(scratch / "node1" / "c"))
-    assert failure.global_rank in {2, 3}
+    if default_format() == PACKS:
+        failure = require_refused(call, StorageError, "on a file system that they share")
+        assert failure.global_rank == 0
+        assert str(scratch / "node0" / "c") in str(failure.path)
+        assert not list(root.rglob("*.safetensors"))
+    else:
+        words = "the files of rank 0 are not visible here"
+        failure = require_refused(call, StorageError, words, path=str(scratch / "node1" / "c"))
+        assert failure.global_rank in {2, 3}
     assert not (root / "metadata.json").exists()
     assert not list(root.glob("[!.]*/.zarray"))
 
@@ -346,26 +367,31 @@ def factories_and_callers_may_take_longer_than_storage(rank: int, scratch: Path)
 
 
 @pytest.mark.parametrize(
-    "act",
+    ("act", "backend"),
     [
-        each_entry_loads_what_either_saved,
-        shards_on_no_grid_need_not_make_up_an_array_that_is_loaded,
-        arguments_are_left_alone,
-        classes_are_allowed_by_argument_by_strategy_or_by_registration,
-        factories_and_callers_may_take_longer_than_storage,
-        one_rank_alone_reads_metadata_and_removes_arrays,
-        groups_save_on_their_own_and_errors_name_global_ranks,
-        a_part_of_the_world_loads_without_a_strategy,
-        torch_dist_through_our_entries_is_torch_dist,
-        a_strategy_of_another_package_may_take_longer_than_storage,
-        ranks_that_do_not_share_a_directory_get_an_error,
-        an_array_and_an_object_may_have_one_key,
+        *product(
+            [
+                each_entry_loads_what_either_saved,
+                shards_on_no_grid_need_not_make_up_an_array_that_is_loaded,
+                arguments_are_left_alone,
+                classes_are_allowed_by_argument_by_strategy_or_by_registration,
+                one_rank_alone_reads_metadata_and_removes_arrays,
+                groups_save_on_their_own_and_errors_name_global_ranks,
+                torch_dist_through_our_entries_is_torch_dist,
+                ranks_that_do_not_share_a_directory_get_an_error,
+                an_array_and_an_object_may_have_one_key,
+            ],
+            [ZARR, PACKS],
+        ),
+        (a_part_of_the_world_loads_without_a_strategy, ZARR),
+        (a_strategy_of_another_package_may_take_longer_than_storage, ZARR),
+        *product([factories_and_callers_may_take_longer_than_storage], [ZARR, PACKS]),
     ],
 )
 def test_the_entries_do_as_megatron_cores_and_more(
-    act: Callable[[int, Path], None], tmp_path: Path
+    act: Callable[[int, Path], None], backend: tuple[str, int], tmp_path: Path
 ) -> None:
-    require_on_ranks(4, act, tmp_path)
+    require_on_ranks(4, act, tmp_path, default=backend)
 
 
 # Every value of strict
@@ -426,10 +452,12 @@ def load_strictly(rank: int, scratch: Path) -> None:
     # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.
     with cpu_stand_ins():
         save(Entry.MEGATRON, stored(rank), scratch / "torch_dist", sharded_strategy=TORCH_DIST)
-        save(Entry.MEGATRON, stored(rank), scratch / "zarr")
-        for case in product(StrictHandling, Entry, ("zarr", "torch_dist"), ASKED):
+        for own in (ZARR, PACKS):
+            save(Entry.MEGATRON, stored(rank), scratch / own[0], sharded_strategy=own)
+        backends = ("zarr", "safetensors", "torch_dist")
+        for case in product(StrictHandling, Entry, backends, ASKED):
             strict, entry, backend, who = case
-            if who == "some" and (entry, backend) != (Entry.OURS, "zarr"):
+            if who == "some" and (entry is not Entry.OURS or backend == "torch_dist"):
                 continue
             value = strict if rank % 2 else strict.value
             ask = wanted(rank, ASKED[who])
@@ -511,10 +539,14 @@ def load_beside_a_stale_copy(rank: int, size: int, scratch: Path) -> None:
                 shutil.copytree(roots[1], roots[2])
                 shutil.copy(roots[0] / "common.pt", roots[2])
             dist.barrier()
-            of_backend = {TORCH_DIST: ours, ("zarr", 1): ways}.get(backend, ways)
+            of_backend = ours if backend == TORCH_DIST else ways
             for culprit, (entry, options) in product(range(size), of_backend):
                 wanted = of_generation(rank, size, -1)
                 root = roots[2] if rank == culprit else roots[1]
+                if backend == PACKS and entry is Entry.OURS:  # it is read from a pack
+                    loaded = load(entry, wanted, root, **options)
+                    assert (loaded["iteration"], loaded["w"].unique().tolist()) == (1, [1.0])
+                    continue
                 found = outcome(partial(load, entry, wanted, root, **options))
                 failure = require_failure(found, StorageError, "common.pt")
                 assert any(f"{word}{culprit}" in failure.text for word in ("rank ", "ranks ["))

@@ -33,12 +33,18 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     UnsafeObjectError,
 )
+from dist_ckpt_strategies.strategies.safetensors import PackLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from tests.support.checkpoints import flip_at, pack_of, tensor_end
 from tests.support.disks import fill_disk, fill_inodes, read_only, tiny_ext4, tiny_tmpfs
 from tests.support.entries import (
+    FORMATS,
+    PACKS,
+    ZARR,
     Entry,
     Failure,
+    default_format,
     load,
     outcome,
     prepare,
@@ -154,6 +160,42 @@ DAMAGE: dict[str, tuple[Any, ...]] = {
 """What is done to the checkpoint, and how every rank reports it: the class, and what it names."""
 
 
+def of_pack(act: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Do something to the culprit's pack."""
+    return lambda root: act(pack_of(root, CULPRIT))
+
+
+def make_pack_a_directory(pack: Path) -> None:
+    pack.unlink()
+    pack.mkdir()
+
+
+def flip(name: str) -> Callable[[Path], Any]:
+    """Change the last byte of a tensor of the culprit's pack."""
+    return of_pack(lambda pack: flip_at(pack, tensor_end(pack, name) - 1))
+
+
+WROTE = f"rank {CULPRIT} wrote it"
+said_of_pack = (".safetensors", f"written by rank {CULPRIT}")
+DAMAGE_OF_PACKS: dict[str, tuple[Any, ...]] = {
+    "no pack": (of_pack(Path.unlink), IncompleteCheckpointError, "does not exist", WROTE),
+    "locked pack": (of_pack(lambda p: p.chmod(0)), StorageError, "permission denied"),
+    "pack is a directory": (of_pack(make_pack_a_directory), StorageError, ".safetensors"),
+    "short pack": (of_pack(lambda p: os.truncate(p, 4200)), CorruptCheckpointError, WROTE),
+    "pack of zeros": (
+        of_pack(lambda p: p.write_bytes(bytes(p.stat().st_size))),
+        *(CorruptCheckpointError, ".safetensors"),
+    ),
+    "flipped": (flip(f"{KEY}@0.0"), CorruptCheckpointError, KEY, *said_of_pack),
+    "flipped for strided memory": (flip(f"{KEY}@0.0"), CorruptCheckpointError, KEY, *said_of_pack),
+    "flipped object": (
+        flip(f"object.{CULPRIT}#0"),
+        *(CorruptCheckpointError, f"object.{CULPRIT}/shard_0_1", *said_of_pack),
+    ),
+    "flipped digests": (flip("__digests__"), CorruptCheckpointError, ".safetensors"),
+}
+
+
 def want(*shape: int, key: str = KEY, data: Any = None) -> Any:
     """What the culprit asks for in place of its array."""
     part = Part(CULPRIT, (0,) * len(shape), shape)
@@ -176,7 +218,9 @@ def loaders(entry: Entry) -> dict[str, dict[str, Any]]:
     """How a rank may load: by itself, sharing the reading, in Megatron-Core's wrapper."""
     if entry is Entry.MEGATRON:
         return {"plain": {}}
-    wrapper = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), dist.new_subgroups(4)[0])
+    is_packs = default_format() == PACKS
+    own = PackLoadShardedStrategy() if is_packs else ZarrLoadShardedStrategy()
+    wrapper = FullyParallelLoadStrategyWrapper(own, dist.new_subgroups(4)[0])
     return {
         "plain": {},
         "two-stage": {
@@ -186,12 +230,21 @@ def loaders(entry: Entry) -> dict[str, dict[str, Any]]:
     }
 
 
-def load_with_faults(rank: int, entry: Entry, scratch: Path) -> dict[tuple[str, str], Any]:
+def damage_of(backend: Any) -> dict[str, tuple[Any, ...]]:
+    return DAMAGE_OF_PACKS if backend == PACKS else DAMAGE
+
+
+def load_with_faults(
+    rank: int, entry: Entry, backend: Any, scratch: Path
+) -> dict[tuple[str, str], Any]:
     """What this rank saw by fault and way: of a copy for each damage, and of odd requests."""
-    prepare(TIMEOUT_S)
+    prepare(TIMEOUT_S, default=backend)
     whole, ways = scratch / "whole", loaders(entry)
     save(entry, full_state(rank), whole)
     seen: dict[tuple[str, str], Any] = {}
+    for options in ways.values():  # imports what is imported once
+        with cpu_stand_ins():
+            load(entry, full_state(rank, no_data), whole, **options)
 
     def load_in_every_way(name: str, root: Path, odd: Any = None) -> None:
         for way, options in ways.items():
@@ -201,7 +254,7 @@ def load_with_faults(rank: int, entry: Entry, scratch: Path) -> dict[tuple[str, 
             with without_root(), cpu_stand_ins():  # the wrapper goes over CUDA
                 seen[name, way] = outcome(partial(load, entry, wanted, root, **options))
 
-    for name, (damage, *_) in DAMAGE.items():
+    for name, (damage, *_) in damage_of(backend).items():
         root = scratch / f"with {name}"
         if rank == 0:
             shutil.copytree(whole, root)
@@ -216,13 +269,16 @@ def load_with_faults(rank: int, entry: Entry, scratch: Path) -> dict[tuple[str, 
     return seen
 
 
+@pytest.mark.parametrize("backend", [ZARR, PACKS], ids=str)
 @pytest.mark.parametrize("entry", Entry)
-def test_damage_that_one_rank_meets_is_raised_on_every_rank(entry: Entry, scratch: Path) -> None:
-    results = run_processes(4, load_with_faults, entry, scratch)
+def test_damage_that_one_rank_meets_is_raised_on_every_rank(
+    entry: Entry, backend: Any, scratch: Path
+) -> None:
+    results = run_processes(4, load_with_faults, entry, backend, scratch)
 
     for name, way in results[0]:
         seen = [result[name, way] for result in results]
-        _, kind, *names = (DAMAGE | WANTED)[name]
+        _, kind, *names = (damage_of(backend) | WANTED)[name]
         require_failure_everywhere(seen, kind=kind, culprit=CULPRIT, names=names)
         assert {failure.key for failure in seen} == {seen[0].key}, (name, way)
         for failure in seen:
@@ -272,8 +328,11 @@ def code_of_the_caller_raises(rank: int, root: Path) -> None:
     assert torch.equal(loads({"f": factory()})["f"], torch.ones(4))
 
 
-def test_callers_code_that_raises_on_one_rank_fails_on_every_rank(tmp_path: Path) -> None:
-    require_on_ranks(4, code_of_the_caller_raises, tmp_path)
+@pytest.mark.parametrize("backend", [ZARR, PACKS], ids=str)
+def test_callers_code_that_raises_on_one_rank_fails_on_every_rank(
+    backend: Any, tmp_path: Path
+) -> None:
+    require_on_ranks(4, code_of_the_caller_raises, tmp_path, default=backend)
 
 
 def fail_in_common(
@@ -299,16 +358,26 @@ def test_a_failure_in_megatrons_own_steps_times_out_on_the_others(tmp_path: Path
     assert any(PeerTimeoutError.__name__ in failure.kinds for failure in others)
 
 
+@pytest.mark.parametrize("backend", [ZARR, PACKS], ids=str)
 @pytest.mark.parametrize(
     ("entry", "how"), [(Entry.OURS, {}), (Entry.MEGATRON, {"replace_common": True})], ids=str
 )
 def test_common_state_that_cannot_be_written_is_raised_on_every_rank(
-    entry: Entry, how: dict[str, Any], tmp_path: Path
+    entry: Entry, how: dict[str, Any], backend: Any, tmp_path: Path
 ) -> None:
     root = tmp_path / "c"
+    how = how | {"default": backend}
     results = run_processes(4, fail_in_common, entry, TIMEOUT_S, how, root)
     names = (str(root / "common.pt"),)
     require_failure_everywhere(results, kind=StorageError, culprit=0, names=names)
+    if backend == PACKS and entry is Entry.OURS:  # it has a copy
+        require_on_ranks(4, load_without_common, root)
+
+
+def load_without_common(rank: int, root: Path) -> None:
+    loaded = load(Entry.OURS, full_state(rank, no_data), root)
+    assert differences(rank, own_cuts(), loaded) == []
+    assert loaded["iteration"] == 7
 
 
 # Disks that are full or read-only
@@ -348,7 +417,7 @@ def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> None:
     assert differences(rank, [*own_cuts(), *assembled], loaded) == []
 
 
-@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
 @pytest.mark.parametrize("number", ["ENOSYS", "EXDEV", "EPERM", "EOPNOTSUPP"])
 def test_a_file_system_that_does_not_rename_is_named(
     number: str, backend: tuple[str, int], tmp_path: Path
@@ -364,7 +433,7 @@ def test_a_file_system_that_does_not_rename_is_named(
         require_refused(save, StorageError, str(tmp_path / "c"), "refuses to rename", "save to")
 
 
-@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
 def test_only_a_flush_of_a_directory_may_be_unknown_to_the_file_system(
     backend: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,12 +456,14 @@ def test_only_a_flush_of_a_directory_may_be_unknown_to_the_file_system(
 
 @pytest.mark.parametrize(
     ("disk", "backend"),
-    [(tiny_ext4, ("zarr", 1)), (tiny_tmpfs, ("zarr", 2))],
-    ids=["ext4", "tmpfs"],
+    [(tiny_ext4, ("zarr", 1)), (tiny_tmpfs, ("zarr", 2)), (tiny_ext4, PACKS), (tiny_tmpfs, PACKS)],
+    ids=["ext4", "tmpfs", "ext4 packs", "tmpfs packs"],
 )
 def test_a_full_or_read_only_disk_fails_every_rank_and_leaves_the_checkpoint_before(
     disk: Any, backend: tuple[str, int], tmp_path: Path
 ) -> None:
     with disk(tmp_path / "disk") as root:
         require_on_ranks(4, on_bad_disks, root, backend)
-        assert [path.parent.name for path in root.glob("*/metadata.json")] == ["good"]
+        for name in ("metadata.json", "index"):
+            found = [path.parent.name for path in root.glob(f"*/{name}")]
+            assert found == ["good"] * (name == "metadata.json" or backend == PACKS)

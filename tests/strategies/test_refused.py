@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,24 @@ from dist_ckpt_strategies.strategies.zarr import (
     EitherFormatLoadShardedStrategy,
     ZarrLoadShardedStrategy,
 )
-from tests.support.entries import Entry, load, require_on_ranks, require_refused, save
+from tests.support.entries import (
+    FORMATS,
+    PACKS,
+    ZARR,
+    Entry,
+    default_format,
+    load,
+    require_on_ranks,
+    require_refused,
+    save,
+)
 from tests.support.ranks import allow_torch_dist
 from tests.support.sharding import no_data, on_grid, state_of
 from tests.support.tensors import WITHOUT_MEMORY
 
 pytestmark = pytest.mark.multiprocess
 
+TORCH_DIST = ("torch_dist", 1)
 CUTS = [on_grid("w", (8, 4), (4, 2)), on_grid("b", (4,), (1,), num_replicas=4)]
 FITS = "does not fit together"
 
@@ -112,9 +123,9 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
         (
             partial(loads, finished, verify_integrity=True),
             StrategyError,
-            "digests are kept by format ('zarr', 2)",
+            "digests are kept by formats ('zarr', 2)",
         ),
-        (partial(loads, finished, verify="off"), StrategyError, "('zarr', 2), which ZarrLoad"),
+        (partial(loads, finished, verify="off"), StrategyError, "1), which ZarrLoad"),
         (
             partial(loads, finished, EitherFormatLoadShardedStrategy(), verify_integrity=True),
             StrategyError,
@@ -134,11 +145,15 @@ def ranks_that_do_not_agree(rank: int, scratch: Path) -> None:
         dist_ckpt_strategies.save(state | {"of": name}, scratch / name / "c")
     os.chdir(scratch / ("two" if is_odd else "one"))
     two_stage = TwoStageDataParallelLoadShardedStrategy(None) if is_odd else None
-    saves = partial(dist_ckpt_strategies.save, state, scratch / "new", ("zarr", 1 + is_odd))
+    saves = partial(dist_ckpt_strategies.save, state)
+    two_kinds: list[Any] = [
+        partial(saves, scratch / "new", kinds[is_odd])
+        for kinds in permutations([*FORMATS, TORCH_DIST], 2)
+    ]
     loads = partial(dist_ckpt_strategies.load, state_of(rank, CUTS, no_data))
     cliques = partial(CliqueReplicationStrategy.from_replication_params, 2, 2 - is_odd)
     for call, kind, words in (
-        (saves, PlanError, "; ranks [3] in a save by format ('zarr', 2)"),
+        *((call, PlanError, "; ranks [3] in a save by ") for call in two_kinds),
         (partial(loads, scratch / "one" / "c", two_stage), PlanError, "; ranks [3] in a load by "),
         (partial(loads, "c"), StorageError, "ranks have opened different checkpoints"),
         (cliques, PlanError, "rank 3 asks for other cliques than rank 0"),
@@ -174,6 +189,15 @@ def with_other_data(rank: int, change: Callable[[torch.Tensor], Any]) -> dict[st
 
 ONLY_CHECKED = {"no main replica"}
 """Otherwise nothing says that there should have been an object."""
+
+TAKEN_BY_PACKS = {"no grid", "nowhere"}
+"""Keys and offsets are not parts of paths there. What has no main replica is found in any case."""
+
+SAID_OF_PACKS = {
+    "gap": "first element not covered: (4,), which no rank holds",
+    "other shape": "(16,) of float32 on rank 2",
+    "other dtype": "float16 on rank 2",
+}
 
 ONLY_UNCHECKED = {"hole", "overlap", "other shape", "other dtype"}
 """Megatron-Core's own check would find these first, and says it in other words."""
@@ -233,11 +257,11 @@ def tensors_without_memory(rank: int, scratch: Path) -> None:
     """On rank 1 a tensor to save, or to load into, is not in memory of its own."""
     groups = [dist.new_subgroups(2)[0], dist.new_subgroups(4)[0]]
     allow_torch_dist()
-    for backend in (("zarr", 1), ("zarr", 2), ("torch_dist", 1)):
+    for backend in (*FORMATS, TORCH_DIST):
         loader = resolve(StrategyAction.LOAD_SHARDED, None, backend)
         wrapped = FullyParallelLoadStrategyWrapper(loader, groups[1])
         ways = [None, wrapped]
-        if backend[0] == "zarr":
+        if backend != TORCH_DIST:
             ways.append(TwoStageDataParallelLoadShardedStrategy(groups[0]))
         root, options = scratch / backend[0] / str(backend[1]), {"sharded_strategy": backend}
         with cpu_stand_ins():
@@ -248,7 +272,7 @@ def tensors_without_memory(rank: int, scratch: Path) -> None:
                     partial(save, Entry.OURS, bad, new / str(Entry.OURS), **options)
                 ]
                 calls += [partial(load, Entry.OURS, bad, root, sharded_strategy=w) for w in ways]
-                if backend[0] == "zarr":
+                if backend != TORCH_DIST:
                     calls.append(partial(dist_ckpt_strategies.save_async, bad, new, backend))
                     calls.append(partial(save, Entry.MEGATRON, bad, new / "theirs", **options))
                     calls.append(partial(load, Entry.MEGATRON, bad, root))
@@ -280,11 +304,11 @@ def halves(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> list[Any]:
 
 def tied_weights(rank: int, scratch: Path) -> None:
     """Two names of one memory are loaded, unless the checkpoint holds two values."""
-    for version, is_tied in product((1, 2), (True, False)):
-        data, root = torch.full((2, 3), torch.nan).T, scratch / f"{version} {is_tied}"
+    for backend, is_tied in product(FORMATS, (True, False)):
+        data, root = torch.full((2, 3), torch.nan).T, scratch / f"{backend} {is_tied}"
         values = {"a": torch.ones(3, 2), "b": torch.full((3, 2), 1.0 if is_tied else 2.0)}
         held = {key: sharded_whole(key, value, rank) for key, value in values.items()}
-        save(Entry.OURS, held, root, sharded_strategy=("zarr", version), overwrite=True)
+        save(Entry.OURS, held, root, sharded_strategy=backend, overwrite=True)
         wanted = {key: sharded_whole(key, data, rank) for key in "ab"}
         call = partial(load, Entry.OURS, wanted, root)
         if is_tied:
@@ -303,31 +327,42 @@ def states_that_do_not_fit(rank: int, scratch: Path) -> None:
         ((Entry.OURS, True), (Entry.OURS, False), (Entry.MEGATRON, False)),
         wrong_states(rank).items(),
     ):
-        if name in (ONLY_UNCHECKED if checked else ONLY_CHECKED):
+        is_packs = default_format() == PACKS
+        skipped = ONLY_UNCHECKED if checked else ONLY_CHECKED
+        if name in (TAKEN_BY_PACKS if is_packs else skipped):
             continue
         root = scratch / f"{entry}.{name}.{checked}"
         call = partial(save, entry, dict(state), root, validate_access_integrity=checked)
-        require_refused(call, KINDS.get(name, PlanError), words, **values)
+        said = SAID_OF_PACKS.get(name, words) if is_packs else words
+        require_refused(call, KINDS.get(name, PlanError), said, **values)
         assert not (root / "metadata.json").exists(), name
+        dist.barrier()
+        assert [p for p in root.rglob("*.safetensors") if not name.startswith("unp")] == [], name
+        dist.barrier()
 
 
 @pytest.mark.parametrize(
-    "act",
+    ("act", "backend"),
     [
-        values_that_collide,
-        an_option_that_one_rank_cannot_read,
-        arguments_that_make_no_sense,
-        ranks_that_do_not_agree,
-        states_that_do_not_fit,
-        tensors_without_memory,
-        common_state_objects_and_factories_without_memory,
-        tied_weights,
+        *product(
+            [
+                values_that_collide,
+                an_option_that_one_rank_cannot_read,
+                states_that_do_not_fit,
+                common_state_objects_and_factories_without_memory,
+            ],
+            [ZARR, PACKS],
+        ),
+        (arguments_that_make_no_sense, ZARR),
+        (ranks_that_do_not_agree, ZARR),
+        (tensors_without_memory, ZARR),
+        (tied_weights, ZARR),
     ],
 )
 def test_invalid_arguments_are_refused_on_every_rank(
-    act: Callable[[int, Path], None], tmp_path: Path
+    act: Callable[[int, Path], None], backend: Any, tmp_path: Path
 ) -> None:
-    require_on_ranks(4, act, tmp_path)
+    require_on_ranks(4, act, tmp_path, default=backend)
 
 
 def test_ranks_without_a_process_group_do_not_save_each_alone(

@@ -21,15 +21,24 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
-from tests.support.entries import Entry, Failure, load, outcome, prepare, require_refused
+from tests.support.entries import (
+    FORMATS,
+    PACKS,
+    Entry,
+    Failure,
+    load,
+    outcome,
+    prepare,
+    require_refused,
+)
 from tests.support.processes import until
 from tests.support.ranks import run_processes
 from tests.support.system_calls import before_calls
 
 NUM_ARRAYS = 6
-FORMATS = [("zarr", 1), ("zarr", 2)]
 # The first file of an array or manifest follows the common state; then a chunk in the middle.
 MOMENTS = (r"(w0/\.zarray|index\.json)$", r"w3/(c\.)?[01]\.0$", r"(shard_0_1\.pt|rank-.*\.bin)$")
+MOMENTS_OF_PACKS = (r"c/index$", r"saves/[^/]*/index$", r"\.safetensors$")
 
 
 def state(value: float, rank: int = 0, size: int = 1) -> dict[str, Any]:
@@ -40,6 +49,12 @@ def state(value: float, rank: int = 0, size: int = 1) -> dict[str, Any]:
     }
     blob = ShardedObject("o", {"v": torch.full((9,), value)}, (1,), (0,), replica_id=rank)
     return found | {"o": blob, "step": value}
+
+
+def values_in(loaded: dict[str, Any]) -> list[float]:
+    """All that a checkpoint holds."""
+    arrays = [loaded[f"w{n}"] for n in range(NUM_ARRAYS)] + [loaded["o"]["v"]]
+    return [loaded["step"], *(v for array in arrays for v in array.unique().tolist())]
 
 
 def save_anew(root: Path, wanted: dict[str, Any], stored: tuple[str, int]) -> None:
@@ -80,14 +95,15 @@ def ways(root: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
 def load_beside_saves(rank: int, size: int, scratch: Path) -> None:
     prepare(60, replace_common=True)
     for stored in FORMATS:
-        for moment in MOMENTS:
-            root = scratch / f"{stored[1]}-{MOMENTS.index(moment)}"
+        moments = MOMENTS_OF_PACKS if stored == PACKS else MOMENTS
+        for number, moment in enumerate(moments):
+            root = scratch / f"{stored[0]}-{stored[1]}-{number}" / "c"
             for name, act in ways(root).items():
                 save_anew(root, state(1.0, rank, size), stored)
                 dist.barrier()
 
                 def replace(root: Path = root, stored: tuple[str, int] = stored) -> None:
-                    (scratch / "wanted").write_text(f"{root.name} {stored[1]}")
+                    (scratch / "wanted").write_text(f"{root.parent.name} {stored[0]} {stored[1]}")
                     until(lambda: not (scratch / "wanted").exists())
 
                 with (
@@ -96,9 +112,13 @@ def load_beside_saves(rank: int, size: int, scratch: Path) -> None:
                 ):
                     found = outcome(partial(act, state(0.0, rank, size)))
                 assert bool(seen) == (rank == 0), (stored, moment, name)
-                assert isinstance(found, Failure), (stored, moment, name, found)
-                assert "replaced" in found.text, (stored, moment, name, found)
-                assert found.is_ours, (stored, moment, name, found)
+                if stored == PACKS and not isinstance(found, Failure):  # it has begun anew
+                    assert set(values_in(found)) in ({1.0}, {2.0}), (moment, name)
+                else:
+                    assert isinstance(found, Failure), (stored, moment, name, found)
+                    assert "replaced" in found.text, (stored, moment, name, found)
+                    assert found.is_ours, (stored, moment, name, found)
+                    assert stored != PACKS or "parallel" in name or name == "megatron", found
                 with cpu_stand_ins():
                     again = act(state(0.0, rank, size))
                 assert again["step"] == 2.0
@@ -113,8 +133,8 @@ def test_every_rank_of_a_load_learns_of_it(size: int, tmp_path: Path) -> None:
     def save_on_demand() -> None:
         while not is_over.wait(0.01):
             if wanted.exists() and (text := wanted.read_text()):
-                name, version = text.split()
-                save_anew(tmp_path / name, state(2.0), ("zarr", int(version)))
+                name, *stored = text.split()
+                save_anew(tmp_path / name / "c", state(2.0), (stored[0], int(stored[1])))
                 wanted.unlink()
 
     saver = threading.Thread(target=save_on_demand)
@@ -145,8 +165,8 @@ def test_ranks_that_open_different_saves_are_refused(tmp_path: Path) -> None:
     assert run_processes(2, load_what_each_rank_sees, tmp_path, timeout_s=150) == [None] * 2
 
 
-@pytest.mark.parametrize("then", FORMATS, ids=str)
-@pytest.mark.parametrize("stored", FORMATS, ids=str)
+@pytest.mark.parametrize("then", FORMATS[:2], ids=str)
+@pytest.mark.parametrize("stored", FORMATS[:2], ids=str)
 def test_a_conversion_and_a_comparison_learn_of_it(
     stored: tuple[str, int], then: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

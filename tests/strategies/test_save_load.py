@@ -25,6 +25,10 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies import Options
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.strategies.safetensors import (
+    PackLoadShardedStrategy,
+    PackSaveShardedStrategy,
+)
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
@@ -33,7 +37,15 @@ from dist_ckpt_strategies.strategies.zarr import (
     ZarrLoadShardedStrategy,
     ZarrSaveShardedStrategy,
 )
-from tests.support.entries import Entry, load, require_on_ranks, require_refused, save
+from tests.support.entries import (
+    FORMATS,
+    PACKS,
+    Entry,
+    load,
+    require_on_ranks,
+    require_refused,
+    save,
+)
 from tests.support.layouts import (
     empties,
     irregular,
@@ -101,6 +113,7 @@ def layouts(backend: tuple[str, int]) -> Iterator[tuple[str, list[Cut], list[Cut
 STRATEGIES: dict[tuple[str, int], tuple[Any, Any]] = {
     ("zarr", 1): (ZarrSaveShardedStrategy, ZarrLoadShardedStrategy),
     ("zarr", 2): (Format2SaveShardedStrategy, Format2LoadShardedStrategy),
+    PACKS: (PackSaveShardedStrategy, PackLoadShardedStrategy),
 }
 SMALL = Options(max_inflight_bytes=64, io_threads=1, timeout_s=60)
 """So little memory that every chunk is assembled in a round of its own."""
@@ -146,7 +159,7 @@ def save_and_load_all(rank: int, backend: tuple[str, int], scratch: Path) -> Non
             assert (loaded["own"], loaded["all"]) == ([rank], {"of": "all"}), (root, strategy)
 
 
-@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
 def test_every_layout_dtype_and_key_comes_back_bit_for_bit_in_another_layout(
     backend: tuple[str, int], tmp_path: Path
 ) -> None:
@@ -250,7 +263,7 @@ def a_shard_may_be_wanted_twice_and_data_has_its_local_shape(
 
 def load_directly_on_device_fills_the_callers_data(rank: int, entry: Entry, root: Path) -> None:
     cut = on_grid("w", (8, 4), (4, 1), dtype=torch.bfloat16)
-    save(entry, state_of(rank, [cut]), root)
+    save(entry, state_of(rank, [cut]), root, sharded_strategy=("zarr", 1))
     directly = TensorStoreLoadShardedStrategy(load_directly_on_device=True)
     loads = partial(load, entry, root=root, sharded_strategy=directly)
     assert differences(rank, [cut], loads(state_of(rank, [cut], zeros))) == []
@@ -294,14 +307,39 @@ BELOW_ANOTHER = ("0", "1.2", ".zarray", ".zattrs", ".zgroup", "0/deeper")
 def keys_that_no_file_system_takes_are_refused_by_name(rank: int, entry: Entry, root: Path) -> None:
     for number, key in enumerate(BAD_KEYS):
         state = state_of(rank, [on_grid(key, (8,), (4,))], zeros)
-        bad = partial(save, entry, state, root / str(number))
+        bad = partial(save, entry, state, root / str(number), sharded_strategy=("zarr", 1))
         require_refused(bad, PlanError, f"key {key!r} cannot be stored", key=key)
     for below in BELOW_ANOTHER:
         cuts = [on_grid(key, (8,), (4,)) for key in ("a/b", f"a/b/{below}")]
-        bad = partial(save, entry, state_of(rank, cuts), root / "below")
+        bad = partial(
+            save, entry, state_of(rank, cuts), root / "below", sharded_strategy=("zarr", 1)
+        )
         require_refused(bad, PlanError, "cannot be stored")
     assert not (root.parent / "outside").exists()
     assert not list(root.rglob("metadata.json"))
+
+
+def packs_hold_any_key_that_is_text(rank: int, entry: Entry, root: Path) -> None:
+    """Keys are not files there."""
+    keys = [*BAD_KEYS, *BELOW_ANOTHER, "w@0.0", "w@", "w#0", "__common__", "__digests__"]
+    keys += ["__padding__", "__metadata__", '"', "\n", "\x7f", "a" * 10_000]
+    no_text = [key for key in keys if key == "\ud800"]
+    keys = [key for key in keys if key not in no_text]
+    cuts = [on_grid(key, (8,), (4,)) for key in keys] + [on_grid("scalar@", (), ())]
+    held = {key: ShardedObject(key, {"of": (key, rank)}, (4,), (rank,)) for key in keys}
+    for number, state in enumerate((state_of(rank, cuts), held)):
+        save(entry, dict(state), root / str(number), sharded_strategy=PACKS)
+    assert differences(rank, cuts, load(entry, state_of(rank, cuts, no_data), root / "0")) == []
+    asked = {key: ShardedObject(key, None, (4,), (rank,)) for key in keys}
+    found = load(entry, asked, root / "1", strict="raise_all")
+    assert {key: found[key] for key in keys} == {key: {"of": (key, rank)} for key in keys}
+    for key in no_text:
+        for state in ({"w": on_grid(key, (8,), (4,))}, {}):
+            bad = state_of(rank, list(state.values()), zeros)
+            bad |= {} if state else {"o": ShardedObject(key, 1, (4,), (rank,))}
+            call = partial(save, entry, bad, root / "bad", sharded_strategy=PACKS)
+            require_refused(call, PlanError, repr(key), key=key)
+    assert not (root / "bad" / "index").exists()
 
 
 @dataclass(slots=True)
@@ -327,16 +365,17 @@ def common_state_that_differs_is_logged(rank: int, entry: Entry, root: Path) -> 
     if is_odd:
         args.extra = {0: None}  # a key that is no text
     options: dict[str, Any] = {"allow": [Norm]} if entry is Entry.OURS else {}
-    for backend in (("zarr", 2), ("torch_dist", 1)):
+    backends = [("zarr", 2), PACKS, ("torch_dist", 1)]
+    for backend in backends:
         state = state_of(rank, [on_grid("w", (8,), (4,))]) | {"args": args}
         with cpu_stand_ins():
             save(entry, state, root / backend[0], sharded_strategy=backend, **options)
     logger.removeHandler(handler)
     said = [text for text in texts if "common state dict differs" in text]
     if entry is Entry.MEGATRON:
-        assert [text[:6] for text in said] == [f"Rank {rank}"] * 2 * (rank > 0), texts
+        assert [text[:6] for text in said] == [f"Rank {rank}"] * len(backends) * (rank > 0), texts
         return
-    assert len(said) == 2 * (rank == 0), texts
+    assert len(said) == len(backends) * (rank == 0), texts
     for text in said:
         for words in (
             "args.lr: 0.1 on rank 0, 1, 3, 0.2 on rank 2",
@@ -357,6 +396,7 @@ CHECKS: tuple[Callable[[int, Entry, Path], None], ...] = (
     load_directly_on_device_fills_the_callers_data,
     a_vocabulary_that_grew_or_shrank_is_padded_or_clipped,
     keys_that_no_file_system_takes_are_refused_by_name,
+    packs_hold_any_key_that_is_text,
     common_state_that_differs_is_logged,
 )
 
@@ -366,9 +406,12 @@ def run_checks(rank: int, entry: Entry, scratch: Path) -> None:
         check(rank, entry, scratch / check.__name__)
 
 
+@pytest.mark.parametrize("backend", [("zarr", 1), PACKS], ids=str)
 @pytest.mark.parametrize("entry", list(Entry))
-def test_unusual_tensors_and_keys_are_saved_or_refused(entry: Entry, tmp_path: Path) -> None:
-    require_on_ranks(4, run_checks, entry, tmp_path)
+def test_unusual_tensors_and_keys_are_saved_or_refused(
+    entry: Entry, backend: tuple[str, int], tmp_path: Path
+) -> None:
+    require_on_ranks(4, run_checks, entry, tmp_path, default=backend)
 
 
 def save_a_large_manifest(rank: int, root: Path) -> None:

@@ -27,14 +27,14 @@ from dist_ckpt_strategies.local import (
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support import sharding
-from tests.support.entries import Failure, outcome, require_on_ranks
+from tests.support.entries import FORMATS, Failure, outcome, require_on_ranks
 from tests.support.ranks import run_processes
 from tests.support.sharding import on_grid
 from tests.support.silence import silent_disk
 from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
-each_version = pytest.mark.parametrize("version", [1, 2])
+each_format = pytest.mark.parametrize("backend", FORMATS, ids=str)
 
 NUM_RANKS = 4
 CULPRIT = 2
@@ -78,14 +78,14 @@ def require_all_raised(found: list[list[Any]]) -> None:
         assert failure.seconds < TIMEOUT_S + MARGIN_S, failure
 
 
-def uses_global(rank: int, root: str, version: int) -> list[Any]:
+def uses_global(rank: int, root: str, backend: tuple[str, int]) -> list[Any]:
     """Saves and loads, each with another call that is the first to block.
 
     The limit is for all calls together: a slow one before that does not add to it.
     """
     os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
     os.environ["DIST_CKPT_TIMEOUT_S"] = str(TIMEOUT_S)
-    backend, loaded = ("zarr", version), []
+    loaded = []
 
     def save(directory: Path, timeout_s: float | None = None) -> None:
         dist_ckpt_strategies.save(state_of(rank), directory, backend, timeout_s=timeout_s)
@@ -113,9 +113,11 @@ def uses_global(rank: int, root: str, version: int) -> list[Any]:
     return found
 
 
-@each_version
-def test_saves_and_loads_raise_on_every_rank_in_time(tmp_path: Path, version: int) -> None:
-    require_all_raised(run_processes(NUM_RANKS, uses_global, str(tmp_path), version))
+@each_format
+def test_saves_and_loads_raise_on_every_rank_in_time(
+    tmp_path: Path, backend: tuple[str, int]
+) -> None:
+    require_all_raised(run_processes(NUM_RANKS, uses_global, str(tmp_path), backend))
 
 
 def uses_local(rank: int, root: str) -> list[Any]:
@@ -146,9 +148,8 @@ def uses_all(rank: int, root: str) -> set[str]:
     cliques = CliqueReplicationStrategy.from_replication_params(1, 2)
     manager = LocalCheckpointManager(node, repl_strategy=cliques)
     with silent_disk(where, sys.maxsize) as disk:
-        for version in (1, 2):
-            strategy = ("zarr", version)
-            path = where / "global" / f"iter_{version}"
+        for number, strategy in enumerate(FORMATS, 1):
+            path = where / "global" / f"iter_{number}"
             dist_ckpt_strategies.save_async(state(), path, strategy).wait()
             dist_ckpt_strategies.save(state(), path, strategy, overwrite=True)
             load = partial(dist_ckpt_strategies.load, state())
@@ -247,13 +248,11 @@ def interrupt(*_: object) -> None:
     raise Interruption
 
 
-def interrupt_a_load(rank: int, root: Path, version: int) -> None:
+def interrupt_a_load(rank: int, root: Path, backend: tuple[str, int]) -> None:
     """The tensors are left alone afterwards: many small ones, and two that take many calls each."""
     new, names = ShardedTensor.from_rank_offsets, [f"w{number}" for number in range(20)]
     small = {key: new(key, torch.ones(64)) for key in names}
-    dist_ckpt_strategies.save(
-        small | {"w": new("w", torch.ones(128, 1 << 16))}, root, ("zarr", version)
-    )
+    dist_ckpt_strategies.save(small | {"w": new("w", torch.ones(128, 1 << 16))}, root, backend)
     halves = {half: new("w", torch.ones(128, 1 << 15), (1, n, 2)) for n, half in enumerate("ab")}
     state = halves | small
     signal.signal(signal.SIGALRM, interrupt)
@@ -268,8 +267,8 @@ def interrupt_a_load(rank: int, root: Path, version: int) -> None:
     assert all(bool((tensor.data == -1.0).all()) for tensor in state.values())
 
 
-@each_version
+@each_format
 def test_an_interrupted_load_leaves_the_tensors_alone_afterwards(
-    tmp_path: Path, version: int
+    tmp_path: Path, backend: tuple[str, int]
 ) -> None:
-    require_on_ranks(1, interrupt_a_load, tmp_path / "c", version)
+    require_on_ranks(1, interrupt_a_load, tmp_path / "c", backend)

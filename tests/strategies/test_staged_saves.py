@@ -31,13 +31,17 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.recovery import load_latest
+from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from dist_ckpt_strategies.tools.prune import Status
 from tests.cli.commands import run
 from tests.support.entries import (
     FORMATS,
+    PACKS,
+    ZARR,
     Entry,
     Failure,
+    default_format,
     load,
     outcome,
     prepare,
@@ -79,14 +83,15 @@ def value_in(rank: int, size: int, root: Path, extra: str = "b", entry: Entry = 
 
 @contextmanager
 def one_late_call(call: str, until: Path, name: str) -> Iterator[None]:
-    """The first call for a chunk's file of that name blocks until another file appears.
+    """The first call for a chunk's file of that name, or a pack, blocks until another file appears.
 
     What it was asked to do is done then, as on a network file system that had stalled.
     """
     taken: list[str] = []
 
     def stall(_: str, path: str) -> None:
-        if ".partial-" in path and path.endswith(f"/w/{name}") and not taken:
+        is_chunk = ".partial-" in path and path.endswith(f"/w/{name}")
+        if (is_chunk or path.endswith(".safetensors")) and not taken:
             taken.append(path)
             while not until.exists():
                 time.sleep(0.01)
@@ -114,7 +119,7 @@ def save_again_after_a_late_call(
 
     if way == "overwrite":
         save_value(0.0)
-    with one_late_call(call, woken, {1: "0.0", 2: "c.0.0"}[backend[1]]):
+    with one_late_call(call, woken, "0.0" if backend == FORMATS[0] else "c.0.0"):
         first = outcome(partial(save_value, 1.0, timeout_s=LIMIT_S))
         assert {"StorageError", "PeerTimeoutError"} & set(first.kinds), first
         time.sleep(1.0)  # every rank has given up
@@ -139,6 +144,9 @@ def save_again_after_a_late_call(
         (("zarr", 2), 2, "open", "overwrite"),
         (("zarr", 1), 1, "write", "overwrite"),
         (("zarr", 2), 2, "write", "async"),
+        (PACKS, 2, "open", "sync"),
+        (PACKS, 2, "writev", "overwrite"),
+        (PACKS, 1, "writev", "async"),
     ],
     ids=str,
 )
@@ -169,7 +177,14 @@ def nodes(root: Path) -> dict[Path, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     "backends",
-    [*([one] for one in FORMATS), FORMATS, [FORMATS[1], FORMATS[1]]],
+    [
+        *([one] for one in FORMATS),
+        FORMATS[:2],
+        FORMATS[1:],
+        [PACKS, FORMATS[0]],
+        [FORMATS[1], FORMATS[1]],
+        [PACKS, PACKS],
+    ],
     ids=str,
 )
 def test_a_kill_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint(
@@ -187,7 +202,7 @@ def test_a_kill_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint(
         found = [outcome(partial(value_in, 0, 1, root, extra)) for extra in ("new", "old")]
         outcomes.append(next((one for one in found if not isinstance(one, Failure)), "none"))
         dist_ckpt_strategies.save(state_of(0, 1, 3.0, "third"), root, overwrite=True)
-        assert sorted(path.name for path in root.glob(".*")) == [], at
+        assert [path.name for path in root.glob(".*") if path.stat().st_size] == [], at
         assert value_in(0, 1, root, "third") == 3.0, at
         if not isinstance(ended, RankDiedError):
             break
@@ -201,7 +216,7 @@ def interrupted(root: Path) -> Path:
     """A checkpoint of format 2 that was replacing one of format 1 when it was killed."""
     for at in range(1, 60):
         place = root / f"at{at}" / "iter_0000001"
-        run_processes(1, killed_at_change, place, FORMATS, at)
+        run_processes(1, killed_at_change, place, FORMATS[:2], at)
         staged = list(place.glob(".partial-*/metadata.json"))
         if staged and not (place / "metadata.json").exists() and (place / "arrays").exists():
             return place
@@ -290,9 +305,12 @@ def search_beside_what_cannot_be_completed(rank: int, root: Path, backend: Any) 
     assert [attempt.iteration for attempt in found.attempts] == [2]
 
 
-@pytest.mark.parametrize("backend", FORMATS, ids=str)
 @pytest.mark.parametrize(
-    "act", [save_beside_a_reader, complete_together, search_beside_what_cannot_be_completed]
+    ("act", "backend"),
+    [  # packs are not moved: nothing is completed
+        *product([save_beside_a_reader], FORMATS),
+        *product([complete_together, search_beside_what_cannot_be_completed], FORMATS[:2]),
+    ],
 )
 def test_a_commit_and_who_looks_at_it_leave_each_other_alone(
     act: Callable[..., None], backend: Any, tmp_path: Path
@@ -314,7 +332,7 @@ def with_a_gap(rank: int) -> dict[str, Any]:
 
 def saves_of_ours_and_megatrons(rank: int, scratch: Path) -> None:
     root = scratch / "a" / "b"
-    ours, theirs = partial(save, Entry.OURS), partial(save, Entry.MEGATRON)
+    ours = partial(save, Entry.OURS)
     ours(state_of(rank, SIZE, 1.0), root)
     assert value_in(rank, SIZE, root) == 1.0
     gap, over = with_a_gap(rank), partial(ours, root=root, overwrite=True)
@@ -323,22 +341,39 @@ def saves_of_ours_and_megatrons(rank: int, scratch: Path) -> None:
     require_refused(partial(over, gap, **UNCHECKED), CoverageError, key="w")
     assert value_in(rank, SIZE, root) == 1.0
     require_refused(partial(ours, gap, scratch / "gap"), CoverageError, key="w")
-    require_refused(partial(value_in, rank, SIZE, scratch / "gap"), CheckpointNotFoundError)
+    is_packs = default_format() == PACKS  # whose directories may be there already
+    nothing = StorageError if is_packs else CheckpointNotFoundError
+    require_refused(partial(value_in, rank, SIZE, scratch / "gap"), nothing)
 
     over(state_of(rank, SIZE, 3.0, "new"))
     assert value_in(rank, SIZE, root, extra="new") == 3.0
     assert not (root / "n" / "b").exists()
+    assert len(list(root.glob("packs/*/*"))) == SIZE * is_packs
 
+    megatron_saves_after_a_save_that_is_broken_off(rank, root)
+
+
+def megatron_saves_after_a_save_that_is_broken_off(rank: int, root: Path) -> None:
+    gap, other = with_a_gap(rank), state_of(rank, SIZE, 6.0, "third")
+    ours, theirs = partial(save, Entry.OURS), partial(save, Entry.MEGATRON)
     theirs(state_of(rank, SIZE, 4.0), root)
     assert value_in(rank, SIZE, root, entry=Entry.MEGATRON) == 4.0
-    require_refused(partial(theirs, with_a_gap(rank), root), CoverageError)
+    require_refused(partial(theirs, gap, root), CoverageError)
     broken_off = partial(value_in, rank, SIZE, root)
-    require_refused(broken_off, IncompleteCheckpointError, "metadata.json", "common.pt")
-    other = state_of(rank, SIZE, 6.0, "third")
-    require_refused(partial(ours, other, root), CheckpointExistsError, ": n/b;", "overwrite=True")
-    theirs(state_of(rank, SIZE, 6.0, "third"), root)
-    assert value_in(rank, SIZE, root, extra="third") == 6.0
-    assert sorted(path.name for path in (root / "n").iterdir()) == ["third"]
+    megatrons = partial(value_in, rank, SIZE, root, entry=Entry.MEGATRON)
+    if default_format() == PACKS:  # with a common state of their own
+        assert broken_off() == 4.0
+        require_refused(megatrons, StorageError, "common.pt is of another save")
+        require_refused(partial(ours, other, root), CheckpointExistsError, "overwrite=True")
+    else:
+        require_refused(broken_off, IncompleteCheckpointError, "metadata.json", "common.pt")
+        again = partial(ours, other, root)
+        require_refused(again, CheckpointExistsError, ": n/b;", "overwrite=True")
+    theirs(other, root)
+    for entry in Entry:
+        assert value_in(rank, SIZE, root, extra="third", entry=entry) == 6.0
+    assert sorted(path.name for path in root.glob("n/*")) == ["third"] * (default_format() == ZARR)
+    assert len(list(root.glob("packs/*/*"))) == SIZE * (default_format() == PACKS)
 
 
 def relative_paths(rank: int, scratch: Path) -> None:
@@ -354,7 +389,8 @@ def relative_paths(rank: int, scratch: Path) -> None:
 
 def wrapped_strategies(rank: int, scratch: Path) -> None:
     """They remove nothing unasked."""
-    wrapped, root = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy()), scratch / "c"
+    kinds = {ZARR: ZarrSaveShardedStrategy, PACKS: PackSaveShardedStrategy}
+    wrapped, root = FullyParallelSaveStrategyWrapper(kinds[default_format()]()), scratch / "c"
     save(Entry.OURS, state_of(rank, SIZE, 1.0), root)
     over = partial(save, Entry.OURS, root=root, sharded_strategy=wrapped, overwrite=True)
     require_refused(partial(over, with_a_gap(rank), **UNCHECKED), CoverageError)
@@ -376,7 +412,12 @@ def megatron_after_an_interrupted_commit(rank: int, scratch: Path) -> None:
     with before_calls(break_off, ["rename", "replace"]):
         require_refused(broken, StorageError, "on purpose")
     dist.barrier()
-    assert len(list(root.glob(".partial-*/metadata.json"))) == 1
+    if default_format() == PACKS:
+        assert value_in(rank, SIZE, root) == 1.0
+        assert len(list(root.glob("packs/*/*"))) == SIZE
+        dist.barrier()
+    else:
+        assert len(list(root.glob(".partial-*/metadata.json"))) == 1
     save(Entry.MEGATRON, state_of(rank, SIZE, 3.0), root)
     assert value_in(rank, SIZE, root) == 3.0
 
@@ -396,7 +437,7 @@ def what_is_refused_leaves_the_finished_checkpoint(rank: int, scratch: Path) -> 
     root, local = scratch / "c", ("local_replicated", 1)
     gap = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))}
     new = state_of(rank, SIZE, 2.0)
-    dist_ckpt_strategies.save(state_of(rank, SIZE, 1.0), root)
+    dist_ckpt_strategies.save(state_of(rank, SIZE, 1.0), root, default_format())
     unsafe = new | {"common": Foreign()}
     unsafe_object = new | {"o": ShardedObject("o", Foreign(), (SIZE,), (rank,))}
     saves = partial(dist_ckpt_strategies.save, overwrite=True)
@@ -417,8 +458,10 @@ def what_is_refused_leaves_the_finished_checkpoint(rank: int, scratch: Path) -> 
     for act, backend, state in tries:
         require_refused(partial(act, state, root, backend), CheckpointError)
         assert value_in(rank, SIZE, root) == 1.0, (act, backend)
+    assert len(list(root.glob("packs/*/*"))) == SIZE * (default_format() == PACKS)
 
 
+@pytest.mark.parametrize("backend", [ZARR, PACKS], ids=str)
 @pytest.mark.parametrize(
     "act",
     [
@@ -430,6 +473,6 @@ def what_is_refused_leaves_the_finished_checkpoint(rank: int, scratch: Path) -> 
     ],
 )
 def test_a_load_sees_one_finished_checkpoint(
-    act: Callable[[int, Path], None], tmp_path: Path
+    act: Callable[[int, Path], None], backend: tuple[str, int], tmp_path: Path
 ) -> None:
-    require_on_ranks(SIZE, act, tmp_path)
+    require_on_ranks(SIZE, act, tmp_path, default=backend)

@@ -57,6 +57,26 @@ def write_format2(root: Path, *, is_finished: bool = True) -> Path:
     return root
 
 
+def header_of(pack: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file of safetensors, and where its tensors begin."""
+    with pack.open("rb") as file:
+        nbytes = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(nbytes)), 8 + nbytes
+
+
+def pack_of(root: Path, rank: int) -> Path:
+    """The one pack that a rank has written."""
+    packs = [*root.glob("packs/*/*.safetensors")]
+    (pack,) = [p for p in packs if header_of(p)[0]["__metadata__"]["rank"] == str(rank)]
+    return pack
+
+
+def tensor_end(pack: Path, name: str) -> int:
+    """The first byte of a pack after a tensor."""
+    header, start = header_of(pack)
+    return start + int(header[name]["data_offsets"][1])
+
+
 def write_foreign_checkpoint(root: Path) -> Path:
     """The files of a checkpoint of Megatron-Core's torch_dist, with contents of no meaning."""
     root.mkdir(parents=True)

@@ -18,7 +18,8 @@ from dist_ckpt_strategies.errors import CheckpointError, PeerError
 from tests.support.ranks import done_by
 
 ZARR = ("zarr", 1)
-FORMATS = (("zarr", 1), ("zarr", 2))
+PACKS = ("safetensors", 1)
+FORMATS = (("zarr", 1), ("zarr", 2), PACKS)
 """What this package saves."""
 
 
@@ -29,12 +30,20 @@ class Entry(StrEnum):
     OURS = "ours"
 
 
+_default = [ZARR]
+
+
+def default_format() -> tuple[str, int]:
+    """What ``save`` saves in this process, if it is not told."""
+    return _default[0]
+
+
 def save(entry: Entry, state: dict[str, Any], root: Path, **options: Any) -> None:
-    """Save with ("zarr", 1). Collective: world.
+    """Save with ("zarr", 1), or what ``require_on_ranks`` was given. Collective: world.
 
     Megatron-Core wants the directory to be there, and changes the state dict; both are seen to.
     """
-    options = {"sharded_strategy": ZARR} | options
+    options = {"sharded_strategy": default_format()} | options
     if entry is Entry.OURS:
         dist_ckpt_strategies.save(state, root, **options)
         return
@@ -51,8 +60,14 @@ def load(entry: Entry, state: dict[str, Any], root: Path, **options: Any) -> Any
     return dist_checkpointing.load(state, str(root), **options)
 
 
-def prepare(timeout_s: float, **registration: Any) -> None:
-    """Set the timeout of this process, for everything, and register the strategies."""
+def prepare(
+    timeout_s: float, *, default: tuple[str, int] | None = None, **registration: Any
+) -> None:
+    """Set the timeout of this process, for everything, and register the strategies.
+
+    ``default`` is what ``save`` saves if it is not told.
+    """
+    _default[:] = [default or default_format()]
     os.environ["DIST_CKPT_TIMEOUT_S"] = str(timeout_s)
     dist_ckpt_strategies.register(**{"replace": True} | registration)
 
@@ -117,12 +132,19 @@ def require_failure(found: Any, kind: type[Exception], *words: str, **fields: An
     return found
 
 
-def require_on_ranks(size: int, act: Callable[..., None], *args: Any) -> None:
-    """``act(rank, *args)`` raises nothing on any rank, with the strategies registered."""
-    found = done_by(size, _run_registered, act, args, timeout_s=150.0)
+def require_on_ranks(
+    size: int, act: Callable[..., None], *args: Any, default: tuple[str, int] = ZARR
+) -> None:
+    """``act(rank, *args)`` raises nothing on any rank, with the strategies registered.
+
+    ``default`` is what ``save`` saves if it is not told.
+    """
+    found = done_by(size, _run_registered, act, args, default, timeout_s=150.0)
     assert found == [None] * size
 
 
-def _run_registered(rank: int, act: Callable[..., None], args: tuple[Any, ...]) -> None:
-    prepare(60)
+def _run_registered(
+    rank: int, act: Callable[..., None], args: tuple[Any, ...], default: tuple[str, int]
+) -> None:
+    prepare(60, default=default)
     act(rank, *args)

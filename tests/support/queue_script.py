@@ -33,6 +33,7 @@ from dist_ckpt_strategies.local import (
     LazyCliqueReplicationStrategy,
     LocalCheckpointManager,
 )
+from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import Format2SaveShardedStrategy, ZarrSaveShardedStrategy
 
 NUM_RANKS = 2
@@ -112,11 +113,16 @@ def save_twice(rank: int, manager: Any, queue: Any) -> None:
 
 
 def use_queue(rank: int, queue: Any, directory: Path) -> None:
-    strategies = {"1": ZarrSaveShardedStrategy, "2": Format2SaveShardedStrategy}
+    strategies: dict[str, Any] = {
+        "1": ZarrSaveShardedStrategy,
+        "2": Format2SaveShardedStrategy,
+        "packs": PackSaveShardedStrategy,
+    }
     for name, strategy in strategies.items():
         require_saved(rank, queue, strategy(), directory / name)
-    wrapped = FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy(), dist.group.WORLD)
-    require_saved(rank, queue, wrapped, directory / "wrapped")
+    for inner in (Format2SaveShardedStrategy(), PackSaveShardedStrategy()):
+        wrapped = FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD)
+        require_saved(rank, queue, wrapped, directory / f"wrapped {inner.backend}")
     with small_files(rank):
         for name, strategy in strategies.items():
             root = directory / f"refused {name}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 CALLS = (
-    *("open", "preadv", "pread", "pwrite", "write", "fsync", "stat", "lstat", "mkdir"),
+    *("open", "preadv", "pread", "pwrite", "write", "writev", "fsync", "stat", "lstat", "mkdir"),
     *("scandir", "listdir", "replace", "rename", "unlink", "rmdir"),
 )
 CHANGES = ("rename", "replace", "unlink", "rmdir")  # calls that change directories

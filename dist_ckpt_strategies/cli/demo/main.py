@@ -70,7 +70,8 @@ class Training:
     """How the demonstration trains; ``global_batch`` is in sequences, over all data-parallel ranks.
 
     ``num_after_save`` iterations are done once without a break and once per resumption.
-    ``sharding_type`` is Megatron's name for the form of the optimizer's state on disk.
+    ``sharding_type`` is Megatron's name for the form of the optimizer's state on disk; what is
+    saved is version 1 of ``backend``.
     """
 
     size: ModelSize = field(default_factory=ModelSize)
@@ -78,6 +79,7 @@ class Training:
     num_before_save: int = 50
     num_after_save: int = 10
     sharding_type: str = FULLY_RESHARDABLE
+    backend: str = "zarr"
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class _Rank:
             dist_checkpointing.save(
                 {**self._sharded_state_dict(is_loading=False), "iteration": num_before},
                 str(self._task.checkpoint),
-                ("zarr", 1),
+                (self._task.training.backend, 1),
                 content_metadata=self._content_metadata,
             )
         self._iterate("train on", num_before, self._task.training.num_after_save)
