@@ -65,7 +65,7 @@ def contents(rank: int, name: str) -> Contents:
     }
     named = {f"object {key}": value for key, value in objects.items()}
     common = pickle.dumps(name) if rank == 0 else None
-    return contents_of(state_of(rank, LAYOUTS[name]) | named, common, ())
+    return contents_of(state_of(rank, LAYOUTS[name]) | named, common, (), copies_common=True)
 
 
 @pytest.fixture(params=[(name, n) for name in LAYOUTS for n in (None, 700)], ids=str)

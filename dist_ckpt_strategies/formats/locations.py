@@ -27,7 +27,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
-from dist_ckpt_strategies.formats.pack_commit import read_pointer
+from dist_ckpt_strategies.formats.pack_commit import current_pointer
 from dist_ckpt_strategies.formats.pack_write import FOLDER as PACKS_FOLDER
 from dist_ckpt_strategies.formats.zarr2 import array_keys
 from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket
@@ -327,7 +327,7 @@ class OpenedSave:
         self.has_packs = holds_packs(root)
         if self.has_packs:  # which are never written again
             store = root.place() if isinstance(root, Bucket) else Directory(root)
-            pointer = limited(read_pointer)(store)
+            pointer = limited(current_pointer)(store)
             self._status, self.identity = None, pointer.digest if pointer else ""
             return
         self._status = None if isinstance(root, Bucket) else _status(root)

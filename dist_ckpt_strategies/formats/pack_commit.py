@@ -228,7 +228,7 @@ def set_other_format_aside(store: Place) -> None:
 
 
 def _files_replaced(store: Place, new: Pointer) -> list[str]:
-    """The files of the save that is there, the full index last; none if its index is damaged.
+    """The files of the save that is there; none if its index is damaged.
 
     Raises a StorageError if that save began after the new one.
     """
@@ -247,10 +247,13 @@ def _files_replaced(store: Place, new: Pointer) -> list[str]:
 
 
 def files_of(store: Place, pointer: Pointer) -> list[str]:
-    """The files of a save: its packs, and its full index last."""
+    """The files of a save in the order of removal: the full index, without which it counts no more.
+
+    In a bucket ``index`` may name it once more, by a request that is carried out late.
+    """
     index = open_full_index(store, pointer)
     packs = index.packs(range(index.num_packs)).values()
-    return [*(file_of(pack.name) for pack in packs), full_index_of(pointer.save_id)]
+    return [full_index_of(pointer.save_id), *(file_of(pack.name) for pack in packs)]
 
 
 def _require_packs(store: Place, packs: Sequence[PackRecord]) -> None:
@@ -294,6 +297,12 @@ def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:
                 pointer = pointer_to(store, save_id)
                 return pointer, open_full_index(store, pointer)
         raise
+
+
+def current_pointer(store: Place) -> Pointer | None:
+    """What ``index`` says; in a bucket, what it would say of the save that counts."""
+    found = current_save(store) if isinstance(store, Bucket) else None
+    return found[0] if found else read_pointer(store)
 
 
 def pointer_to(store: Place, save_id: str) -> Pointer:

@@ -19,7 +19,6 @@ from dist_ckpt_strategies.core.blocks import (
     OBJECT,
     ArrayFacts,
     BlockTable,
-    merged,
     plain_text,
     with_objects,
 )
@@ -27,6 +26,7 @@ from dist_ckpt_strategies.core.coverage import Copies, require_coverage
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.index import array_segments
 from dist_ckpt_strategies.formats.pack import Layout
+from dist_ckpt_strategies.formats.pack_summary import joined_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,8 @@ def _proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
         )
         for digest, content in ledger.copies.items()
     ]
-    table, sources, differing = merged(tables)
+    num_packs = [number for number, *_ in ledger.told]
+    table, sources, differing = joined_tables(tables, num_packs)
     for key, one, other in differing:
         raise _disagreement(key, global_ranks, [(one, tables[one]), (other, tables[other])])
     facts = dict(zip(table.keys, table.facts, strict=True))
@@ -178,11 +179,8 @@ def _proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
                     key=key,
                 )
     require_coverage(table, ranks[sources], copies)
-    starts = np.cumsum([0, *(num_packs for num_packs, *_ in ledger.told)])
-    place = table.place.copy()
-    place[:, 0] += starts[sources]
     is_array = np.array([f.dtype != OBJECT for f in table.facts], bool)
-    arrays = replace(table, place=place).rows(np.flatnonzero(is_array[table.array]))
+    arrays = table.rows(np.flatnonzero(is_array[table.array]))
     return replace(ledger, segments=tuple(array_segments(arrays)), is_proved=True)
 
 

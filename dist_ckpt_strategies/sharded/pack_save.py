@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
@@ -40,9 +40,9 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from dist_ckpt_strategies.formats.index import StoredObject, build_full_index
-from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, StoredBytes, lay_out
+from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, lay_out
 from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, new_save_id
+from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save
 from dist_ckpt_strategies.formats.pack_write import (
     PackRecord,
     delete_files,
@@ -311,9 +311,7 @@ def finish_save(
         if known.ledger is not None:
             ledgers.append(proved(known.ledger, comm.global_ranks))
         packs.extend(written())
-        objects = [[*astuple(name), *astuple(where)] for name, where in known.layout.objects]
-        common = known.layout.common
-        return [[astuple(pack) for pack in packs], objects, common and astuple(common)]
+        return PackSummary.of(known.layout, packs).to_message()
 
     def make_visible() -> Message:
         if comm.rank > 0:
@@ -350,23 +348,9 @@ def _raise_uncopied(store: Place, failure: Message) -> NoReturn:
 
 def _new_save(started: Started, ledger: Ledger, summaries: Sequence[Message]) -> NewSave:
     """The indexes of a save, by what all ranks have written."""
-    packs: list[PackRecord] = []
-    objects: list[StoredObject] = []
-    common = None
-    for records, of_rank, common_of_rank in summaries:
-        first = len(packs)
-        packs += (PackRecord(*record) for record in records)
-        for key, offset, shape, pack, *where in of_rank:
-            name = ObjectId(key, tuple(offset), tuple(shape))
-            objects.append(StoredObject(name, StoredBytes(first + pack, *where)))
-        if common_of_rank is not None:
-            pack, *where = common_of_rank
-            common = StoredBytes(first + pack, *where)
     facts = {"ranks": started.comm.size, "created": time.time()}
-    index, pointer = build_full_index(
-        started.save_id, ledger.segments, objects, packs, common, facts
-    )
-    return NewSave(pointer, index, packs)
+    written = [PackSummary.from_message(message) for message in summaries]
+    return build_save(started.save_id, ledger.segments, written, facts)
 
 
 def _limits(store: Place, options: Options) -> PackLimits:

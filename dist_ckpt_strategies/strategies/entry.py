@@ -33,9 +33,12 @@ from dist_ckpt_strategies.config import (
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoints import common_digest
@@ -517,7 +520,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     """
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
     opened = _opened(action, sharded_strategy, detail, timeout_s, allow, process_group)
-    for attempts_left in reversed(range(_ATTEMPTS)):
+    for _ in range(_ATTEMPTS):
         call = _Load(
             *opened,
             sharded_state_dict,
@@ -533,11 +536,17 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         )
         try:
             return call.load(allow)
-        except (CheckpointChangedError, IncompleteCheckpointError) as error:
+        except (PeerTimeoutError, PeerLostError):
+            raise  # ranks are out of step: there is no collective any more
+        except CheckpointError as error:
             failure = error
-        if not attempts_left or not call.may_have_changed():
+        if not call.has_changed(failure):
             raise failure
-    raise AssertionError  # the last attempt has returned or raised
+    raise CheckpointChangedError(
+        f"{checkpoint_dir}: other saves replaced this checkpoint while it was read, {_ATTEMPTS} "
+        "times; load it again when they have ended",
+        path=str(checkpoint_dir),
+    ) from failure
 
 
 _ATTEMPTS = 3
@@ -641,13 +650,16 @@ class _Load:
             OPENED.set(None)
             return result
 
-    def may_have_changed(self) -> bool:
-        """Whether another save has replaced packs since, on any rank. Collective.
+    def has_changed(self, failure: CheckpointError) -> bool:
+        """Whether another save has replaced packs since, which explains a failure. Collective.
 
-        Returns as soon as all ranks see the same save, which a network file system may take a
-        while for.
+        Ranks may have failed for different reasons. Returns as soon as all of them see the same
+        save, which a network file system may take a while for.
         """
         comm, options = self.comm, self.options
+        is_explained = isinstance(failure, CheckpointChangedError | IncompleteCheckpointError)
+        if not any(run_and_gather(comm, lambda: is_explained)):
+            return False
         before = getattr(self, "save", None)
         deadline = Deadline.after(min(_VIEW_S, options.timeout_s / 2))
         OPENED.set(None)

@@ -28,6 +28,7 @@ from dist_ckpt_strategies.formats.commit import (
     remove_contents,
 )
 from dist_ckpt_strategies.formats.course import read_course
+from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.locations import (
     SAVE_PREFIX,
@@ -37,6 +38,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_something,
 )
 from dist_ckpt_strategies.formats.manifest import SAVE_NAME
+from dist_ckpt_strategies.formats.pack_checkpoint import place_of
 from dist_ckpt_strategies.formats.scan import read_begun, scan
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
@@ -50,6 +52,12 @@ from dist_ckpt_strategies.storage.files import (
     reason,
     require_directory,
     sync_path,
+)
+from dist_ckpt_strategies.tools.prune_packs import (
+    look_at_packs,
+    remove_lock,
+    remove_packs,
+    remove_stale,
 )
 
 _NUMBER = re.compile(r"(\d+)\D*\Z")
@@ -87,6 +95,7 @@ class PruneDecision:
         why: the reason, in words; of what is not decided yet, why it cannot be read.
         stays: names in a removed one that are no part of the checkpoint and stay, with the
             directory.
+        files: packs of killed saves beside a checkpoint; if there are any, they alone are removed.
     """
 
     name: str
@@ -99,6 +108,7 @@ class PruneDecision:
     is_removed: bool = False
     why: str = ""
     stays: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +188,15 @@ def prune(  # noqa: PLR0913 - one parameter for each option
             kept.append(decision)
         elif dry_run:
             removed.append(decision)
+        elif decision.files:
+            if gone := remove_stale(place_of(_below(location, decision.name)), older_than_s):
+                removed.append(replace(decision, files=gone))
         else:
-            now = _look_at(location, decision.name, time.time())
+            now, _ = _look_at(location, decision.name, time.time())
             may_run = now.status is Status.UNFINISHED and now.age_s < older_than_s
             if now.status is decision.status and not may_run:  # no save has begun there since
-                removed.append(replace(decision, stays=_remove(location, decision.name)))
+                stays = _remove(location, decision.name, older_than_s)
+                removed.append(replace(decision, stays=stays))
     return PruneReport(location, tuple(removed), tuple(kept), dry_run)
 
 
@@ -236,6 +250,8 @@ def build_prune_plan(
         )
         why = next((why for applies, why in reasons if applies), "")
         removal = f"{one.status}{': its save was killed' if is_killed else ', and not to be kept'}"
+        if one.files:
+            removal = "packs that no index names, of killed saves; the checkpoint stays"
         decisions.append(replace(one, is_removed=not why, why=why or removal))
     return tuple(decisions)
 
@@ -250,7 +266,8 @@ def _find(root: Location, pattern: str | None, *, completes: bool) -> list[Prune
         require_directory(root)
         with file_errors(None, root), os.scandir(root) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-            is_checkpoint = any((root / name).exists() for name in (MARKER_NAME, SAVE_NAME))
+            marks = (MARKER_NAME, SAVE_NAME, PACKS_INDEX)
+            is_checkpoint = any((root / name).exists() for name in marks)
         store: Directory | Bucket = Directory(root)
     else:
         names, is_checkpoint = _names_below(root)
@@ -261,7 +278,8 @@ def _find(root: Location, pattern: str | None, *, completes: bool) -> list[Prune
         raise PlanError(f"{root} is a checkpoint itself; name the directory that holds it")
     course = read_course(store)
     now_s = time.time()  # one for all: equal times of change make equal ages
-    found = [_look_at(root, name, now_s, completes=completes) for name in names]
+    looks = [_look_at(root, name, now_s, completes=completes) for name in names]
+    found = [one for of_name in looks for one in of_name if one is not None]
     tracked_s = min((one.age_s for one in found if one.iteration == course.newest), default=inf)
     return [
         replace(
@@ -281,7 +299,7 @@ def _names_below(root: Bucket) -> tuple[list[str], bool]:
     if not names:
         require_something(root)
     is_checkpoint = any(
-        name in {MARKER_NAME, SAVE_NAME}
+        name in {MARKER_NAME, SAVE_NAME, PACKS_INDEX}
         or (name.startswith(SAVE_PREFIX) and name.endswith(SAVE_NAME))
         for name in names
     )
@@ -289,21 +307,43 @@ def _names_below(root: Bucket) -> tuple[list[str], bool]:
     return sorted({top for top, slash, _ in parts if top and slash}), is_checkpoint
 
 
-def _look_at(root: Location, name: str, now_s: float, *, completes: bool = True) -> PruneDecision:
-    """What one of them is; an interrupted commit is completed first, if ``completes``."""
+def _look_at(
+    root: Location, name: str, now_s: float, *, completes: bool = True
+) -> tuple[PruneDecision, PruneDecision | None]:
+    """What one of them is, and packs of killed saves in it beside a checkpoint, if there are any.
+
+    An interrupted commit is completed first, if ``completes``.
+    """
     number = _NUMBER.search(name)
     iteration = int(number[1]) if number else None
+    place, stale = _below(root, name), None
     try:
-        if isinstance(root, Path):
-            status, nbytes, changed_s = _directory_status(root / name, completes=completes)
+        packs = look_at_packs(place_of(place))
+        if packs is not None and packs.is_complete is not None:
+            status = Status.COMPLETE if packs.is_complete else Status.DAMAGED
+            nbytes, changed_s = packs.nbytes, packs.changed_s
+        elif isinstance(place, Path):
+            status, nbytes, changed_s = _directory_status(place, completes=completes)
         else:
-            status, nbytes, changed_s = _scanned(root.below(name))
+            status, nbytes, changed_s = _scanned(place)
+        if packs is not None and packs.stale and status in {Status.OTHER, Status.UNFINISHED}:
+            status, nbytes = Status.UNFINISHED, packs.stale_nbytes
+            changed_s = max(changed_s, packs.stale_changed_s)
+        elif packs is not None and packs.stale:
+            age_s = max(0.0, now_s - packs.stale_changed_s)
+            stale = PruneDecision(
+                name, iteration, Status.UNFINISHED, age_s, packs.stale_nbytes, files=packs.stale
+            )
     except NO_ANSWER:
         raise
     except (OSError, StorageError) as error:
         why = error.message if isinstance(error, StorageError) else reason(error)
-        return PruneDecision(name, iteration, Status.UNREADABLE, 0.0, why=why)
-    return PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)
+        return PruneDecision(name, iteration, Status.UNREADABLE, 0.0, why=why), None
+    return PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes), stale
+
+
+def _below(root: Location, name: str) -> Location:
+    return root / name if isinstance(root, Path) else root.below(name)
 
 
 def _directory_status(directory: Path, *, completes: bool) -> tuple[Status, int | None, float]:
@@ -365,12 +405,16 @@ def _is_stale(entry: os.DirEntry[str]) -> bool:
     return entry.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and entry.is_dir()
 
 
-def _remove(root: Location, name: str) -> tuple[str, ...]:
-    """Remove a checkpoint, its marker first; names of what is no part of it, and stays."""
+def _remove(root: Location, name: str, older_than_s: float) -> tuple[str, ...]:
+    """Remove a checkpoint, its index or marker first; names of what is no part of it, and stays."""
+    place = _below(root, name)
+    if look_at_packs(place_of(place)) is not None:
+        remove_packs(place_of(place), older_than_s)
     if not isinstance(root, Path):
         return remove(root.below(name))
     directory = root / name
     remove_contents(directory)
+    remove_lock(Directory(directory))
     with file_errors(None, directory):
         own = []
         for at, names, _ in os.walk(directory):  # which does not follow links

@@ -20,7 +20,7 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     PlanError,
 )
-from dist_ckpt_strategies.formats import pack_read
+from dist_ckpt_strategies.formats import pack
 from dist_ckpt_strategies.formats.issues import Problem
 from dist_ckpt_strategies.formats.pack import (
     MAX_BLOCKS,
@@ -116,7 +116,7 @@ class Written:
             num_threads=1,
             deadline=Deadline.after(60),
             verify=verify,
-            max_nbytes=8 * pack_read.RANGE_NBYTES,
+            max_nbytes=8 * pack.RANGE_NBYTES,
         ).wait()
         for read, expected in reads:
             assert read.target.tobytes() == expected.tobytes(), read

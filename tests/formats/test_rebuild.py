@@ -40,7 +40,7 @@ CUTS = scattered()
 
 def contents(rank: int, common: object = 1) -> Contents:
     state = state_of(rank, CUTS) | {"o": ShardedObject("o", rank, (4,), (rank,))}
-    return contents_of(state, pickle.dumps(common) if rank == 0 else None, ())
+    return contents_of(state, pickle.dumps(common) if rank == 0 else None, (), copies_common=True)
 
 
 def save(root: Path, common: object = 1) -> None:
