@@ -252,8 +252,8 @@ def _what_is_there(root: Path) -> str:
         )
     if (root / PACKS_FOLDER).is_dir():
         return (
-            f"a save as packs has not come to its end, or {PACKS_INDEX} is lost; then `dist-ckpt "
-            "rebuild-index` makes it anew from the packs"
+            f"a save began, as packs, and has not come to its end, or {PACKS_INDEX} is lost; then "
+            "`dist-ckpt rebuild-index` makes it anew from the packs"
         )
     if (root / SAVE_NAME).exists() or any(root.glob(f"{PARTIAL_PREFIX}*/")):
         return "a save began and has not come to its end"

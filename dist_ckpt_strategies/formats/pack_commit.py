@@ -142,7 +142,7 @@ def commit(
         StorageError: a pack is gone, a file cannot be written, or a later save was committed.
     """
     with store.locked():
-        replaced = _files_replaced(store, save.pointer) if deletes_replaced else []
+        replaced = _files_replaced(store, save) if deletes_replaced else []
         is_over_another = save.marker is not None and warn_of_another_format(store)
         fence()
         _require_packs(store, save.packs)
@@ -227,23 +227,26 @@ def set_other_format_aside(store: Place) -> None:
         sync_path(store.root)
 
 
-def _files_replaced(store: Place, new: Pointer) -> list[str]:
+def _files_replaced(store: Place, new: NewSave) -> list[str]:
     """The files of the save that is there; none if its index is damaged.
 
-    Raises a StorageError if that save began after the new one.
+    Raises a StorageError if that save began after the new one. An index that was rebuilt of the new
+    one's packs is none.
     """
     try:
         pointer = read_pointer(store)
-        if pointer is not None and pointer.save_id > new.save_id:
-            raise StorageError(
-                f"{store}: another save to it started before this one ended, and was committed; "
-                "nothing became visible; save again from one job at a time",
-                path=str(store),
-            )
-        return [] if pointer is None else files_of(store, pointer)
+        files = [] if pointer is None else files_of(store, pointer)
     except (CorruptCheckpointError, IncompleteCheckpointError) as error:
         logger.warning("%s: files of the save that is replaced stay: %s", store, error)
         return []
+    is_later = pointer is not None and pointer.save_id > new.pointer.save_id
+    if is_later and not {file_of(pack.name) for pack in new.packs}.issubset(files):
+        raise StorageError(
+            f"{store}: another save to it started before this one ended, and was committed; "
+            "nothing became visible; save again from one job at a time",
+            path=str(store),
+        )
+    return files
 
 
 def files_of(store: Place, pointer: Pointer) -> list[str]:

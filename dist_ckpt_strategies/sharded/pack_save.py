@@ -175,7 +175,6 @@ def start_save(
         DuplicateWriterError, PlanError: this rank's shards cannot be stored.
     """
     prepared: list[tuple[Prepared, Known]] = []
-    deadline = Deadline.after(OPENING * options.timeout_s)
 
     def describe() -> Message:
         own = prepare()
@@ -185,6 +184,7 @@ def start_save(
         sizes = said.num_packs, len(said.main), len(said.copies), said.copies_digest
         save_id = ""
         if comm.rank == 0:
+            deadline = Deadline.after(OPENING * options.timeout_s)
             save_id = run_within(deadline, own.store, lambda: new_save_id(own.store))
         nbytes = sum(pack.nbytes for pack in mine.layout.packs)
         return [PACKS, save_id, ledger and ledger.session, mine.session, nbytes, sizes, own.note]

@@ -417,19 +417,20 @@ class Directory:
     def require_space(self, nbytes: int, num_files: int) -> None:
         """Raise StorageError if the file system says that it has no room for new files."""
         with file_errors(None, self.root):
-            found = os.statvfs(next(p for p in (self.root, *self.root.parents) if p.exists()))
+            make_directories(self.root)
+            found = os.statvfs(self.root)
         blocks = found.f_bavail if os.geteuid() else found.f_bfree
         free = blocks * found.f_frsize
         if found.f_blocks and free < nbytes:
             raise StorageError(
-                f"{self.root}: no space for a save of {nbytes} bytes, {free} are free; nothing "
-                "written; free some, or save elsewhere",
+                f"{self.root}: no space left for a save of {nbytes} bytes, {free} are free; "
+                "nothing was written; free some, or save elsewhere",
                 path=str(self.root),
             )
         if found.f_files and found.f_favail < num_files:
             raise StorageError(
-                f"{self.root}: no inodes for {num_files} files, {found.f_favail} are free; nothing "
-                "was written; remove files, or save elsewhere",
+                f"{self.root}: no inodes left for {num_files} files, {found.f_favail} are free; "
+                "nothing was written; remove files, or save elsewhere",
                 path=str(self.root),
             )
 

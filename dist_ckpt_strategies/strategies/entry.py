@@ -288,6 +288,7 @@ class _Save:
             if self.async_strategy not in {None, "nvrx", "mcore"}:
                 self._require_suitable(is_ours=True)
             root = located(self.checkpoint_dir, self.options)
+            RUNNING_SAVES.wait(root, self.options)
             saver = resolve(StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
             if not isinstance(saver, TorchCommonSaveStrategy):
                 raise StrategyError(

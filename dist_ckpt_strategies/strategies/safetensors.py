@@ -139,9 +139,13 @@ class PackSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             look_at: called when all ranks have begun; it may be collective.
         """
         kept, options = self._kept, self.options
-        if is_async:
-            kept.background.get_ready(options)
-        started = start_save(comm, prepare, kept.known, options)
+
+        def get_ready() -> Prepared:
+            if is_async:
+                kept.background.get_ready(options)
+            return prepare()
+
+        started = start_save(comm, get_ready, kept.known, options)
         look_at(started)
 
         def finish(save: Started, written: Callable[[], Sequence[PackRecord]]) -> None:

@@ -34,6 +34,7 @@ from dist_ckpt_strategies.formats.locations import (
     SAVE_PREFIX,
     Location,
     current_id,
+    holds_packs,
     located,
     require_something,
 )
@@ -42,6 +43,7 @@ from dist_ckpt_strategies.formats.pack_checkpoint import place_of
 from dist_ckpt_strategies.formats.scan import read_begun, scan
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
@@ -408,12 +410,16 @@ def _is_stale(entry: os.DirEntry[str]) -> bool:
 def _remove(root: Location, name: str, older_than_s: float) -> tuple[str, ...]:
     """Remove a checkpoint, its index or marker first; names of what is no part of it, and stays."""
     place = _below(root, name)
-    if look_at_packs(place_of(place)) is not None:
-        remove_packs(place_of(place), older_than_s)
+    has_packs, store = holds_packs(place), place_of(place)
+    if look_at_packs(store) is not None:
+        remove_packs(store, older_than_s)
     if not isinstance(root, Path):
         return remove(root.below(name))
     directory = root / name
-    remove_contents(directory)
+    if has_packs:
+        store.delete([COMMON_NAME, MARKER_NAME])
+    else:
+        remove_contents(directory)
     remove_lock(Directory(directory))
     with file_errors(None, directory):
         own = []

@@ -97,12 +97,12 @@ class Written:
         """Reads of all blocks, or of boxes of them, and what they should give."""
         stored = {shard.id: content_of(shard) for shard in self.shards}
         table, reads = self.layout.table, []
-        for row, (pack, start, first) in enumerate(table.place.tolist()):
+        for row, (number, start, first) in enumerate(table.place.tolist()):
             key, region = table.keys[table.array[row]], table.region(row)
             content = stored[ShardId(key, region)]
             box = (boxes or {}).get(ShardId(key, region), Region.whole(region.shape))
             target = np.zeros(box.shape, content.dtype)
-            record = self.records[pack]
+            record = self.records[number]
             read = BlockRead(record, start, first, region.shape, box, target, key)
             reads.append((read, content[(*box.slices(), ...)]))
         return reads

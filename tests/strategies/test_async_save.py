@@ -189,7 +189,8 @@ def a_save_that_another_one_has_overtaken_is_not_made_visible(
         found = torch.equal(loaded["w"], later["w"].data), loaded["iteration"]
         assert found == (True, 2), (way, found)
         dist.barrier()
-        assert not list(root.glob(".partial-*"))
+        is_left = way == "never waited for" and other == PACKS  # packs know nothing of staging
+        assert bool(list(root.glob(".partial-*"))) == is_left
         if way != "never waited for":
             assert len(list(root.glob("packs/*/*"))) == 4 * (backend == PACKS)
 

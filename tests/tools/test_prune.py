@@ -36,7 +36,7 @@ from tests.support.checkpoints import (
     write_format2,
     write_object,
 )
-from tests.support.entries import FORMATS
+from tests.support.entries import FORMATS, PACKS
 from tests.support.system_calls import dying_at_change
 
 OLD_S = 7200
@@ -251,7 +251,11 @@ WHOLE_FOLDERS = pytest.mark.xfail(strict=True, reason="folders are removed whole
     [
         pytest.param(put, backend, marks=marks)
         for put, backend in product((put_beside, put_within), FORMATS)
-        for marks in [WHOLE_FOLDERS if put is put_within else [NO_LIST][: backend == ("zarr", 1)]]
+        for marks in [
+            [WHOLE_FOLDERS][: backend != PACKS]
+            if put is put_within
+            else [NO_LIST][: backend == ("zarr", 1)]
+        ]
     ],
 )
 def test_what_is_no_part_of_a_checkpoint_stays_when_it_goes(
@@ -282,6 +286,9 @@ def killed() -> None:
 def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
     sample: str, samples: Path, tmp_path: Path
 ) -> None:
+    for iteration in (1, 2):
+        put(samples / sample, tmp_path / "first", iteration)
+    prune(tmp_path / "first", keep_last=1)  # else an import may write a file of its own
     number, was_killed = 0, True
     while was_killed:
         root = tmp_path / str(number)
