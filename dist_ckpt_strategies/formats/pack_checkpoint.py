@@ -38,6 +38,9 @@ T = TypeVar("T")
 
 COMMON = "common state"
 
+_FEW = 8
+"""Blocks of an array that are looked at one by one."""
+
 
 def place_of(location: Location) -> Place:
     """The files at a location."""
@@ -76,7 +79,7 @@ class PackCheckpoint:
             )
         pointer, self.index = opened
         self.identity = pointer.digest
-        self._found: dict[str, BlockTable] = {}
+        self._found: dict[str, tuple[BlockTable, range]] = {}
         self._tables: DigestTables = {}
 
     @property
@@ -109,9 +112,10 @@ class PackCheckpoint:
 
     def blocks(self, key: str) -> Iterator[tuple[Region, int]]:
         """The stored blocks of an array that ``find`` has given, and which rank wrote each."""
-        table = self._found[key]
-        packs = self.index.packs(table.place[:, 0].tolist())
-        for row, number in enumerate(table.place[:, 0].tolist()):
+        table, rows = self._found[key]
+        numbers = table.place[rows.start : rows.stop, 0].tolist()
+        packs = self.index.packs(numbers)
+        for row, number in zip(rows, numbers, strict=True):
             yield table.region(row), packs[number].rank
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
@@ -125,11 +129,11 @@ class PackCheckpoint:
             table = run_with_limit(lambda: self.index.find(wanted), self._store)
         except ArrayNotFoundError as error:
             raise self._not_found(str(error.key)) from error
-        order = np.argsort(table.array, kind="stable")
-        bounds = np.searchsorted(table.array[order], np.arange(len(table.keys) + 1))
+        # Rows are sorted by key, and arrays are numbered in that order.
+        bounds = np.searchsorted(table.array, np.arange(len(table.keys) + 1)).tolist()
         specs = {}
         for n, (key, facts) in enumerate(zip(table.keys, table.facts, strict=True)):
-            self._found[key] = table.rows(order[bounds[n] : bounds[n + 1]])
+            self._found[key] = table, range(bounds[n], bounds[n + 1])
             chunk = tuple(max(1, size) for size in facts.shape)
             specs[key] = ArraySpec(key, facts.shape, DType(facts.dtype), chunk)
         return {key: specs[key] for key in wanted}
@@ -149,16 +153,12 @@ class PackCheckpoint:
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """Begin to read regions of arrays that ``find`` has given; every byte is verified."""
-        rows = [(read, row) for read in reads for row in self._rows(read)]
-        numbers = {int(table.place[n, 0]) for _, (table, n) in rows}
+        found = [(read, *block) for read in reads for block in self._blocks_of(read)]
+        numbers = {place[0] for _, place, _, _ in found}
         packs = run_with_limit(lambda: self.index.packs(numbers), self._store)
         max_nbytes = max(RANGE_NBYTES, min(READ_NBYTES, self._budget))
         requests = []
-        for read, (table, n) in rows:
-            number, byte_offset, first_range = table.place[n].tolist()
-            block = table.region(n)
-            common = block.intersect(read.region) if block.ndim else block
-            assert common is not None  # noqa: S101 - the rows were chosen so
+        for read, (number, byte_offset, first_range), block, common in found:
             target: Any = read.target
             requests.append(
                 BlockRead(
@@ -195,16 +195,23 @@ class PackCheckpoint:
             path=str(self._store),
         )
 
-    def _rows(self, read: ArrayRead) -> Iterator[tuple[BlockTable, int]]:
-        """The blocks that share an element with what is read."""
+    def _blocks_of(self, read: ArrayRead) -> Iterator[tuple[list[int], Region, Region]]:
+        """The blocks that share an element with what is read: place, region, common region."""
         if read.array.key not in self._found:
             self.find([read.array.key])
-        table, region = self._found[read.array.key], read.region
-        ndim = region.ndim
-        low = np.maximum(table.origin[:, :ndim], region.offset)
-        high = np.minimum(table.origin[:, :ndim] + table.extent[:, :ndim], region.end)
-        for row in np.flatnonzero((low < high).all(axis=1)).tolist():
-            yield table, row
+        table, rows = self._found[read.array.key]
+        region, ndim = read.region, read.region.ndim
+        chosen: Sequence[int] = rows
+        if len(rows) > _FEW:
+            some = slice(rows.start, rows.stop)
+            origin, extent = table.origin[some, :ndim], table.extent[some, :ndim]
+            low, high = np.maximum(origin, region.offset), np.minimum(origin + extent, region.end)
+            chosen = (np.flatnonzero((low < high).all(axis=1)) + rows.start).tolist()
+        for row in chosen:
+            block = table.region(row)
+            common = block.intersect(region)
+            if common is not None:
+                yield table.place[row].tolist(), block, common
 
     def require_files(self) -> None:
         """Raise an IncompleteCheckpointError unless all packs are there, as far as sizes tell."""
