@@ -111,7 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(self.command, self.path, len(body))
         fault = proxy.fault_of(request)
         if fault.status is not None:
-            self._answer(fault.status, [], fault.content, is_cut=False)
+            content = b"" if self.command == "HEAD" else fault.content  # an answer to it has none
+            self._answer(fault.status, [], content, is_cut=False)
             return
         headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
         try:
