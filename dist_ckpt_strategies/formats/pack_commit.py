@@ -23,6 +23,7 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
+    StorageTimeoutError,
     some_of,
 )
 from dist_ckpt_strategies.formats.index import (
@@ -127,7 +128,7 @@ def commit(
     """Make a save the content of a place. One rank calls it, on the thread that may be given up.
 
     An error means that the place holds what it held before, unless it is a StorageTimeoutError:
-    the last call may still be carried out then.
+    the save may be committed then, or the last call still be carried out.
 
     Args:
         store: the place.
@@ -153,9 +154,13 @@ def commit(
             if save.marker is None:
                 set_other_format_aside(store)
             store.write(INDEX_NAME, save.pointer.to_bytes())
-        except StorageError:
+        except StorageError as error:
             raise_if_cancelled()
-            if _names(store, save.pointer) is not True:
+            is_there = _names(store, save.pointer)
+            if is_there is None:
+                text = f"whether the save is committed cannot be told: {error.message}"
+                raise StorageTimeoutError(text, path=error.path) from error
+            if not is_there:
                 store.delete([name])
                 raise
             logger.exception("%s: the new index is there, but may not be durable", store)

@@ -42,6 +42,7 @@ LOCK_NAME = ".dist-ckpt-commit"
 """Locked by what replaces the content of a directory; it stays there, empty."""
 
 _PAUSE_S = 0.05
+_LOCK_WAIT_S = 60.0
 
 REMOVED_PREFIX = ".removed-"
 """Directories on their way out; readers pass over them."""
@@ -448,13 +449,24 @@ class Directory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Within the block no other thread or process is in such a block for this directory."""
+        """Within the block no other thread or process is in such a block for this directory.
+
+        Raises:
+            StorageError: another one has been for a minute.
+        """
+        deadline = time.monotonic() + _LOCK_WAIT_S
         path = Path(self.path(LOCK_NAME))
         with file_errors(None, path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 while not try_lock(handle):
                     raise_if_cancelled()
+                    if time.monotonic() > deadline:
+                        raise StorageError(
+                            f"{self.root}: another thread or process has been committing a save "
+                            f"there for more than {_LOCK_WAIT_S:g} s; try again when it has ended",
+                            path=str(path),
+                        )
                     time.sleep(_PAUSE_S)
                 yield
             finally:

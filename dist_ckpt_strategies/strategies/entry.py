@@ -186,7 +186,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         overwrite,
         allow,
     )
-    if isinstance(call.base, PackSaveShardedStrategy):
+    if call.invalid is None and isinstance(call.base, PackSaveShardedStrategy):
         return call.run_packs()
     with (
         time_limit(call.options.timeout_s, OPENING, then=WORK),
