@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
     from dist_ckpt_strategies.core.report import SaveMetrics
-    from dist_ckpt_strategies.strategies.entry import SaveHandle, load, save, save_async
+    from dist_ckpt_strategies.strategies.load import load
+    from dist_ckpt_strategies.strategies.save import SaveHandle, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
         StrategyAction,
@@ -32,7 +33,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "config": ("LocalOptions", "Options", "StoreOptions"),
     "core.report": ("SaveMetrics",),
-    "strategies.entry": ("SaveHandle", "load", "save", "save_async"),
+    "strategies.load": ("load",),
+    "strategies.save": ("SaveHandle", "save", "save_async"),
     "strategies.local_replicated": ("prepare_local_load",),
     "strategies.registry": (
         "StrategyAction",

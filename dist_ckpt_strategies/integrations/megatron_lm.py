@@ -33,7 +33,8 @@ from dist_ckpt_strategies.megatron.types import (
     tensor_aware_class,
 )
 from dist_ckpt_strategies.sharded.async_request import SaveQueue
-from dist_ckpt_strategies.strategies.entry import load, save
+from dist_ckpt_strategies.strategies.load import load
+from dist_ckpt_strategies.strategies.save import save
 from dist_ckpt_strategies.strategies.registry import register
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
@@ -53,7 +54,7 @@ _NVRX = "nvidia_resiliency_ext.checkpointing.local"
 @raises_megatron_errors
 def install(
     *,
-    sharded_strategy: tuple[str, int] = ("zarr", 2),
+    sharded_strategy: tuple[str, int] = ("safetensors", 1),
     allow: Allowed = (),
     options: Options | None = None,
     manager: TieredCheckpointManager | None = None,
@@ -65,7 +66,7 @@ def install(
     docs/adopt.md for the script's flags.
 
     Args:
-        sharded_strategy: format of global checkpoints: ("zarr", 2), ("zarr", 1), or
+        sharded_strategy: format of global checkpoints: ("safetensors", 1), ("zarr", 1), or
             ("torch_dist", 1), which Megatron-Core writes itself. All three are loaded in any case.
         allow: further classes that objects of a checkpoint may have.
         options: timeouts and memory bounds; by default from the environment.

@@ -262,16 +262,24 @@ def started(cluster: Cluster, shape: Shape, *names: str) -> Job:
 
 
 def twice_written(notes: Iterable[Note]) -> Iterable[str]:
-    """Where a process has noted something after another one had for the same rank."""
+    """Where a process has noted something after another one had for the same rank.
+
+    A process that was frozen may still note the end of the step it was in, once.
+    """
     last: dict[int, Note] = {}
+    steps: dict[tuple[str, str, int], int] = {}
     replaced: set[tuple[int, tuple[str, str, int]]] = set()
     for note in notes:
         before = last.get(note.rank, note)
+        is_late = (note.rank, note.process) in replaced
+        if is_late and note.step == steps.pop(note.process, note.step) + 1:
+            continue
+        if is_late:
+            yield f"two processes of one rank: {note}, after {before}"
         if before.process != note.process:
             replaced.add((note.rank, before.process))
-        if (note.rank, note.process) in replaced:
-            yield f"two processes of one rank: {note}, after {before}"
         last[note.rank] = note
+        steps[note.process] = note.step
 
 
 @cache

@@ -95,7 +95,7 @@ def save_globally(training: ShardedTraining) -> None:
     import dist_ckpt_strategies  # noqa: PLC0415 - with Megatron-Core
 
     directory = SHARED / "global" / f"iter_{training.step:07d}"
-    dist_ckpt_strategies.save(to_global(training), directory, ("zarr", 2), overwrite=True)
+    dist_ckpt_strategies.save(to_global(training), directory, ("safetensors", 1), overwrite=True)
 
 
 def has_ended(step: int) -> bool:
@@ -112,7 +112,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if SAVE_EVERY:
         import_module("dist_ckpt_strategies.local.manager")
-        import_module("dist_ckpt_strategies.strategies.entry")
+        import_module("dist_ckpt_strategies.strategies.save")
+        import_module("dist_ckpt_strategies.strategies.load")
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     me = f"{socket.gethostname()}.{boot_id}.{os.getpid()}"
     (SHARED / "ready" / me).touch()

@@ -41,7 +41,7 @@ from tests.support.sharded_training import (
 
 NUM_KEPT = 2
 HOST = "127.0.0.1"
-_FORMAT = ("zarr", 2)
+_FORMAT = ("safetensors", 1)
 _COPIES = 2
 NUM_SHARDS = 2
 SEED = 11

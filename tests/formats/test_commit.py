@@ -157,5 +157,5 @@ def test_a_folder_of_somebody_else_is_in_the_way_of_format_2(tmp_path: Path) -> 
     (tmp_path / "manifest" / "of_a_ship.txt").write_bytes(b"tea")
 
     with pytest.raises(CheckpointExistsError, match="manifest is not part of a checkpoint"):
-        dist_ckpt_strategies.save({"iteration": 3}, tmp_path, ("zarr", 2), overwrite=True)
+        dist_ckpt_strategies.save({"iteration": 3}, tmp_path, ("safetensors", 1), overwrite=True)
     assert contents(tmp_path) == {"manifest/of_a_ship.txt": b"tea"}

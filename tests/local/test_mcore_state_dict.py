@@ -327,7 +327,7 @@ def compare_with_a_global_load(rank: int, root: str) -> None:
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dist_ckpt_strategies").addHandler(handler)
     kept = {"layers": layers(4, 1, torch.float32), "b": other("b"), "rng": held("rng")}
-    dist_ckpt_strategies.save(kept, directory, ("zarr", 2))
+    dist_ckpt_strategies.save(kept, directory, ("safetensors", 1))
     state, _ = MCoreTensorAwareStateDict.from_state_dict(kept, "fully_parallel")
     LocalCheckpointManager(place, timeout_s=30).save(state, 1)
     stored, _ = LocalCheckpointManager(place, timeout_s=30).load()

@@ -19,7 +19,7 @@ from tests.support.ranks import done_by
 
 ZARR = ("zarr", 1)
 PACKS = ("safetensors", 1)
-FORMATS = (("zarr", 1), ("zarr", 2), PACKS)
+FORMATS = (("zarr", 1), PACKS)
 """What this package saves."""
 
 

@@ -29,7 +29,7 @@ _END_S = 60.0  # from the end of a pipe to that of its process
 _PRELOADED = (
     "tensorstore",
     "dist_ckpt_strategies.comm.torch_communicator",
-    "dist_ckpt_strategies.strategies.entry",
+    "dist_ckpt_strategies.strategies.load",
     "dist_ckpt_strategies.strategies.local_replicated",
     "dist_ckpt_strategies.strategies.tensorstore",
     "dist_ckpt_strategies.cli.demo.rank",
