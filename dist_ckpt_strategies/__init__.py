@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
     from dist_ckpt_strategies.core.report import SaveMetrics
     from dist_ckpt_strategies.strategies.load import load
-    from dist_ckpt_strategies.strategies.save import SaveHandle, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
         StrategyAction,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         register_default_tensorstore_strategies,
         register_default_zarr_strategies,
     )
+    from dist_ckpt_strategies.strategies.save import SaveHandle, save, save_async
     from dist_ckpt_strategies.tiered import ManagerOptions, SavePolicy, TieredCheckpointManager
     from dist_ckpt_strategies.tools.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.tools.diff import diff

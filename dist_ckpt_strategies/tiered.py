@@ -51,8 +51,8 @@ from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.storage.io_pool import WORK, run_with_limit, time_limit
 from dist_ckpt_strategies.storage.lease import JOBS, Lease
 from dist_ckpt_strategies.strategies.load import load
-from dist_ckpt_strategies.strategies.save import save_async
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
+from dist_ckpt_strategies.strategies.save import save_async
 from dist_ckpt_strategies.tools.prune import prune
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class ManagerOptions:
     """Options of a TieredCheckpointManager. Equal on all ranks.
 
     Attributes:
-        strategy: strategy of global saves: ("safetensors", 1) by default, ("zarr", 1), or an instance.
+        strategy: of global saves: ("safetensors", 1) by default, ("zarr", 1), or an instance.
         load_strategy: strategy of global loads; by default the one that the checkpoint names.
         allow: further classes that objects of the state may have.
         is_async: ``save`` returns while the state is written in the background; False: it waits.

@@ -34,8 +34,8 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.sharded.async_request import SaveQueue
 from dist_ckpt_strategies.strategies.load import load
-from dist_ckpt_strategies.strategies.save import save
 from dist_ckpt_strategies.strategies.registry import register
+from dist_ckpt_strategies.strategies.save import save
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
     EitherFormatLoadShardedStrategy,

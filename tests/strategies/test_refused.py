@@ -108,7 +108,11 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
         (partial(saves, new, ZarrLoadShardedStrategy()), StrategyError, no_strategy),
         (partial(save_anything, [state], new), PlanError, "expected a dict"),
         (partial(loads, finished, ("mine", 7)), StrategyNotFoundError, "'mine', 7"),
-        (partial(loads, finished, ("safetensors", 1)), StrategyError, str(finished / "metadata.json")),
+        (
+            partial(loads, finished, ("safetensors", 1)),
+            StrategyError,
+            str(finished / "metadata.json"),
+        ),
         (
             partial(saves, new, ("zarr", 1), verify_integrity=True),
             StrategyError,
