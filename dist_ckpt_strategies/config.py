@@ -305,6 +305,7 @@ class Launch:
 
 RENDEZVOUS, WORKER = _PREFIX + "RENDEZVOUS", _PREFIX + "WORKER"
 HEARTBEAT_PIPE, HEARTBEAT_S = _PREFIX + "HEARTBEAT_PIPE", _PREFIX + "HEARTBEAT_S"
+JOB = _PREFIX + "JOB"  # a random id, equal in all workers of a launcher's job
 PLACE = _PREFIX + "PLACE"
 """``KEY=NODE``: the node of this process owns its place as long as that key names it."""
 _TORCHRUN = _PREFIX + "TORCHRUN"

@@ -20,7 +20,7 @@ from dist_ckpt_strategies.comm.base import (
     run_on_first_rank,
 )
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.config import JOB, environment, options_from_environment
 from dist_ckpt_strategies.core.report import SaveMetrics
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -451,7 +451,8 @@ class TieredCheckpointManager:
         begun = self._running and [self._running[0].step, self._running[0].tier]
         is_stale = bool(begun) and comm.group_id != self._group_id
         known = [is_stale, begun, *self._newest.values()]
-        answers = run_and_gather(comm, lambda: [JOBS.get(self.root), uuid.uuid4().hex, *known])
+        own = JOBS.get(self.root) or environment().get(JOB)
+        answers = run_and_gather(comm, lambda: [own, uuid.uuid4().hex, *known])
         jobs = [job for job, *_ in answers if job]
         JOBS[self.root] = [*jobs, answers[0][1]][0]
         with time_limit(self._timeout_s):

@@ -34,6 +34,7 @@ from dist_ckpt_strategies import (
     prune,
     save,
 )
+from dist_ckpt_strategies.config import JOB
 from dist_ckpt_strategies.errors import CheckpointLockedError, PlanError
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
 from dist_ckpt_strategies.recovery import CheckpointManager, Loaded, Tier, load_latest
@@ -579,6 +580,24 @@ def test_a_new_rank_0_takes_over_the_lock_of_its_own_job_at_once(tmp_path: Path)
     assert max(seconds) < 20, seconds
     assert "has taken over" in cut_off
     assert "another job saves here" in other
+
+
+def begins_again(rank: int, root: str) -> float:
+    """Body of a process: 1 is all that is left of the job of 0, under ``dist-ckpt run``."""
+    os.environ[JOB] = "a job"
+    options = ManagerOptions(timeout_s=100.0, lease_s=45.0)
+    manager = TieredCheckpointManager(f"{root}/run", options=options)
+    if rank == 1:
+        until(Path(root, "0").exists, 60.0)
+    began = time.monotonic()
+    manager.load_latest(Training().state_dict)
+    Path(root, f"{rank}").touch()
+    until(Path(root, "1").exists, 60.0)
+    return time.monotonic() - began if rank else 0.0
+
+
+def test_new_processes_alone_take_over_the_lock_of_their_job_at_once(tmp_path: Path) -> None:
+    assert max(run_processes(2, begins_again, str(tmp_path), makes_group=False)) < 20
 
 
 def goes_back(rank: int, root: str, backend: tuple[str, int]) -> list[Any]:

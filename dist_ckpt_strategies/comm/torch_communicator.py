@@ -35,6 +35,7 @@ from dist_ckpt_strategies.comm.process_group import (
     is_from_peer,
     is_of_communication,
     message_device,
+    require_member,
     run_abandonable,
 )
 from dist_ckpt_strategies.device import raise_if_aborted, to_host_beside
@@ -132,6 +133,7 @@ def open_communicator(
     if group is None:
         group = dist.group.WORLD
     assert group is not None  # noqa: S101 - torch.distributed is initialised
+    require_member(group)
     if dist.get_world_size(group) == 1:
         return Communicator([dist.get_rank()])
     return TorchCommunicator(group, timeout_s, (purpose, detail), channels, payload_device)

@@ -85,8 +85,8 @@ _OLD_NAME = f"{REMOVED_PREFIX}old"
 DECIDED = f"{PARTIAL_PREFIX}*/{MARKER_NAME}"
 """Markers of saves that are decided and not finished; one at most, but for changes by hand."""
 
-_OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
-"""What torch.distributed.checkpoint names its files."""
+_OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata|integrity\.json")
+"""What torch.distributed.checkpoint and Megatron-Core name files of their own saves."""
 
 
 @limited

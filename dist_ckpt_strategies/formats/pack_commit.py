@@ -57,7 +57,8 @@ MARKER = {
 }
 MARKER_CONTENT = json.dumps(MARKER).encode()
 
-_OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME)
+_INTEGRITY = "integrity.json"  # Megatron-Core's digests, written after a save of its own
+_OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME, _INTEGRITY)
 
 _NUM_THREADS = 16
 
@@ -168,6 +169,8 @@ def commit(
         raise_if_cancelled()
         failure = _write_copies(store, save, marker_first=is_over_another)
     kept = {file_of(pack.name) for pack in save.packs}  # where only the index is new
+    if isinstance(store, Directory):
+        replaced.append(_INTEGRITY)
     delete_files(store, [name for name in replaced if name not in kept])
     return failure
 
@@ -192,7 +195,7 @@ def warn_of_another_format(store: Place) -> bool:
     """Whether a checkpoint of another format counts here, or would; logs what stays of it."""
     with suppress(StorageError, ValueError):
         content = store.read(MARKER_NAME)
-        if json.loads(content) == MARKER:
+        if MARKER | json.loads(content) == MARKER:  # of later releases it says less
             return False
         stays = {name.partition("/")[0] for name in store.names()} - {*_OWN_NAMES}
         logger.warning(

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
+from uuid import uuid4
 
 from torch.distributed.elastic.events import record  # noqa: TID251 - the launcher
 from torch.distributed.elastic.events.api import (  # noqa: TID251 - as above
@@ -34,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import (  # noqa: TID251 -
 )
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
-from dist_ckpt_strategies.config import PLACE, RENDEZVOUS
+from dist_ckpt_strategies.config import JOB, PLACE, RENDEZVOUS
 from dist_ckpt_strategies.errors import PeerLostError, RestartError, RestartLimitError, text_of
 from dist_ckpt_strategies.inprocess.node_guard import NodeGuard
 from dist_ckpt_strategies.inprocess.places import (
@@ -143,7 +144,7 @@ class ElasticAgent:
                 target=self._keep_place, args=(self._places,), name="dist-ckpt-place", daemon=True
             )
             self._store = connected_store(job.nodes, on_note)
-        self._environment = _environment(job, environment, self._address)
+        self._environment = _environment(job, environment, self._address, self._store)
         self._own_error_file = environment.get(_ERROR_FILE)
         self._errors = TemporaryDirectory(prefix="dist-ckpt-errors-")
         self._state = RestartState(self._store)
@@ -587,7 +588,9 @@ def script_command(script: str, args: Sequence[str], *, is_module: bool) -> tupl
     return (sys.executable, *(("-m",) if is_module else ()), script, *args)
 
 
-def _environment(job: Job, given: Mapping[str, str], address: tuple[str, int]) -> dict[str, str]:
+def _environment(
+    job: Job, given: Mapping[str, str], address: tuple[str, int], store: JobStore
+) -> dict[str, str]:
     host, port = address
     num_threads = {} if job.num_ranks == 1 else {"OMP_NUM_THREADS": "1"}
     return {
@@ -603,6 +606,7 @@ def _environment(job: Job, given: Mapping[str, str], address: tuple[str, int]) -
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         RENDEZVOUS: f"{host}:{port}",
+        JOB: store.compare_set("job_id", "", uuid4().hex),
     }
 
 

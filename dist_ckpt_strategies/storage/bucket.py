@@ -350,9 +350,10 @@ class Bucket:
             "s3_request_concurrency": {"limit": MAX_REQUESTS},
         }
         if options.endpoint is not None:
-            endpoint = options.endpoint.replace("{bucket}", self.bucket)
+            given = options.endpoint.rstrip("/")  # with one, each request is refused
+            endpoint = given.replace("{bucket}", self.bucket)
             spec |= {"endpoint": endpoint, "aws_region": options.region or "us-east-1"}
-            return spec | ({"bucket": ""} if endpoint != options.endpoint else {})
+            return spec | ({"bucket": ""} if endpoint != given else {})
         return spec | ({"aws_region": options.region} if options.region else {})
 
 

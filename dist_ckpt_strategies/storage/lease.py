@@ -5,8 +5,8 @@ holder rewrites it four times per lease. A job that wants the place watches it: 
 holder lives. The watcher makes the file with the next number where it does not change for a whole
 lease, by the watcher's clock, where the holder's process has ended on the same host, or where the
 holder was of the watcher's own job: ranks of a job remember its random id, and give it to the one
-that takes the holder's place. To make a file that is not there yet is one atomic step: ``O_EXCL``
-in a directory, a conditional put in an object store.
+that takes the holder's place; ``dist-ckpt run`` gives it to all. To make a file that is not there
+yet is one atomic step: ``O_EXCL`` in a directory, a conditional put in an object store.
 
 What this protects: two jobs that both use it never both go on; the one that lost its lock learns
 it at the next look. What it does not: between that look and the end of what follows, a holder that

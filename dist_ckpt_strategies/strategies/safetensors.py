@@ -20,6 +20,7 @@ from dist_ckpt_strategies.formats.pack_write import PackRecord
 from dist_ckpt_strategies.megatron.shards import StateDict, held_by
 from dist_ckpt_strategies.megatron.types import (
     AsyncSaveShardedStrategy,
+    hash_folders,
     raises_megatron_errors,
     split_common_object,
 )
@@ -104,6 +105,7 @@ class PackSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
     def _save(
         self, state: StateDict, checkpoint_dir: str | Path, *, is_async: bool
     ) -> LocalSaveRequest | None:
+        hash_folders()
         comm = self.communicator("save", f"to {checkpoint_dir}")
 
         def prepare() -> Prepared:

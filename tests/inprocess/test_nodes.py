@@ -23,6 +23,7 @@ if rank is None:
     from dist_ckpt_strategies.inprocess.train_utils import wait_rank
     wait_rank()
     Path(f"rank{os.environ['RANK']}.{os.getpid()}").touch()
+Path(f"job {os.environ['DIST_CKPT_JOB']}").touch()
 wait_for("go", 600)
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 print(*map(os.environ.get, names))
@@ -65,6 +66,7 @@ def test_a_dead_worker_is_replaced_alone_and_too_many_of_all_nodes_end_the_job(
     os.kill(workers[0], signal.SIGKILL)
     until(lambda: len(agents.pids("rank0")) == 2)
     assert is_running(workers[1])
+    assert len(list(agents.directory.glob("job *"))) == 1
     assert agents.code(late) == 0
     assert "another agent of this machine hosts the store" in agents.output(late)
     os.kill(workers[1], signal.SIGKILL)

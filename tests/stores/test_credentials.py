@@ -77,7 +77,7 @@ def test_a_profile_is_found_where_amazons_tools_find_it(
     assert differing(write(url), cuts()) == []
     # The bucket's name in the server's, which then does not expect it in the path.
     port = strict_store.endpoint.rpartition(":")[2]
-    monkeypatch.setenv("DIST_CKPT_S3_ENDPOINT", f"http://{{bucket}}.localhost:{port}")
+    monkeypatch.setenv("DIST_CKPT_S3_ENDPOINT", f"http://{{bucket}}.localhost:{port}/")
     assert differing(url, cuts()) == []
     assert differing(write(f"{url}-again"), cuts()) == []
 

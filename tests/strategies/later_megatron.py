@@ -238,12 +238,12 @@ from dist_ckpt_strategies.strategies import local_replicated, safetensors, zarr 
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy  # noqa: E402
 
 STRATEGIES: dict[tuple[str, int], tuple[Any, Any]] = {
-    ("zarr", 1): (zarr.ZarrSaveShardedStrategy, zarr.ZarrLoadShardedStrategy),
-    ("zarr", 2): (zarr.Format2SaveShardedStrategy, zarr.Format2LoadShardedStrategy),
     ("safetensors", 1): (
         safetensors.PackSaveShardedStrategy,
         safetensors.PackLoadShardedStrategy,
     ),
+    ("zarr", 1): (zarr.ZarrSaveShardedStrategy, zarr.ZarrLoadShardedStrategy),
+    ("zarr", 2): (zarr.Format2SaveShardedStrategy, zarr.Format2LoadShardedStrategy),
 }
 COMMON = {"iteration": 3, "args": Namespace(tp=2), "lr": np.float64(0.5)}
 TORCH_DIST = ("torch_dist", 1)
@@ -301,7 +301,10 @@ def save_by_megatron_lm(wanted: State, root: str, _: Any) -> None:
 
 
 def check_verification(root: Path, saver: Any, loader: Any) -> None:
-    """A changed byte of any file is found where both calls ask for verification."""
+    """A changed byte of any file is found where both calls ask for verification.
+
+    The digests go with the checkpoint that they are of.
+    """
     root.mkdir(parents=True)
     dist_checkpointing.save(state(7.0), str(root), saver, verify_integrity=True)
     load = partial(dist_checkpointing.load, state(0.0), str(root), loader, verify_integrity=True)
@@ -315,6 +318,8 @@ def check_verification(root: Path, saver: Any, loader: Any) -> None:
         with pytest.raises((CheckpointingException, json.JSONDecodeError)):
             load()
         path.write_bytes(content)
+    dist_ckpt_strategies.save(state(7.0), root, saver, overwrite=True)
+    assert not (root / "integrity.json").exists()
 
 
 def save_before_0_19(_: State, root: str, saver: Any) -> None:

@@ -90,7 +90,8 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
     wanted = state_of(rank, CUTS, no_data)
     finished = scratch / "finished"
     save(Entry.OURS, state, finished)
-    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half, other_half = halves[rank // 2], halves[1 - rank // 2]
     saves: Any = partial(dist_ckpt_strategies.save, state)
     loads: Any = partial(dist_ckpt_strategies.load, wanted)
     save_anything: Any = dist_ckpt_strategies.save
@@ -123,6 +124,11 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
             partial(loads, finished, ZarrLoadShardedStrategy(), process_group=half),
             StrategyError,
             "its 2 ranks are not the 4",
+        ),
+        (
+            partial(loads, finished, process_group=other_half),
+            StrategyError,
+            "is not in the process",
         ),
         (
             partial(loads, finished, verify_integrity=True),
