@@ -1,7 +1,6 @@
 """The readers on the pages of the formats read every byte, with numpy and xxhash alone."""
 
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,10 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject
 
-from dist_ckpt_strategies.local import LocalCheckpointManager
-from tests.local.clique_worlds import state_of as state_of_all_kinds
 from tests.support.checkpoints import flip_at
 from tests.support.entries import Entry, require_on_ranks, save
 from tests.support.layouts import empties, irregular, scattered
 from tests.support.pages import reader_of
-from tests.support.ranks import run_processes
 from tests.support.sharding import ALL_DTYPES, Cut, in_runs, on_grid, part_of, state_of
 from tests.support.tensors import bits
 
@@ -122,33 +118,3 @@ def test_the_reader_of_format_2_notices_a_changed_byte_in_each_file(saved: Path)
         with pytest.raises(ValueError, match="digest"):
             read()
         flip_at(path, -3)
-
-
-def save_locally(rank: int, root: Path) -> None:
-    LocalCheckpointManager(root, "run", timeout_s=30).save(state_of_all_kinds(rank, 100), 100)
-
-
-def test_the_reader_of_local_shards_finds_every_value_and_notices_a_changed_byte(
-    tmp_path: Path,
-) -> None:
-    run_processes(2, save_locally, tmp_path)
-    reader = reader_of("local.md", "read_shard")
-
-    for rank in range(2):
-        (path,) = tmp_path.glob(f"run/{rank}/iter_0000100_{rank}_local_*.part")
-        assert re.fullmatch(r"[0-9a-f]{20}", path.stem.rpartition("_")[2])
-        description, buffers = reader["read_shard"](path)
-        found = reader["named"](description, buffers)
-        state = state_of_all_kinds(rank, 100).state_dict
-        names = ("id", "world_size", "session", "kind")
-        assert [description[name] for name in names] == [path.stem, 2, "run", "basic"]
-        expected = {f"model.{key}": tensor for key, tensor in state["model"].items()}
-        expected |= {key: state[key] for key in ("scalar", "rng")} | {"empty.0": state["empty"][0]}
-        for name, tensor in expected.items():
-            assert found[name].shape == tensor.shape
-            assert found[name].tobytes() == bits(tensor)
-    for at in (0, -1, -9, -20, -100, -5000):
-        flip_at(path, at)
-        with pytest.raises(ValueError, match="damaged"):
-            reader["read_shard"](path)
-        flip_at(path, at)

@@ -416,7 +416,7 @@ def _local_summary(found: LocalScan, keys: str | None) -> Summary:
     saves = [_save_fields(list(some)) for _, some in by_save]
     num_files, num_saves = len(found.copies), len({copy.shard_id.save for copy in found.copies})
     held = f"{counted(num_saves, 'save')}, {counted(len(by_shard), 'shard')}"
-    num_tensors = sum(len(copy.shard.buffers) for copy in found.copies if copy.shard is not None)
+    num_tensors = sum(copy.shard.num_tensors for copy in found.copies if copy.shard is not None)
     stale = list(map(asdict, found.stale_files))
     root = str(found.root)
     totals = {"num_files": num_files, "nbytes": found.nbytes}
@@ -438,7 +438,6 @@ def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
     """What one rank has saved, and its copies here; None for what no description says."""
     shard_id = copies[0].shard_id
     part = next((copy.shard for copy in copies if copy.shard is not None), None)
-    num_tensors = None if part is None else len(part.buffers) - 1
     return {
         "id": str(shard_id),
         "iteration": shard_id.save.iteration,
@@ -446,7 +445,7 @@ def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
         "world_size": part and part.world_size,
         "session": part and part.session_id,
         "kind": part and part.kind,
-        "num_tensors": num_tensors,
+        "num_tensors": part and part.num_tensors,
         "copies": [
             {
                 "path": copy.path,

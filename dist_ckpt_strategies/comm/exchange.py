@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -125,12 +125,12 @@ def exchange(
             different ones, the least counts. Takes up to five times as much memory.
     """
     with ExitStack() as stack:
-        made: list[_Rounds] = []
+        made: list[Rounds] = []
 
         def begin() -> list[int]:
             outgoing, incoming = prepare()
             digests = finish is None
-            made.append(_Rounds(comm, outgoing, incoming, max_inflight_nbytes, digests=digests))
+            made.append(Rounds(comm, outgoing, incoming, max_inflight_nbytes, digests=digests))
             stack.enter_context(made[0].threads)
             return [max_inflight_nbytes, made[0].num_peers]
 
@@ -163,8 +163,12 @@ class _Part:
     nbytes: int
 
 
-class _Rounds:
-    """This rank's blocks, with all memory and threads for them: no round can lack any."""
+class Rounds:
+    """This rank's blocks, with all memory and threads for them: no round can lack any.
+
+    ``exchange`` in steps, for a caller with error checks of its own: ``run``, and once all ranks
+    know that every one's ``require_success`` returns, ``compare`` with all ranks' ``sent_digests``.
+    """
 
     def __init__(
         self,
@@ -207,6 +211,11 @@ class _Rounds:
         if self._comm.device.type == "cpu":
             return host_memory(self._size, is_pinned=uses_cuda())
         return torch.empty(self._size, dtype=torch.uint8, device=self._comm.device)
+
+    def expect(self, sizes: Sequence[int]) -> None:
+        """State what comes from each rank, one block of it, where that was not known before."""
+        for rank, (block, *_) in self._incoming.items():
+            self._incoming[rank] = [replace(block, nbytes=sizes[rank])]
 
     def run(self, bound: int) -> None:
         """Carry all messages, of at most ``bound`` bytes. Raises only where a peer is lost."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quoted
@@ -176,7 +176,7 @@ def num_ranges(nbytes: int) -> int:
     return -(-nbytes // RANGE_NBYTES)
 
 
-def lay_out(
+def lay_out(  # noqa: PLR0913 - facts of the pack
     shards: Sequence[ShardSpec],
     objects: Sequence[tuple[ObjectId, int]] = (),
     common_nbytes: int | None = None,
@@ -184,8 +184,11 @@ def lay_out(
     rank: int = 0,
     limits: PackLimits = PackLimits(),
     features: Sequence[str] = (),
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
     """The packs of a rank that stores these shards, objects of these sizes and the common state.
+
+    ``notes`` are further fields of each pack's ``__metadata__``.
 
     Equal arguments give an equal layout. Shards without elements are left out, but for one of an
     array that has no elements at all.
@@ -212,7 +215,7 @@ def lay_out(
         }
         for item, start, first in _places(group):
             places[item.source] = len(packs), start, first
-        packs.append(_pack(group, _metadata(rank, listed, of_objects, features)))
+        packs.append(_pack(group, {**notes, **_metadata(rank, listed, of_objects, features)}))
     stored = (
         (name, StoredBytes(*places[n], nbytes))
         for n, (name, nbytes) in enumerate(objects, first_object)

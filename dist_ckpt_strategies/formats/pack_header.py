@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -56,6 +56,7 @@ class PackHeader:
         data_start: of the first tensor.
         nbytes: of the whole file.
         tensors: all of them but the last: name, first byte after the header, first digest, bytes.
+        metadata: all fields of ``__metadata__``, those of the writer's own among them.
     """
 
     save_id: str
@@ -69,6 +70,7 @@ class PackHeader:
     data_start: int
     nbytes: int
     tensors: tuple[tuple[str, int, int, int], ...]
+    metadata: Mapping[str, str]
 
 
 def header_nbytes(start: bytes, path: str) -> int:
@@ -90,6 +92,8 @@ def parse_header(content: bytes, path: str) -> PackHeader:
     try:
         found = json.loads(content[LENGTH.size :])
         metadata = found.pop("__metadata__")
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("__metadata__ holds what is no text")
         version, features = int(metadata["version"]), metadata["features"]
         named = tuple(filter(None, features.split(",")))
         if version != VERSION or not {UNVERIFIED}.issuperset(named):
@@ -153,13 +157,14 @@ def _parsed(
         data_start,
         data_start + expected[1],
         tuple(places),
+        metadata,
     )
 
 
 def _after(end: int, first_range: int, name: str, offsets: Sequence[int]) -> StoredBytes:
     """Where a tensor is that begins at a byte."""
     start, stop = offsets
-    if start != end or stop < start:
+    if start != end or not start <= stop < 1 << 60:
         raise ValueError(f"{name}: bytes {start} to {stop}, expected {end} as the first")
     return StoredBytes(0, start, first_range, stop - start)
 

@@ -31,9 +31,12 @@ _MAX_BUFFERS = 1000
 _PAGE_NBYTES = 4096
 
 
+SUFFIX = ".safetensors"
+
+
 def file_of(name: str) -> str:
-    """The file of a pack below the checkpoint's directory."""
-    return f"{FOLDER}/{name[:2]}/{name}.safetensors"
+    """The file of a pack below the checkpoint's directory; a name that no index lists is a file."""
+    return name if name.endswith(SUFFIX) else f"{FOLDER}/{name[:2]}/{name}{SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +214,33 @@ class PackJob:
         return write_each(self.store, len(self.packs), write, self.num_threads, deadline)
 
 
+def seal(pack: PackLayout, memory: Bytes, save_id: str, num_packs: int) -> None:
+    """Complete the file of a pack in memory that holds its tensors: header, padding, digests."""
+    header, number = pack.header(save_id, num_packs), 0
+    memory[: pack.data_start] = np.frombuffer(header, np.uint8)
+    digests = np.empty(pack.num_ranges, np.uint64)
+    for source, start, nbytes in _places_of(pack):
+        tensor = memory[start : start + nbytes]
+        if source < 0:
+            tensor[:] = 0
+        for at in range(0, nbytes, RANGE_NBYTES):
+            digests[number] = xxh3_64_intdigest(tensor[at : at + RANGE_NBYTES].data)
+            number += 1
+    table, _ = sealed_table(digests, header)
+    memory[pack.nbytes - len(table) : pack.nbytes] = np.frombuffer(table, np.uint8)
+
+
 def pack_starts(packs: Sequence[PackLayout]) -> Iterator[int]:
     """Where each pack begins in memory that holds them all; then the size of that memory."""
     return accumulate((-(-pack.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES for pack in packs), initial=0)
 
 
-def _tensors_of(pack: PackLayout, memory: Bytes) -> list[Bytes]:
+def _places_of(pack: PackLayout) -> Iterator[tuple[int, int, int]]:
+    """Source, first byte and size of each tensor of a pack but its digests."""
     starts = accumulate(pack.sizes, initial=pack.data_start)
-    places = zip(pack.sources, starts, pack.sizes, strict=False)
+    return zip(pack.sources, starts, pack.sizes, strict=False)
+
+
+def _tensors_of(pack: PackLayout, memory: Bytes) -> list[Bytes]:
+    places = _places_of(pack)
     return [memory[start : start + nbytes] for source, start, nbytes in places if source >= 0]

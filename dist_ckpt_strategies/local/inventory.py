@@ -2,14 +2,13 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from functools import partial
 from itertools import chain, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -18,30 +17,23 @@ from dist_ckpt_strategies.errors import (
     NoUsableCheckpointError,
     StorageError,
 )
+from dist_ckpt_strategies.local.packs import LoadedShard
 from dist_ckpt_strategies.local.plan import (
     Completeness,
     ExchangePlan,
+    LocalShardId,
+    SaveId,
     build_exchange_plan,
     build_retention,
     group_saves,
 )
-from dist_ckpt_strategies.local.shard_files import TRAINING_NAME, ShardDirectory, ShardReader
-from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShardId, SaveId
-from dist_ckpt_strategies.local.transfer import run_retrieve
-from dist_ckpt_strategies.storage.files import Directory
+from dist_ckpt_strategies.local.retrieve import Copy, run_retrieve
+from dist_ckpt_strategies.local.shard_files import TRAINING_NAME, ShardDirectory, open_shard
 from dist_ckpt_strategies.storage.io_pool import restart_limit, run_with_limit
 
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 8
-
-
-class Copy(NamedTuple):
-    """A file whose description is good, in the directory of its holder."""
-
-    holder: int
-    shard_id: LocalShardId
-    world_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,68 +80,100 @@ class Inventory:
 
 
 def gather_inventory(
-    comm: Communicator, directory: ShardDirectory, session_id: str, at_least: int = 0
+    comm: Communicator,
+    directory: ShardDirectory,
+    session_id: str,
+    at_least: int = 0,
+    begin: Callable[[], object] = lambda: None,
 ) -> Inventory:
     """What the ranks have of a session, by what the files state; damaged ones are left out.
 
     Collective: two gathers, of a few bytes for each save and shard that a rank keeps. Files of
     other sessions and trainings, of iterations before ``at_least``, and of courses that the
-    training has left, are left out too.
+    training has left, are left out too. ``begin`` is called first.
     """
-    first: dict[str, int] = {}
 
-    def begin() -> list[str]:
+    def describe() -> list[str]:
+        begin()
         training = "" if comm.rank else run_with_limit(directory.training_id, directory)
         return [directory.name(), training]
 
-    names, (own, *_) = zip(*run_and_gather(comm, begin), strict=True)
-    nodes = [first.setdefault(name, rank) for rank, name in enumerate(names)]
+    names, (own, *_) = zip(*run_and_gather(comm, describe), strict=True)
+    nodes = nodes_of(names)
     restart_limit()  # peers that came late are not storage that is slow
+    answers = run_and_gather(comm, lambda: listing(directory, comm.rank, nodes, own))
+    restart_limit()
+    return build_inventory(directory, nodes, answers, own, session_id, at_least)
 
-    def listing() -> list[Any]:
+
+def nodes_of(names: Sequence[str]) -> list[int]:
+    """For each rank the first one that sees the same directory, by the directories' names."""
+    first: dict[str, int] = {}
+    return [first.setdefault(name, rank) for rank, name in enumerate(names)]
+
+
+def build_inventory(
+    directory: ShardDirectory,
+    nodes: Sequence[int],
+    answers: Sequence[Message],
+    training_id: str,
+    session_id: str,
+    at_least: int = 0,
+) -> Inventory:
+    """The inventory, given the ``listing`` of every rank."""
+    copies: dict[int, list[Copy]] = {node: [] for node in nodes}
+    for node, (_, rows, *_) in zip(nodes, answers, strict=True):
+        for holder, iteration, stamp, world_size, session, sizes in rows:
+            if session == session_id and iteration >= at_least:
+                for rank, nbytes in sizes:
+                    shard_id = LocalShardId(SaveId(iteration, stamp), rank)
+                    copies[node].append(Copy(holder, shard_id, world_size, nbytes))
+    newest = max((SaveId(*save) for *_, save, _ in answers if save), default=None)
+    foreign = _foreign(directory, training_id, newest) if newest else None
+    unread = [f"rank {rank}: {text}" for rank, (*_, text) in enumerate(answers) if text]
+    return Inventory(nodes, copies, any(has for has, *_ in answers), foreign, unread)
+
+
+def listing(
+    directory: ShardDirectory, rank: int, nodes: Sequence[int], training_id: str
+) -> list[Any]:
+    """What a rank tells of the files that it looks after on its node. Rank-local.
+
+    That is whether a save of the training ended, good shards, the newest save of another training,
+    and an error: others have the copies.
+    """
+
+    def look() -> list[Any]:
         try:
-            return _listed(directory, _holders_of(comm.rank, nodes, directory), own)
-        except StorageError as error:  # others have the copies
+            return _listed(directory, _holders_of(rank, nodes, directory), training_id)
+        except StorageError as error:
             logger.warning("no local checkpoints from %s: %s", directory, error)
             return [False, [], None, str(error)]
 
-    copies: dict[int, list[Copy]] = {node: [] for node in nodes}
-    everyone = run_and_gather(comm, partial(run_with_limit, listing, directory))
-    restart_limit()
-    for node, (_, rows, *_) in zip(nodes, everyone, strict=True):
-        for holder, iteration, stamp, world_size, session, ranks in rows:
-            if session == session_id and iteration >= at_least:
-                save = SaveId(iteration, stamp)
-                shards = (LocalShardId(save, rank) for rank in ranks)
-                copies[node] += [Copy(holder, shard, world_size) for shard in shards]
-    newest = max((SaveId(*save) for *_, save, _ in everyone if save), default=None)
-    foreign = _foreign(directory, own, newest) if newest else None
-    unread = [f"rank {rank}: {text}" for rank, (*_, text) in enumerate(everyone) if text]
-    return Inventory(nodes, copies, any(has for has, *_ in everyone), foreign, unread)
+    return run_with_limit(look, directory)
 
 
-def _listed(directory: ShardDirectory, holders: Sequence[int], own: str) -> list[Any]:
-    """Whether holders ended a save of a training, its good shards, the newest other, an error."""
-    kept: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+def _listed(directory: ShardDirectory, holders: Sequence[int], training_id: str) -> list[Any]:
+    kept: defaultdict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
     foreign, unread = None, ""
-    for one in directory.find(holders):
-        save = one.shard_id.save
-        if save.training_id != own:
+    for found in directory.find(holders):
+        save = found.shard_id.save
+        if save.training_id != training_id:
             foreign = max(save, foreign or save)
-            continue
-        if directory.has_left(save):
+        if save.training_id != training_id or directory.has_left(save):
             continue
         try:
-            shard = ShardReader(one.path).shard
+            pack, info = open_shard(directory.place, found.name)
         except CheckpointError as error:
             logger.warning("a local checkpoint is not used: %s", error)
             if not isinstance(error, CorruptCheckpointError):
                 unread = str(error)
             continue
-        key = (one.holder, save.iteration, save.stamp, shard.world_size, shard.session_id)
-        kept[key].append(one.shard_id.global_rank)
-    rows = [[*key, ranks] for key, ranks in kept.items()]
-    return [directory.has_finished(holders, own), rows, foreign and astuple(foreign), unread]
+        key = (found.holder, save.iteration, save.stamp, info.world_size, info.session_id)
+        kept[key].append((found.shard_id.global_rank, pack.record.nbytes))
+    rows = [[*key, sizes] for key, sizes in kept.items()]
+    finished = directory.has_finished(holders, training_id)
+    return [finished, rows, foreign and astuple(foreign), unread]
 
 
 def _foreign(directory: ShardDirectory, own: str, save: SaveId) -> str:
@@ -172,21 +196,24 @@ def _holders_of(rank: int, nodes: Sequence[int], directory: ShardDirectory) -> l
     return [rank, *others[here.index(rank) :: len(here)]]
 
 
-def load_newest(
+def load_newest(  # noqa: PLR0913
     comm: Communicator,
     directory: ShardDirectory,
     session_id: str,
     *,
     max_inflight_nbytes: int,
+    timeout_s: float,
     at_least: int = 0,
-) -> list[FilledShard]:
+    begin: Callable[[], object] = lambda: None,
+) -> list[LoadedShard]:
     """This rank's shard of the newest save whose shards can all be read undamaged.
 
     Collective. Copies that turn out to be damaged are left out, and others are used. Where another
     number of ranks saved it, each rank gets some of the shards. Saves of iterations before
-    ``at_least`` are left alone. Errors are those of the manager's ``load``.
+    ``at_least`` are left alone; ``begin`` is called first. Errors are those of the manager's
+    ``load``.
     """
-    inventory = gather_inventory(comm, directory, session_id, at_least)
+    inventory = gather_inventory(comm, directory, session_id, at_least, begin)
     reasons = [*inventory.unread]
     while True:
         try:
@@ -194,8 +221,14 @@ def load_newest(
         except CheckpointError as error:  # on all ranks alike
             error.at_rank(comm.rank)
             raise
-        own = {id_: directory.path_of(*copy[:2]) for id_, copy in readable[comm.rank].items()}
-        shards, bad = run_retrieve(comm, plan, own, max_inflight_nbytes=max_inflight_nbytes)
+        shards, bad = run_retrieve(
+            comm,
+            plan,
+            readable,
+            directory.place,
+            max_inflight_nbytes=max_inflight_nbytes,
+            timeout_s=timeout_s,
+        )
         if not bad:
             return shards
         reasons += bad.values()
@@ -244,53 +277,32 @@ def _why_not(one: Completeness) -> str:
     return f"iteration {one.save.iteration}: no rank has the shards of ranks {text}"
 
 
-def complete_save(
-    comm: Communicator, directory: ShardDirectory, session_id: str, newest: SaveId, num_kept: int
+def remove_outdated(
+    rank: int, directory: ShardDirectory, before: Inventory, newest: SaveId, num_kept: int
 ) -> None:
-    """Raise unless all shards of a save are there, then remove the saves that are not kept.
+    """Remove what a rank looks after of saves that are not kept, once one is complete. Rank-local.
 
-    Collective. The ranks of a node also remove shards of ranks that are on other nodes now, or
-    gone, and what killed saves have left there. Shards that were written and are gone, or cannot be
-    read, are a StorageError. After an error of reading, a save stays if it may be complete.
+    So go shards of ranks that are on other nodes now, or gone, and what killed saves have left.
+    Where something could not be read ``before``, a save stays that may be complete.
     """
-    found = gather_inventory(comm, directory, session_id)
+    complete = [found.save for found in before.saves() if not found.missing]
+    holders = [rank]
+    with _failures_logged():
+        directory.note_finished(rank, newest.training_id)
+        holders = _holders_of(rank, before.nodes, directory)
+        for holder in holders:
+            directory.remove_stale_files(holder)
 
-    def clean_up() -> None:
-        saves = found.saves()
-        missing = [one.missing for one in saves if one.save == newest]
-        if () not in missing:
-            whose = ", ".join(map(str, missing[0])) if missing else "all"
-            raise StorageError(
-                f"the local save of iteration {newest.iteration} is incomplete: no rank can read "
-                f"the shards of ranks {whose}; check these nodes' disks, and save again"
-            )
-        complete = [one.save for one in saves if not one.missing]
-        holders = [comm.rank]
-        with _failures_logged():
-            directory.note_finished(comm.rank, newest.training_id)
-            holders = _holders_of(comm.rank, found.nodes, directory)
-            for holder in holders:
-                directory.remove_stale_files(holder)
+    def is_outdated(save: SaveId) -> bool:
+        maybe = [save] if before.unread and not directory.has_left(save) else []
+        kept = build_retention([*complete, *maybe], newest, num_kept)
+        return save.training_id == newest.training_id and save not in kept
 
-        def is_outdated(save: SaveId) -> bool:
-            maybe = [save] if found.unread and not directory.has_left(save) else []
-            kept = build_retention([*complete, *maybe], newest, num_kept)
-            return save.training_id == newest.training_id and save not in kept
-
-        remove_shards(directory, holders, is_outdated)
-
-    run_collectively(comm, clean_up)
-
-
-def remove_shards(
-    directory: ShardDirectory, holders: Collection[int], is_outdated: Callable[[SaveId], bool]
-) -> None:
-    """Remove what ranks keep of outdated saves, or of one that failed. A failure is logged."""
     with _failures_logged():
         for found in directory.find(holders):
             if is_outdated(found.shard_id.save):
                 with _failures_logged():
-                    Directory(found.path.parent).delete([found.path.name])
+                    directory.place.delete([found.name])
 
 
 @contextmanager

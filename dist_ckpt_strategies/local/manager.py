@@ -5,61 +5,53 @@ import operator
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
+import torch
+
+from dist_ckpt_strategies.comm.base import Communicator, run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import limit_of_wait, options_from_environment
 from dist_ckpt_strategies.core.report import ReplicationReport
-from dist_ckpt_strategies.device import HostSnapshot, await_gpu
-from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    PeerLostError,
-    PeerTimeoutError,
-    PlanError,
-    StrategyError,
-)
+from dist_ckpt_strategies.device import HostSnapshot, await_gpu, uses_cuda
+from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.formats.course import Resumed
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.local.encoding import (
+from dist_ckpt_strategies.local.inventory import gather_inventory, load_newest, remove_outdated
+from dist_ckpt_strategies.local.packs import (
     decode_shard,
     default_local_allowed,
-    encode_state,
     joined,
+    split_state,
 )
-from dist_ckpt_strategies.local.inventory import (
-    complete_save,
-    gather_inventory,
-    load_newest,
-    remove_shards,
-)
+from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
 from dist_ckpt_strategies.local.replication import (
     DEFAULT_BUCKET_NBYTES,
     CliqueReplicationStrategy,
     LazyReplicationStrategyBuilder,
     ReplicationStrategy,
 )
+from dist_ckpt_strategies.local.save import (
+    Prepared,
+    Started,
+    finish_save,
+    start_save,
+    write_shards,
+)
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
-from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShardId, SaveId
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
-from dist_ckpt_strategies.local.transfer import run_replicate
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
     LocalSaveRequest,
-    start_on_all,
-    yield_to_training,
 )
 from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
     OPENING,
     WORK,
-    clean_up_limit,
-    restart_limit,
     run_with_limit,
     time_limit,
     uncounted,
@@ -68,9 +60,6 @@ from dist_ckpt_strategies.storage.io_pool import (
 logger = logging.getLogger(__name__)
 
 _NO_ITERATION = -1
-
-_HEAD_START_S = 0.01
-"""Training is back from an asynchronous save before the rest of it asks for Python's lock."""
 
 
 class LocalCheckpointManager:
@@ -127,7 +116,7 @@ class LocalCheckpointManager:
         self.timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
         self.max_bucket_bytes = max_bucket_bytes
         self._allowed = default_local_allowed(allow)
-        self._snapshot = HostSnapshot()
+        self._memory = HostSnapshot()
         self._running: BackgroundWork[ReplicationReport] | None = None
         self._newest: SaveId | None = None
 
@@ -186,49 +175,50 @@ class LocalCheckpointManager:
             PeerError: the same on another rank.
         """
         comm = self.communicator("local save", f"of iteration {iteration}")
-        self._let_finish(comm)
         found: Any = self.repl_strategy
         if isinstance(found, LazyReplicationStrategyBuilder):
             found = found.replication_strategy  # made the first time: collective over the world
         strategy: CliqueReplicationStrategy | None = found  # all ranks learn together if it is one
-        encoded = self._prepare(comm, state_dict, iteration, strategy, is_async=is_async)
-        save = encoded.shard.shard_id.save
-        clique = Communicator([comm.rank])
-        if strategy is not None:
-            clique = strategy.communicator("local save", f"of iteration {iteration}")
-
-        def store(filled: FilledShard) -> ReplicationReport:
-            """Write this rank's shard and those of its clique. Collective over the clique."""
+        started = start_save(
+            comm,
+            self._directory,
+            lambda: self._prepare(comm, state_dict, iteration, strategy, is_async=is_async),
+        )
+        save, work = started.save, started.work
+        self._newest = save
+        if work is None:
             with time_limit(self.timeout_s, WORK):
-                return run_replicate(
-                    clique,
-                    filled,
-                    lambda shard: self._directory.create(shard, comm.rank),
-                    max_bucket_nbytes=(strategy or self).max_bucket_bytes,
-                )
-
-        if not is_async:
-            with time_limit(self.timeout_s, WORK):
-                self._commit(comm, save, lambda: store(encoded))
+                self._finish(started, lambda: write_shards(started))
             return None
-
-        def prepare() -> BackgroundWork[ReplicationReport]:
-            copied = FilledShard(encoded.shard, self._snapshot.take(encoded.payloads))
-
-            def write() -> ReplicationReport:
-                yield_to_training()
-                time.sleep(_HEAD_START_S)
-                return store(copied)
-
-            return BackgroundWork(write, "local-save", encoded.shard.nbytes)
-
-        work = self._running = start_on_all(comm, prepare)
+        self._running = work
         if strategy is not None:
             strategy.note_use(work)
+        work.begin()
+
+        def written() -> ReplicationReport:
+            work.wait((WORK + 1 / 8) * self.timeout_s)  # the work's own limit says more
+            return work.result()
+
+        @raises_megatron_errors
+        def finish() -> None:
+            try:
+                with time_limit(self.timeout_s, then=ENDING):
+                    self._finish(started, written)
+            finally:
+                if self._running is work and work.ends_within(0):
+                    self._running = None
+
         name = (save.stamp, f"the end of the local save of iteration {save.iteration}")
-        return LocalSaveRequest(
-            comm, name, work, lambda: self._finalise(comm, save, work), self.timeout_s
-        )
+        return LocalSaveRequest(comm, name, work, finish, self.timeout_s)
+
+    def _finish(self, started: Started, written: Callable[[], ReplicationReport]) -> None:
+        """Complete a save, then remove what is not kept. Collective.
+
+        While a later save is under way, that one removes it.
+        """
+        before = finish_save(started, written, self.session_id)
+        if started.save == self._newest:
+            remove_outdated(started.comm.rank, self._directory, before, started.save, self._keep)
 
     @raises_megatron_errors
     def find_latest(self) -> int:
@@ -238,9 +228,8 @@ class LocalCheckpointManager:
         -1, ``load`` tells by its error whether there was a checkpoint whose shards were lost.
         """
         comm = self.communicator("search for local checkpoints")
-        self._let_finish(comm)
         with time_limit(self.timeout_s, OPENING, then=WORK):
-            found = gather_inventory(comm, self._directory, self.session_id)
+            found = gather_inventory(comm, self._directory, self.session_id, begin=self._let_finish)
         newest, missing = found.newest(), found.missing_text()
         if missing and comm.rank == 0:
             logger.warning("%s: incomplete local checkpoints: %s", self._directory, missing)
@@ -270,23 +259,24 @@ class LocalCheckpointManager:
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         comm = self.communicator("load of a local checkpoint")
-        self._let_finish(comm)
         with time_limit(self.timeout_s, OPENING, then=WORK):
             shards = load_newest(
                 comm,
                 self._directory,
                 self.session_id,
                 max_inflight_nbytes=self.max_bucket_bytes,
+                timeout_s=WORK * self.timeout_s,
                 at_least=at_least,
+                begin=self._let_finish,
             )
 
         def decode() -> Any:
             states = [decode_shard(one, self._allowed, on_host=on_host) for one in shards]
-            shard = shards[0].shard
-            return states[0] if shard.world_size == comm.size else joined(states, shard, comm.size)
+            info = shards[0].info
+            return states[0] if info.world_size == comm.size else joined(states, info, comm.size)
 
         state = run_collectively(comm, decode)
-        own = LocalShardId(shards[0].shard.shard_id.save, comm.rank)
+        own = LocalShardId(shards[0].info.shard_id.save, comm.rank)
         logger.log(comm.report_level, "rank %s: loaded %s", own.global_rank, own)
         return state, (own.save.iteration, comm.rank, self.session_id)
 
@@ -321,17 +311,14 @@ class LocalCheckpointManager:
             self._running.wait(limit_of_wait(self.timeout_s), "the save before")
             self._running = None
 
-    def _let_finish(self, comm: Communicator) -> None:
-        """A save that is still running uses the memory and the groups that the next one needs.
+    def _let_finish(self) -> None:
+        """Return when a save that is still running has written all. Rank-local.
 
-        Collective, as the save was.
+        It uses the memory and the groups that the next one needs.
         """
-        running = self._running
-        if running is not None:
-            run_collectively(
-                comm, lambda: running.wait(limit_of_wait(self.timeout_s), "the save before")
-            )
-            self._running = None
+        if self._running is not None:
+            with uncounted():
+                self._running.wait(limit_of_wait(self.timeout_s), "the save before")
 
     def _prepare(
         self,
@@ -341,83 +328,34 @@ class LocalCheckpointManager:
         strategy: CliqueReplicationStrategy | None,
         *,
         is_async: bool,
-    ) -> FilledShard:
-        """Encode the state, once all ranks know of the save. Collective.
-
-        One collective: training waits for it.
-        """
-        held: list[FilledShard] = []
-
-        def describe() -> list[Any]:
-            _require_usable(strategy, is_async=is_async)
-            with time_limit(self.timeout_s, OPENING):
-                self._directory.remove_stale_files(comm.rank)
-                read_id = self._directory.training_id
-                training_id = "" if comm.rank else run_with_limit(read_id, self._directory)
-                if strategy is not None:
-                    with uncounted():
-                        strategy.let_finish(WORK * self.timeout_s)
-            try:
-                number = operator.index(iteration)
-            except TypeError:
-                text = f"iteration: expected a whole number, found {iteration!r}"
-                raise PlanError(text) from None
-            # A state may have begun to copy its tensors to the host.
-            await_gpu(self.timeout_s, f"local save of iteration {number}")
-            placeholder = LocalShardId(SaveId(number, "0"), comm.rank)
-            held.append(encode_state(state, placeholder, comm.size, self.session_id, self._allowed))
-            stamp = f"{time.time_ns():016x}{os.urandom(2).hex()}{training_id}"
-            return [number, bool(is_async), stamp]
-
-        answers = run_and_gather(comm, describe)
-        number, is_in_background, stamp = answers[0]
-        for rank, (other, other_is, _) in enumerate(answers):
-            if other != number or number < 0 or other_is != is_in_background:
-                raise PlanError(
-                    f"rank {rank} saves iteration {other} with is_async={other_is}, rank 0 "
-                    f"iteration {number} with is_async={is_in_background}; give the same on all "
-                    "ranks, and a number of 0 or more"
-                )
-        save = self._newest = SaveId(number, stamp)
-        shard = replace(held[0].shard, shard_id=LocalShardId(save, comm.rank))
-        return FilledShard(shard, held[0].payloads)
-
-    @raises_megatron_errors
-    def _finalise(
-        self, comm: Communicator, save: SaveId, work: BackgroundWork[ReplicationReport]
-    ) -> None:
-        """Raise on every rank if a shard is missing; else remove what is not kept. Collective."""
-
-        def outcome() -> ReplicationReport:
-            work.wait((WORK + 1 / 8) * self.timeout_s)  # the work's own limit says more
-            return work.result()
-
-        with time_limit(self.timeout_s, then=ENDING):
-            self._commit(comm, save, outcome)
-        if self._running is work:
-            self._running = None
-
-    def _commit(
-        self, comm: Communicator, save: SaveId, store: Callable[[], ReplicationReport]
-    ) -> None:
-        """Remove the saves that are not kept, or where a rank has failed, this one. Collective.
-
-        Where contact with a peer is lost its outcome is unknown: the shards stay, and count if all
-        are there. While a later save is under way, that one removes what is not kept.
-        """
+    ) -> Prepared:
+        """What this rank brings to a save. Rank-local."""
+        self._let_finish()
+        _require_usable(strategy, is_async=is_async)
+        directory, clique, purpose = self._directory, Communicator([comm.rank]), "local save"
+        with time_limit(self.timeout_s, OPENING):
+            if self._running is None:  # else its files have no names yet
+                directory.remove_stale_files(comm.rank)
+            training_id = "" if comm.rank else run_with_limit(directory.training_id, directory)
+            if strategy is not None:
+                with uncounted():
+                    strategy.let_finish(WORK * self.timeout_s)
+                clique = strategy.communicator(purpose, f"of iteration {iteration}")
         try:
-            report = run_collectively(comm, store)
-        except (PeerLostError, PeerTimeoutError):
-            raise
-        except CheckpointError:
-            with clean_up_limit():
-                remove_shards(self._directory, [comm.rank], lambda other: other == save)
-            raise
-        restart_limit()  # in the background, what others were waited for is not storage
-        text = "rank %s: local save of iteration %s: %s"
-        logger.log(comm.report_level, text, comm.rank, save.iteration, report)
-        if save == self._newest:
-            complete_save(comm, self._directory, self.session_id, save, self._keep)
+            number = operator.index(iteration)
+        except TypeError:
+            text = f"iteration: expected a whole number, found {iteration!r}"
+            raise PlanError(text) from None
+        # A state may have begun to copy its tensors to the host.
+        await_gpu(self.timeout_s, f"local save of iteration {number}")
+        split = split_state(state, comm.rank, self.session_id, self._allowed)
+        layout = ((split.pack.nbytes,), torch.uint8)
+        (image,) = self._memory.slots([layout], is_pinned=uses_cuda())
+        stamp = f"{time.time_ns():016x}{os.urandom(2).hex()}{training_id}"
+        bucket = (strategy or self).max_bucket_bytes
+        return Prepared(
+            number, stamp, bool(is_async), split, image.tensor, clique, bucket, self.timeout_s
+        )
 
 
 def _require_usable(strategy: object, *, is_async: bool) -> None:

@@ -1,16 +1,69 @@
 """Pure plans: which ranks hold replicas for each other, and who sends which shard to whom."""
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from dist_ckpt_strategies.core.array import DType, Region, Shape, ShardId, ShardSpec
 from dist_ckpt_strategies.errors import CoverageError, NoReplicasAvailableError, PlanError
-from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
+
+_TIME_DIGITS = 20
+_ID = re.compile(r"iter_(\d{7,99})_(\d{1,18})_local_([0-9a-f]{1,64})", re.ASCII)
 
 Clique = tuple[int, ...]
 """Global ranks that keep copies for each other, ascending."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SaveId:
+    """One save of all ranks together; shards of two saves never mix.
+
+    Sorted, the newest save comes last. The stamp is of lower-case hexadecimal digits, led by the
+    time of the save: a run that went back saves an iteration again, and its state may differ. After
+    20 digits follows the id of the training, if there is one.
+    """
+
+    iteration: int
+    stamp: str
+
+    def __str__(self) -> str:
+        """Such as ``0000100_18f2…``: iteration, stamp."""
+        return f"{self.iteration:07d}_{self.stamp}"
+
+    @property
+    def training_id(self) -> str:
+        """The id of the training that saved it; empty if there is none."""
+        return self.stamp[_TIME_DIGITS:]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LocalShardId:
+    """What one rank saved in one save; any rank may hold a copy."""
+
+    save: SaveId
+    global_rank: int
+
+    def __str__(self) -> str:
+        """Such as ``iter_0000100_3_local_18f2…``: iteration, rank, stamp."""
+        return f"iter_{self.save.iteration:07d}_{self.global_rank}_local_{self.save.stamp}"
+
+    @classmethod
+    def of(cls, save: str, global_rank: int) -> Self | None:
+        """The id of a rank's shard, given the text of the save; None if it is none."""
+        iteration, _, stamp = save.partition("_")
+        return cls.parse(f"iter_{iteration}_{global_rank}_local_{stamp}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """The id that has this text; None if it is none."""
+        match = _ID.fullmatch(text)
+        if match is None:
+            return None
+        shard = cls(SaveId(int(match[1]), match[3]), int(match[2]))
+        return shard if str(shard) == text else None
 
 
 def build_cliques(

@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
-from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     group_ranks,
@@ -25,9 +26,15 @@ from dist_ckpt_strategies.config import (
     local_world_size,
     options_from_environment,
 )
-from dist_ckpt_strategies.device import TensorBytes, host_memory
+from dist_ckpt_strategies.device import TensorBytes
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.local.encoding import decode_shard, default_local_allowed, encode_state
+from dist_ckpt_strategies.local.packs import (
+    ReceivedPack,
+    decode_shard,
+    default_local_allowed,
+    read_shard,
+    sealed_image,
+)
 from dist_ckpt_strategies.local.plan import (
     Clique,
     ExchangePlan,
@@ -35,16 +42,13 @@ from dist_ckpt_strategies.local.plan import (
     build_cliques,
     build_exchange_plan,
 )
-from dist_ckpt_strategies.local.shard_format import FilledShard, LocalShard, LocalShardId, SaveId
+from dist_ckpt_strategies.local.retrieve import Received, exchange_packs
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
-from dist_ckpt_strategies.local.transfer import filled_shard
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
+from dist_ckpt_strategies.storage.io_pool import Deadline
 
 DEFAULT_BUCKET_NBYTES = 64 * MIB
-
-_IN_MEMORY = SaveId(0, "0")
-"""What shards belong to that are only exchanged, not saved."""
 
 
 class ReplicationStrategy(ABC):
@@ -275,52 +279,40 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def _exchange(
         self,
         comm: Communicator,
-        planned: Callable[[], list[Transfer]],
+        planned: Callable[[], Sequence[Transfer]],
         states: Mapping[str, TensorAwareStateDict],
     ) -> dict[str, TensorAwareStateDict]:
         """Carry out transfers, in ranks of ``comm``; what this rank is to have, by id. Collective.
 
         ``states`` are those that this rank can send, by id.
         """
-        allowed = default_local_allowed()
+        allowed, images = default_local_allowed(), dict[str, torch.Tensor]()
         transfers: list[Transfer] = []
-        encoded: dict[str, FilledShard] = {}
-        received: dict[str, FilledShard] = {}
 
-        def encode() -> dict[str, Any]:
+        def encode() -> dict[str, int]:
             self.let_finish(limit_of_wait(self._timeout_s))
             transfers.extend(planned())
-            me = LocalShardId(_IN_MEMORY, comm.global_ranks[comm.rank])
             for id_ in sorted({t.id_ for t in transfers if t.sender == comm.rank}):
                 if id_ not in states:
                     raise PlanError(
                         f"the plan has this rank send {id_}, which my_data does not hold"
                     )
-                encoded[id_] = encode_state(states[id_], me, 1, "", allowed)
-            return {id_: one.shard.to_message() for id_, one in encoded.items()}
+                images[id_] = sealed_image(states[id_], comm.global_ranks[comm.rank], allowed)
+            return {id_: image.numel() for id_, image in images.items()}
 
-        fields = run_and_gather(comm, encode)
+        def read(id_: str, start: int, buffer: torch.Tensor) -> torch.Tensor:
+            return TensorBytes([images[id_]]).read(start, buffer)
 
-        def prepare() -> Blocks:
-            outgoing, incoming = [], []
-            for t in transfers:
-                if t.sender == comm.rank != t.receiver:
-                    one = encoded[t.id_]
-                    own = TensorBytes(one.payloads, one.shard.byte_offsets)
-                    outgoing.append(Outgoing.of(t.id_, t.receiver, own))
-                elif t.receiver == comm.rank != t.sender:
-                    shard = LocalShard.from_message(fields[t.sender][t.id_])
-                    memory = host_memory(shard.nbytes, is_pinned=False)
-                    received[t.id_] = filled_shard(shard, memory)
-                    target = TensorBytes([memory])
-                    incoming.append(Incoming.of(t.id_, t.sender, target, comm.device))
-            return outgoing, incoming
+        def decode(received: Received) -> None:
+            deadline = Deadline.after(self._timeout_s)
+            for t, memory in received.items():
+                pack = ReceivedPack(f"from rank {comm.global_ranks[t.sender]}", memory.numpy())
+                wanted[t.id_] = decode_shard(read_shard(pack, t.id_, deadline), allowed)
 
-        exchange(comm, prepare, max_inflight_nbytes=self.max_bucket_bytes)
-        kept = {t.id_: states[t.id_] for t in transfers if t.sender == t.receiver == comm.rank}
-        return kept | run_collectively(
-            comm, lambda: {id_: decode_shard(one, allowed) for id_, one in received.items()}
-        )
+        sizes = run_and_gather(comm, encode)
+        wanted = {t.id_: states[t.id_] for t in transfers if t.sender == t.receiver == comm.rank}
+        exchange_packs(comm, transfers, sizes, read, decode, self.max_bucket_bytes)
+        return wanted
 
 
 EagerT = TypeVar("EagerT", bound=ReplicationStrategy)

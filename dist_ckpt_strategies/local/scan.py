@@ -1,6 +1,6 @@
 """Scan a directory of local checkpoints: which shard files there are, and what is wrong with them.
 
-One pass reads names, sizes and descriptions; a second step compares each tensor with its digest.
+One pass reads names, sizes and headers; a second step compares every range with its digest.
 Loads no torch.
 """
 
@@ -34,9 +34,16 @@ from dist_ckpt_strategies.formats.issues import (
     missing_common,
     unreadable,
 )
+from dist_ckpt_strategies.formats.pack_verify import verify_pack
 from dist_ckpt_strategies.formats.scan import run_checks
-from dist_ckpt_strategies.local.shard_files import RANK, SUFFIX, ShardReader, lock_unless_written
-from dist_ckpt_strategies.local.shard_format import LocalShard, LocalShardId
+from dist_ckpt_strategies.local.plan import LocalShardId
+from dist_ckpt_strategies.local.shard_files import (
+    RANK,
+    ShardInfo,
+    lock_unless_written,
+    open_shard,
+    parsed_name,
+)
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     PARTIAL_PREFIX,
@@ -71,7 +78,7 @@ class StoredCopy:
     path: str
     holder: int
     nbytes: int
-    shard: LocalShard | None
+    shard: ShardInfo | None
     damage: Issue | None = None
 
 
@@ -148,14 +155,10 @@ def verify_local(
 
 def check_shard(root: Path, path: str) -> Iterator[Issue]:
     """What is wrong with a local shard file: its description, or tensors that are not as stored."""
+    place = Directory(root)
     try:
-        reader = ShardReader(root / path)
-        pairs = zip(reader.shard.buffers, reader.digests, strict=True)
-        for number, (buffer, expected) in enumerate(pairs):
-            found = reader.read_buffer(number)
-            if found != expected:
-                text = f"digest {expected:016x}"
-                yield Issue(Problem.DAMAGED, buffer.name, path, text, f"{found:016x}")
+        open_shard(place, path)
+        yield from verify_pack(place, path)
     except CheckpointError as error:
         yield _damaged(root, path, error)
 
@@ -190,12 +193,12 @@ def _copies(root: Path, folder: Folder) -> Iterator[StoredCopy]:
     """Every shard file of a rank's directory."""
     holder = int(os.path.basename(folder.key or root))  # noqa: PTH119 - of a text or a path
     for name in (*folder.files, *folder.folders, *folder.links, *folder.others):
-        shard_id = LocalShardId.parse(name.removesuffix(SUFFIX))
-        if shard_id is None or not name.endswith(SUFFIX):
+        shard_id = parsed_name(name)
+        if shard_id is None:
             continue
         path, shard, damage = folder.path_of(name), None, None
         try:
-            shard = ShardReader(root / path).shard
+            _, shard = open_shard(Directory(root), path)
         except CheckpointError as error:
             damage = _damaged(root, path, error)
         yield StoredCopy(shard_id, path, holder, folder.files.get(name, 0), shard, damage)

@@ -1,6 +1,7 @@
-"""The shards on one node's disk: found, written so that they appear whole, read, removed.
+"""The shards on one node's disk: found, described, written so that they appear whole, removed.
 
-A rank keeps its own shard and copies of others' in ``<root>/<its global rank>/<shard id>.part``.
+A shard is a pack. A rank keeps its own and copies of others' in
+``<root>/<its global rank>/<shard id>.safetensors``.
 """
 
 from __future__ import annotations
@@ -10,45 +11,41 @@ import re
 import stat
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-import numpy as np
 import xxhash
 
+from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.formats.course import Resumed
 from dist_ckpt_strategies.formats.locations import Location
-from dist_ckpt_strategies.local.shard_format import (
-    END_NBYTES,
-    BufferDigests,
-    Digest,
-    LocalShard,
-    LocalShardId,
-    SaveId,
-    decode_footer,
-    encode_footer,
-    footer_nbytes,
-)
+from dist_ckpt_strategies.formats.pack_verify import OpenedPack, open_pack
+from dist_ckpt_strategies.formats.pack_write import SUFFIX
+from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
 from dist_ckpt_strategies.storage.file_systems import Bytes, begin_writeback, directory_name
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     Directory,
     file_errors,
     make_directories,
-    pread_into,
     rename,
     sync_path,
     try_lock,
 )
 from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES, limited, raise_if_cancelled
 
-SUFFIX = ".part"
+STATE = ObjectId("state", (0,), (1,))
+"""The object of a shard's pack that has all of the state but its tensors."""
 
-_READ_NBYTES = 2 << 20
-"""Read at once: little enough to be in the processor's cache still when its digest is taken."""
+SESSION_NOTE, KIND_NOTE = "session", "kind"
+"""Fields of a shard's ``__metadata__``; its ``packs`` is the number of ranks of the save."""
+
+_EARLIER_SUFFIX = ".part"
+_MAX_WORLD_SIZE = 1 << 24
 
 _FINISHED_NAME = "finished"
 """With the training's id: the file that says that a save of all ranks came to its end once."""
@@ -61,16 +58,75 @@ RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundShard:
-    """A file whose name says that it is this shard."""
+class ShardInfo:
+    """What a shard's pack says of itself.
+
+    Attributes:
+        shard_id: iteration, rank and save.
+        world_size: number of ranks of the save.
+        session_id: of the manager.
+        kind: of the state's class.
+        num_tensors: of the state.
+    """
 
     shard_id: LocalShardId
-    path: Path
+    world_size: int
+    session_id: str
+    kind: str
+    num_tensors: int
+
+
+def open_shard(place: Any, name: str) -> tuple[OpenedPack, ShardInfo]:
+    """The pack of a shard, its header compared with its digest, and what that says.
+
+    ``place`` is a Directory, or has its ``read`` and ``path``. Errors are those of ``open_pack``,
+    and a CorruptCheckpointError if it is no local shard, or has another's name.
+    """
+    path = place.path(name)
+    if name.endswith(_EARLIER_SUFFIX):
+        raise CorruptCheckpointError(
+            f"{path} is a local checkpoint of an earlier release; expected {SUFFIX}, which this "
+            "release writes and reads; remove it",
+            path=path,
+        )
+    pack = open_pack(place, name)
+    header = pack.header
+    session, kind = (header.metadata.get(note) for note in (SESSION_NOTE, KIND_NOTE))
+    shard_id, named = LocalShardId.of(header.save_id, header.rank), parsed_name(name)
+    if (
+        shard_id is None
+        or (named is not None and named != shard_id)
+        or session is None
+        or kind is None
+        or not 0 < header.num_packs <= _MAX_WORLD_SIZE
+        or STATE not in dict(header.objects)
+    ):
+        raise CorruptCheckpointError(
+            f"{path} is damaged: expected the local shard {named}, found {shard_id} of "
+            f"{header.num_packs} ranks",
+            path=path,
+        )
+    num_tensors = len(header.table)
+    return pack, ShardInfo(shard_id, header.num_packs, session, kind, num_tensors)
+
+
+def parsed_name(name: str) -> LocalShardId | None:
+    """The shard whose file has this name, in this release or before; None if it is of none."""
+    path = PurePosixPath(name)
+    return LocalShardId.parse(path.stem) if path.suffix in {SUFFIX, _EARLIER_SUFFIX} else None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundShard:
+    """A file whose name, which is relative to the directory, says that it is this shard."""
+
+    shard_id: LocalShardId
+    name: str
 
     @property
     def holder(self) -> int:
         """The global rank that keeps it."""
-        return int(self.path.parent.name)
+        return int(self.name.partition("/")[0])
 
 
 class ShardDirectory:
@@ -82,6 +138,7 @@ class ShardDirectory:
 
     def __init__(self, root: Path, training_root: Location | None = None) -> None:
         self.root = root
+        self.place = Directory(root)
         self.training_root = training_root
         self._training_id = ""
         self.resumed: Resumed | None = None
@@ -114,15 +171,13 @@ class ShardDirectory:
         return self._training_id
 
     def find(self, holders: Iterable[int] | None = None) -> list[FoundShard]:
-        """Files named like shards, sorted by holder and path; by default those of all holders."""
-        found = []
-        for holder in self.holders() if holders is None else holders:
-            directory = self.holder_directory(holder)
-            for name in sorted(Directory(directory).names()):
-                shard_id = LocalShardId.parse(name.removesuffix(SUFFIX))
-                if shard_id is not None and name.endswith(SUFFIX):
-                    found.append(FoundShard(shard_id, directory / name))
-        return found
+        """Files named like shards, sorted by holder and name; by default those of all holders."""
+        return [
+            FoundShard(shard_id, f"{holder}/{name}")
+            for holder in (self.holders() if holders is None else holders)
+            for name in sorted(Directory(self.holder_directory(holder)).names())
+            if (shard_id := parsed_name(name)) is not None
+        ]
 
     @limited
     def holders(self) -> list[int]:
@@ -135,14 +190,10 @@ class ShardDirectory:
         """Where a rank keeps its shards."""
         return self.root / str(global_rank)
 
-    def path_of(self, holder: int, shard_id: LocalShardId) -> Path:
-        """The file of a shard that a rank keeps."""
-        return self.holder_directory(holder) / f"{shard_id}{SUFFIX}"
-
     @limited
-    def create(self, shard: LocalShard, holder: int) -> ShardWriter:
-        """Begin to write a shard; it appears when the writer is done."""
-        return ShardWriter(self.path_of(holder, shard.shard_id), shard)
+    def create(self, holder: int) -> ShardWriter:
+        """Begin to write a shard that a rank is to keep."""
+        return ShardWriter(self.holder_directory(holder))
 
     @limited
     def remove_stale_files(self, holder: int) -> None:
@@ -179,35 +230,26 @@ class ShardDirectory:
         return xxhash.xxh3_64_hexdigest(name.encode())
 
 
-def _close_with(owner: object, handle: int) -> None:
-    """Close a file once nothing refers to ``owner``; not at exit: a thread may still write."""
-    weakref.finalize(owner, os.close, handle).atexit = False
-
-
 class ShardWriter:
-    """A shard being written beside its place, in a file that is locked until it appears.
+    """A shard being written to a file that is locked until it has its name.
 
-    ``digests`` are those of the bytes that have been written. What cannot be made, written or
-    removed is a StorageError. The file is closed once nothing refers to the writer, as a reader is.
+    What cannot be made, written or removed is a StorageError. The file is closed once nothing
+    refers to the writer: a thread of a transfer that was given up may still be in a system call
+    with its number, which must not become another file's meanwhile.
     """
 
-    def __init__(self, path: Path, shard: LocalShard) -> None:
-        self.path = path
-        self.shard = shard
-        self.digests = BufferDigests(shard)
-        self._has_appeared = False
-        with file_errors(None, path):
-            make_directories(path.parent)
-            self._partial, self._handle = _begin_file(path.parent)
-        _close_with(self, self._handle)
+    def __init__(self, directory: Path) -> None:
+        with file_errors(None, directory):
+            make_directories(directory)
+            self.path, self._handle = _begin_file(directory)
+        weakref.finalize(self, os.close, self._handle).atexit = False  # a thread may still write
 
     def __str__(self) -> str:
         """The file."""
         return str(self.path)
 
     def write(self, byte_offset: int, content: Bytes) -> None:
-        """Write the next bytes of the buffers, and have the disk begin with them."""
-        self.digests.take(byte_offset, content)
+        """Write bytes of the file, and have the disk begin with them."""
         done = 0
         with file_errors(None, self.path):
             while done < content.size:
@@ -217,87 +259,32 @@ class ShardWriter:
         begin_writeback(self._handle, byte_offset, content.size)
 
     @limited
-    def finish(self, digests: Sequence[Digest]) -> None:
-        """Write the footer, and let the shard appear; it is durable then."""
-        footer = np.frombuffer(encode_footer(self.shard, digests), np.uint8)
-        self.write(self.shard.nbytes, footer)
+    def flush(self) -> None:
+        """Make the content durable."""
         with file_errors(None, self.path):
             os.fsync(self._handle)
-            raise_if_cancelled()
-            rename(self._partial, self.path)  # locked until it has its name
-            self._has_appeared = True
+
+    @limited
+    def appear(self, shard_id: LocalShardId) -> None:
+        """Give the file the name of a shard, durably."""
+        path = self.path.with_name(f"{shard_id}{SUFFIX}")
+        with file_errors(None, path):
+            rename(self.path, path)  # locked until it has its name
+            self.path = path
             try:
                 raise_if_cancelled()
             except StorageError:
-                self.path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
                 raise
-            sync_path(self.path.parent)
-            sync_path(self.path.parent.parent)
+            sync_path(path.parent)
+            sync_path(path.parent.parent)
 
     @limited
     def abandon(self) -> None:
-        """Remove what was written, the shard too if it has appeared."""
-        written = self.path if self._has_appeared else self._partial
-        with file_errors(None, written):
-            written.unlink(missing_ok=True)
-            os.ftruncate(self._handle, 0)  # an error that is kept may refer to the writer for long
-
-
-class ShardReader:
-    """An open shard whose footer has been checked.
-
-    ``shard`` is what the file holds, ``digests`` are those of its buffers, as it states them, and
-    ``nbytes`` is its size. The file is closed once nothing refers to the reader: a thread of a
-    transfer that was given up may still be in a system call with its number, which must not become
-    another file's meanwhile.
-
-    Raises an IncompleteCheckpointError if there is no such file, and a CorruptCheckpointError if
-    its footer is damaged, or its size is another.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with file_errors(None, path):
-            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            _close_with(self, self._handle)
-            try:
-                self._read_footer()
-            except CorruptCheckpointError as error:
-                raise self._damaged(error.message) from error
-
-    def read(self, byte_offset: int, target: Bytes) -> None:
-        """Fill ``target`` from a position; a CorruptCheckpointError if the file ends before."""
+        """Remove what was written, under whichever name it is there."""
         with file_errors(None, self.path):
-            done = pread_into(self._handle, byte_offset, target)
-        if done < target.size:
-            raise self._damaged(f"ends at byte {byte_offset + done}")
-
-    def read_buffer(self, number: int, into: Bytes | None = None) -> Digest:
-        """The digest of a buffer, read block by block: into memory of its size, or past it."""
-        left, byte_offset = self.shard.buffers[number].nbytes, self._byte_offsets[number]
-        digest, scratch = xxhash.xxh3_64(), np.empty(0, np.uint8)
-        if into is None:
-            scratch = np.empty(min(left, _READ_NBYTES), np.uint8)
-        for start in range(0, left, _READ_NBYTES):
-            block = (scratch if into is None else into[start:])[: min(_READ_NBYTES, left - start)]
-            self.read(byte_offset + start, block)
-            digest.update(block.data)
-        return digest.intdigest()
-
-    def _read_footer(self) -> None:
-        handle = self._handle
-        self.nbytes = os.fstat(handle).st_size
-        end = os.pread(handle, END_NBYTES, max(0, self.nbytes - END_NBYTES))
-        nbytes = footer_nbytes(end, self.nbytes)
-        footer = os.pread(handle, nbytes, self.nbytes - nbytes)
-        self.shard, self.digests = decode_footer(footer, self.nbytes)
-        self._byte_offsets = self.shard.byte_offsets
-        named = LocalShardId.parse(self.path.name.removesuffix(SUFFIX))
-        if named is not None and named != self.shard.shard_id:
-            raise CorruptCheckpointError(f"holds {self.shard.shard_id}")
-
-    def _damaged(self, why: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{self.path}: {why}", path=str(self.path))
+            self.path.unlink(missing_ok=True)
+            os.ftruncate(self._handle, 0)  # an error that is kept may refer to the writer for long
 
 
 def _begin_file(directory: Path) -> tuple[Path, int]:

@@ -68,25 +68,11 @@ class Background:
 
     def copy(self, contents: Contents, layout: Layout) -> None:
         """Copy what is to be written to host memory, which grows to its size and is kept."""
-        *starts, nbytes = pack_starts(layout.packs)
+        *_, nbytes = pack_starts(layout.packs)
         if self._memory is None or self._memory.numel() < nbytes:
             self._memory = self._shared = None  # before the new one is made
             self._memory = self._new_memory(nbytes)
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        tail = [content for _, content in contents.objects] + [contents.common or b""]
-        for pack, start in zip(layout.packs, starts, strict=True):
-            places = accumulate(pack.sizes, initial=start + pack.data_start)
-            for source, at, size in zip(pack.sources, places, pack.sizes, strict=False):
-                memory = self._memory[at : at + size]
-                if 0 <= source < len(contents.tensors):
-                    tensor = contents.tensors[source]
-                    targets.append(memory.view(tensor.dtype).reshape(tensor.shape))
-                    sources.append(tensor)
-                elif source >= 0:
-                    content = tail[source - len(contents.tensors)]
-                    memory.numpy()[:] = np.frombuffer(content, np.uint8)
-        copy_into(targets, sources)
+        copy_contents(contents, layout, self._memory)
 
     def _new_memory(self, nbytes: int) -> torch.Tensor:
         is_pinned = uses_cuda()
@@ -108,6 +94,25 @@ class Background:
             return lambda: job.run(memory.numpy().data)
         content = pickle.dumps(job)
         return lambda: _answer(process.run(content, shared))
+
+
+def copy_contents(contents: Contents, layout: Layout, memory: torch.Tensor) -> None:
+    """Copy what is to be written to where ``PackJob`` and ``seal`` look for it in host memory."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    tail = [content for _, content in contents.objects] + [contents.common or b""]
+    for pack, start in zip(layout.packs, pack_starts(layout.packs), strict=False):
+        places = accumulate(pack.sizes, initial=start + pack.data_start)
+        for source, at, size in zip(pack.sources, places, pack.sizes, strict=False):
+            place = memory[at : at + size]
+            if 0 <= source < len(contents.tensors):
+                tensor = contents.tensors[source]
+                targets.append(place.view(tensor.dtype).reshape(tensor.shape))
+                sources.append(tensor)
+            elif source >= 0:
+                content = tail[source - len(contents.tensors)]
+                place.numpy()[:] = np.frombuffer(content, np.uint8)
+    copy_into(targets, sources)
 
 
 def _answer(content: bytes) -> tuple[PackRecord, ...]:

@@ -404,6 +404,11 @@ class OrderedQueues(AbstractContextManager["OrderedQueues"]):
         self._queues[number].put(run)
         return future
 
+    def submit_to_all(self, call: Callable[[], object]) -> None:
+        """Have every thread call something."""
+        for number in range(len(self._queues)):
+            self.submit(number, call)
+
     @staticmethod
     def _work_off(queue: SimpleQueue[Callable[[], None] | None]) -> None:
         while (run := queue.get()) is not None:

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_128_hexdigest
+
 from dist_ckpt_strategies.comm.base import (
     Communicator,
     Message,
@@ -36,12 +38,12 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.commit import set_marker_aside
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
-from dist_ckpt_strategies.formats.manifest import digest_of
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
-from dist_ckpt_strategies.local.encoding import default_local_allowed, read_common
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
+from dist_ckpt_strategies.local.packs import default_local_allowed, read_common
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
+from dist_ckpt_strategies.local.reshard import resharded
 from dist_ckpt_strategies.local.scan import BACKEND, SESSION
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.megatron.shards import (
@@ -71,6 +73,7 @@ from dist_ckpt_strategies.storage.files import (
 from dist_ckpt_strategies.storage.io_pool import (
     OPENING,
     WORK,
+    Deadline,
     limited,
     restart_limit,
     run_with_limit,
@@ -202,7 +205,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             common = run_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
             described = run_and_gather(comm, lambda: _described(root, sharded_state_dict))
-        digest, nodes = digest_of(common), [node for node, *_ in described]
+        digest, nodes = xxh3_128_hexdigest(common), [node for node, *_ in described]
         state = self._state(comm, sharded_state_dict, described)
         iteration = _ITERATION.search(Path(checkpoint_dir).name)
         manager = run_collectively(comm, lambda: self._manager(root, digest, self._cliques))
@@ -303,10 +306,14 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
 
         state, _ = run_collectively(comm, require_common).load(on_host=True)
 
-        found = state.loaded(
-            comm, sharded_state_dict, self.options, fills=True, name=checkpoint_dir
+        return resharded(
+            comm,
+            state.sharded_state_dict,
+            sharded_state_dict,
+            self.options,
+            fills=True,
+            name=checkpoint_dir,
         )
-        return dict(found)
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
@@ -328,7 +335,9 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             digest = common_digest(common_path.parent)
             _require_common_of(_sessions(root), common_path, digest, digest)
             allowed = default_local_allowed(self._allow)
-            common = read_common(ShardDirectory(root / digest), allowed)
+            common = read_common(
+                ShardDirectory(root / digest), allowed, Deadline.after(self.options.timeout_s)
+            )
         if common is None:
             raise IncompleteCheckpointError(
                 f"{root}: this node has no local shard file of the checkpoint; call "
@@ -393,7 +402,7 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
         sessions = _sessions(root)
         with suppress(IncompleteCheckpointError):
             content = Directory(root).read(COMMON_NAME) if is_finished(root) else b""
-            return content if not sessions or digest_of(content) in sessions else b""
+            return content if not sessions or xxh3_128_hexdigest(content) in sessions else b""
         return b""
 
     everyone = run_and_gather_bytes(comm, partial(run_with_limit, own, root))

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import torch
-
 from tests.faults.oracle import CopyKey, Place, SaveKey
 
 _INDEX_ENTRY_NBYTES = 16
@@ -164,15 +162,13 @@ def _is_same(before: bytes, after: bytes | None, name: str) -> bool:
         return False
 
 
-_ALIGNMENT = 64
-_END = 32
-_COPY = re.compile(r"iter_(\d+)_(\d+)_local_([0-9a-f]+)\.part")
+_COPY = re.compile(r"iter_(\d+)_(\d+)_local_([0-9a-f]+)\.safetensors")
 
 
 def local_copies(root: Path) -> dict[CopyKey, Path]:
     """The files of local checkpoints below the directories of all nodes."""
     found = {}
-    for path in sorted(root.glob("node*/*/*.part")):
+    for path in sorted(root.glob("node*/*/*.safetensors")):
         match = _COPY.fullmatch(path.name)
         if match:
             key = CopyKey(SaveKey(int(match[1]), match[3]), int(match[2]), int(path.parent.name))
@@ -204,7 +200,7 @@ def damaged_copies(copies: Mapping[CopyKey, Path], chance: random.Random) -> Dam
             new = _flipped(content, at, chance)
         contents |= {str(copies[key]): new for key in (keys[:1] if is_one else keys)}
     what = place if fault is Fault.FLIP and place else Place.HEADER  # the end is of the header
-    return Damage(fault, what, contents, SAME if what is Place.PADDING else "")
+    return Damage(fault, what, contents)
 
 
 def _any_byte_of(content: bytes, place: Place | None, chance: random.Random) -> tuple[Place, int]:
@@ -217,15 +213,13 @@ def _any_byte_of(content: bytes, place: Place | None, chance: random.Random) -> 
 
 def _spans(content: bytes) -> Iterable[tuple[Place, int, int]]:
     """What each byte of a local shard file is, where that begins and ends."""
-    last = len(content) - _END
-    first = last - int.from_bytes(content[-16:-8], "little")
-    end = 0
-    for _, dtype, shape in json.loads(content[first:last])["buffers"]:
-        nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        yield Place.PADDING, end, start
-        yield Place.TENSOR, start, start + nbytes
-        end = start + nbytes
-    if end != first:
-        raise ValueError(f"a shard whose buffers have {first} bytes is described as one of {end}")
-    yield Place.HEADER, first, len(content)
+    first = 8 + int.from_bytes(content[:8], "little")
+    yield Place.HEADER, 0, first
+    described = json.loads(content[8:first])
+    del described["__metadata__"]
+    table, end = described.pop("__digests__")["data_offsets"]
+    yield from (
+        (Place.TENSOR, first + start, first + stop)
+        for start, stop in (tensor["data_offsets"] for tensor in described.values())
+    )
+    yield Place.HEADER, first + table, first + end

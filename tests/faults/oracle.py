@@ -30,7 +30,6 @@ class Place(StrEnum):
 
     HEADER = "header"
     TENSOR = "tensor"
-    PADDING = "padding"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,8 +83,8 @@ class Ledger:
         return self.with_copies(key for key in self.copies if key.holder != holder)
 
     def damaged_copy(self, key: CopyKey, place: Place) -> Ledger:
-        """A byte of a copy has changed; nothing reads the padding."""
-        if place is Place.PADDING or self.copies[key] is Place.HEADER:
+        """A byte of a copy has changed."""
+        if self.copies[key] is Place.HEADER:
             return self
         return replace(self, copies={**self.copies, key: place})
 

@@ -143,4 +143,3 @@ def test_a_part_is_lost_with_its_last_good_copy() -> None:
         damaged = ledger.damaged_copy(one, place)
         assert damaged.newest_whole() == local
         assert damaged.damaged_copy(other, place).newest_whole() == Found(3, Tier.GLOBAL)
-        assert damaged.damaged_copy(other, Place.PADDING).newest_whole() == local

@@ -139,7 +139,7 @@ def once(rank: int, action: Callable[[], Any]) -> None:
 def parts_in(root: str, *, iteration: int | str = "*", owner: int | str = "*") -> list[Path]:
     """The files of all nodes, or those of an iteration, or of a rank's state."""
     number = iteration if isinstance(iteration, str) else f"{iteration:07d}"
-    return [*Path(root).glob(f"node*/*/iter_{number}_{owner}_local_*.part")]
+    return [*Path(root).glob(f"node*/*/iter_{number}_{owner}_local_*.safetensors")]
 
 
 def iterations_in(root: str) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import xxhash
 
@@ -16,7 +17,6 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.system_calls import before_calls
 
-MAGIC = b"DCKPART4"
 OLD, NEW = 1, 2
 
 
@@ -52,71 +52,92 @@ def newest(tmp_path: Path) -> Path:
     return save(tmp_path, NEW)
 
 
-def describe(content: bytes) -> tuple[bytes, dict[str, Any]]:
-    """What lies before the footer, and what that says."""
-    first = len(content) - 32 - int.from_bytes(content[-16:-8], "little")
-    return content[:first], json.loads(content[first:-32])
+def header_of(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header of a pack, and what follows it."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:start]), content[start:]
 
 
-def with_footer(buffers: bytes, description: bytes) -> bytes:
-    """A file with a description whose digest is right."""
-    size = len(description).to_bytes(8, "little")
-    return buffers + description + xxhash.xxh3_128_digest(description + size) + size + MAGIC
+def with_header(header: bytes, rest: bytes) -> bytes:
+    """A pack with another header, and digests that are right for it."""
+    padded = header.ljust(len(header) + -(len(header) + 8) % 4096)
+    content = len(padded).to_bytes(8, "little") + padded
+    digests = rest[:-32] + xxhash.xxh3_128_digest(content)
+    start = table_start(json.loads(header)) if header.startswith(b'{"__') else 0
+    return content + digests + xxhash.xxh3_128_digest(digests[start:])
 
 
-def test_a_file_of_another_length_or_release_is_refused(newest: Path) -> None:
+def table_start(header: dict[str, Any]) -> int:
+    """The first byte of the digests after the header."""
+    return int(header.get("__digests__", {"data_offsets": [0]})["data_offsets"][0])
+
+
+def test_a_file_of_another_length_is_refused(newest: Path) -> None:
     root, content = newest.parents[1], newest.read_bytes()
     assert (loaded(root), newest.stat().st_nlink) == (NEW, 1)
     others = [b"", content[:32], content[:-1], content + b"\0", 2 * content, b"\0" + content]
-    for other in (*others, content[:-1] + b"3"):
+    for other in others:
         newest.write_bytes(other)
         assert loaded(root) == OLD
 
 
-def test_between_the_buffers_of_a_file_are_zeros(tmp_path: Path) -> None:
-    sizes = [64] * 200 + [1] * 200  # the last ones are sent in memory that the first ones filled
-    state = {"all": [torch.full((size,), 9, dtype=torch.uint8) for size in sizes]}
-    manager = LocalCheckpointManager(tmp_path, max_bucket_bytes=4096)
-    manager.save(BasicTensorAwareStateDict(state), 1)
-    (path,) = tmp_path.rglob("*.part")
+def test_a_file_is_a_pack_with_every_tensor_under_its_place(newest: Path) -> None:
+    found = safetensors.torch.load_file(newest)
 
-    assert path.read_bytes().startswith(b"\x09" * 64 * 200 + (b"\x09" + bytes(63)) * 199 + b"\x09")
+    assert found.keys() - {"__padding__"} == {"w@0", "b@0", "state#0", "__digests__"}
+    assert found["w@0"].tolist() == [NEW] * 5
+    assert found["b@0"].dtype is torch.bfloat16
+
+
+def changed(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of fields of ``__metadata__``."""
+    return lambda header: header["__metadata__"].update(changes)
+
+
+def without(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header.pop(name)
+
+
+def stating(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of what is said of a tensor."""
+    return lambda header: header["w@0"].update(fields)
 
 
 NO_SENSE: list[Any] = [
-    *({"id": one} for one in (None, "iter_0000002_1_local_a1", "iter_0000007_0_local_../../etc")),
-    *({"world_size": size} for size in (-1, "1", 2, 10**12)),
-    {"buffers": [[]]},
-    {"buffers": [["w", "object", [5]]] * 3},
-    *({"buffers": [["w", "float32", shape]] * 3} for shape in (5, [-1], [0, 10**30])),
-    *({"digests": digests} for digests in (["1"], ["x", 5, None])),
+    *(changed(save=one) for one in (None, "", "0000007_a1", "0000002_x", "2_a1", "9" * 5000)),
+    *(changed(packs=size) for size in (None, "-1", "0", "x", "2", str(10**12))),
+    *(changed(rank=rank) for rank in ("1", "-1", "x", None)),
+    changed(session="other"),
+    *(changed(kind=5), changed(session=None), changed(range_nbytes="1"), changed(arrays="[]")),
+    *(stating(dtype=dtype) for dtype in ("object", None, 5)),
+    *(stating(shape=shape) for shape in (5, [-1], [0, 10**30], [2**70], None)),
+    *(stating(data_offsets=at) for at in ([0, 10**30], [-20, 0], [0], "x")),
+    *(without(name) for name in ("w@0", "state#0", "__digests__", "__metadata__")),
     *(b"", b"null", b"[]", b"5", b'"text"', b"{}", b"\xff\xfe", b"{", b"[" * 100_000),
-    b'{"id": ' + b"9" * 5000 + b"}",
 ]
 
 
-def test_a_description_that_makes_no_sense_is_refused_though_its_digest_is_right(
-    newest: Path,
-) -> None:
-    buffers, fields = describe(newest.read_bytes())
-    newest.write_bytes(with_footer(buffers, json.dumps(fields).encode()))
+def test_a_header_that_makes_no_sense_is_refused_though_its_digest_is_right(newest: Path) -> None:
+    header, rest = header_of(newest.read_bytes())
+    newest.write_bytes(with_header(json.dumps(header).encode(), rest))
     assert loaded(newest.parents[1]) == NEW
-    for changes in NO_SENSE:
-        new = changes if isinstance(changes, bytes) else json.dumps(fields | changes).encode()
-        newest.write_bytes(with_footer(buffers, new))
+    for change in NO_SENSE:
+        content = change
+        if not isinstance(change, bytes):
+            other = json.loads(json.dumps(header))
+            change(other)
+            content = json.dumps(other).encode()
+        newest.write_bytes(with_header(content, rest))
 
-        assert loaded(newest.parents[1]) == OLD, changes
+        assert loaded(newest.parents[1]) == OLD, content
 
 
-def test_a_description_with_a_tensor_less_than_its_state_is_an_error_of_ours(newest: Path) -> None:
-    """Tensors lie at bytes 0 and 64, the state without them at byte 128."""
-    buffers, fields = describe(newest.read_bytes())
-    less = {name: [fields[name][0], fields[name][-1]] for name in ("buffers", "digests")}
-    (nbytes,) = fields["buffers"][-1][2]
-    fewer = buffers[:64] + buffers[128 : 128 + nbytes]
-    newest.write_bytes(with_footer(fewer, json.dumps(fields | less).encode()))
+def test_a_pack_without_a_tensor_of_its_state_is_an_error_of_ours(newest: Path) -> None:
+    header, rest = header_of(newest.read_bytes())
+    text = json.dumps(header).replace('"w@0"', '"v@0"').replace(r"\"w\"", r"\"v\"")
+    newest.write_bytes(with_header(text.encode(), rest))
 
-    with pytest.raises(CorruptCheckpointError):
+    with pytest.raises(CorruptCheckpointError, match="the state's description is damaged"):
         loaded(newest.parents[1])
 
 
@@ -128,7 +149,7 @@ def test_a_description_with_a_tensor_less_than_its_state_is_an_error_of_ours(new
         lambda path: path.symlink_to("/dev/zero"),
         lambda path: path.symlink_to(path.name),
         lambda path: path.symlink_to("nowhere"),
-        lambda path: path.with_name("x").rename(path.with_name(path.stem + "1.part")),
+        lambda path: path.with_name("x").rename(path.with_name(path.stem + "1.safetensors")),
     ],
     ids=["directory", "pipe", "device", "loop", "dangling", "other"],
 )
@@ -146,13 +167,18 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(newest: Path) -> None:
         assert loaded(newest.parents[1]) == OLD
 
 
-def test_a_file_of_an_earlier_release_is_named_with_what_to_do(
+def test_a_file_of_an_earlier_release_is_refused_by_name(
     newest: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    newest.write_bytes(b"DCKPART1" + bytes(5000))
+    old = newest.with_suffix(".part")
+    newest.rename(old)
+    old.write_bytes(bytes(5000) + b"DCKPART4")
 
     assert loaded(newest.parents[1]) == OLD
-    assert "in this release" in caplog.text
+    assert f"{old} is a local checkpoint of an earlier release" in caplog.text
+    save(newest.parents[1], NEW + 1)
+    save(newest.parents[1], NEW + 2)
+    assert not old.exists()
 
 
 def test_only_names_of_shards_below_names_of_ranks_are_found(newest: Path) -> None:
@@ -163,7 +189,7 @@ def test_only_names_of_shards_below_names_of_ranks_are_found(newest: Path) -> No
         (root / name / later).write_bytes(content)
     (root / "7").write_bytes(content)
     (root / later).write_bytes(content)
-    for name in (".partial-0", later + ".part", later[:-5], "iter_9_0_local_a1.part"):
+    for name in (".partial-0", later + ".part", later[:-12], "iter_9_0_local_a1.safetensors"):
         newest.with_name(name).write_bytes(content)
 
     assert manager_of(root).find_latest() == NEW

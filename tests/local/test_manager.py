@@ -38,6 +38,7 @@ from tests.local.clique_worlds import (
 from tests.support.leaks import open_files_below, threads_left
 from tests.support.processes import until
 from tests.support.system_calls import before_calls
+from tests.support.thread_ranks import ThreadCommunicator
 
 LOSSES: dict[str, tuple[int, int, int, Sequence[str]]] = {
     "the first node": (4, 2, 2003, ["node0"]),
@@ -78,6 +79,7 @@ def test_a_lost_clique_means_the_save_before_or_an_error_everywhere(tmp_path: Pa
         node.once(lambda: remove(parts_in(root, iteration=20, owner=3)))
         assert (outcome(manager.find_latest), node.load(manager)) == (("ok", "10"), ("ok", "10"))
         node.save(manager, 50)
+        node.meet()
         assert iterations_in(root) == [10, 50]
         node.meet()
         node.once(lambda: remove([holder_directory(root, one) for one in (1, 3)]))
@@ -135,7 +137,7 @@ def test_as_many_saves_are_kept_as_asked_for_and_no_stale_files(tmp_path: Path) 
         assert (iterations_in(root), len(parts_in(root))) == ([4], 8)  # of the later save of 4
         assert node.load(again) == ("ok", "4")
         (own / ".partial-0").write_bytes(b"left by a killed save")
-        in_the_way = own / "iter_0000000_0_local_a.part"
+        in_the_way = own / "iter_0000000_0_local_a.safetensors"
         in_the_way.mkdir()
         node.save(again, 6)
         node.meet()
@@ -148,7 +150,7 @@ def test_as_many_saves_are_kept_as_asked_for_and_no_stale_files(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("call", ["pread", "listdir"])
-def test_nothing_is_removed_or_taken_for_absent_since_it_cannot_be_read_now(
+def test_nothing_is_removed_or_taken_for_absent_since_it_cannot_be_read_now(  # noqa: PLR0915
     call: str, tmp_path: Path
 ) -> None:
     """Of rank 1's state of 20, node 0 has a damaged copy, and node 1 one that fails to be read."""
@@ -157,8 +159,9 @@ def test_nothing_is_removed_or_taken_for_absent_since_it_cannot_be_read_now(
 
     def fail(_: str, path: str) -> None:
         is_it = path.startswith(f"{holder}/iter_0000020")
-        if call == "listdir":  # only once the shards of 30 are there: a save begins with one
-            is_it = path == holder and bool(parts_in(root, iteration=30, owner=3))
+        if call == "listdir":  # only once the shards of 30 are written: a save begins with one
+            is_begun = any(Path(holder).glob(".partial-*")) or 10 not in iterations_in(root)
+            is_it = path == holder and is_begun
         if failing.is_set() and is_it:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -189,7 +192,7 @@ def test_nothing_is_removed_or_taken_for_absent_since_it_cannot_be_read_now(
 
 def test_sessions_are_kept_apart_and_foreign_files_count_as_absent(tmp_path: Path) -> None:
     def move_over() -> None:
-        for path in tmp_path.glob("node*/one/*/*.part"):
+        for path in tmp_path.glob("node*/one/*/*.safetensors"):
             shutil.copy(path, path.parents[2] / "other" / path.parent.name / path.name)
             newer = path.name.replace("iter_0000011", "iter_0000012")
             path.with_name(newer).write_bytes(b"of another program")
@@ -262,9 +265,12 @@ def test_a_save_in_the_background_keeps_what_was_there_and_counts_once_all_ranks
         assert iterations_in(root) == [3]
         vanishing = begin(node, manager, 5)
         until(vanishing.done)
-        node.once(lambda: remove(parts_in(root, iteration=5, owner=1)))
+        assert iterations_in(root) == [3]
+        node.once(lambda: remove([*holder_directory(root, 1).glob(".partial-*")]))
         failure = outcome(vanishing.wait)
-        assert "ranks 1" in failure[1]
+        assert "rank 1: " in failure[1]
+        node.meet()
+        assert (iterations_in(root), partials_in(root)) == ([3], [])
         assert outcome(vanishing.wait) == failure
         node.once(lambda: monkeypatch.setattr(tempfile, "mkstemp", full))
         assert outcome(lambda: begin(node, manager, 6))[0] == "StorageError"
@@ -295,6 +301,30 @@ def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Pat
     for kind, _ in run_threads(4, load_all, tmp_path, flipped=(2, number)):
         assert kind == "NoReplicasAvailableError"
     assert run_threads(4, load_all, tmp_path) == [("ok", "5")] * 4
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_ranks_talk_three_times_in_a_save(
+    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather, talks = ThreadCommunicator.all_gather, list[str]()
+
+    def counted(comm: ThreadCommunicator, item: Any) -> list[Any]:
+        if comm.rank == 0 and not (isinstance(item, list) and "the end of" in str(item)):
+            talks.append(threading.current_thread().name)
+        return gather(comm, item)
+
+    def body(node: Node) -> None:
+        manager = node.manager(4, 1)
+        node.save(manager, 1)
+        node.once(lambda: monkeypatch.setattr(ThreadCommunicator, "all_gather", counted))
+        talks.clear()
+        request = manager.save(state_of(node.rank, 2), 2, is_async)
+        if request is not None:
+            request.wait()
+
+    run_threads(4, body, tmp_path)
+    assert len(talks) == 3
 
 
 def test_a_manager_refuses_what_makes_no_sense(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from dist_ckpt_strategies.core.array import Region, ShardSpec
 from dist_ckpt_strategies.errors import CoverageError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.plan import (
     Completeness,
+    LocalShardId,
+    SaveId,
     build_cliques,
     build_exchange_plan,
     build_reshard_plan,
     build_retention,
     group_saves,
 )
-from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
 from tests.support.regions import Split, regions_in, spec_of, splits, times_covered
 
 WORLDS = st.integers(1, 8).flatmap(

@@ -431,7 +431,7 @@ def rely_on_pending_work(rank: int, what: str, root: str) -> Any:
         torch.cuda.synchronize()
     found = outcome(actions[what])
     ending.join()
-    return found, manager.phase, list(Path(root).glob("**/*.part"))
+    return found, manager.phase, list(Path(root).glob("**/iter_*_local_*"))
 
 
 @pytest.mark.parametrize(

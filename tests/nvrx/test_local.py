@@ -107,7 +107,7 @@ def test_a_queue_that_converts_nothing_gets_a_request_of_its_own_class(tmp_path:
     request.execute_finalize_fns(validate_matching_call_idx=False)
 
     assert saved.done()
-    assert [path.suffix for path in tmp_path.rglob("iter_*")] == [".part"]
+    assert [path.suffix for path in tmp_path.rglob("iter_*")] == [".safetensors"]
     assert not Path(request.async_fn_args[0]).exists()
 
 

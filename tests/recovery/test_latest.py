@@ -41,7 +41,7 @@ class Run:
         self.backend = backend
         """Format of the global checkpoints."""
         is_packs = backend == PACKS
-        self.marker, self.data = ("index", "*.safetensors") if is_packs else (MARKER, "c.1")
+        self.marker, self.data = ("index", "*.safetensors") if is_packs else (MARKER, "1")
         """What makes one count, and what holds data of it."""
         self.rank = dist.get_rank()
         self.global_root = Path(root) / "global"
@@ -79,8 +79,10 @@ class Run:
         return found
 
     def damage_local(self, iteration: int) -> None:
-        """Both copies of rank 1's part."""
-        self._each(f"node*/**/iter_{iteration:07d}_1_*", lambda path: flip_at(path, 0))
+        """The tensor in both copies of rank 1's shard."""
+        self._each(
+            f"node*/**/iter_{iteration:07d}_1_*", lambda path: flip_at(path, 4096)
+        )  # a tensor
 
     def lose(self, pattern: str) -> None:
         """Files of the nodes, or of a global checkpoint."""
@@ -174,7 +176,7 @@ def lose_local_saves(_rank: int, root: str, backend: tuple[str, int]) -> None:
     """A first save is killed; then the newest is damaged in both copies; then both lack a part."""
     run = Run(root, backend)
     run.save_locally(5)
-    run.lose("node*/**/iter_*_1_local_*.part")
+    run.lose("node*/**/iter_*_1_local_*.safetensors")
     run.lose("node*/**/finished")
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint to load in"):
         load_latest(run.manager, [])
@@ -186,7 +188,7 @@ def lose_local_saves(_rank: int, root: str, backend: tuple[str, int]) -> None:
     (damaged,) = map(str, found.attempts)
     assert "iteration 20" in damaged
     assert "damaged in every copy; iteration 10 is used instead" in damaged
-    run.lose("node*/**/iter_*_1_local_*.part")
+    run.lose("node*/**/iter_*_1_local_*.safetensors")
     words = "iteration 20: no rank has the shards of ranks 1"
     with pytest.raises(NoUsableCheckpointError, match=words):
         load_latest(run.manager, [])

@@ -1,0 +1,265 @@
+"""Save the states of all ranks on their nodes: ``finish_save(start_save(...), write_shards)``.
+
+The ranks talk three times: about what they save, about what they have written, and about the names
+that the files get last. Between the first two, members of a clique send each other their packs.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.exchange import MESSAGE_NBYTES, Incoming, Outgoing, Rounds
+from dist_ckpt_strategies.core.report import ReplicationReport
+from dist_ckpt_strategies.device import TensorBytes, to_host
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
+    PlanError,
+)
+from dist_ckpt_strategies.formats.pack_write import seal
+from dist_ckpt_strategies.local.inventory import Inventory, build_inventory, listing, nodes_of
+from dist_ckpt_strategies.local.packs import SplitState
+from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
+from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardWriter
+from dist_ckpt_strategies.sharded.async_request import BackgroundWork, yield_to_training
+from dist_ckpt_strategies.storage.io_pool import (
+    OPENING,
+    WORK,
+    clean_up_limit,
+    restart_limit,
+    time_limit,
+)
+
+logger = logging.getLogger(__name__)
+
+
+_HEAD_START_S = 0.01
+"""Training is back from an asynchronous save before the rest of it asks for Python's lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a rank brings to a save; of the stamps that of the first rank counts.
+
+    ``image`` is host memory of the size of the state's pack, which is laid out there once.
+    ``max_bucket_nbytes`` bounds what travels at once in each direction.
+    """
+
+    iteration: int
+    stamp: str
+    is_async: bool
+    split: SplitState
+    image: torch.Tensor
+    clique: Communicator
+    max_bucket_nbytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A save that every rank has begun; nothing of it is visible.
+
+    Attributes:
+        comm: all ranks.
+        directory: of this rank's node.
+        own: what this rank has brought.
+        save: the same on all ranks, and of no other save.
+        members: sizes of the packs of the clique's members, and the least bound of theirs.
+        nodes: see Inventory.
+        writers: a file for the pack of each member.
+        rounds: messages with these packs.
+        work: calls ``write_shards`` in the background; not begun yet.
+    """
+
+    comm: Communicator
+    directory: ShardDirectory
+    own: Prepared
+    save: SaveId
+    members: tuple[Sequence[int], int]
+    nodes: Sequence[int]
+    writers: Sequence[ShardWriter]
+    rounds: Rounds
+    work: BackgroundWork[ReplicationReport] | None
+
+
+def start_save(
+    comm: Communicator, directory: ShardDirectory, prepare: Callable[[], Prepared]
+) -> Started:
+    """Copy this rank's state to host memory, and begin the files that it writes. Collective.
+
+    When it returns the tensors may change. Memory, files and threads are all there then: no other
+    rank relies on one that lacks them.
+
+    Raises:
+        PlanError: ranks save different iterations, or some in the background and others not.
+        CheckpointError: ``prepare`` has raised on a rank, or a file cannot be made.
+    """
+    mine: list[Prepared] = []
+    writers: list[ShardWriter] = []
+    rounds: list[Rounds] = []
+    works: list[BackgroundWork[ReplicationReport]] = []
+    started: list[Started] = []
+
+    def work() -> ReplicationReport:
+        yield_to_training()
+        rounds[0].threads.submit_to_all(yield_to_training)
+        time.sleep(_HEAD_START_S)
+        return write_shards(started[0])
+
+    def describe() -> Message:
+        own = prepare()
+        mine.append(own)
+        own.split.copy_to(own.image)
+        name = _begin_files(own, directory, comm.rank, writers)
+        rounds.append(_rounds(own, writers))
+        if own.is_async:
+            works.append(BackgroundWork(work, "local-save", own.image.numel()))
+        facts = own.iteration, own.stamp, own.is_async
+        return [*facts, own.image.numel(), own.max_bucket_nbytes, name]
+
+    try:
+        answers = run_and_gather(comm, describe)  # 1
+        _require_alike(answers)
+    except BaseException:
+        _abandon(writers, rounds, works)
+        raise
+    (own,), save = mine, SaveId(*answers[0][:2])
+    *_, sizes, buckets, _ = zip(*(answers[r] for r in own.clique.global_ranks), strict=True)
+    where = comm, directory, own, save, (sizes, min(buckets)), nodes_of([a[-1] for a in answers])
+    started.append(Started(*where, writers, rounds[0], next(iter(works), None)))
+    return started[0]
+
+
+def _begin_files(
+    own: Prepared, directory: ShardDirectory, holder: int, writers: list[ShardWriter]
+) -> str:
+    """Begin a file for each member of the clique; the name of the directory."""
+    with time_limit(own.timeout_s, OPENING):
+        for _ in own.clique.global_ranks:
+            writers.append(directory.create(holder))  # noqa: PERF401 - the next may fail
+        return directory.name()
+
+
+def _rounds(own: Prepared, writers: Sequence[ShardWriter]) -> Rounds:
+    """Messages with this rank's pack to every member, and with theirs into files."""
+    source = TensorBytes([own.image])
+    outgoing = [Outgoing.of("own shard", rank, source) for rank in range(own.clique.size)]
+    incoming = [
+        Incoming(str(writer), rank, MESSAGE_NBYTES, partial(_write, writer))
+        for rank, writer in enumerate(writers)
+    ]
+    return Rounds(own.clique, outgoing, incoming, own.max_bucket_nbytes, digests=True)
+
+
+def _write(writer: ShardWriter, start: int, content: torch.Tensor) -> None:
+    writer.write(start, to_host([content])[0])
+
+
+def _require_alike(answers: Sequence[Message]) -> None:
+    number, _, is_async, *_ = answers[0]
+    for rank, (other, _, other_is, *_) in enumerate(answers):
+        if other != number or number < 0 or other_is != is_async:
+            raise PlanError(
+                f"rank {rank} saves iteration {other} with is_async={other_is}, rank 0 iteration "
+                f"{number} with is_async={is_async}; give the same on all ranks, and a number of 0 "
+                "or more"
+            )
+
+
+def write_shards(started: Started) -> ReplicationReport:
+    """Write the packs of all members of a clique at each of them, durably; no file has a name yet.
+
+    All members call it together, here or on a thread, and learn of its outcome in ``finish_save``.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    began, own, rounds = time.monotonic(), started.own, started.rounds
+    sizes, bucket_nbytes = started.members
+    with time_limit(own.timeout_s, WORK):
+        seal(own.split.pack, own.image.numpy(), str(started.save), started.comm.size)
+        rounds.expect(sizes)
+        share = bucket_nbytes // max(1, len(sizes) - 1)
+        with rounds.threads:
+            rounds.run(max(1, min(share, MESSAGE_NBYTES)))
+        rounds.require_success()
+        for writer in started.writers:
+            writer.flush()
+    own_nbytes = own.image.numel()
+    return ReplicationReport(
+        num_shards=len(sizes),
+        own_nbytes=own_nbytes,
+        received_nbytes=sum(sizes) - own_nbytes,
+        seconds=time.monotonic() - began,
+    )
+
+
+def finish_save(
+    started: Started, written: Callable[[], ReplicationReport], session_id: str
+) -> Inventory:
+    """Give the files their names, once every rank has written its own. Collective.
+
+    If it fails on any rank, every rank raises, and nothing of the save stays. Where contact with a
+    peer is lost its outcome is unknown: files that have their names stay, and count if all are
+    there.
+
+    Args:
+        started: what ``start_save`` has returned.
+        written: does ``write_shards``, or waits for it; may raise.
+        session_id: of the manager.
+
+    Returns:
+        What the ranks had before.
+
+    Raises:
+        StorageError: a file cannot be written, or has disappeared.
+        CorruptCheckpointError: one is not as a peer has sent it.
+        PeerError: the same on another rank.
+    """
+    comm, directory, save = started.comm, started.directory, started.save
+    members = started.own.clique.global_ranks
+
+    def describe() -> Message:
+        report = written()
+        text = "rank %s: local save of iteration %s: %s"
+        logger.log(comm.report_level, text, comm.rank, save.iteration, report)
+        files = listing(directory, comm.rank, started.nodes, save.training_id)
+        return [started.rounds.sent_digests(), files]
+
+    def publish() -> None:
+        started.rounds.compare([answers[rank][0] for rank in members])
+        for rank, writer in zip(members, started.writers, strict=True):
+            writer.appear(LocalShardId(save, rank))
+
+    try:
+        answers = run_and_gather(comm, describe)  # 2
+        restart_limit()  # in the background, what others were waited for is not storage
+        run_collectively(comm, publish)  # 3
+    except (PeerLostError, PeerTimeoutError):
+        raise
+    except CheckpointError:
+        _abandon(started.writers, [started.rounds])
+        raise
+    listed = [files for _, files in answers]
+    return build_inventory(directory, started.nodes, listed, save.training_id, session_id)
+
+
+def _abandon(
+    writers: Sequence[ShardWriter],
+    rounds: Sequence[Rounds],
+    works: Sequence[BackgroundWork[ReplicationReport]] = (),
+) -> None:
+    """End threads, and remove what was written. Rank-local."""
+    for work in works:
+        work.call_off()
+    for messages in rounds:
+        messages.threads.__exit__()
+    with clean_up_limit():
+        for writer in writers:
+            writer.abandon()
