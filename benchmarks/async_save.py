@@ -26,10 +26,10 @@ from benchmarks.common.disks import fresh, touch_memory
 from benchmarks.common.rounds import on_first_rank, timed
 from benchmarks.page.subjects import MEMCPY
 from dist_ckpt_strategies.cli.bench_rank import (
+    PACKS,
     SECONDS,
     TORCH_DIST,
     ZARR_1,
-    ZARR_2,
     GptSize,
     Megatron,
     Sample,
@@ -106,7 +106,7 @@ class _Memcpy:
 
 MAKERS: Final[Mapping[str, Callable[[Shards], AsyncCandidate]]] = {
     MEMCPY: _Memcpy,
-    "zarr 2": partial(_SaveAsync, backend=ZARR_2),
+    "packs": partial(_SaveAsync, backend=PACKS),
     "zarr 1": partial(_SaveAsync, backend=ZARR_1),
     "torch_dist, queue": _Queue,
 }

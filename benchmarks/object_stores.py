@@ -26,8 +26,8 @@ from benchmarks.common import rounds
 from benchmarks.common.command_line import Parser, open_output, run_cases
 from benchmarks.common.disks import touch_memory, workspace
 from dist_ckpt_strategies.cli.bench_rank import (
+    PACKS,
     SECONDS,
-    ZARR_2,
     Candidate,
     GptSize,
     Megatron,
@@ -46,14 +46,14 @@ _BUCKET = "bench"
 _REQUEST_TIMEOUT_S = "120"
 _OBJECT_NBYTES = 64 << 20
 _NUM_REQUESTS = 32
-"""As in format 2: objects at most so large, and so many requests of a rank at the same time."""
+"""Objects at most so large, and so many requests of a rank at the same time."""
 
 
-class _Zarr(Megatron):
+class _Packs(Megatron):
     """This package's own entry points: Megatron-Core's know no object stores."""
 
     def __init__(self, shards: Shards) -> None:
-        super().__init__(shards, ZARR_2)
+        super().__init__(shards, PACKS)
 
     def save(self, directory: Path) -> None:
         dist_ckpt_strategies.save(self.state(), f"s3://{_BUCKET}/{directory.name}", self.backend)
@@ -112,7 +112,7 @@ def _objects(shards: Shards) -> Iterator[tuple[str, memoryview]]:
 
 MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
     RAW_PUT: _TensorStorePuts,
-    "zarr 2": _Zarr,
+    "packs": _Packs,
 }
 
 

@@ -3,8 +3,8 @@
     python benchmarks/planning.py --out planning.jsonl
     python benchmarks/planning.py --ranks 16384 --arrays 1000
 
-Every rank computes the whole plan from what all ranks have described, so one process can do what
-each of thousands would do. The job has TP 8: three quarters of the arrays are weights, cut into
+One process does what one rank of thousands would: the first, which proves that all shards make up
+the arrays, or another. The job has TP 8: three quarters of the arrays are weights, cut into
 eight by rows and held by every data-parallel rank; the others are flat optimizer buffers, each of
 one tensor-parallel rank, cut unevenly among its data-parallel ranks. Each case runs in a new
 process. Nothing is sent, read or written.
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
@@ -25,10 +24,10 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 from benchmarks.common.command_line import Parser, open_output
-from dist_ckpt_strategies.core.array import ArraySpec, DType, RankShards, Region, ShardId, ShardSpec
-from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, ShardId, ShardSpec
+from dist_ckpt_strategies.formats.pack import lay_out
+from dist_ckpt_strategies.sharded.ledger import Description, Ledger, proved
 from dist_ckpt_strategies.sharded.load import build_read_item
-from dist_ckpt_strategies.sharded.plan import build_save_plan
 from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions
 
 _TENSOR_PARALLEL: Final = 8
@@ -85,10 +84,29 @@ class Job:
         return found
 
 
-def _save(layout: ChunkLayout, job: Job) -> dict[str, float]:
-    shards = [RankShards(rank, job.shards_of(rank)) for rank in range(job.num_ranks)]
-    plan = lambda: build_save_plan(shards, chunk_layout=layout)  # noqa: E731
-    return _measured(plan, sum(len(of_rank.shards) for of_rank in shards))
+def _save_first(job: Job) -> dict[str, float]:
+    """On the first rank: the proof that all ranks' shards make up the arrays, and the index."""
+    ranks = range(job.num_ranks)
+    told, num_shards = [], 0
+    copies: dict[str, bytes] = {}
+    for rank in ranks:
+        said = _described(job, rank)
+        told.append((said.num_packs, said.main, said.copies_digest))
+        copies.setdefault(said.copies_digest, said.copies)
+        num_shards += len(job.shards_of(rank))
+    ledger = Ledger("", tuple(told), copies)
+    return _measured(lambda: proved(ledger, ranks), num_shards)
+
+
+def _save_other(job: Job) -> dict[str, float]:
+    """On any other: the layout of its packs, and their description."""
+    return _measured(lambda: _described(job, 1), len(job.shards_of(1)))
+
+
+def _described(job: Job, rank: int) -> Description:
+    shards = job.shards_of(rank)
+    layout = lay_out([shard for shard in shards if shard.is_main], rank=rank)
+    return Description.of(layout, [shard for shard in shards if not shard.is_main], ())
 
 
 def _load(job: Job) -> dict[str, float]:
@@ -116,8 +134,8 @@ def _two_stage(job: Job) -> dict[str, float]:
 
 
 PLANNERS: Final[Mapping[str, Callable[[Job], dict[str, float]]]] = {
-    "save, format 1": partial(_save, ChunkLayout.WHOLE),
-    "save, format 2": partial(_save, ChunkLayout.INNER),
+    "save, first rank": _save_first,
+    "save, other rank": _save_other,
     "load": _load,
     "two-stage load": _two_stage,
 }

@@ -27,7 +27,7 @@ from dist_ckpt_strategies.cli import bench_rank
 from dist_ckpt_strategies.cli.bench_rank import GptSize, Sample, Split, Tensors, build_shards
 
 MAKERS: Final = {READ_SHARES: bench_rank.Stream} | {
-    name: bench_rank.MAKERS[name] for name in ("zarr 2", "zarr 1", "torch_dist")
+    name: bench_rank.MAKERS[name] for name in ("packs", "zarr 1", "torch_dist")
 }
 MOVES: Final[Mapping[str, tuple[tuple[Split, int], tuple[Split, int]]]] = {
     "TP2 to TP4": (("TP", 2), ("TP", 4)),

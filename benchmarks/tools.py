@@ -2,7 +2,7 @@
 
     python benchmarks/tools.py --out tools.jsonl
 
-One GPT-like state, saved by two ranks in format 1 and in format 2. Every run has a process of its
+One GPT-like state, saved by two ranks in format 1 and as packs. Every run has a process of its
 own, or two that share the work and the threads. The peak of resident memory, of both together, is
 taken at the end; the time is that of the tool, without the start of Python. Warm: the page cache
 holds the source; cold: it holds nothing of it. Candidates take turns; medians.
@@ -111,10 +111,10 @@ def _read_blocks(
 BASELINES: Final[Mapping[str, Tool]] = {"raw read": _read, "raw copy": _copy}
 TOOLS: Final[Mapping[str, Mapping[str, Tool]]] = {
     "zarr 1": {
-        "to zarr 2": partial(_convert, to="zarr@2"),
-        "to zarr 2, 2 processes": partial(_convert, to="zarr@2"),
+        "to packs": partial(_convert, to="pack"),
+        "to packs, 2 processes": partial(_convert, to="pack"),
     },
-    "zarr 2": {
+    "packs": {
         "verify": _verify,
         "verify, 2 processes": _verify,
         "to torch_dist": partial(_convert, to="torch_dist"),

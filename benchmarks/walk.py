@@ -28,7 +28,7 @@ from benchmarks.common.command_line import ROOT, Parser, open_output
 from benchmarks.common.disks import workspace
 from benchmarks.common.rounds import run_on_ranks
 
-STRATEGIES = (("safetensors", 1), ("zarr", 1), ("zarr", 2))
+STRATEGIES = (("safetensors", 1), ("zarr", 1))
 NAMES = ("functions", "files", "collectives")
 AIMS = {"save": (75, 14, 3), "load": (60, 11, 2)}
 

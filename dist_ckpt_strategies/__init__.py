@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     )
     from dist_ckpt_strategies.strategies.save import SaveHandle, save, save_async
     from dist_ckpt_strategies.tiered import ManagerOptions, SavePolicy, TieredCheckpointManager
-    from dist_ckpt_strategies.tools.convert import ConvertOptions, convert, upgrade
+    from dist_ckpt_strategies.tools.convert import convert, copy, upgrade
     from dist_ckpt_strategies.tools.diff import diff
     from dist_ckpt_strategies.tools.opened import open  # noqa: A004
+    from dist_ckpt_strategies.tools.options import ConvertOptions
     from dist_ckpt_strategies.tools.prune import PruneReport, prune
 
 __version__ = "0.1.0"
@@ -45,9 +46,10 @@ _NAMES = {
         "register_default_zarr_strategies",
     ),
     "tiered": ("ManagerOptions", "SavePolicy", "TieredCheckpointManager"),
-    "tools.convert": ("ConvertOptions", "convert", "upgrade"),
+    "tools.convert": ("convert", "copy", "upgrade"),
     "tools.diff": ("diff",),
     "tools.opened": ("open",),
+    "tools.options": ("ConvertOptions",),
     "tools.prune": ("PruneReport", "prune"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
@@ -65,6 +67,7 @@ __all__ = [
     "StrategyAction",
     "TieredCheckpointManager",
     "convert",
+    "copy",
     "diff",
     "get_default_strategy",
     "load",

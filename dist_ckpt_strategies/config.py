@@ -137,8 +137,8 @@ class Options:
             leaves the cache to training data; a load right after the save reads from the disk.
         whole_flush: whether a save to a local disk may flush the file system once instead of every
             file, if little other data waits to be written and Linux is 5.8 or newer.
-        verify: what a load of format 2 compares with digests: ``"read"``, what it reads; ``"off"``,
-            nothing but sizes.
+        verify: what a load of packs compares with digests: ``"read"``, what it reads; ``"off"``,
+            nothing but headers and the index.
         strict_dtype: whether a load raises where an array is stored in another dtype than the one
             requested, before it fills any tensor; otherwise it converts, and warns once.
         writer_process: whether a separate process per rank writes asynchronous saves to

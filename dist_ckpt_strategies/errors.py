@@ -1,5 +1,6 @@
 """Every exception this package raises on purpose."""
 
+import difflib
 import traceback
 from collections.abc import Sequence
 from functools import lru_cache
@@ -228,6 +229,12 @@ def text_of(error: BaseException) -> str:
 def some_of(names: Sequence[str], most: int = 5) -> str:
     """The first of the names for a message; ``...`` stands for the others."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def similar_text(name: str, known: Sequence[str]) -> str:
+    """What follows an error about a name that is not there: similar ones, if there are."""
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"; similar ones: {', '.join(near)}" if near else ""
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:

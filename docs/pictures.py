@@ -116,7 +116,7 @@ def make_checkpoint(directory: Path) -> None:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4
         archive.extractall(directory)  # noqa: S202 - our own
     old = next(directory.glob("*/ckpt"))
-    shown(directory, f"convert {old.relative_to(directory)} checkpoint --to zarr@2")
+    shown(directory, f"convert {old.relative_to(directory)} checkpoint --to pack")
 
 
 def recovery(directory: Path) -> Iterator[str]:

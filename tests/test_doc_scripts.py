@@ -21,9 +21,9 @@ from tests.golden.sets import FLAT, GoldenSet
 from tests.support.checkpoints import (
     flip_at,
     write_checkpoint,
-    write_format2,
     write_metadata,
     write_object,
+    write_packs,
 )
 from tests.support.pages import (
     PAGES,
@@ -71,15 +71,13 @@ assert torch.equal(weight, torch.arange(6.0)), state_dict
 
 _FORMAT_BEFORE = f"""
 {_STATE}
-from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
-register_extension_dtypes()
-weight = torch.arange(32.0, dtype=torch.bfloat16).reshape(4, 8)
+weight = torch.arange(32.0).reshape(4, 8)
 package.save({{"w": ShardedTensor.from_rank_offsets("w", weight)}}, "ckpt", ("zarr", 1))
 array_directory = Path("ckpt/w")
 """
 
 _FORMAT_AFTER = """
-assert (whole == weight.float().numpy()).all() and (chunk == whole).all() and part.shape == (2, 8)
+assert (whole == weight.numpy()).all() and (chunk == whole).all() and part.shape == (2, 8)
 """
 
 _CONTRIBUTING_AFTER = """
@@ -110,19 +108,6 @@ _PACKS_BEFORE = f"""
 weight, checkpoint_dir = torch.arange(32.0).reshape(4, 8), "iter_0001000"
 name = "decoder.final_layernorm.weight"
 sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets(name, weight)}}
-"""
-
-_FORMAT2_BEFORE = f"""
-{_STATE}
-weight, checkpoint_dir = torch.arange(32.0).reshape(4, 8), "iter_0000999"
-name = "decoder.final_layernorm.weight"
-sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets(name, weight)}}
-"""
-
-_FORMAT2_AFTER = """
-assert torch.equal(state_dict["w"], weight)
-assert (array.read().result() == weight.numpy()).all()
-assert (whole == weight.numpy()).all()
 """
 
 _STORES_BEFORE = f"""
@@ -224,7 +209,6 @@ SCRIPTS = {
     "docs/contributing.md": (_STATE, _CONTRIBUTING_AFTER),
     "docs/convert.md": (f"{_STATE}\npackage.save(sharded_state_dict, 'old', ('zarr', 1))", ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
-    "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),
     "docs/packs.md": (_PACKS_BEFORE, ""),
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
     "docs/migrate.md": (f"{_MODEL}\nsave('')", _MIGRATE_AFTER),
@@ -235,8 +219,7 @@ SCRIPTS = {
 }
 
 CHANGES = {
-    "docs/format2.md": {
-        '"iter_0001000': '"iter_0000999',
+    "docs/packs.md": {
         "save_async(sharded_state_dict, checkpoint_dir": "save_async(sharded_state_dict, 'later'",
     },
     "docs/local.md": {
@@ -302,7 +285,7 @@ def make_all(root: Path) -> None:
     for number in (800, 900, 1000, 1100, 1150):
         place = root / "checkpoints" / f"iter_{number:07d}"
         if number == 1150:
-            array = write_format2(place, is_finished=False) / ".partial-0" / "more"
+            array = write_packs(place, is_finished=False) / ".partial-0" / "more"
         else:
             array = write_checkpoint(place) / "more"
         num_elements = {800: 262_500_000, 1150: 102_700_000}.get(number, 100)

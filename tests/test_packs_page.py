@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from dist_ckpt_strategies.formats.objects import load_content
 from dist_ckpt_strategies.formats.pack import PackLimits
 from dist_ckpt_strategies.sharded.pack_save import Contents
-from dist_ckpt_strategies.strategies.safetensors import contents_of
+from dist_ckpt_strategies.strategies.own_save import contents_of
 from tests.support.checkpoints import flip_at
 from tests.support.layouts import empties, irregular, random_layouts, scattered
 from tests.support.packs import save_packs

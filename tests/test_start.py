@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import write_checkpoint, write_format2
+from tests.support.checkpoints import write_checkpoint, write_packs
 from tests.support.processes import finished
 
 pytestmark = pytest.mark.multiprocess
@@ -41,7 +41,7 @@ def loaded_by(code: str, *args: str) -> set[str]:
 
 def test_libraries_are_loaded_when_they_are_needed(tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "ckpt")
-    killed = write_format2(tmp_path / "iter_0000001", is_finished=False)
+    killed = write_packs(tmp_path / "iter_0000001", is_finished=False)
     looking = [
         f"{command},{place}" for command in ("inspect", "verify") for place in (whole, killed)
     ]

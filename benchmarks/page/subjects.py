@@ -234,6 +234,6 @@ GOALS: Final = (
          LOCAL_BASELINE, "recovery"),
     Goal("local: recovery, of nvrx", 0.5, "local_replicated", "local manager", NVRX, "recovery"),
     Goal("verify, of raw read", 1.43, "tools", "verify", READ_SHARES),
-    Goal("convert to zarr 2, of raw copy", 1.43, "tools", "to zarr 2", "raw copy"),
-    Goal("convert to zarr 2: peak memory, MiB", 1024, "tools", "to zarr 2", "peak memory, MiB"),
+    Goal("convert to packs, of raw copy", 1.43, "tools", "to packs", "raw copy"),
+    Goal("convert to packs: peak memory, MiB", 1024, "tools", "to packs", "peak memory, MiB"),
 )  # fmt: skip

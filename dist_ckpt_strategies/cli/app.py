@@ -23,7 +23,8 @@ from dist_ckpt_strategies.config import environment, update_environment
 from dist_ckpt_strategies.errors import PlanError
 
 _CONVERT_STATUS = (
-    "0 done, 1 SRC is damaged or incomplete, 2 wrong usage, 3 could not read or write."
+    "0 done, 1 SRC is damaged or incomplete, also where the rest was converted, 2 wrong usage, "
+    "3 could not read or write."
 )
 
 
@@ -97,10 +98,16 @@ _Debug = Annotated[
     bool, _flag("--debug", help="Show a traceback on failure, as DIST_CKPT_DEBUG=1 does.")
 ]
 _Memory = Annotated[
-    int,
-    typer.Option(
-        metavar="MIB", min=1, help="Bound on elements in memory at once, in MiB for each process."
+    int | None,
+    _value(
+        metavar="MIB",
+        min=1,
+        help="Bound on elements in memory at once, in MiB for each process (512, or "
+        "DIST_CKPT_MAX_INFLIGHT_BYTES).",
     ),
+]
+_Keys = Annotated[
+    str | None, _value(metavar="GLOB", help="Only arrays and objects whose keys match.")
 ]
 _Nproc = Annotated[
     int | None,
@@ -298,17 +305,18 @@ def demo(
     return run_demo(keep, Console())
 
 
-@_command("dist-ckpt convert SRC DST --to zarr@2", _CONVERT_STATUS)
+@_command("dist-ckpt convert SRC DST --to torch_dist", _CONVERT_STATUS)
 def convert(
     source: _Source,
     target: _Target,
     *,
     to: Annotated[
-        str, _value(metavar="FORMAT", help="pack, zarr@2, zarr@1, torch_dist or safetensors.")
+        str, _value(metavar="FORMAT", help="pack, zarr@1, zarr@3, torch_dist or safetensors.")
     ],
-    keys: Annotated[
-        str | None, _value(metavar="GLOB", help="For safetensors: only keys that match.")
-    ] = None,
+    keys: _Keys = None,
+    skip_damaged: Annotated[
+        bool, _flag("--skip-damaged", help="Leave out what is damaged, and list it.")
+    ] = False,
     max_file: Annotated[
         int | None,
         _value(
@@ -317,27 +325,50 @@ def convert(
             help="Size of a file of safetensors (5000), a pack or torch_dist (537), in MB.",
         ),
     ] = None,
-    memory: _Memory = 256,
+    memory: _Memory = None,
     nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
-) -> None:
+) -> int:
     """Convert a checkpoint to another format, bit for bit.
 
-    From ("safetensors", 1), ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16;
-    optimizer state, objects and common state too. To safetensors: only the model's arrays, whole;
-    to pack: ("safetensors", 1). Memory is bounded. DST must be new or empty; nothing is visible
+    From and to pack, which is ("safetensors", 1); ("zarr", 1); plain Zarr v3; torch_dist of
+    Megatron-Core 0.16; and files of safetensors with whole arrays of a model, without optimizer
+    state, objects and common state. Memory is bounded. DST must be new or empty; nothing is visible
     there until the conversion is complete. After an interruption the same command starts over.
     """
     _prepare(source, target)
     from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
 
     arguments: dict[str, Any] = {"source": source, "target": target, "to": to, "keys": keys}
-    arguments |= {"max_file": max_file, "memory": memory}
-    convert_checkpoint("convert", arguments, nproc, as_json=as_json)
+    arguments |= {"skip_damaged": skip_damaged, "max_file": max_file, "memory": memory}
+    return convert_checkpoint("convert", arguments, nproc, as_json=as_json)
 
 
-@_command("dist-ckpt upgrade SRC DST --to zarr@2", _CONVERT_STATUS)
+@_command("dist-ckpt copy SRC s3://bucket/run/iter_0000100 --keys 'model.*'", _CONVERT_STATUS)
+def copy(
+    source: _Source,
+    target: _Target,
+    *,
+    keys: _Keys = None,
+    memory: _Memory = None,
+    nproc: _Nproc = None,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> int:
+    """Copy a checkpoint, or a part of it, in its own format.
+
+    Only the bytes of the keys that match are read, and the common state. Those of packs are
+    compared with their digests, which are copied. Otherwise like convert.
+    """
+    _prepare(source, target)
+    from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
+
+    arguments = {"source": source, "target": target, "keys": keys, "memory": memory}
+    return convert_checkpoint("copy", arguments, nproc, as_json=as_json)
+
+
+@_command("dist-ckpt upgrade SRC DST --to pack", _CONVERT_STATUS)
 def upgrade(
     source: _Source,
     target: _Target,
@@ -346,14 +377,14 @@ def upgrade(
         str | None,
         _value(
             metavar="FORMAT",
-            help="pack, zarr@2, zarr@1 or torch_dist; by default the format of SRC.",
+            help="pack, zarr@1, zarr@3 or torch_dist; by default the format of SRC.",
         ),
     ] = None,
-    memory: _Memory = 256,
+    memory: _Memory = None,
     nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
-) -> None:
+) -> int:
     """Convert a checkpoint of Megatron-Core <= 0.15 or NeMo 1.x so that training can continue.
 
     Optimizer state of the form fully_sharded_model_space (optimizer.state.fp32_param.*), which
@@ -364,7 +395,7 @@ def upgrade(
     from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
 
     arguments = {"source": source, "target": target, "to": to, "memory": memory}
-    convert_checkpoint("upgrade", arguments, nproc, as_json=as_json)
+    return convert_checkpoint("upgrade", arguments, nproc, as_json=as_json)
 
 
 @_command(
@@ -379,7 +410,7 @@ def diff(
         str | None,
         _value(metavar="GLOB", help="Compare only arrays whose keys match, and no objects."),
     ] = None,
-    memory: _Memory = 256,
+    memory: _Memory = None,
     nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
@@ -387,7 +418,9 @@ def diff(
     """Compare two checkpoints of any formats: keys, shapes, dtypes, elements and objects.
 
     For each array that differs it shows the first such element, their number, and the largest
-    absolute difference. Equal means equal to the bit.
+    absolute difference. Equal means equal to the bit. Blocks of packs are compared by their
+    digests, and read if these differ. Damage is a difference too. After upgrade, arrays are
+    compared under both names.
     """
     _prepare(a, b)
     from dist_ckpt_strategies.cli.convert import diff_checkpoints  # noqa: PLC0415
@@ -416,7 +449,7 @@ def bench(
 ) -> int:
     """Measure saves and loads on the file system of DIR; the baseline is one stream per rank.
 
-    CPU ranks save and load a GPT-like state with ("zarr", 1), ("zarr", 2) and torch_dist, in turn.
+    CPU ranks save and load a GPT-like state with ("zarr", 1), packs and torch_dist, in turn.
     All files are flushed when a save ends, and dropped from the page cache before a load if the
     kernel can do that. Every load is compared with what was saved. All files are removed at the
     end. The default is the temporary directory, which may be in memory.

@@ -33,7 +33,6 @@ with needs_megatron_core():
 
 SECONDS: Final = "seconds"
 ZARR_1: Final = ("zarr", 1)
-ZARR_2: Final = ("zarr", 2)
 PACKS: Final = ("safetensors", 1)
 TORCH_DIST: Final = ("torch_dist", 1)
 _NUM_LAYERS, _GRANULE = 24, 32
@@ -280,7 +279,6 @@ def _own_file(directory: Path) -> Path:
 MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
     BASELINE: Stream,
     "zarr 1": partial(Megatron, backend=ZARR_1),
-    "zarr 2": partial(Megatron, backend=ZARR_2),
     "packs": partial(Megatron, backend=PACKS),
     "torch_dist": partial(Megatron, backend=TORCH_DIST),
 }

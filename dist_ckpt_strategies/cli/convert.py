@@ -1,7 +1,7 @@
-"""``dist-ckpt convert``, ``upgrade`` and ``diff``."""
+"""``dist-ckpt convert``, ``copy``, ``upgrade`` and ``diff``."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ from dist_ckpt_strategies.cli.render import (
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.config import MIB
 from dist_ckpt_strategies.formats.locations import located
-from dist_ckpt_strategies.tools.convert import ConvertOptions, ConvertReport, convert, upgrade
+from dist_ckpt_strategies.tools.convert import ConvertReport, convert, copy, upgrade
 from dist_ckpt_strategies.tools.diff import (
     ArrayDifference,
     Difference,
@@ -28,20 +28,28 @@ from dist_ckpt_strategies.tools.diff import (
     ObjectDifference,
     diff,
 )
+from dist_ckpt_strategies.tools.options import ConvertOptions
 
 _MB = 1_000_000
 _MAX_SHOWN = 100
 
 
+_TOOLS: Mapping[str, tuple[Callable[..., Any], str]] = {
+    "convert": (convert, "converting"),
+    "copy": (copy, "copying"),
+    "upgrade": (upgrade, "upgrading"),
+}
+
+
 def convert_checkpoint(
     tool: str, arguments: dict[str, Any], nproc: int | None, *, as_json: bool
-) -> None:
-    """Convert or upgrade a checkpoint, as ``tool`` says, and report it.
+) -> Status:
+    """Convert, copy or upgrade a checkpoint, as ``tool`` says; returns the exit status.
 
     The arguments are those of the library function, but ``memory`` is in MiB and ``max_file`` in
     MB. This process is one of ``nproc``.
     """
-    function, description = (convert, "converting") if tool == "convert" else (upgrade, "upgrading")
+    function, description = _TOOLS[tool]
     report: ConvertReport = _run(function, description, arguments, nproc)
     source, target = arguments["source"], arguments["target"]
     if is_reporting(nproc) and as_json:
@@ -49,8 +57,12 @@ def convert_checkpoint(
         print_json(tool, paths | asdict(report))
     elif is_reporting(nproc):
         console = Console(highlight=False)
+        for one in report.missing:
+            text = one.why if one.why.startswith(one.key) else f"{one.key}: {one.why}"
+            console.print(Text(printable(f"left out: {text}")), soft_wrap=True)
         console.print(Text(printable(target), "bold green"), soft_wrap=True)
         print_dim(console, f"{_compared(report)}; {report.seconds:.1f} s")
+    return Status.DAMAGED if report.missing else Status.FINE
 
 
 def diff_checkpoints(arguments: dict[str, Any], nproc: int | None, *, as_json: bool) -> Status:
@@ -72,7 +84,7 @@ def _run(
     # Processes of one node share its cores.
     num_threads = None if nproc is None else max(2, ConvertOptions().threads // nproc)
     memory, max_file = arguments.pop("memory"), arguments.pop("max_file", None)
-    options = ConvertOptions(memory * MIB, max_file and max_file * _MB, num_threads)
+    options = ConvertOptions(memory and memory * MIB, max_file and max_file * _MB, num_threads)
     with open_bars(in_bytes=True) as open_bar, tool_ranks(nproc) as comm:
         return tool(**arguments, options=options, watch=open_bar(description), comm=comm)
 
@@ -105,7 +117,8 @@ def _print_diff(a: str, b: str, report: DiffReport) -> None:
     outcome, style = ("are equal", "bold green") if report.is_equal else ("DIFFER", "bold red")
     names = Text(f"{printable(a)} and {printable(b)}")
     console.print(names + Text(f" {outcome}", style), soft_wrap=True)
-    print_dim(console, f"compared: {_compared(report)}")
+    renamed = f"; {report.num_renamed:,} as `upgrade` renames them" if report.num_renamed else ""
+    print_dim(console, f"compared: {_compared(report)}{renamed}")
 
 
 def _array_line(found: ArrayDifference) -> str:
@@ -130,5 +143,10 @@ def _line(name: str, found: ArrayDifference | ObjectDifference) -> str:
         return f"{name}: only in the first"
     if found.difference is Difference.ONLY_IN_B:
         return f"{name}: only in the second"
+    if found.difference is Difference.DAMAGED:
+        damage = zip(("first", "second"), (found.a, found.b), strict=True)
+        return f"{name}: " + "; ".join(
+            f"damaged in the {which}: {why}" for which, why in damage if why
+        )
     what = "" if found.difference is Difference.VALUES else f"{found.difference.value} "
     return f"{name}: {what}{found.a} and {found.b}"

@@ -27,7 +27,7 @@ from rich.text import Text
 from dist_ckpt_strategies.comm.shared_work import Watch
 from dist_ckpt_strategies.config import rank_from_environment
 
-SCHEMA = 2
+SCHEMA = 3
 _UNIT = 1000
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 _GAP = "  "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -144,78 +143,3 @@ def _grid_at(
         file_nbytes=data_nbytes + index_nbytes,
         is_flat=is_flat and not crc_nbytes,
     )
-
-
-MIN_SPAN_NBYTES = 64 << 10
-"""Below this, a system call per run costs more than going through a chunk-wise reader."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSpans:
-    """Equal-sized runs of one chunk file: (byte offset in the file, in the target) pairs."""
-
-    index: Shape
-    span_nbytes: int
-    offsets: tuple[tuple[int, int], ...]
-
-
-def stored_nbytes(array: ArraySpec, region: Region) -> int:
-    """Bytes that leave storage where a region, not empty, is read: inner chunks are read whole.
-
-    So are chunks of format 1 whose runs are too short to be read one by one; of compressed ones
-    the bytes that they had before count.
-    """
-    itemsize = array.dtype.itemsize
-    if array.inner_shape is not None:
-        nbytes = math.prod(array.inner_shape) * itemsize + CRC_NBYTES * array.has_crc32c
-        return nbytes * _num_cells(region, array.inner_shape)
-    if raw_spans(array, region) is None:
-        return array.chunk_nbytes * _num_cells(region, array.chunk_shape)
-    return region.numel * itemsize
-
-
-def _num_cells(region: Region, cell: Shape) -> int:
-    """How many cells of a grid share an element with the region."""
-    ends = zip(region.offset, region.end, cell, strict=True)
-    return math.prod(-(-end // size) - start // size for start, end, size in ends)
-
-
-def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None:
-    """The byte runs that fill a C-contiguous target of ``region.shape``, or None.
-
-    None says that the array is not raw, or that the runs are too short to be read one by one.
-    """
-    if not array.is_raw:
-        return None
-    whole = array.chunk_at(region)
-    if whole is not None:
-        return (ChunkSpans(whole, array.chunk_nbytes, ((0, 0),)),)
-    found = []
-    for index in region.cells(array.chunk_shape):
-        spans = _chunk_spans(array, index, region)
-        if len(spans.offsets) > 1 and spans.span_nbytes < MIN_SPAN_NBYTES:
-            return None
-        found.append(spans)
-    return tuple(found)
-
-
-def _chunk_spans(array: ArraySpec, index: Shape, region: Region) -> ChunkSpans:
-    chunk = array.chunk_region(index)
-    part = chunk.intersect(region)
-    assert part is not None  # noqa: S101 - cells yields only chunks that overlap
-    outer = max(0, part.ndim - 1)  # the dims after these form one run in both frames
-    while outer and part.shape[outer] == chunk.shape[outer] == region.shape[outer]:
-        outer -= 1
-    span = math.prod(part.shape[outer:]) * array.dtype.itemsize
-    in_chunk = _starts(part.within(chunk), chunk.shape, outer, array.dtype.itemsize)
-    in_target = _starts(part.within(region), region.shape, outer, array.dtype.itemsize)
-    return ChunkSpans(index, span, tuple(zip(in_chunk, in_target, strict=True)))
-
-
-def _starts(part: Region, frame: Shape, outer: int, itemsize: int) -> Iterator[int]:
-    """Byte offset, within ``frame``, of each run of ``part``."""
-    strides = [math.prod(frame[d + 1 :]) * itemsize for d in range(len(frame))]
-    base = sum(o * s for o, s in zip(part.offset[outer:], strides[outer:], strict=True))
-    ranges = (range(o, o + n) for o, n in zip(part.offset[:outer], part.shape[:outer], strict=True))
-    for index in product(*ranges):
-        yield base + sum(i * s for i, s in zip(index, strides[:outer], strict=True))

@@ -1,36 +1,38 @@
-"""Checkpoints that can be read, of either format."""
+"""A checkpoint of format ("zarr", 1), opened to be read. Rank-local; nothing on disk changes.
 
-from collections.abc import Iterable, Iterator
+A raw chunk is a block in a file of its own, read as the blocks of packs are; others are decoded by
+TensorStore.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from dist_ckpt_strategies.config import Options, Verify
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
+import numpy as np
+import xxhash
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, Shape
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
-    StorageError,
-)
-from dist_ckpt_strategies.formats.arrays import BucketReader, DirectoryReader, Format1Reader
-from dist_ckpt_strategies.formats.locations import (
-    Location,
-    OpenedSave,
-    current_place,
-    require_something,
-)
-from dist_ckpt_strategies.formats.manifest import (
-    INDEX_NAME,
-    FileDigest,
-    Manifest,
-    digest_of,
     similar_text,
 )
-from dist_ckpt_strategies.formats.objects import object_ids, object_path, plain_content
-from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_keys, parse_metadata
-from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
+from dist_ckpt_strategies.formats.locations import OpenedSave, refuse_format2
+from dist_ckpt_strategies.formats.objects import object_ids, object_path
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.pack_read import READ_NBYTES, BlockRead, block_jobs
+from dist_ckpt_strategies.formats.zarr2 import (
+    METADATA_NAME,
+    array_keys,
+    decode_chunk,
+    parse_metadata,
+)
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MAX_JSON_NBYTES,
@@ -39,44 +41,75 @@ from dist_ckpt_strategies.storage.files import (
     read_file,
     require_directory,
 )
-from dist_ckpt_strategies.storage.io_pool import Job, Transfer, limited, run_with_limit
-from dist_ckpt_strategies.storage.store import ArrayReader, Store
-
-
-@limited
-def has_manifest(root: Path) -> bool:
-    """Whether a directory holds a checkpoint of format ("zarr", 2), whatever else it says."""
-    return (root / INDEX_NAME).exists()
+from dist_ckpt_strategies.storage.io_pool import (
+    ByteBudget,
+    Job,
+    Transfer,
+    raise_if_cancelled,
+    run_with_limit,
+)
+from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 
 
 def common_digest(root: Path) -> str:
     """The digest of the common state's file; empty where there is none."""
     with suppress(IncompleteCheckpointError):
-        return digest_of(Directory(root).read(COMMON_NAME))
+        return xxhash.xxh3_128_hexdigest(Directory(root).read(COMMON_NAME))
     return ""
 
 
 class Format1Checkpoint:
-    """A checkpoint of format ("zarr", 1) that can be read. Rank-local.
+    """A checkpoint of format ("zarr", 1) that can be read.
 
     Attributes:
         save: what is opened; made now unless it is given.
         identity: tells it from other saves, and from another copy of its common state, the only
             file of which a load reads all on every rank.
+
+    Raises:
+        IncompatibleVersionError: it is of format ("zarr", 2).
     """
 
     def __init__(self, root: Path, options: Options, save: OpenedSave | None = None) -> None:
         self._root, self._options = root, options
+        self._store = Directory(root)
         self.save = save or OpenedSave(root)
+        refuse_format2(root)
         self.identity = f"{self.save.identity} {common_digest(root)}"
+        self._budget = ByteBudget(options.max_inflight_bytes)
 
-    def array_reader(self, *, fills_page_cache: bool = False) -> ArrayReader:
-        """Reads the arrays that ``find`` gives.
+    def array_reader(self) -> "Format1Checkpoint":
+        """Reads the arrays that ``find`` gives."""
+        return self
 
-        Without direct I/O if ``fills_page_cache``: what it reads stays there for others.
+    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        """Begin to read regions of arrays that ``find`` has given. There are no digests.
+
+        Takes ``max_inflight_bytes`` for chunks that are decoded; a larger one goes alone.
         """
-        direct_io = False if fills_page_cache else None
-        return Format1Reader(self._root, self._options.with_changes(direct_io=direct_io))
+        blocks: list[BlockRead] = []
+        jobs: list[Job] = []
+        for read in reads:
+            array = read.array
+            for index in read.region.cells(array.chunk_shape):
+                chunk, name = array.chunk_region(index), array.chunk_file(index)
+                common = read.region.intersect(chunk)
+                assert common is not None  # noqa: S101 - cells yields only chunks that overlap
+                whole: Any = read.target
+                target = whole[(*common.within(read.region).slices(), ...)]
+                if array.is_raw:
+                    box = common.within(chunk)
+                    blocks.append(BlockRead(name, 0, 0, chunk.shape, box, target, array.key))
+                else:
+                    path = self._store.path(name)
+                    decode = partial(self._decode, array, index, path, common, target)
+                    jobs.append(Job(array.key, path, decode))
+        sizes = {self._store.path(b.file): b.target.itemsize * math.prod(b.shape) for b in blocks}
+        for job in block_jobs(self._store, blocks, {}):
+            path = str(job.path)
+            run = partial(_read_chunk, str(job.key), path, sizes[path], job)
+            jobs.append(Job(job.key, path, run))
+        return Transfer(jobs, self._num_threads)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """The arrays of these keys, sorted by key. One metadata file is read for each.
@@ -98,11 +131,7 @@ class Format1Checkpoint:
             found[key] = parse_metadata(key, path, content)
 
         jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
-        num_threads = file_access(self._root, self._options).num_metadata_threads
-        if num_threads == 1:
-            announce = partial(begin_readahead, list(paths.values()))
-            jobs.insert(0, Job("", self._root, announce))
-        Transfer(jobs, num_threads).wait(self._options.timeout_s)
+        Transfer(jobs, self._num_threads).wait(self._options.timeout_s)
         return {key: found[key] for key in paths}  # threads finish in any order
 
     def keys(self) -> Iterator[str]:
@@ -127,111 +156,65 @@ class Format1Checkpoint:
         with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
             return run_with_limit(partial(read_file, path), path)
 
+    @property
+    def _num_threads(self) -> int:
+        in_memory = self._options.max_inflight_bytes // READ_NBYTES
+        return max(1, min(self._store.num_readers, in_memory))
+
+    def _decode(
+        self, array: ArraySpec, index: Shape, path: str, region: Region, target: HostArray
+    ) -> None:
+        """Copy a region, of the array, out of one chunk that is not raw."""
+        _chunk_nbytes(array.key, path)
+        with self._budget.held(2 * array.chunk_nbytes):
+            raise_if_cancelled()
+            elements = decode_chunk(self._root, array, index, region)
+            raise_if_cancelled()
+            np.copyto(target, elements)
+
     def _not_found(self, key: str) -> ArrayNotFoundError:
         root = self._root
         require_directory(root)
         keys = list(array_keys(root))
-        of_format2 = f"; it is of format ('zarr', 2), by its {INDEX_NAME}"
-        hint = of_format2 if has_manifest(root) else similar_text(key, keys)
         return ArrayNotFoundError(
-            f"{key}: no such array among the {len(keys)} in {root}{hint}",
+            f"{key}: no such array among the {len(keys)} in {root}{similar_text(key, keys)}",
             key=key,
             path=str(root / key),
         )
 
 
-class Format2Checkpoint:
-    """A checkpoint of format ("zarr", 2); see Format1Checkpoint.
+class Format2Checkpoint(Format1Checkpoint):
+    """For ``tools/readers.py``, which goes: no checkpoint of format ("zarr", 2) is opened."""
 
-    Attributes:
-        save: see Format1Checkpoint.
-        identity: a digest that no other checkpoint has.
-        manifest: what was saved.
-        file_store: its files.
+    manifest: Any = None
 
-    Raises:
-        CheckpointNotFoundError: there is nothing at that place.
-        IncompleteCheckpointError: it has no manifest.
-        CorruptCheckpointError: the manifest's index is damaged.
-        IncompatibleVersionError: a later version of this package wrote it.
-    """
-
-    def __init__(self, root: Location, options: Options, save: OpenedSave | None = None) -> None:
-        self.save = save or OpenedSave(root)
-        self.file_store: Store
-        if isinstance(root, Bucket):
-            root = self.file_store = current_place(root)
-        else:
-            self.file_store = Directory(root)
-        self._options, self._root = options, root
-        try:  # asked for by its name: lists of an object store may not know of it yet
-            self.manifest = Manifest(self.file_store)
-        except StorageError as error:
-            if isinstance(root, Path):
-                run_with_limit(partial(require_directory, root), root)
-            elif isinstance(error, IncompleteCheckpointError):
-                require_something(root)
-            raise
-        self.identity = self.manifest.digest
-
-    def array_reader(self, *, fills_page_cache: bool = False) -> ArrayReader:
-        """See Format1Checkpoint."""
-        options = self._options.with_changes(direct_io=False if fills_page_cache else None)
-        find = None if options.verify is Verify.OFF else self.manifest.find
-        if isinstance(self._root, Bucket):
-            return BucketReader(self._root, options, find)
-        return DirectoryReader(self._root, options, find)
-
-    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """See Format1Checkpoint. Segments of the manifest that list them are read, once each."""
-        return {key: self.manifest.find(key).array for key in sorted(keys)}
-
-    def keys(self) -> Iterator[str]:
-        """See Format1Checkpoint."""
-        return self.manifest.keys()
-
-    def object_ids(self) -> Iterator[ObjectId]:
-        """See Format1Checkpoint."""
-        return (record.id for record in self.manifest.objects())
-
-    def object_path(self, object_id: ObjectId) -> str:
-        """See Format1Checkpoint."""
-        span = self.manifest.find_object(object_id).span
-        return self.file_store.path(INDEX_NAME if span is None else span.name)
-
-    def object_content(self, object_id: ObjectId) -> bytes:
-        """See Format1Checkpoint. Its digest is compared, whatever the options say."""
-        record = self.manifest.find_object(object_id)
-        span = record.span
-        if span is None:
-            return plain_content(record.value)
-        content = self.file_store.read(span.name, span.byte_offset, span.nbytes)
-        found = digest_of(content)
-        if found != span.digest:
-            name, path = object_id.unique_key, self.file_store.path(span.name)
-            text = (
-                f"{name}: {path}, written by rank {record.writer}, is damaged: {len(content)} "
-                f"bytes from byte {span.byte_offset} have digest {found}, expected {span.nbytes} "
-                f"and {span.digest}"
-            )
-            raise CorruptCheckpointError(text, key=name, path=path)
-        return content
-
-    def common_content(self) -> bytes:
-        """The common state's file, which is the one that was there at the save, if any was.
-
-        Raises:
-            IncompleteCheckpointError: it is missing.
-            CorruptCheckpointError: it is another.
-        """
-        content, path = self.file_store.read(COMMON_NAME), self.file_store.path(COMMON_NAME)
-        found = FileDigest(len(content), digest_of(content))
-        listed = self.manifest.common
-        if listed not in {None, found}:
-            raise CorruptCheckpointError(
-                f"{path} is damaged: expected {listed}, found {found}", path=path
-            )
-        return content
+    def __init__(self, root: Any, options: Options) -> None:
+        refuse_format2(root)
+        super().__init__(root, options)
 
 
-StoredCheckpoint = Format1Checkpoint | Format2Checkpoint
+StoredCheckpoint = Format1Checkpoint | PackCheckpoint
+"""A checkpoint of a format of this package, of which arrays are read by region."""
+
+
+def _read_chunk(key: str, path: str, nbytes: int, job: Job) -> None:
+    """Read a part of a raw chunk, unless its file has another size than ``nbytes``."""
+    found = _chunk_nbytes(key, path)
+    if found != nbytes:
+        text = f"{key}: chunk file {path} has {found} bytes, expected {nbytes}"
+        raise CorruptCheckpointError(text, key=key, path=path)
+    job.run()
+
+
+def _chunk_nbytes(key: str, path: str) -> int:
+    """The size of the file of a chunk; IncompleteCheckpointError if it is missing."""
+    with file_errors(key, path):
+        try:
+            return os.stat(path).st_size  # noqa: PTH116 - 10,000 times
+        except FileNotFoundError:
+            raise IncompleteCheckpointError(
+                f"{key}: chunk file {path} is missing; the save was cut short, or the file was "
+                "removed afterwards (`dist-ckpt verify` lists all of them)",
+                key=key,
+                path=path,
+            ) from None

@@ -10,11 +10,10 @@ Source: the Zarr v3 specification.
 import json
 import math
 import operator
-import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -25,12 +24,8 @@ import numpy.typing as npt
 import xxhash
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
-from dist_ckpt_strategies.core.inner_grid import ChunkSpans, InnerGrid, Run
-from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
-from dist_ckpt_strategies.formats.manifest import DIGEST_NBYTES, ChunkRecord
+from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
 from dist_ckpt_strategies.storage.file_systems import BounceBuffers, Bytes
-from dist_ckpt_strategies.storage.files import READ_AT_ONCE, file_errors
-from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES
 from dist_ckpt_strategies.storage.store import HostArray
 
 Blocks = Iterable[tuple[Region, HostArray]]
@@ -53,78 +48,6 @@ _CRC = struct.Struct("<I")
 _BITS: Mapping[int, npt.DTypeLike] = MappingProxyType(
     {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 )
-
-
-def missing_chunk(array: ArraySpec, path: str) -> IncompleteCheckpointError:
-    """The error for a chunk that should be there and is not."""
-    return IncompleteCheckpointError(
-        f"{array.key}: chunk file {path} is missing; the save was cut short, or the file was "
-        "removed afterwards (`dist-ckpt verify` lists all of them)",
-        key=array.key,
-        path=path,
-    )
-
-
-def damaged_chunk(array: ArraySpec, path: str, what: str) -> CorruptCheckpointError:
-    """The error for a chunk file that is not as it was written."""
-    text = f"{array.key}: chunk file {path} {what}"
-    return CorruptCheckpointError(text, key=array.key, path=path)
-
-
-def wrong_size(array: ArraySpec, path: str, found: int, expected: int) -> CorruptCheckpointError:
-    """The error for a chunk file of another size than it has to have."""
-    return damaged_chunk(array, path, f"has {found} bytes, expected {expected}")
-
-
-@contextmanager
-def opened_chunk(array: ArraySpec, path: str, nbytes: int | None) -> Iterator[int]:
-    """The file of a chunk, open for reading; errors name it.
-
-    Raises:
-        IncompleteCheckpointError: it is missing.
-        CorruptCheckpointError: it has another size than ``nbytes``; None allows any.
-        StorageError: it cannot be read.
-    """
-    with file_errors(array.key, path):
-        try:
-            handle = os.open(path, READ_AT_ONCE)
-        except FileNotFoundError:
-            raise missing_chunk(array, path) from None
-        try:
-            found = os.fstat(handle).st_size
-            if nbytes not in {None, found}:
-                raise wrong_size(array, path, found, nbytes or 0)
-            yield handle
-        finally:
-            os.close(handle)
-
-
-@dataclass(frozen=True, slots=True)
-class InnerChunks:
-    """A chunk of format 2 that is read; without a record no digest is compared."""
-
-    array: ArraySpec
-    index: Shape
-    grid: InnerGrid
-    path: str
-    record: ChunkRecord | None
-
-    def verify(self, run: Run, content: Bytes) -> None:
-        """Raise CorruptCheckpointError unless a run has the digests that the manifest lists."""
-        record = self.record
-        if record is None:
-            return
-        digests = digests_of(content.reshape(run.num_chunks, -1))
-        start = run.first * DIGEST_NBYTES
-        listed = record.digests[start : start + len(digests)]
-        if digests != listed:
-            number, found, expected = next(differing(digests, listed))
-            raise damaged_chunk(
-                self.array,
-                self.path,
-                f"(chunk {self.index}, written by rank {record.writer}) is damaged: inner "
-                f"chunk {run.first + number} has digest {found}, expected {expected}",
-            )
 
 
 def encode_raw(blocks: Blocks) -> Iterator[Bytes]:
@@ -203,30 +126,6 @@ def memory_of(grid: InnerGrid, run: Run, region: Region, elements: HostArray) ->
     return elements.reshape(-1).view(np.uint8)
 
 
-def span_shares(spans: ChunkSpans, memory: Bytes) -> Iterator[tuple[tuple[int, Bytes], ...]]:
-    """The spans of a raw chunk, each with the memory that it fills, in jobs of some MiB."""
-    share: list[tuple[int, Bytes]] = []
-    held = 0
-    for in_file, in_target in spans.offsets:
-        for start in range(0, spans.span_nbytes, MAX_SLICE_NBYTES):
-            size = min(MAX_SLICE_NBYTES, spans.span_nbytes - start)
-            share.append((in_file + start, memory[in_target + start : in_target + start + size]))
-            held += size
-            if held >= MAX_SLICE_NBYTES:
-                yield tuple(share)
-                share, held = [], 0
-    if share:
-        yield tuple(share)
-
-
-def decode_run(
-    grid: InnerGrid, run: Run, dtype: DType, content: Bytes, region: Region, target: HostArray
-) -> None:
-    """Copy what a run's bytes share with ``region`` into ``target``, which has its shape."""
-    for inner, outer in _pairs(grid, run, dtype, content, region, target):
-        np.copyto(outer, inner)
-
-
 def _pairs(
     grid: InnerGrid, run: Run, dtype: DType, content: Bytes, region: Region, elements: HostArray
 ) -> Iterator[tuple[HostArray, HostArray]]:
@@ -260,14 +159,6 @@ def digests_of(chunks: Bytes) -> bytes:
     """The digests of all rows, ``DIGEST_NBYTES`` each."""
     digest = xxhash.xxh3_64_digest
     return b"".join([digest(chunk.data) for chunk in chunks])
-
-
-def differing(found: bytes, listed: bytes) -> Iterator[tuple[int, str, str]]:
-    """The digests that differ: number, the one found and the one listed, in hexadecimal."""
-    for at in range(0, len(found), DIGEST_NBYTES):
-        one, other = found[at : at + DIGEST_NBYTES], listed[at : at + DIGEST_NBYTES]
-        if one != other:
-            yield at // DIGEST_NBYTES, one.hex(), other.hex()
 
 
 @lru_cache(maxsize=32)

@@ -20,7 +20,6 @@ from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_
 if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.core.array import ArraySpec, Shape
     from dist_ckpt_strategies.formats.locations import CheckpointMarker
-    from dist_ckpt_strategies.formats.manifest import Manifest
     from dist_ckpt_strategies.storage.bucket import Bucket
     from dist_ckpt_strategies.storage.store import Store
 
@@ -105,7 +104,7 @@ class ScannedArray:
 class ScannedObject:
     """A grid of objects: its shape in shards, and how many of these are there.
 
-    ``file_nbytes`` is 0 where the manifest itself holds them; ``writers`` as in ScannedArray.
+    ``writers`` as in ScannedArray.
     """
 
     key: str
@@ -155,13 +154,12 @@ class Scan:
         marker: None where it is missing or cannot be read.
         common_nbytes: size of the common state's file; None where it is missing.
         stale_files: what killed processes have left, sorted by path; harmless.
-        nbytes: of all files; in an object store, of those whose size the manifest lists.
+        nbytes: of all files; in an object store, of those whose size the index lists.
         checks: gives the checks of all files that have digests or checksums of their own.
         num_threads: to run them with.
-        begun: None where no file says it.
-        manifest: None where there is none, or its index is damaged.
+        begun, manifest: None; `tools/prune.py` asks for them still.
         facts: what the index of packs says of the save.
-        others: names beside the checkpoint's own, which the manifest says nothing about.
+        others: names beside the checkpoint's own.
     """
 
     root: Path | Bucket
@@ -177,7 +175,7 @@ class Scan:
     checks: Callable[[], Iterator[FileCheck]] = field(repr=False, compare=False)
     num_threads: int = field(repr=False, compare=False)
     begun: SaveBegun | None = None
-    manifest: Manifest | None = None
+    manifest: Any = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 

@@ -1,9 +1,6 @@
 """Where a checkpoint is, a directory or a place in an object store, and whether it is whole.
 
-A location is a Path, absolute, or a Bucket; ``commit`` says what lies there. If the request that
-put a bucket's marker is carried out late, the marker may name a prefix that was removed since; then
-the largest id counts whose prefix is whole. So it does where the marker has lost the name. A
-checkpoint that an earlier release wrote has its files right below its URL.
+A location is a Path, absolute, or a Bucket.
 """
 
 import json
@@ -19,6 +16,7 @@ from urllib.parse import unquote
 from dist_ckpt_strategies.config import Options, StoreOptions, store_options_from_environment
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
+    IncompatibleVersionError,
     IncompleteCheckpointError,
     StorageError,
     StorageTimeoutError,
@@ -26,7 +24,7 @@ from dist_ckpt_strategies.errors import (
     some_of,
 )
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
-from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
+from dist_ckpt_strategies.formats.manifest import INDEX_NAME
 from dist_ckpt_strategies.formats.pack_commit import current_pointer
 from dist_ckpt_strategies.formats.pack_write import FOLDER as PACKS_FOLDER
 from dist_ckpt_strategies.formats.zarr2 import array_keys
@@ -47,6 +45,14 @@ from dist_ckpt_strategies.storage.store import Store
 T = TypeVar("T")
 
 Location = Path | Bucket
+
+FORMAT2 = ("zarr", 2)
+FORMAT2_REFUSED = (
+    "is a checkpoint of format ('zarr', 2), which this release does not read; commit 9562efa9 of "
+    "this package is the last one that does: its `dist-ckpt convert SRC DST --to pack` makes packs "
+    "of it"
+)
+_FORMAT2_INDEX = "manifest/index.json"
 
 SAVE_PREFIX = "save-"
 SAVE_FIELD = "save"
@@ -150,8 +156,8 @@ def require_path(location: Location, what: str) -> Path:
     """
     if isinstance(location, Bucket):
         raise StrategyError(
-            f"{location}: {what} needs a directory on a file system, found a URL; formats "
-            "('safetensors', 1) and ('zarr', 2) take URLs"
+            f"{location}: {what} needs a directory on a file system, found a URL; "
+            "('safetensors', 1) takes URLs"
         )
     return location
 
@@ -163,14 +169,15 @@ def read_marker(location: Location) -> CheckpointMarker:
     Raises:
         CheckpointNotFoundError: there is nothing at that place.
         IncompleteCheckpointError: it has no marker, or one that does not parse; or, in a bucket, no
-            manifest.
+            packs.
+        IncompatibleVersionError: it is of format ("zarr", 2).
         BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
     return PACKS if holds_packs(location) else _read_marker(location)
 
 
 def _read_marker(location: Location) -> CheckpointMarker:
-    store = Directory(location) if isinstance(location, Path) else current_place(location)
+    store = Directory(location) if isinstance(location, Path) else location.place()
     path, what = store.path(MARKER_NAME), ""
     try:
         content = store.read(MARKER_NAME, 0, MAX_JSON_NBYTES if isinstance(location, Path) else -1)
@@ -180,6 +187,7 @@ def _read_marker(location: Location) -> CheckpointMarker:
         else:
             require_directory(location)
             with file_errors(None, location):
+                _refuse_format2(location, b"")
                 what = f"; {_what_is_there(location)}"
         raise IncompleteCheckpointError(
             f"{location} is not a distributed checkpoint, or is incomplete: {path}, the last file "
@@ -190,8 +198,9 @@ def _read_marker(location: Location) -> CheckpointMarker:
         if isinstance(location, Path):
             require_directory(location)
         raise
-    if isinstance(store, Bucket) and not store.has(INDEX_NAME):
-        path = store.path(INDEX_NAME)
+    _refuse_format2(location, content)
+    if isinstance(store, Bucket):
+        path = store.path(PACKS_INDEX)
         raise IncompleteCheckpointError(
             f"{location} is incomplete: {MARKER_NAME} is there, but {path} is missing", path=path
         )
@@ -237,10 +246,33 @@ def _corrected(marker: CheckpointMarker, root: Path) -> CheckpointMarker:
     """
     if (root / ".metadata").exists():
         return marker
-    has_index = (root / INDEX_NAME).exists()
-    if not has_index and next(array_keys(root), None) is None:
-        return marker
-    return replace(marker, sharded_backend="zarr", sharded_backend_version=2 if has_index else 1)
+    return (
+        marker if next(array_keys(root), None) is None else replace(marker, sharded_backend="zarr")
+    )
+
+
+@limited
+def refuse_format2(location: Location) -> Any:
+    """The format that the marker names, if it does; IncompatibleVersionError for ("zarr", 2)."""
+    store, marker = location.place() if isinstance(location, Bucket) else Directory(location), b""
+    with suppress(IncompleteCheckpointError):
+        marker = store.read(MARKER_NAME, 0, -1 if isinstance(store, Bucket) else MAX_JSON_NBYTES)
+    return _refuse_format2(location, marker)
+
+
+def _refuse_format2(location: Location, marker: bytes) -> Any:
+    """See ``refuse_format2``. The marker may be lost, or not tell; see ``_corrected``."""
+    named = None
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        fields = json.loads(marker)
+        named = fields["sharded_backend"], fields.get("sharded_backend_version", 1)
+    is_format2 = named == FORMAT2
+    if named in {None, ("torch_dist", 1)} and isinstance(location, Path):
+        has_metadata = (location / ".metadata").exists()
+        is_format2 = not has_metadata and (location / _FORMAT2_INDEX).exists()
+    if is_format2:
+        raise IncompatibleVersionError(f"{location} {FORMAT2_REFUSED}", path=str(location))
+    return named
 
 
 def _what_is_there(root: Path) -> str:
@@ -255,7 +287,7 @@ def _what_is_there(root: Path) -> str:
             f"a save began, as packs, and has not come to its end, or {PACKS_INDEX} is lost; then "
             "`dist-ckpt rebuild-index` makes it anew from the packs"
         )
-    if (root / SAVE_NAME).exists() or any(root.glob(f"{PARTIAL_PREFIX}*/")):
+    if any(root.glob(f"{PARTIAL_PREFIX}*/")):
         return "a save began and has not come to its end"
     if other := other_contents(root):
         return other
@@ -296,6 +328,8 @@ def is_finished(location: Location) -> bool:
         read_marker(location)
     except (CheckpointNotFoundError, IncompleteCheckpointError):
         return False
+    except IncompatibleVersionError:  # whole, and not to be read by this release
+        return True
     return True
 
 
@@ -377,16 +411,6 @@ def current_id(bucket: Bucket) -> str:
     except (IncompleteCheckpointError, ValueError, LookupError, TypeError):
         return ""
     return found if _SAVE_ID.fullmatch(found) else ""
-
-
-def visible_place(bucket: Bucket) -> Bucket:
-    """Like ``current_place``; where nothing is committed, what the last save has begun to put."""
-    place = current_place(bucket)
-    if str(place) == str(bucket) and not (bucket.has(INDEX_NAME) or bucket.has(SAVE_NAME)):
-        begun = {name.partition("/")[0] for name in bucket.names(SAVE_PREFIX)}
-        if begun:
-            return bucket.place(max(begun))
-    return place
 
 
 def require_something(bucket: Bucket) -> None:

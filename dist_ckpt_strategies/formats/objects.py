@@ -33,7 +33,8 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.zarr2 import entries_below
-from dist_ckpt_strategies.storage.files import file_errors, remove_empty
+from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.folders import remove_empty
 from dist_ckpt_strategies.storage.io_pool import limited
 
 OBJECT_SUFFIX = ".pt"

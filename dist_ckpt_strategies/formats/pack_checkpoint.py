@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,19 +15,21 @@ from dist_ckpt_strategies.core.blocks import BlockTable
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointChangedError,
+    CorruptCheckpointError,
     IncompleteCheckpointError,
+    similar_text,
     some_of,
 )
 from dist_ckpt_strategies.formats.index import INDEX_NAME, StoredObject
 from dist_ckpt_strategies.formats.locations import Location, require_something
-from dist_ckpt_strategies.formats.manifest import similar_text
-from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, StoredBytes
+from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, StoredBytes, num_ranges
 from dist_ckpt_strategies.formats.pack_commit import current_save, read_pointer
 from dist_ckpt_strategies.formats.pack_read import (
     READ_NBYTES,
     BlockRead,
     DigestTables,
     begin_reads,
+    read_table,
 )
 from dist_ckpt_strategies.formats.pack_write import file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
@@ -138,6 +141,27 @@ class PackCheckpoint:
             specs[key] = ArraySpec(key, facts.shape, DType(facts.dtype), chunk)
         return {key: specs[key] for key in wanted}
 
+    def digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
+        """The digests of all ranges of each stored block, but of packs whose digests are damaged.
+
+        By key and region.
+        """
+        found, damaged = {}, set()
+        for key, spec in self.find(keys).items():
+            table, rows = self._found[key]
+            places = table.place[rows.start : rows.stop].tolist()
+            packs = self.index.packs(number for number, *_ in places)
+            for row, (number, _, first) in zip(rows, places, strict=True):
+                pack, region = packs[number], table.region(row)
+                if pack not in self._tables and pack not in damaged:
+                    damaged.add(pack)
+                    with suppress(CorruptCheckpointError, IncompleteCheckpointError):
+                        read_table(self._store, pack, self._tables, key)
+                if pack in self._tables:
+                    count = num_ranges(region.numel * spec.dtype.itemsize)
+                    found[key, region] = self._tables[pack][first : first + count]
+        return found
+
     def keys(self) -> Iterator[str]:
         """The keys of all arrays, sorted."""
         last = None
@@ -147,7 +171,7 @@ class PackCheckpoint:
                     yield key
                 last = key
 
-    def array_reader(self, *, fills_page_cache: bool = False) -> PackCheckpoint:  # noqa: ARG002
+    def array_reader(self) -> PackCheckpoint:
         """Reads the arrays that ``find`` gives."""
         return self
 

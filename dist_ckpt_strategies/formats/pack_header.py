@@ -30,7 +30,7 @@ from dist_ckpt_strategies.formats.pack import (
 _DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
 _NAME = re.compile(r"(.*)([@#])(|\d+(?:\.\d+)*)", re.DOTALL | re.ASCII)
 
-_MALFORMED = (
+MALFORMED = (
     ValueError,
     LookupError,
     TypeError,
@@ -103,7 +103,7 @@ def parse_header(content: bytes, path: str) -> PackHeader:
                 path=path,
             )
         return _parsed(found, metadata, named, len(content))
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise CorruptCheckpointError(
             f"{path} is damaged: its header: {error}", path=path
         ) from error

@@ -1,7 +1,8 @@
-"""Read elements of stored blocks; every byte is compared with its digest.
+"""Read elements of stored blocks; every byte of a pack is compared with its digest.
 
-A read takes whole ranges. Where a range belongs to the elements wanted as it is, it goes into their
-memory; others go through memory of a few MiB for each thread.
+A block is a part of a pack, or a whole file that has no digests. A read takes whole ranges. Where a
+range belongs to the elements wanted as it is, it goes into their memory; others go through memory
+of a few MiB for each thread.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class BlockRead:
     """Elements of a stored block, to be brought into memory.
 
     Attributes:
-        pack: the pack.
+        pack: the pack; or the name of a file without digests that holds the block alone.
         byte_offset: of the block, after the pack's header.
         first_range: the first digest of the block in the pack's table.
         shape: of the block.
@@ -54,13 +55,28 @@ class BlockRead:
         key: for messages.
     """
 
-    pack: PackRecord
+    pack: PackRecord | str
     byte_offset: int
     first_range: int
     shape: Shape
     box: Region
     target: HostArray
     key: str
+
+    @property
+    def file(self) -> str:
+        """The file that holds the block, below the checkpoint's directory."""
+        return self.pack if isinstance(self.pack, str) else file_of(self.pack.name)
+
+    @property
+    def file_offset(self) -> int:
+        """The first byte of the block in that file."""
+        return self.byte_offset + (0 if isinstance(self.pack, str) else self.pack.data_start)
+
+    @property
+    def writer(self) -> str:
+        """Who wrote the block, for messages; empty where nothing says it."""
+        return "" if isinstance(self.pack, str) else f"rank {self.pack.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,50 +117,58 @@ def begin_reads(  # noqa: PLR0913
     """
     tables = {} if tables is None or not verify else tables
     if verify:
-        first = {read.pack: read.key for read in reads if read.pack not in tables}
+        first = {read.pack: read for read in reads if read.pack not in tables}
         jobs = [
-            Job(key, store.path(file_of(p.name)), partial(_read_table, store, p, tables, key))
-            for p, key in first.items()
+            Job(read.key, store.path(read.file), partial(read_table, store, pack, tables, read.key))
+            for pack, read in first.items()
+            if isinstance(pack, PackRecord)
         ]
         Transfer(jobs, num_threads).wait(deadline.left_s)
+    return Transfer(block_jobs(store, reads, tables, max_nbytes), num_threads)
+
+
+def block_jobs(
+    store: Place, reads: Sequence[BlockRead], tables: DigestTables, max_nbytes: int = READ_NBYTES
+) -> list[Job]:
+    """What brings elements of blocks into memory; see ``begin_reads``.
+
+    What has no table is not verified.
+    """
     buffers: deque[Bytes] = deque()
-    jobs = [
-        Job(
-            spans[0].read.key,
-            store.path(path),
-            partial(_read_spans, store, path, spans, tables.get(spans[0].read.pack), buffers),
-        )
+    return [
+        Job(read.key, store.path(read.file), partial(_read_spans, store, spans, table, buffers))
         for spans in _batches(reads, max(max_nbytes, RANGE_NBYTES))
-        for path in [file_of(spans[0].read.pack.name)]
+        for read in [spans[0].read]
+        for table in [None if isinstance(read.pack, str) else tables.get(read.pack)]
     ]
-    return Transfer(jobs, num_threads)
 
 
-def _read_table(store: Place, pack: PackRecord, tables: DigestTables, key: str) -> None:
-    content = np.empty(table_nbytes(pack.num_ranges), np.uint8)
-    name = file_of(pack.name)
-    with _named(key, pack):
+def read_table(store: Place, pack: PackRecord, tables: DigestTables, key: str) -> None:
+    """Add a pack's digests to those that were read; an error names ``key``."""
+    content, name = np.empty(table_nbytes(pack.num_ranges), np.uint8), file_of(pack.name)
+    with _named(key, f"rank {pack.rank}"):
         store.read_into(name, pack.nbytes - content.size, [content])
         tables[pack] = opened_table(content.tobytes(), pack.digest, store.path(name))
 
 
 @contextmanager
-def _named(key: str, pack: PackRecord) -> Iterator[None]:
-    """Within the block errors of a pack's file name what is read of it, and who wrote it."""
+def _named(key: str, writer: str) -> Iterator[None]:
+    """Within the block errors of a file name what is read of it, and who wrote it if known."""
     try:
         yield
     except StorageError as error:
         if error.key is None:
             error.key = key
-            error.args = (f"{key}: {error.message}; rank {pack.rank} wrote it",)
+            by = f"; {writer} wrote it" if writer else ""
+            error.args = (f"{key}: {error.message}{by}",)
         raise
 
 
 def _batches(reads: Sequence[BlockRead], max_nbytes: int) -> Iterator[list[_Span]]:
-    """Spans that one call reads: they follow each other in one pack."""
+    """Spans that one call reads: they follow each other in one file."""
     batch: list[_Span] = []
     nbytes = end = 0
-    for read in sorted(reads, key=lambda read: (read.pack.name, read.byte_offset)):
+    for read in sorted(reads, key=lambda read: (read.file, read.byte_offset)):
         for span in _spans(read, max_nbytes):
             start = read.byte_offset + span.start
             if batch and (
@@ -197,13 +221,9 @@ def _span(read: BlockRead, span: tuple[int, int, bool], target: Bytes | None, st
 
 
 def _read_spans(
-    store: Place,
-    path: str,
-    spans: Sequence[_Span],
-    table: Digests | None,
-    buffers: deque[Bytes],
+    store: Place, spans: Sequence[_Span], table: Digests | None, buffers: deque[Bytes]
 ) -> None:
-    first = spans[0]
+    read = spans[0].read
     with _buffer(buffers, sum(span.nbytes for span in spans if span.target is None)) as memory:
         at, targets = 0, []
         for span in spans:
@@ -212,12 +232,11 @@ def _read_spans(
             else:
                 targets.append(memory[at : at + span.nbytes])
                 at += span.nbytes
-        pack = first.read.pack
-        with _named(first.read.key, pack):
-            store.read_into(path, pack.data_start + first.read.byte_offset + first.start, targets)
+        with _named(read.key, read.writer):
+            store.read_into(read.file, read.file_offset + spans[0].start, targets)
         for span, content in zip(spans, targets, strict=True):
             if table is not None:
-                _compare(store.path(path), span, content, table)
+                _compare(store.path(read.file), span, content, table)
             if span.target is None:
                 _copy_out(span, content)
 
@@ -229,9 +248,9 @@ def _compare(path: str, span: _Span, content: Bytes, table: Digests) -> None:
         piece = content[start : start + RANGE_NBYTES]
         found, expected = xxh3_64_intdigest(piece.data), int(table[number])
         if found != expected:
-            begin = read.pack.data_start + read.byte_offset + span.start + start
+            begin = read.file_offset + span.start + start
             raise CorruptCheckpointError(
-                f"{read.key}: {path}, written by rank {read.pack.rank}, is damaged: bytes {begin} "
+                f"{read.key}: {path}, written by {read.writer}, is damaged: bytes {begin} "
                 f"to {begin + piece.size} have digest {found:016x}, expected {expected:016x}",
                 key=read.key,
                 path=path,

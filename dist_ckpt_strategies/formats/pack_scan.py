@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.errors import CheckpointError
+from dist_ckpt_strategies.errors import CheckpointError, some_of
 from dist_ckpt_strategies.formats.index import INDEX_NAME, SAVES, StoredObject, full_index_of
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
@@ -30,7 +30,7 @@ from dist_ckpt_strategies.formats.issues import (
 )
 from dist_ckpt_strategies.formats.locations import PACKS, Location
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, place_of
-from dist_ckpt_strategies.formats.pack_verify import pack_issues
+from dist_ckpt_strategies.formats.pack_verify import WHOLE, pack_issues
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.files import (
@@ -38,10 +38,9 @@ from dist_ckpt_strategies.storage.files import (
     LOCK_NAME,
     MARKER_NAME,
     PARTIAL_PREFIX,
-    folders_below,
     nbytes_text,
-    read_folder,
 )
+from dist_ckpt_strategies.storage.folders import folders_below, read_folder
 
 _FOLDERS = (FOLDER, SAVES)
 _TOP_NAMES = (INDEX_NAME, COMMON_NAME, MARKER_NAME)
@@ -62,15 +61,16 @@ def scan_packs(location: Location, options: Options) -> Scan:
         checkpoint = PackCheckpoint(location, options)
         index = checkpoint.index
         packs = list(index.packs(range(index.num_packs)).values())
-        arrays = tuple(_arrays(checkpoint, packs))
+        held: dict[int, list[str]] = defaultdict(list)
+        arrays = tuple(_arrays(checkpoint, packs, held))
         objects = tuple(_objects(index.objects(), packs))
         facts, own = index.facts, {full_index_of(index.save_id)}
     except NO_ANSWER:
         raise
     except CheckpointError as error:
         issues.append(_bad_index(error, store))
-        packs, arrays, objects, facts, own, checkpoint = [], (), (), {}, set(), None
-    checks = [_check(store, pack) for pack in packs]
+        packs, arrays, objects, facts, own, checkpoint, held = [], (), (), {}, set(), None, {}
+    checks = [_check(store, pack, held.get(number, ())) for number, pack in enumerate(packs)]
     for check in checks:
         issues += compared(check, files)
     if checkpoint is not None and COMMON_NAME in files:
@@ -127,8 +127,13 @@ def _bad_index(error: CheckpointError, store: Place) -> Issue:
     return Issue(Problem.DAMAGED, None, name, "what the save wrote", what)
 
 
-def _arrays(checkpoint: PackCheckpoint, packs: list[PackRecord]) -> Iterator[ScannedArray]:
-    """Each array, with its blocks and the ranks that have written them."""
+def _arrays(
+    checkpoint: PackCheckpoint, packs: list[PackRecord], held: dict[int, list[str]]
+) -> Iterator[ScannedArray]:
+    """Each array, with its blocks and the ranks that have written them.
+
+    Adds it to ``held``, the keys by the number of the pack.
+    """
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     writers: dict[str, set[int]] = defaultdict(set)
     specs: dict[str, ArraySpec] = {}
@@ -141,7 +146,9 @@ def _arrays(checkpoint: PackCheckpoint, packs: list[PackRecord]) -> Iterator[Sca
             specs.setdefault(key, ArraySpec(key, facts.shape, DType(facts.dtype), chunk))
             counts[key][0] += int(is_own.sum())
             counts[key][1] += int(nbytes[is_own].sum())
-            writers[key] |= {packs[p].rank for p in np.unique(table.place[is_own, 0]).tolist()}
+            for pack in np.unique(table.place[is_own, 0]).tolist():
+                writers[key].add(packs[pack].rank)
+                held[pack] += [key] if held[pack][-1:] != [key] else []
     for key, spec in specs.items():
         num_blocks, size = counts[key]
         yield ScannedArray(spec, num_blocks, size, tuple(sorted(writers[key])))
@@ -155,10 +162,16 @@ def _objects(objects: Iterable[StoredObject], packs: list[PackRecord]) -> Iterat
         yield ScannedObject(key, shape, len(shards), len(shards), nbytes, tuple(writers))
 
 
-def _check(store: Place, pack: PackRecord) -> FileCheck:
-    name = file_of(pack.name)
-    expected = f"{nbytes_text(pack.nbytes)}, written by rank {pack.rank}"
-    return FileCheck(None, name, pack.nbytes, partial(pack_issues, store, pack), expected)
+def _check(store: Place, pack: PackRecord, keys: Sequence[str]) -> FileCheck:
+    name, holds = file_of(pack.name), f", with blocks of {some_of(keys)}" if keys else ""
+
+    def run() -> Iterator[Issue]:
+        for issue in pack_issues(store, pack):
+            is_of_all = issue.expected.startswith(WHOLE)
+            yield replace(issue, expected=issue.expected + holds) if is_of_all else issue
+
+    expected = f"{nbytes_text(pack.nbytes)}, written by rank {pack.rank}{holds}"
+    return FileCheck(None, name, pack.nbytes, run, expected)
 
 
 def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> FileCheck:

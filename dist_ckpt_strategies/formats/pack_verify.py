@@ -24,6 +24,10 @@ from dist_ckpt_strategies.formats.pack import (
 from dist_ckpt_strategies.formats.pack_header import PackHeader, header_nbytes, parse_header
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Place
+from dist_ckpt_strategies.storage.store import Bytes
+
+WHOLE = "a whole pack"
+"""What issues expect that are about all of a pack."""
 
 _READ_NBYTES = 16 * RANGE_NBYTES
 
@@ -132,7 +136,7 @@ def verify_pack(store: Place, name: str, expected: PackRecord | None = None) -> 
         IncompatibleVersionError: a later version of this package wrote it.
     """
     by = "" if expected is None else f", written by rank {expected.rank}"
-    whole = f"a whole pack{by}"
+    whole = f"{WHOLE}{by}"
     try:
         pack = open_pack(store, name, expected)
     except IncompleteCheckpointError:
@@ -140,8 +144,9 @@ def verify_pack(store: Place, name: str, expected: PackRecord | None = None) -> 
     except CorruptCheckpointError as error:
         yield Issue(Problem.DAMAGED, None, file_of(name), whole, error.message)
     else:
+        memory = np.empty(_READ_NBYTES, np.uint8)  # memory that was never touched is slow
         for tensor in pack.tensors():
-            yield from damaged_ranges(store, pack.record, pack.digests, tensor)
+            yield from damaged_ranges(store, pack.record, pack.digests, tensor, memory)
 
 
 def pack_issues(store: Place, pack: PackRecord) -> Iterator[Issue]:
@@ -150,14 +155,17 @@ def pack_issues(store: Place, pack: PackRecord) -> Iterator[Issue]:
 
 
 def damaged_ranges(
-    store: Place, record: PackRecord, digests: Digests, tensor: StoredTensor
+    store: Place, record: PackRecord, digests: Digests, tensor: StoredTensor, memory: Bytes
 ) -> Iterator[Issue]:
-    """The ranges of a tensor of a pack whose bytes do not have their digests."""
+    """The ranges of a tensor of a pack whose bytes do not have their digests.
+
+    Some ranges at a time are read into ``memory``.
+    """
     file, stored = file_of(record.name), tensor.stored
     start = record.data_start + stored.byte_offset
     number = stored.first_range
-    for at in range(0, stored.nbytes, _READ_NBYTES):
-        content = np.empty(min(_READ_NBYTES, stored.nbytes - at), np.uint8)
+    for at in range(0, stored.nbytes, memory.size):
+        content = memory[: stored.nbytes - at]
         store.read_into(file, start + at, [content])
         for begin in range(0, content.size, RANGE_NBYTES):
             piece = content[begin : begin + RANGE_NBYTES]

@@ -13,7 +13,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from dist_ckpt_strategies.errors import StorageError, StorageTimeoutError
-from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, PackLayout, sealed_table
+from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, sealed_table
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
 from dist_ckpt_strategies.storage.store import Bytes
@@ -74,6 +74,7 @@ def write_pack(  # noqa: PLR0913 - facts of the save are known when it is writte
     save_id: str,
     rank: int,
     num_packs: int = 0,
+    digests: Digests | None = None,
 ) -> PackRecord:
     """Write a pack, durably. Rank-local.
 
@@ -87,9 +88,10 @@ def write_pack(  # noqa: PLR0913 - facts of the save are known when it is writte
         save_id: of the save; empty where writers share none.
         rank: the global rank that writes.
         num_packs: that all ranks of the save write, if that is known.
+        digests: of the ranges of all contents, where the caller has compared these with them.
     """
     header = pack.header(save_id, num_packs)
-    digests = np.empty(pack.num_ranges, np.uint64)
+    table = np.empty(pack.num_ranges, np.uint64)
     sealed: list[str] = []
 
     def pieces() -> Iterator[Sequence[Bytes]]:
@@ -104,7 +106,7 @@ def write_pack(  # noqa: PLR0913 - facts of the save are known when it is writte
                     raise StorageError(f"{path}: {content.size} bytes to write, not as announced")
                 for start in range(0, content.size, RANGE_NBYTES):
                     piece = content[start : start + RANGE_NBYTES]
-                    digests[number] = xxh3_64_intdigest(piece.data)
+                    table[number] = _digest(number, piece, digests)
                     number += 1
                     pending.append(piece)
                     nbytes += piece.size
@@ -114,13 +116,20 @@ def write_pack(  # noqa: PLR0913 - facts of the save are known when it is writte
             yield pending
         if left or number != pack.num_ranges:
             raise StorageError(f"{path}: {number} ranges to write, expected {pack.num_ranges}")
-        table, digest = sealed_table(digests, header)
+        tensor, digest = sealed_table(table, header)
         sealed.append(digest)
-        yield [np.frombuffer(table, np.uint8)]
+        yield [np.frombuffer(tensor, np.uint8)]
 
     path = file_of(name)
     store.write_pieces(path, pieces())
     return PackRecord(name, sealed[0], pack.nbytes, pack.data_start, pack.num_ranges, rank)
+
+
+def _digest(number: int, piece: Bytes, digests: Digests | None) -> int:
+    """The digest of a range: one of those that are known, or taken now."""
+    if digests is not None and number < len(digests):
+        return int(digests[number])
+    return xxh3_64_intdigest(piece.data)
 
 
 def _with_padding(

@@ -30,10 +30,9 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
-    is_directory,
     is_elsewhere,
-    remove_empty,
 )
+from dist_ckpt_strategies.storage.folders import is_directory, remove_empty
 from dist_ckpt_strategies.storage.store import HostArray
 
 METADATA_NAME = ".zarray"

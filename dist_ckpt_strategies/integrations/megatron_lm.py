@@ -19,7 +19,7 @@ from dist_ckpt_strategies.comm.base import run_and_gather
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
-from dist_ckpt_strategies.formats.locations import located, read_marker
+from dist_ckpt_strategies.formats.locations import PACKS, located, read_marker
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local import (
     CliqueReplicationStrategy,
@@ -35,6 +35,7 @@ from dist_ckpt_strategies.megatron.types import (
 from dist_ckpt_strategies.sharded.async_request import SaveQueue
 from dist_ckpt_strategies.strategies.load import load
 from dist_ckpt_strategies.strategies.registry import register
+from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from dist_ckpt_strategies.strategies.save import save
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
@@ -178,13 +179,15 @@ class _Checkpointing:
         manager: TieredCheckpointManager | None,
     ) -> None:
         self.theirs = theirs
-        self._saver: ZarrSaveShardedStrategy | None = None  # one for all saves: it keeps the plan
+        self._saver: Any = None  # one for all saves: it keeps what ranks know of each other
         if sharded_strategy[0] != _TORCH_DIST:
-            self._saver = ZarrSaveShardedStrategy(*sharded_strategy, options=options, allow=allow)
+            is_zarr = sharded_strategy[0] == "zarr"
+            kind: Any = ZarrSaveShardedStrategy if is_zarr else PackSaveShardedStrategy
+            self._saver = kind(*sharded_strategy, options=options, allow=allow)
         elif manager is not None:
             raise StrategyError(
-                "manager: expected sharded_strategy=('zarr', 2) or ('zarr', 1) beside it, found "
-                "torch_dist, which Megatron-Core writes"
+                "manager: expected sharded_strategy=('safetensors', 1) or ('zarr', 1) beside it, "
+                "found torch_dist, which Megatron-Core writes"
             )
         self._allow = allow
         self._options = options
@@ -266,9 +269,9 @@ class _Checkpointing:
                 sharded_state_dict, checkpoint_dir, sharded_strategy, **arguments
             )
         verify = "read" if arguments.pop("verify_integrity", False) else None
-        if verify and version == 1:
+        if verify and (backend, version) != PACKS.sharded_format:
             raise StrategyError(
-                f"{checkpoint_dir}: --verify-integrity needs the digests of ('zarr', 2), found "
+                f"{checkpoint_dir}: --verify-integrity needs digests, of ('safetensors', 1), found "
                 f"{(backend, version)}; load without it"
             )
         loader: Any = EitherFormatLoadShardedStrategy(

@@ -48,12 +48,11 @@ from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     PARTIAL_PREFIX,
     Directory,
-    Folder,
     read_file,
-    read_folder,
     reason,
     require_directory,
 )
+from dist_ckpt_strategies.storage.folders import Folder, read_folder
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator

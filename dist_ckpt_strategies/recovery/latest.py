@@ -20,11 +20,9 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     PlanError,
-    StorageError,
     StorageTimeoutError,
     text_of,
 )
-from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.formats.course import TRACKER_NAME, Course, read_course
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import Problem
@@ -348,14 +346,10 @@ def _in_directory(directory: Path, pattern: str | None) -> dict[str, bool]:
     with file_errors(None, directory):
         if not directory.exists():
             return {}
-        if pattern is None:
-            _complete(directory)
-            if not directory.is_dir() or _has_marker(directory):
-                return {str(directory): directory.is_dir()}
+        if pattern is None and (not directory.is_dir() or _has_marker(directory)):
+            return {str(directory): directory.is_dir()}
         below = list(directory.iterdir())
         found = [path for path in below if _is_numbered(path.name, pattern) and path.is_dir()]
-        for path in found:
-            _complete(path)
         if not found and _is_meant(directory.name, (path.name for path in below), pattern):
             found = [directory]
         return {str(path): _has_marker(path) for path in found}
@@ -363,16 +357,6 @@ def _in_directory(directory: Path, pattern: str | None) -> dict[str, bool]:
 
 def _has_marker(directory: Path) -> bool:
     return any((directory / name).exists() for name in (MARKER_NAME, PACKS_INDEX))
-
-
-def _complete(directory: Path) -> None:
-    """Complete an interrupted commit; where that fails the checkpoint counts as unfinished."""
-    try:
-        complete_commit(directory)
-    except StorageTimeoutError:
-        raise
-    except StorageError as error:
-        logger.warning("%s: the commit of a save cannot be completed: %s", directory, error)
 
 
 def _in_store(place: Bucket, pattern: str | None) -> dict[str, bool]:

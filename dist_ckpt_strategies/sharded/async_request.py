@@ -334,8 +334,7 @@ class LocalSaveRequest:
     def wait(self, timeout_s: float | None = None) -> None:
         """Finalise the save: it is visible then, or every rank raises, each time.
 
-        Collective over all ranks of the save. Where storage stopped answering in the last renames
-        of a commit, the next load completes the commit: all of the save had been written by then.
+        Collective over all ranks of the save.
 
         Args:
             timeout_s: longest wait for this rank's share, in seconds; by default the save's.

@@ -7,6 +7,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from dist_ckpt_strategies.comm.base import (
@@ -17,24 +18,22 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
-from dist_ckpt_strategies.core.array import RankShards
+from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
+from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import CheckpointChangedError, PlanError, some_of
 from dist_ckpt_strategies.formats.objects import dump_object, leaves
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     StrictOutcome,
     apply_strictness,
-    is_main,
     message_of,
     needs_stored_keys,
-    object_id,
     require_valid_sharding,
     shard_spec,
     sharded_values,
     value_from_message,
 )
-from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
-from dist_ckpt_strategies.sharded.plan import build_save_plan
+from dist_ckpt_strategies.megatron.types import ShardedTensor, StrictHandling
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 
 logger = logging.getLogger(__name__)
@@ -179,29 +178,29 @@ def _values(answers: Iterable[Any]) -> list[list[Any]]:
 def require_valid(everyone: list[list[Any]]) -> None:
     """Megatron-Core's check, which asks torch.distributed who it is: a lone process goes without.
 
-    What is saved is checked again by the plan. Where that finds fault with a key too, it says
-    better what is wrong, and on which ranks.
+    Our own check of a key at fault says better what is wrong, and on which ranks.
     """
     if not is_distributed():
         return
     try:
         require_valid_sharding(everyone)
     except PlanError as error:
-        _require_plan(everyone, error.key)
+        _require_covered(everyone, error.key)
         raise
 
 
-def _require_plan(everyone: list[list[Any]], key: str | None) -> None:
-    """Raise PlanError where the plan of a save refuses what the ranks hold of a key."""
-    of_key = [[value for value in values if value.key == key] for values in everyone]
-    requests = [
-        RankShards(rank, tuple(shard_spec(v) for v in values if isinstance(v, ShardedTensor)))
-        for rank, values in enumerate(of_key)
-    ]
-    objects = [
-        (object_id(value), rank)
-        for rank, values in enumerate(of_key)
+def _require_covered(everyone: list[list[Any]], key: str | None) -> None:
+    """Raise PlanError where the main replicas of an array do not make it up: who holds what."""
+    held = [
+        (rank, shard_spec(value))
+        for rank, values in enumerate(everyone)
         for value in values
-        if isinstance(value, ShardedObject) and is_main(value)
+        if isinstance(value, ShardedTensor) and value.key == key
     ]
-    build_save_plan(requests, objects)
+    known = {ArrayFacts(spec.dtype.value, spec.array_shape) for _, spec in held}
+    main = [(rank, spec) for rank, spec in held if spec.is_main and 0 not in spec.region.shape]
+    if key is None or len(known) != 1:
+        return
+    blocks = [(key, spec.region) for _, spec in main]
+    table = BlockTable.of({key: known.pop()}, blocks, [(0, 0, 0)] * len(blocks))
+    require_coverage(table, np.array([rank for rank, _ in main], np.int64), [])

@@ -44,11 +44,13 @@ from dist_ckpt_strategies.sharded.checks import (
     require_same_checkpoint,
     require_validated,
 )
-from dist_ckpt_strategies.sharded.transfer import TensorRegion
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, restart_limit
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
 
 logger = logging.getLogger(__name__)
+
+TensorRegion = tuple[ArraySpec, Region, torch.Tensor]
+"""A region of an array, and the tensor that has its shape: of any strides and device."""
 
 Conversions = list[list[str]]
 """Key, stored and wanted dtype of each array that a load converts, sorted."""

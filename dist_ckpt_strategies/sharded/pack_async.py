@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -17,7 +17,8 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import bytes_of_mapping, copy_into, host_memory, uses_cuda
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats.pack import Layout
-from dist_ckpt_strategies.formats.pack_write import PackJob, PackRecord, pack_starts
+from dist_ckpt_strategies.formats.pack_write import PackJob, pack_starts
+from dist_ckpt_strategies.formats.zarr_write import ChunkJob
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
     LocalSaveRequest,
@@ -32,7 +33,8 @@ from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, Deadline, run_wi
 
 logger = logging.getLogger(__name__)
 
-_PAGE = 4096
+WriteJob = PackJob | ChunkJob
+"""What writes a copy; it can be sent to another process."""
 
 
 class Background:
@@ -85,7 +87,7 @@ class Background:
                 self._shared = None
         return host_memory(nbytes, is_pinned=is_pinned)
 
-    def writer(self, job: PackJob, options: Options) -> Callable[[], tuple[PackRecord, ...]]:
+    def writer(self, job: WriteJob, options: Options) -> Callable[[], Any]:
         """What writes the copy, for a thread to call: by the process if there is one."""
         shared, memory = self._shared, self._memory
         process = self.process() if options.writer_process and shared is not None else None
@@ -115,45 +117,51 @@ def copy_contents(contents: Contents, layout: Layout, memory: torch.Tensor) -> N
     copy_into(targets, sources)
 
 
-def _answer(content: bytes) -> tuple[PackRecord, ...]:
+def _answer(content: bytes) -> Any:
     found = pickle.loads(content)  # noqa: S301 - from our own process
     if isinstance(found, Exception):
         raise found
-    packs: tuple[PackRecord, ...] = found
-    return packs
+    return found
+
+
+def pack_job(started: Started) -> PackJob:
+    """What writes the copy of a save as packs."""
+    options = started.options
+    return PackJob(
+        started.store,
+        started.known.layout.packs,
+        started.save_id,
+        started.comm.global_ranks[started.comm.rank],
+        WORK * options.timeout_s,
+        options.io_threads,
+        started.num_packs,
+    )
 
 
 def begin_in_background(
     started: Started,
     background: Background,
-    finish: Callable[[Started, Callable[[], Sequence[PackRecord]]], None],
+    job_of: Callable[[Started], WriteJob],
+    finish: Callable[[Started, Callable[[], Any]], None],
 ) -> LocalSaveRequest:
     """Copy what this rank writes to host memory, and write it in the background. Collective.
 
-    When it returns the tensors may be overwritten. ``finish`` is called when the request is
-    finalised, with what waits for this rank's packs.
+    When it returns the tensors may be overwritten. ``job_of`` gives what writes the copy.
+    ``finish`` is called when the request is finalised, with what waits for this rank's share.
     """
     comm, options, known = started.comm, started.options, started.known
     ledgers = [known.ledger]
 
-    def prepare() -> BackgroundWork[tuple[PackRecord, ...]]:
+    def prepare() -> BackgroundWork[Any]:
         if known.ledger is not None:
             ledgers[0] = proved(known.ledger, comm.global_ranks)
         deadline = Deadline.after(OPENING * options.timeout_s)
         run_within(deadline, started.store, started.require_space)
         background.copy(started.contents, known.layout)
-        job = PackJob(
-            started.store,
-            known.layout.packs,
-            started.save_id,
-            comm.global_ranks[comm.rank],
-            WORK * options.timeout_s,
-            options.io_threads,
-            started.num_packs,
-        )
+        job = job_of(started)
         write = background.writer(job, options)
 
-        def work() -> tuple[PackRecord, ...]:
+        def work() -> Any:
             yield_to_training()
             return write()
 
@@ -167,10 +175,9 @@ def begin_in_background(
         known=replace(known, ledger=ledgers[0]),
     )
 
-    def written() -> Sequence[PackRecord]:
+    def written() -> Any:
         work.wait((WORK + 1 / 8) * options.timeout_s)  # longer than the work's own limit
-        packs: Sequence[PackRecord] = work.result()
-        return packs
+        return work.result()
 
     name = (started.save_id, f"the end of the save to {started.store}")
     return LocalSaveRequest(comm, name, work, partial(finish, kept, written), options.timeout_s)

@@ -97,11 +97,21 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What one rank brings to a save: where it goes, what it holds, and a note for every rank."""
+    """What one rank brings to a save.
+
+    Attributes:
+        store: where it goes.
+        contents: what this rank holds.
+        note: for every rank.
+        kind: how it is stored, in words; the same on all ranks.
+        overwrite: whether it may replace what belongs to no finished checkpoint.
+    """
 
     store: Place
     contents: Contents
     note: Message = None
+    kind: str = PACKS
+    overwrite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,7 @@ class Started:
         nbytes: of all packs of all ranks.
         num_packs: of all ranks.
         notes: what ``prepare`` has added on each rank.
+        overwrite: see Prepared.
     """
 
     comm: Communicator
@@ -150,6 +161,7 @@ class Started:
     nbytes: int
     num_packs: int
     notes: tuple[Message, ...]
+    overwrite: bool = False
 
     def require_space(self) -> None:
         """Raise StorageError if the file system says that it has no room for all packs."""
@@ -187,7 +199,7 @@ def start_save(
             deadline = Deadline.after(OPENING * options.timeout_s)
             save_id = run_within(deadline, own.store, lambda: new_save_id(own.store))
         nbytes = sum(pack.nbytes for pack in mine.layout.packs)
-        return [PACKS, save_id, ledger and ledger.session, mine.session, nbytes, sizes, own.note]
+        return [own.kind, save_id, ledger and ledger.session, mine.session, nbytes, sizes, own.note]
 
     answers = run_and_gather(comm, describe)  # 1
     require_alike(comm, answers)
@@ -203,21 +215,25 @@ def start_save(
         mine = replace(mine, session=session, ledger=ledger)
     num_packs = sum(of_rank[0] for of_rank in sizes)
     return Started(
-        comm, own.store, options, save_ids[0], own.contents, mine, sum(nbytes), num_packs, notes
+        comm,
+        own.store,
+        options,
+        save_ids[0],
+        own.contents,
+        mine,
+        sum(nbytes),
+        num_packs,
+        notes,
+        own.overwrite,
     )
 
 
 def require_alike(comm: Communicator, answers: Sequence[Message]) -> None:
-    """Raise a PlanError, on every rank, where some save as packs and some in another way."""
-    kinds = [PACKS if is_packs(answer) else "another strategy" for answer in answers]
+    """Raise a PlanError, on every rank, where ranks save in different ways."""
+    kinds = [answer[0] if isinstance(answer, list) else "another strategy" for answer in answers]
     if len(set(kinds)) > 1:
         texts = [f"a save by {kind}" for kind in kinds]
         raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
-
-
-def is_packs(answer: Message) -> bool:
-    """Whether that is the first message of a save as packs."""
-    return isinstance(answer, list) and answer[:1] == [PACKS]
 
 
 def write_packs(started: Started, deadline: Deadline) -> tuple[PackRecord, ...]:

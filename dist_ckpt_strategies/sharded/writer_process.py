@@ -13,22 +13,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
-import numpy as np
-
 from dist_ckpt_strategies.config import environment
-from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
-from dist_ckpt_strategies.formats.arrays import StoreWriter
-from dist_ckpt_strategies.formats.chunks import Digests
-from dist_ckpt_strategies.storage.io_pool import WORK, time_limit, wait_in_turn
 from dist_ckpt_strategies.storage.processes import lower_priority
-from dist_ckpt_strategies.storage.store import ArrayWrite
 
 logger = logging.getLogger(__name__)
 
@@ -37,50 +28,6 @@ _POLL_S = 0.02
 _OF_THE_JOB = (signal.SIGINT, signal.SIGTERM)
 """Signals after which the parent may save yet; the process ends with it."""
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-@dataclass(frozen=True, slots=True)
-class StagedWrite:
-    """Elements of ``region``, in C order, ``byte_offset`` bytes into the memory."""
-
-    array: ArraySpec
-    region: Region
-    byte_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteJob:
-    """One rank's share of a save, copied to host memory: it is written without other ranks.
-
-    ``creations`` are arrays whose metadata is written. ``open_writer`` returns what writes, in the
-    process that does. ``timeout_s`` is the longest wait for the storage.
-    """
-
-    creations: tuple[ArraySpec, ...]
-    writes: tuple[StagedWrite, ...]
-    open_writer: Callable[[], StoreWriter]
-    timeout_s: float
-
-    def run(self, memory: memoryview) -> Digests:
-        """Write everything, durably; the digests of it, none in a format without them. Rank-local.
-
-        The elements lie in ``memory``. A write that fails is a StorageError.
-        """
-        writer = self.open_writer()
-        requests = [
-            ArrayWrite(
-                w.array,
-                w.region,
-                np.ndarray(w.region.shape, w.array.dtype.numpy, memory, w.byte_offset),
-            )
-            for w in self.writes
-        ]
-        with time_limit(self.timeout_s, WORK):
-            transfers = (writer.begin_creates(self.creations), writer.begin_writes(requests))
-            wait_in_turn(transfers, self.timeout_s)
-            touched = {a.key: a for a in (*self.creations, *(w.array for w in self.writes))}
-            writer.begin_syncs(list(touched.values())).wait(self.timeout_s)
-        return writer.digests
 
 
 def is_supported() -> bool:
@@ -153,7 +100,7 @@ class WriterProcess:
         return is_ours and self._process.poll() is None
 
     def run(self, job: bytes, memory: SharedBytes) -> bytes:
-        """Have a pickled WriteJob done; what ``digests_from`` takes. Blocks, without Python's lock.
+        """Have a pickled job done; its result or its error, pickled. Blocks, without Python's lock.
 
         When it returns or raises, nothing is being written any more, unless the error says so.
         Raises a StorageError if the process has ended.
@@ -178,15 +125,6 @@ class WriterProcess:
         if code < 0:
             return f"(pid {self.pid}) was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"(pid {self.pid}) ended with status {code}"
-
-
-def digests_from(answer: bytes) -> Digests:
-    """The digests that the writing process has answered; raises what it raised."""
-    found = pickle.loads(answer)  # noqa: S301 - from our own process
-    if isinstance(found, Exception):
-        raise found
-    digests: Digests = found
-    return digests
 
 
 def _end(owner: int, process: subprocess.Popen[bytes], connection: Any) -> None:
@@ -240,12 +178,11 @@ def _memory(memories: dict[int, memoryview], handle: int) -> memoryview:
     return memories[inode]
 
 
-def _outcome(job: bytes, memory: memoryview) -> Digests | CheckpointError:
+def _outcome(job: bytes, memory: memoryview) -> Any:
     try:
-        digests: Digests = pickle.loads(job).run(memory)  # noqa: S301 - from the parent
+        return pickle.loads(job).run(memory)  # noqa: S301 - from the parent
     except CheckpointError as error:
         return error
     except Exception as error:
         logger.exception("an asynchronous save failed")
         return StorageError(f"the writing process failed: {type(error).__name__}: {error}")
-    return digests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from dist_ckpt_strategies.errors import (
     StoreUnreachableError,
     StrategyError,
 )
-from dist_ckpt_strategies.storage.files import Directory, WrongSizeError
+from dist_ckpt_strategies.storage.files import Directory
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.storage.file_systems import Bytes
@@ -81,7 +81,6 @@ class Bucket:
     prefix: str
     options: StoreOptions
     is_place: bool = False
-    block_nbytes = 8 << 20
     num_readers = 16
 
     def __str__(self) -> str:
@@ -147,21 +146,6 @@ class Bucket:
             raise IncompleteCheckpointError(f"{path} does not exist", path=path)
         content: bytes = found.value
         return content
-
-    def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
-        """See Store."""
-        nbytes, byte_offset, is_longer = sum(sizes), 0, False
-        with suppress(CorruptCheckpointError):  # it does not reach so far
-            is_longer = bool(self.read(name, nbytes, 1))
-        if is_longer:
-            raise WrongSizeError(self.path(name), nbytes, "more bytes")
-        for size in sizes:
-            try:
-                content = self.read(name, byte_offset, size)
-            except CorruptCheckpointError:
-                raise WrongSizeError(self.path(name), nbytes, "fewer bytes") from None
-            yield memoryview(content)
-            byte_offset += size
 
     def write_pieces(self, name: str, pieces: Iterable[Sequence[Bytes]]) -> None:
         """See Directory. All of it is in memory until the store has it."""

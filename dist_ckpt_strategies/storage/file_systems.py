@@ -15,7 +15,7 @@ import platform
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.storage.files import READ_AT_ONCE, file_errors
-from dist_ckpt_strategies.storage.io_pool import limited, raise_if_cancelled
+from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.io_pool import limited
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -48,10 +48,6 @@ _MAX_WAITING_NBYTES = 256 << 20
 _FIRST_TO_REPORT = (5, 8)
 """The first version of Linux whose syncfs reports errors."""
 
-_CACHESTAT = 451
-"""Its number on all architectures of ``_ARCHITECTURES``; the kernel gives five counts."""
-
-_ARCHITECTURES = {"x86_64", "aarch64"}
 _BEGIN_WRITEBACK = 2
 """SYNC_FILE_RANGE_WRITE."""
 
@@ -69,16 +65,14 @@ class FileAccess:
     """What suits a kind of file system.
 
     Attributes:
-        num_read_threads: files read at the same time.
         num_write_threads: files written, and flushed, at the same time.
-        num_metadata_threads: small files made or read at the same time; on a local file system
+        num_metadata_threads: small files made at the same time; on a local file system
             more than one only get in each other's way.
         is_direct: whether large files go past the page cache.
         is_flushed_whole: whether all that was written may be flushed at once (whole_flush).
         kind: the type of the file system, such as ``ext4``; empty if it is not known.
     """
 
-    num_read_threads: int
     num_write_threads: int
     num_metadata_threads: int
     is_direct: bool = False
@@ -86,9 +80,9 @@ class FileAccess:
     kind: str = ""
 
 
-_LOCAL_DISK = FileAccess(4, 8, 1, is_direct=True, is_flushed_whole=True)
-_MEMORY = FileAccess(1, 1, 1)
-_OTHER = FileAccess(8, 16, 8)
+_LOCAL_DISK = FileAccess(8, 1, is_direct=True, is_flushed_whole=True)
+_MEMORY = FileAccess(1, 1)
+_OTHER = FileAccess(16, 8)
 """Network file systems: each file waits for a server, so that more of them hide more of it."""
 
 _BY_TYPE = {
@@ -222,37 +216,6 @@ def _number(path: Path, name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def is_cached(handle: int, size: int) -> bool:
-    """Whether the middle of a file is in the page cache; True where the kernel cannot tell."""
-    if platform.machine() in _ARCHITECTURES:
-        asked, counts = (ctypes.c_uint64 * 2)(size // 2, 1), (ctypes.c_uint64 * 5)()
-        if _c_library().syscall(ctypes.c_long(_CACHESTAT), handle, asked, counts, 0) == 0:
-            return counts[0] > 0
-    try:  # before Linux 6.5, and where this user may not ask
-        os.preadv(handle, [bytearray(1)], size // 2, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except AttributeError:  # Python was built with a C library that has no RWF_NOWAIT
-        return True
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
-    return True
-
-
-def begin_readahead(paths: Sequence[str]) -> None:
-    """Announce files that are read next, and do not wait; nothing where the first is cached."""
-    for number, path in enumerate(paths):
-        with suppress(OSError):
-            handle = os.open(path, READ_AT_ONCE)
-            try:
-                if number == 0 and is_cached(handle, 0):
-                    return
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(handle)
-
-
 def begin_writeback(handle: int, byte_offset: int, nbytes: int) -> None:
     """Have a range of a file written, and do not wait; nothing where the system cannot."""
     call = getattr(_c_library(), "sync_file_range", None)
@@ -309,36 +272,3 @@ def start_direct(handle: int) -> bool:
 def stop_direct(handle: int) -> None:
     """Switch an open file back to buffered transfers."""
     fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
-
-
-def read_direct(handle: int, byte_offset: int, target: Bytes, buffer: Bytes) -> int:
-    """Fill ``target`` from a position of the file; returns the bytes that there were.
-
-    The file is switched to direct transfers; ``buffer`` is aligned, of three blocks or more.
-    """
-    done, most = 0, buffer.size - 2 * BLOCK_NBYTES
-    while done < target.size:
-        some = read_aligned(handle, byte_offset + done, min(most, target.size - done), buffer)
-        if not some.size:
-            break
-        target[done : done + some.size] = some
-        done += some.size
-    return done
-
-
-def read_aligned(handle: int, byte_offset: int, nbytes: int, buffer: Bytes) -> Bytes:
-    """Bytes of the file, in a part of the buffer; fewer where the file ends.
-
-    The file is switched to direct transfers; ``buffer`` is aligned, and two blocks larger than
-    ``nbytes``.
-    """
-    skipped = byte_offset % BLOCK_NBYTES
-    wanted = -(-(skipped + nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES
-    done = 0
-    while done < skipped + nbytes:
-        got = os.preadv(handle, [buffer[done:wanted].data], byte_offset - skipped + done)
-        raise_if_cancelled()
-        done += got
-        if got == 0 or got % BLOCK_NBYTES:
-            break
-    return buffer[skipped : min(done, skipped + nbytes)]

@@ -107,14 +107,6 @@ def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> b
         os.close(handle)
 
 
-def is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a directory, or a link to one; a link in a circle is none."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
 def is_elsewhere(directory: os.DirEntry[str] | Path) -> bool:
     """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint.
 
@@ -142,15 +134,6 @@ def make_directories(directory: Path) -> None:
             raise
         return
     sync_path(directory.parent)
-
-
-def remove_empty(directory: Path, root: Path) -> None:
-    """Remove a directory and those above it, up to ``root``, as far as nothing is in them."""
-    while directory != root and not (directory.exists() and any(directory.iterdir())):
-        if directory.exists():
-            directory.rmdir()
-        directory = directory.parent
-    sync_path(directory)
 
 
 def sync_path(path: Path | str) -> None:
@@ -292,33 +275,11 @@ def _rest(buffers: list[Bytes], done: int) -> list[Bytes]:
     return []
 
 
-class WrongSizeError(CorruptCheckpointError):
-    """A file has another size than it should have, ``expected`` bytes.
-
-    ``found`` is in words: an object store only shows whether it is larger.
-    """
-
-    def __init__(self, path: str, expected: int, found: str) -> None:
-        super().__init__(f"{path} has {found}, expected {nbytes_text(expected)}", path=path)
-        self.expected = expected
-        self.found = found
-
-
-_BLOCK_NBYTES = 2 << 20
-"""Read at a time from a file system, so that it stays in the processor's cache."""
-
-
-def block_sizes(nbytes: int, block_nbytes: int) -> list[int]:
-    """The sizes of blocks that make up so many bytes, for ``read_blocks``; at least one."""
-    return [min(block_nbytes, nbytes - at) for at in range(0, max(nbytes, 1), block_nbytes)]
-
-
 @dataclass(frozen=True)
 class Directory:
     """A directory of a file system; see Store."""
 
     root: Path
-    block_nbytes = _BLOCK_NBYTES
 
     @property
     def num_readers(self) -> int:
@@ -339,26 +300,6 @@ class Directory:
         path = self.path(name)
         with file_errors(None, path):
             return read_file(path, nbytes, byte_offset)
-
-    def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
-        """See Store."""
-        import numpy as np  # noqa: PLC0415 - takes a while, and few processes need it
-
-        path, memory, byte_offset = self.path(name), np.empty(max(sizes), np.uint8), 0
-        with file_errors(None, path):
-            found = Path(path).stat().st_size
-            if found != sum(sizes):
-                raise WrongSizeError(path, sum(sizes), nbytes_text(found))
-            handle = os.open(path, READ_AT_ONCE)
-            try:
-                for nbytes in sizes:
-                    block = memory[:nbytes]
-                    if pread_into(handle, byte_offset, block) != nbytes:
-                        raise OSError(0, "it ended while it was read")
-                    yield block.data
-                    byte_offset += nbytes
-            finally:
-                os.close(handle)
 
     def write_pieces(self, name: str, pieces: Iterable[Sequence[Bytes]]) -> None:
         """Make a new file of pieces, durable on return; each is valid until the next is taken.
@@ -440,11 +381,12 @@ class Directory:
         with file_errors(None, self.path(name)):
             sync_path(self.path(name))
 
-    def has_bytes(self, name: str, nbytes: int) -> bool:
-        """Whether there is a file of that size."""
+    def has_bytes(self, name: str, nbytes: int | None) -> bool:
+        """Whether there is a file of that size, or of any."""
         path = self.path(name)
         with file_errors(None, path), suppress(FileNotFoundError):
-            return os.stat(path).st_size == nbytes  # noqa: PTH116 - 10,000 times
+            found = os.stat(path).st_size  # noqa: PTH116 - 10,000 times
+            return nbytes in {None, found}
         return False
 
     @contextmanager
@@ -506,70 +448,6 @@ class Directory:
         for parent in parents - {self.root}:
             with suppress(OSError):  # not empty, or gone
                 parent.rmdir()
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """One directory.
-
-    Attributes:
-        key: its path relative to the root of the tree, ``/`` between parts; empty for the root.
-        files: size in bytes of each regular file in it, by name.
-        folders: names of the directories in it, sorted.
-        links: names of links to directories in it, sorted.
-        others: names of what is none of these, such as pipes and links to nothing, sorted.
-        failure: why it could not be read; None where it could.
-    """
-
-    key: str
-    files: dict[str, int]
-    folders: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    failure: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the files in it."""
-        return sum(self.files.values())
-
-    def path_of(self, name: str) -> str:
-        """What ``key`` is for the directory, for something in it."""
-        return f"{self.key}/{name}" if self.key else name
-
-
-def read_folder(root: Path, key: str) -> Folder:
-    """One directory; empty where it is gone."""
-    files: dict[str, int] = {}
-    folders: list[str] = []
-    links: list[str] = []
-    others: list[str] = []
-    try:
-        with os.scandir(os.path.join(root, key)) as entries:  # noqa: PTH118 - 10,000 times
-            for entry in entries:
-                try:
-                    if entry.is_dir():
-                        (links if entry.is_symlink() else folders).append(entry.name)
-                    elif entry.is_file():
-                        files[entry.name] = entry.stat().st_size
-                    else:
-                        others.append(entry.name)
-                except OSError:  # a link in a circle; gone meanwhile
-                    others.append(entry.name)
-    except FileNotFoundError:
-        return Folder(key, {})
-    except OSError as error:
-        return Folder(key, {}, failure=reason(error))
-    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)), tuple(sorted(others)))
-
-
-def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
-    """The directories of those keys and all below them; links are not followed."""
-    waiting = list(keys)
-    while waiting:
-        folder = read_folder(root, waiting.pop())
-        yield folder
-        waiting.extend(map(folder.path_of, folder.folders))
 
 
 def nbytes_text(nbytes: int) -> str:

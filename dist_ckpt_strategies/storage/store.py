@@ -3,7 +3,7 @@
 Arrays are read and written by region; small files have names below the checkpoint's root.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,11 +51,8 @@ class Store(Protocol):
     Every method raises StorageError, naming the file, where storage fails.
 
     Attributes:
-        block_nbytes: how much is best read at a time.
         num_readers: threads that are best used to read many files.
     """
-
-    block_nbytes: int
 
     @property
     def num_readers(self) -> int:
@@ -75,15 +72,6 @@ class Store(Protocol):
 
         Raises:
             IncompleteCheckpointError: it is missing.
-        """
-        ...
-
-    def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
-        """All of a file in blocks of these sizes, each valid until the next is asked for.
-
-        Raises:
-            IncompleteCheckpointError: it is missing.
-            WrongSizeError: it has another size; in an object store it may show at the last block.
         """
         ...
 

@@ -17,11 +17,10 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
-from dist_ckpt_strategies.formats.commit import invalidate
+from dist_ckpt_strategies.formats.commit import set_marker_aside
 from dist_ckpt_strategies.formats.locations import (
     Location,
     OpenedSave,
-    current_place,
     holds_packs,
     located,
     require_path,
@@ -48,12 +47,11 @@ from dist_ckpt_strategies.megatron.types import (
     SaveCommonStrategy,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import Deadline, run_with_limit, run_within, time_limit
 from dist_ckpt_strategies.storage.store import Store
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
-from dist_ckpt_strategies.tools.readers import open_reader
+from dist_ckpt_strategies.tools.opened import open_at
 
 BACKEND = "torch"
 VERSION = 1
@@ -194,7 +192,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
         def write() -> None:
             content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed)
             if isinstance(root, Path) and not holds_packs(root):  # they hold their own copy
-                invalidate(root)
+                set_marker_aside(root)
             store_at(root).write(COMMON_NAME, content)
 
         with time_limit(self.options.timeout_s):
@@ -247,7 +245,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         """
         options, allow = self.options, self.allowed
         root = located(checkpoint_dir, options)
-        store = current_place(root) if isinstance(root, Bucket) else Directory(root)
+        store = place_of(root)
         path = store.path(COMMON_NAME)
         with time_limit(options.timeout_s):
             try:
@@ -255,7 +253,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
             except IncompleteCheckpointError as missing:
                 try:
                     content = run_with_limit(
-                        lambda: open_reader(root, options, allow).common_content(), root
+                        lambda: open_at(root, options, allow).common_content(), root
                     )
                 except (IncompatibleVersionError, IncompleteCheckpointError):
                     raise missing from None

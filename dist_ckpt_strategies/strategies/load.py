@@ -21,7 +21,6 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoints import common_digest
-from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
     Location,
@@ -315,9 +314,7 @@ class _Load:
         except (CheckpointNotFoundError, IncompleteCheckpointError):
             if is_last or not isinstance(place, Path):
                 raise
-            if self.comm.rank == 0:
-                complete_commit(place)
-            return None  # that may have completed an interrupted one, or another node has it
+            return None  # another node may have it
         self.wanted, nonpersistent, factories = uncounted()(split_for_load)(self.state)
         if self.verify is not None or self.strict_dtype:
             ours = self._with_options(ours, formats[:2])

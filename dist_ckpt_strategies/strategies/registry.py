@@ -87,18 +87,17 @@ _LOCAL = "local_replicated"
 
 _NO_REGISTRY = (
     "this release of Megatron-Core has no registry of strategies: dist_checkpointing.save with "
-    "('zarr', 2) or ('zarr', 1) saves torch_dist there, and its load finds no strategy; call "
-    "dist_ckpt_strategies.save and load, or pass strategies to Megatron-Core's, such as "
-    "Format2SaveShardedStrategy() and Format2LoadShardedStrategy() of "
-    "dist_ckpt_strategies.strategies.zarr"
+    "('safetensors', 1) or ('zarr', 1) saves torch_dist there, and its load finds no strategy; "
+    "call dist_ckpt_strategies.save and load, or pass strategies to Megatron-Core's, such as "
+    "PackSaveShardedStrategy() and PackLoadShardedStrategy() of "
+    "dist_ckpt_strategies.strategies.safetensors"
 )
 
 _DEFAULTS: Mapping[_Key, str] = MappingProxyType(
     {
         _Key(_SAVE, "zarr", 1): "zarr.ZarrSaveShardedStrategy",
         _Key(_LOAD, "zarr", 1): "zarr.ZarrLoadShardedStrategy",
-        _Key(_SAVE, "zarr", 2): "zarr.Format2SaveShardedStrategy",
-        _Key(_LOAD, "zarr", 2): "zarr.Format2LoadShardedStrategy",
+        _Key(_LOAD, "zarr", 2): "zarr.ZarrLoadShardedStrategy",
         _Key(_SAVE, "safetensors", 1): "safetensors.PackSaveShardedStrategy",
         _Key(_LOAD, "safetensors", 1): "safetensors.PackLoadShardedStrategy",
         _Key(_SAVE, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedSaveShardedStrategy",

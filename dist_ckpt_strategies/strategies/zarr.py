@@ -1,23 +1,24 @@
-"""The Zarr backend, formats ("zarr", 1) and ("zarr", 2): save and load strategies.
+"""The Zarr backend, format ("zarr", 1): save and load strategies.
 
 Names that Megatron-Core 0.15 gave to strategies are importable from here.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
+from dist_ckpt_strategies.errors import IncompatibleVersionError
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
-    Format2Checkpoint,
     StoredCheckpoint,
-    has_manifest,
 )
+from dist_ckpt_strategies.formats.commit import require_own_place, set_marker_aside
 from dist_ckpt_strategies.formats.locations import (
+    FORMAT2,
+    FORMAT2_REFUSED,
     PACKS,
     Location,
     OpenedSave,
@@ -25,24 +26,29 @@ from dist_ckpt_strategies.formats.locations import (
     located,
     require_path,
 )
-from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, object_ids, remove_object
+from dist_ckpt_strategies.formats.objects import Allowed, object_ids, remove_object
 from dist_ckpt_strategies.formats.zarr2 import array_keys, remove_array
+from dist_ckpt_strategies.formats.zarr_write import require_on_grid
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import (
-    AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    hash_folders,
     raises_megatron_errors,
-    split_common_object,
 )
-from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
-from dist_ckpt_strategies.sharded.async_save import SaveCache, begin_in_background
+from dist_ckpt_strategies.sharded.chunk_save import chunk_job, finish_chunks, write_chunks
 from dist_ckpt_strategies.sharded.load import ShardedLoad, destination, load_sharded
-from dist_ckpt_strategies.sharded.save import CommonState, ShardedSave, begun_save
-from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import require_directory
-from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, run_with_limit, time_limit
+from dist_ckpt_strategies.sharded.pack_save import Contents, Known, Started
+from dist_ckpt_strategies.storage.bucket import Place
+from dist_ckpt_strategies.storage.files import Directory, require_directory
+from dist_ckpt_strategies.storage.io_pool import (
+    OPENING,
+    WORK,
+    Deadline,
+    run_with_limit,
+    run_within,
+    time_limit,
+)
 from dist_ckpt_strategies.strategies.common import packs_to_load, save_to_load
+from dist_ckpt_strategies.strategies.own_save import OwnSaveShardedStrategy
 from dist_ckpt_strategies.strategies.registry import (
     Configured,
     register_default_zarr_strategies,
@@ -51,164 +57,52 @@ from dist_ckpt_strategies.strategies.registry import (
 
 __all__ = [
     "EitherFormatLoadShardedStrategy",
-    "Format2LoadShardedStrategy",
-    "Format2SaveShardedStrategy",
     "ZarrLoadShardedStrategy",
     "ZarrSaveShardedStrategy",
     "register_default_zarr_strategies",
 ]
 
-BACKEND = "zarr"
+BACKEND, VERSION = "zarr", 1
 
 
-class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ignore[misc]
-    """Save strategy for the Zarr backend.
+class ZarrSaveShardedStrategy(OwnSaveShardedStrategy):
+    """Save strategy for ("zarr", 1): one Zarr v2 array per key, one chunk per shard.
 
-    ("zarr", 1) is one Zarr v2 array per key, one chunk per shard. ("zarr", 2) is sharded Zarr v3
-    arrays and a manifest with the digest of every inner chunk; see docs/format2.md.
-
-    The last plan is kept, and used again if every rank saves the same shards as before; so is the
-    memory for asynchronous saves, which run one after the other.
-
-    Args:
-        backend: name of the format; ``"zarr"``.
-        version: version of the format; 1 or 2.
-        group: ranks that save together; the world by default.
-        options: timeouts and memory bounds; by default from the environment.
-        allow: further classes that ShardedObjects may be of; a load has to allow them too.
-
-    Attributes:
-        cache: what is kept from one save to the next.
+    All shards of an array have one shape, and lie on a regular grid. Arguments are those of
+    OwnSaveShardedStrategy.
 
     Source: format 1 is the layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
 
-    @raises_megatron_errors
-    def __init__(
-        self,
-        backend: str = BACKEND,
-        version: int = 1,
-        *,
-        group: ProcessGroup | None = None,
-        options: Options | None = None,
-        allow: Allowed = (),
-    ) -> None:
-        require_own(BACKEND, (1, 2), backend, version)
-        super().__init__(backend, version)
-        self.cache = SaveCache()
-        self._configure(options, allow, group)
+    own_format = BACKEND, VERSION
 
-    @raises_megatron_errors
-    def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Write the main replicas, durably. Does not write ``metadata.json``.
+    def place(self, checkpoint_dir: Any) -> Directory:
+        """See OwnSaveShardedStrategy."""
+        return Directory(require_path(located(checkpoint_dir, self.options), "format ('zarr', 1)"))
 
-        Collective over the group. CPU tensors in C order are written from their own memory;
-        others take staging memory, ``max_inflight_bytes`` at most or twice the largest tensor.
+    def require_storable(self, contents: Contents) -> None:
+        """See OwnSaveShardedStrategy."""
+        require_on_grid(contents.shards, [name for name, _ in contents.objects])
 
-        Raises:
-            PlanError: main replicas overlap, leave a gap, or cannot be stored.
-            StorageError: a write failed on this rank.
-            PeerError: it failed on another; the message names rank, key and file.
-        """
-        self._run(sharded_state_dict, checkpoint_dir, is_async=False)
+    def take_over(self, store: Place) -> None:
+        """See OwnSaveShardedStrategy. A checkpoint that is there counts no more."""
+        if isinstance(store, Directory):
+            deadline = Deadline.after(OPENING * self.options.timeout_s)
+            run_within(deadline, store, lambda: set_marker_aside(store.root))
 
-    @raises_megatron_errors
-    def async_save(
-        self,
-        sharded_state_dict: StateDict,
-        checkpoint_dir: str | Path,
-        async_strategy: str | None = None,  # noqa: ARG002 - any queue takes the request
-    ) -> LocalSaveRequest:
-        """Like ``save``, but only the copy of the tensors to host memory is waited for.
+    write = staticmethod(write_chunks)
+    job = staticmethod(chunk_job)
 
-        Collective over the group. A save that still runs is waited for first. Takes as much host
-        memory as the main replicas, kept for the next save.
-
-        Returns:
-            A request for Megatron-Core's queue, persistent or not, or to be waited for. Its
-            finalisation is collective, and raises on every rank if the save has failed on any.
-
-        Raises:
-            PlanError: main replicas overlap, leave a gap, or cannot be stored.
-            StorageError: the directory cannot be prepared.
-            PeerError: another rank failed; the message names rank, key and file.
-        """
-        request = self._run(sharded_state_dict, checkpoint_dir, is_async=True)
-        assert request is not None  # noqa: S101 - an asynchronous save returns one
-        return request
-
-    def _run(
-        self, state: StateDict, checkpoint_dir: str | Path, *, is_async: bool
-    ) -> LocalSaveRequest | None:
-        """Save; begin to, and return the request, if ``is_async``. Collective over the group."""
-        hash_folders()
-        comm = self.communicator("save", f"to {checkpoint_dir}")
-        with time_limit(self.options.timeout_s, OPENING, then=WORK):
-            begun = begun_save(
-                comm, lambda: self.open_save(comm, state, checkpoint_dir, is_async=is_async)
-            )
-            assert begun is not None  # noqa: S101 - every rank has one
-            if is_async:
-                return begin_in_background(begun)
-            begun.run()
-        return None
-
-    def open_save(
-        self,
-        comm: Communicator,
-        sharded_state_dict: StateDict,
-        checkpoint_dir: str | Location,
-        *,
-        overwrite: bool | None = None,
-        common: CommonState | None = None,
-        **more: Any,
-    ) -> ShardedSave:
-        """A save by the ranks of ``comm`` of which nothing is described yet. Rank-local.
-
-        Args:
-            comm: ranks that save together.
-            sharded_state_dict: as in ``save``.
-            checkpoint_dir: as in ``save``.
-            overwrite: None where Megatron-Core's own save calls, which has written the common state
-                or has it in the state dict; else an earlier checkpoint stays loadable until this
-                one is durable, and this tells whether arrays that belong to no finished checkpoint
-                are replaced.
-            common: the common state, where the caller knows it.
-            more: what ShardedSave takes by name.
-        """
-        writer = CheckpointWriter(
-            self.version,
-            located(checkpoint_dir, self.options),
-            self.options,
-            global_rank=comm.global_ranks[comm.rank],
-            keeps_old=overwrite is not None,
-            overwrite=bool(overwrite),
-        )
-        allowed = self.allowed
-        if overwrite is None:
-            sharded_state_dict, found = split_common_object(sharded_state_dict)
-            if found is not None:
-                content = None
-                if comm.rank == 0:
-                    content = dump_loadable(found.data, name=found.key, allow=allowed)
-                common = CommonState(None, "", content, None)
-        return ShardedSave(
-            comm, sharded_state_dict, writer, self.cache, allowed, common=common, **more
-        )
-
-
-class Format2SaveShardedStrategy(ZarrSaveShardedStrategy):
-    """ZarrSaveShardedStrategy for ("zarr", 2)."""
-
-    def __init__(self, backend: str = BACKEND, version: int = 2, **kwargs: Any) -> None:
-        super().__init__(backend, version, **kwargs)
+    def finish(self, started: Started, written: Callable[[], Any], marker: bytes | None) -> Known:
+        """See OwnSaveShardedStrategy."""
+        return finish_chunks(started, written, marker=marker, fence=require_own_place)
 
 
 class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[misc]
     """Load strategy for ("zarr", 1), for checkpoints old and new.
 
     Args:
-        verify: ``"read"`` (the default) or ``"off"``, for format 2; see Options.
+        verify: ``"read"`` (the default) or ``"off"``, for packs; see Options.
         group: ranks that load together; the world by default.
         options: timeouts and memory bounds; by default from the environment.
         allow: further classes that ShardedObjects may be unpickled to.
@@ -294,17 +188,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             comm: ranks that load together; None: the common state is not compared.
         """
         save = OpenedSave(root) if comm is None else save_to_load(root)
-        versions = self.versions
-        if len(versions) > 1:  # what lies there says which it is
-            versions = (2,) if isinstance(root, Bucket) or has_manifest(root) else (1,)
-        if versions == (1,):
-            return Format1Checkpoint(require_path(root, "format ('zarr', 1)"), options, save)
-        checkpoint = save.read(lambda: Format2Checkpoint(root, options, save))
-        if comm is None:
-            return checkpoint
-        if checkpoint.manifest.common is not None:  # each rank has read a copy that it sees
-            save.read(checkpoint.common_content)
-        return checkpoint
+        return Format1Checkpoint(require_path(root, "format ('zarr', 1)"), options, save)
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
@@ -337,16 +221,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
 
     @raises_megatron_errors
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Remove the arrays and objects whose key starts with a prefix. One rank calls it.
-
-        Raises:
-            StrategyError: it reads format 2, whose manifest lists what was saved.
-        """
-        if self.versions != (1,):
-            raise StrategyError(
-                f"{checkpoint_dir}: arrays {key_prefix}* cannot be removed from a checkpoint of "
-                "format ('zarr', 2); load what is to stay, and save it"
-            )
+        """Remove the arrays and objects whose key starts with a prefix. One rank calls it."""
         root = Path(checkpoint_dir).absolute()
         require_directory(root)
         keys = [key for key in array_keys(root) if key.startswith(key_prefix)]
@@ -367,25 +242,16 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless it reads that version."""
+        if (self.backend, loaded_version) == FORMAT2:
+            raise IncompatibleVersionError(f"the checkpoint {FORMAT2_REFUSED}")
         require_own(self.backend, self.versions, self.backend, loaded_version)
 
     destination_of = staticmethod(destination)
     """Gives the tensor that is filled for a ShardedTensor."""
 
 
-class Format2LoadShardedStrategy(ZarrLoadShardedStrategy):
-    """ZarrLoadShardedStrategy for ("zarr", 2): everything that is read is verified.
-
-    The common state's file is compared with the manifest too, before anything is returned.
-    """
-
-    versions = (2,)
-
-
 class EitherFormatLoadShardedStrategy(ZarrLoadShardedStrategy):
     """ZarrLoadShardedStrategy for every format of this package, by what lies in the directory."""
-
-    versions = (1, 2)
 
     def open_checkpoint(
         self, root: Location, options: Options, comm: Communicator | None = None

@@ -1,52 +1,44 @@
-"""Checkpoints from one format to another, and to the optimizer's state of today."""
+"""Checkpoints from one format to another, in part, without damage, or with today's optimizer."""
+
+from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
-from dist_ckpt_strategies.config import MIB, Options, Verify, options_from_environment
+from dist_ckpt_strategies.config import MIB, Verify
+from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     PlanError,
     StorageError,
     StorageTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
-from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.index import SAVES
-from dist_ckpt_strategies.formats.locations import (
-    SAVE_PREFIX,
-    Location,
-    holds_packs,
-    is_finished,
-    located,
-    other_contents,
-    require_path,
-)
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content
+from dist_ckpt_strategies.formats.locations import Location, is_finished, located, require_path
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.formats.pack import UNVERIFIED
 from dist_ckpt_strategies.formats.pack_write import FOLDER
-from dist_ckpt_strategies.megatron.types import default_allowed, raises_megatron_errors
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     LOCK_NAME,
-    MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
 )
+from dist_ckpt_strategies.tools.megatron_core import raises_megatron_errors, with_default_allowed
+from dist_ckpt_strategies.tools.opened import OpenedCheckpoint, RegionRead
+from dist_ckpt_strategies.tools.options import ConvertOptions, resolved
 from dist_ckpt_strategies.tools.pack_writer import PackWriter
 from dist_ckpt_strategies.tools.plan_convert import (
     FileTask,
@@ -54,99 +46,28 @@ from dist_ckpt_strategies.tools.plan_convert import (
     SourceArray,
     build_convert_plan,
 )
-from dist_ckpt_strategies.tools.readers import CheckpointReader, RegionRead, open_reader
+from dist_ckpt_strategies.tools.rescue import find_readable, read_all, rescued_common
+from dist_ckpt_strategies.tools.upgrade import upgraded_common, upgraded_keys
 from dist_ckpt_strategies.tools.writers import SafetensorsWriter, TargetWriter, ZarrWriter
+
+if TYPE_CHECKING:  # torch takes a while to import
+    from dist_ckpt_strategies.comm.base import Communicator
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
 """How the keys of optimizer state begin; all other arrays are the model's."""
 
-_OLD_FORM = "fully_sharded_model_space"
-"""Written by Megatron-Core up to 0.15.3, and NeMo 1.x."""
-
-_NEW_FORM = "fully_reshardable"
-"""Read and written by Megatron-Core 0.15 and later: the same whole arrays, other names."""
-
-_MASTER = re.compile(r"((?:chained_\d+\.)*optimizer\.state\.)fp32_param\.(.+)", re.DOTALL)
-_FORM = "param_state_sharding_type"
-_METADATA_FORM = "distrib_optim_sharding_type"
-
-_MAX_THREADS = 8
-_BUFFERS = 4
-"""Blocks that a thread holds at the same time, at most: read, assembled, encoded, flushed."""
-
-_LEAST_BLOCK_NBYTES = 64 << 10
-_LARGEST_BLOCK_NBYTES = 64 << 20
-
 
 @dataclass(frozen=True, slots=True)
-class ConvertOptions:
-    """Options of a conversion or comparison.
+class Missing:
+    """What a conversion left out, because it is damaged in the source.
 
     Attributes:
-        max_memory_bytes: bound on the elements in memory at once, over all threads. On top come
-            objects, the libraries, and one shard for each thread where the source is torch_dist.
-        max_file_bytes: wanted size of the files of safetensors, 5 GB by default, and of packs and
-            files of torch_dist, 512 MiB; an array of safetensors, or a shard, that is larger has a
-            file of its own.
-        num_threads: files handled at the same time; by default one for each core, at least 2.
-        options: timeouts. Whatever ``verify`` is, all that is read is verified, or a copy would
-            have valid digests of damaged elements. Only packs may be made of what was read with
-            ``verify="off"``: they say so, in their feature ``unverified``.
+        key: of an array; of a shard of an object, ``KEY/shard_OFFSET_SHAPE``; ``common.pt``.
+        why: names the file, and as far as they are known the range and the rank that wrote it.
     """
 
-    max_memory_bytes: int = 256 * MIB
-    max_file_bytes: int | None = None
-    num_threads: int | None = None
-    options: Options | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what can only be a mistake."""
-        for name in ("max_memory_bytes", "max_file_bytes", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value > 0):
-                raise StrategyError(f"option {name}: expected a number > 0, found {value!r}")
-
-    @property
-    def threads(self) -> int:
-        """Files handled at the same time."""
-        cores = len(os.sched_getaffinity(0))
-        return self.num_threads or max(2, min(_MAX_THREADS, cores))
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of a block."""
-        share = self.max_memory_bytes // (_BUFFERS * self.threads)
-        return max(_LEAST_BLOCK_NBYTES, min(_LARGEST_BLOCK_NBYTES, share))
-
-    @property
-    def storage(self) -> Options:
-        """How files are read and written."""
-        return self.options or options_from_environment()
-
-    def open(
-        self, name: str | Path, allow: Allowed, verify: Verify = Verify.READ
-    ) -> CheckpointReader:
-        """The finished checkpoint of that name; see ``open_reader``.
-
-        What is on its way from storage takes memory too, and is bounded like a block.
-        """
-        root = _resolved(name, self.storage)
-        options = self.storage.with_changes(verify=verify)
-        if isinstance(root, Bucket):
-            options = options.with_changes(max_inflight_bytes=2 * self.block_nbytes)
-        else:
-            _require_checkpoint(root)
-            if holds_packs(root):
-                options = options.with_changes(max_inflight_bytes=self.block_nbytes)
-        return open_reader(root, options, allow)
-
-
-def _require_checkpoint(root: Path) -> None:
-    with file_errors(None, root):
-        is_none = root.is_dir() and not (root / MARKER_NAME).exists()
-        other = other_contents(root) if is_none else ""
-    if other:
-        raise CheckpointNotFoundError(f"{root} is no checkpoint: {other}", path=str(root))
+    key: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +79,15 @@ class ConvertReport:
         num_objects: shards of objects.
         nbytes: bytes of the elements of all arrays.
         seconds: that it took.
+        missing: what ``skip_damaged`` left out, sorted by key; several where a key has several
+            damaged ranges.
     """
 
     num_arrays: int
     num_objects: int
     nbytes: int
     seconds: float
+    missing: tuple[Missing, ...] = ()
 
 
 @raises_megatron_errors
@@ -173,6 +97,7 @@ def convert(  # noqa: PLR0913
     to: str | tuple[str, int],
     *,
     keys: str | None = None,
+    skip_damaged: bool = False,
     allow: Allowed = (),
     options: ConvertOptions | None = None,
     watch: Watch | None = None,
@@ -181,20 +106,21 @@ def convert(  # noqa: PLR0913
     """Convert a checkpoint to another format, bit for bit, in bounded memory.
 
     The target becomes visible when it is complete. A failed or killed conversion leaves a
-    ``.partial-`` directory, or a ``save-`` prefix, which the same call replaces. To packs, a killed
-    one leaves packs that nothing names; the same call succeeds beside them.
+    ``.partial-`` directory, which the same call replaces. To packs, a killed one leaves packs that
+    nothing names; the same call succeeds beside them.
 
     Collective if ``comm`` has several ranks: each writes its share of the files, the result is the
     same as that of one process, and a failure on one rank is raised on all.
 
     Args:
-        source: directory of a finished checkpoint of ("safetensors", 1), ("zarr", 1), ("zarr", 2)
-            or torch_dist; of ("safetensors", 1) and ("zarr", 2) also its URL.
+        source: what ``dist_ckpt_strategies.open`` reads.
         target: a new or empty directory, or one that an unfinished conversion left; for
-            ("safetensors", 1) and ("zarr", 2) also a URL.
-        to: ``pack`` or ("safetensors", 1), ``zarr@2``, ``zarr@1``, ``torch_dist``, or
-            ``safetensors`` for a model's arrays.
-        keys: for safetensors only arrays whose keys match this glob.
+            ("safetensors", 1) also a URL.
+        to: ``pack`` or ("safetensors", 1), ``zarr@1``, ``zarr@3``, ``torch_dist``, or
+            ``safetensors`` for a model's arrays, whole.
+        keys: only arrays and objects whose keys match this glob.
+        skip_damaged: read everything first, and leave out arrays and objects that are damaged,
+            which the report lists. Without common state that can be read, an empty one is written.
         allow: further classes that objects may be unpickled to, for torch_dist.
         options: memory and threads of each process, file sizes.
         watch: called from time to time with the bytes done and in total.
@@ -203,16 +129,34 @@ def convert(  # noqa: PLR0913
 
     Raises:
         CheckpointExistsError: the target holds something.
-        ArrayNotFoundError: no array of a model, or none whose key matches.
+        ArrayNotFoundError: no array whose key matches, or none of a model for safetensors.
         PlanError: the target cannot hold an array, or the ranks see different sources.
         StrategyError: one place is within the other, or the target is a URL and its format takes
             none; or one is no address.
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """
-    allowed = [*default_allowed(), *allow]
-    conversion = _Conversion(options or ConvertOptions(), allowed, Ranks(comm), keys)
+    conversion = _Conversion(options, allow, comm, keys, skip_damaged=skip_damaged)
     return conversion.run(source, target, Format.of(to), watch)
+
+
+@raises_megatron_errors
+def copy(  # noqa: PLR0913
+    source: str | Path,
+    target: str | Path,
+    *,
+    keys: str | None = None,
+    allow: Allowed = (),
+    options: ConvertOptions | None = None,
+    watch: Watch | None = None,
+    comm: Communicator | None = None,
+) -> ConvertReport:
+    """Copy a checkpoint, or its arrays and objects whose keys match, in its own format.
+
+    Reads the bytes of these alone, and the common state. Bytes of packs are compared with their
+    digests, which are copied. Otherwise as ``convert``.
+    """
+    return _Conversion(options, allow, comm, keys).run(source, target, None, watch)
 
 
 @raises_megatron_errors
@@ -238,45 +182,50 @@ def upgrade(  # noqa: PLR0913
     chosen = None if to is None else Format.of(to)
     if chosen is Format.SAFETENSORS:
         raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
-    allowed = [*default_allowed(), *allow]
-    conversion = _Conversion(options or ConvertOptions(), allowed, Ranks(comm), is_upgrade=True)
-    return conversion.run(source, target, chosen, watch)
+    return _Conversion(options, allow, comm, is_upgrade=True).run(source, target, chosen, watch)
 
 
-@dataclass(frozen=True)
 class _Conversion:
     """One conversion, on all ranks that share it."""
 
-    options: ConvertOptions
-    allow: Allowed
-    ranks: Ranks
-    keys: str | None = None
-    is_upgrade: bool = False
+    def __init__(
+        self,
+        options: ConvertOptions | None,
+        allow: Allowed,
+        comm: Communicator | None,
+        keys: str | None = None,
+        *,
+        is_upgrade: bool = False,
+        skip_damaged: bool = False,
+    ) -> None:
+        self.options, self.ranks = options or ConvertOptions(), Ranks(comm)
+        self.allow, self.keys = allow, keys
+        self.is_upgrade, self.skip_damaged = is_upgrade, skip_damaged
 
     def run(
         self, source: str | Path, target: str | Path, to: Format | None, watch: Watch | None
     ) -> ConvertReport:
         """Plan, write to a place of its own, and move that into the target. Collective."""
         started, ranks = time.monotonic(), self.ranks
-        reader, writer, common = ranks.run(lambda: self._open(source, target, to))
+        is_unverified = self.options.storage.verify is Verify.OFF and to is Format.PACK
+        verify = Verify.OFF if is_unverified else Verify.READ
+        opened = ranks.run(lambda: self.options.open(source, self.allow, verify))
+        to = to or opened.kind
+        root = ranks.run(lambda: self._place(opened, target, to))
+        chosen = self._chosen(opened, to, watch)
+        writer = ranks.run(lambda: self._writer(opened, root, to, chosen, is_unverified))
         plan = writer.plan
         ranks.require_alike([task.nbytes for task in plan.tasks])
 
         def begin() -> str:
-            _require_free(writer, "" if self.is_upgrade else reader.root)
+            _require_free(writer, "" if self.is_upgrade else opened.root)
             return writer.begin()
 
         save_id = ranks.run_on_first(begin)
         of_rank = plan.arrays[ranks.rank :: ranks.size]
-        ranks.run(lambda: writer.open(save_id, ranks.first, of_rank))
+        ranks.run(lambda: writer.open(save_id, of_rank))
         try:
-            gathered = self._write(reader, writer, watch)
-
-            def finish() -> None:
-                records = dict(chain.from_iterable(gathered))
-                reader.save.read(lambda: writer.finish(records, reader, common))
-
-            ranks.run_on_first(finish)
+            self._write(opened, writer, chosen.common, watch)
         except StorageTimeoutError:
             raise  # a thread may still write
         except StorageError:
@@ -284,20 +233,21 @@ class _Conversion:
             raise
         ranks.run_on_first(writer.commit)
         seconds = time.monotonic() - started
-        return ConvertReport(len(plan.arrays), len(plan.objects), plan.nbytes, seconds)
+        counts = len(plan.arrays), len(plan.objects), plan.nbytes
+        return ConvertReport(*counts, seconds, chosen.missing)
 
     def _write(
-        self, reader: CheckpointReader, writer: TargetWriter, watch: Watch | None
-    ) -> list[list[tuple[int, Any]]]:
-        """Write this rank's tasks, durably; what all ranks have written. Collective."""
+        self, opened: OpenedCheckpoint, writer: TargetWriter, common: bytes, watch: Watch | None
+    ) -> None:
+        """Write all of it, durably. Collective."""
         tasks = writer.plan.tasks
 
         def write(task: FileTask, count: Count) -> Any:
             def read(reads: Sequence[RegionRead]) -> None:
-                reader.read(reads)
+                opened.read_into(reads)
                 count(sum(target.nbytes for *_, target in reads))
 
-            return reader.save.read(lambda: writer.write(task, read))
+            return opened.unchanged(lambda: writer.write(task, read))
 
         records = self.ranks.share(
             tasks,
@@ -311,100 +261,129 @@ class _Conversion:
             writer.flush([tasks[number] for number in records])
             return list(records.items())
 
-        return self.ranks.gather(flush)
+        gathered = self.ranks.gather(flush)
 
-    def _open(
-        self, source: str | Path, target: str | Path, to: Format | None
-    ) -> tuple[CheckpointReader, TargetWriter, bytes]:
-        """The source, the target, and on the first rank the file of the common state."""
-        is_unverified = self.options.storage.verify is Verify.OFF and to is Format.PACK
-        verify = Verify.OFF if is_unverified else Verify.READ
-        reader = self.options.open(source, self.allow, verify)
-        to = to or reader.format
-        features = {UNVERIFIED} if is_unverified else {*reader.features}
-        writer, common = self._writer(reader, target, to, sorted(features)), b""
-        if self.ranks.rank == 0 and writer.marker is not None:
-            common = reader.common_content()
-            if self.is_upgrade:
-                common = upgraded_common(common, f"{reader.root}/{COMMON_NAME}", self.allow)
-        return reader, writer, common
+        def finish() -> None:
+            of_tasks = dict(chain.from_iterable(gathered))
+            opened.unchanged(lambda: writer.finish(of_tasks, opened, common))
 
-    def _writer(
-        self, reader: CheckpointReader, target: str | Path, to: Format, features: Sequence[str]
-    ) -> TargetWriter:
-        """Check the target's address, and plan; nothing is written."""
-        options, block_nbytes = self.options.storage, self.options.block_nbytes
+        self.ranks.run_on_first(finish)
+
+    def _chosen(self, opened: OpenedCheckpoint, to: Format, watch: Watch | None) -> _Chosen:
+        """What is converted, without what is damaged if that is skipped. Collective."""
+        pattern = "*" if self.keys is None else self.keys
+        is_model = to is Format.SAFETENSORS
+
+        def choose() -> _Chosen:
+            wanted = [key for key in opened if fnmatchcase(key, pattern)]
+            wanted = [key for key in wanted if not (is_model and _OPTIMIZER.match(key))]
+            objects = [one for one in opened.object_ids if fnmatchcase(one.key, pattern)]
+            objects = [] if is_model else objects
+            if not wanted and (is_model or (self.keys is not None and not objects)):
+                of_keys = "" if self.keys is None else f" whose keys match {self.keys!r}"
+                what = "no arrays of a model" if is_model else "nothing"
+                raise ArrayNotFoundError(f"{opened.root}: {what}{of_keys} among its {len(opened)}")
+            if not self.skip_damaged:
+                common = b"" if is_model or self.ranks.rank else opened.common_content()
+                return _Chosen(opened.find(wanted), objects, self._common(opened, common))
+            arrays, damaged = find_readable(opened, wanted)
+            return _Chosen(arrays, objects, missing=tuple(Missing(*row) for row in damaged.items()))
+
+        chosen = self.ranks.run(lambda: opened.unchanged(choose))
+        if not self.skip_damaged:
+            return chosen
+        bounds = self.options.threads, self.options.block_nbytes
+        damage = read_all(self.ranks, opened, chosen.arrays, chosen.objects, bounds, watch)
+        common, why = self.ranks.run(lambda: rescued_common(opened, is_wanted=not is_model))
+        listed = {*chosen.missing, *(Missing(*row) for row in (*damage, *why))}
+        gone = {one.key for one in listed}
+        return _Chosen(
+            [array for array in chosen.arrays if array.key not in gone],
+            [one for one in chosen.objects if one.unique_key not in gone],
+            self._common(opened, common),
+            tuple(sorted(listed, key=lambda one: (one.key, one.why))),
+        )
+
+    def _common(self, opened: OpenedCheckpoint, content: bytes) -> bytes:
+        path = f"{opened.root}/{COMMON_NAME}"
+        is_upgraded = self.is_upgrade and self.ranks.rank == 0
+        if not is_upgraded:
+            return content
+        return upgraded_common(content, path, with_default_allowed(self.allow))
+
+    def _place(self, opened: OpenedCheckpoint, target: str | Path, to: Format) -> Location:
+        """The target's address, which has been checked."""
+        options = self.options.storage
         root = located(target, options)
-        if to not in {Format.PACK, Format.ZARR2}:
+        if to is not Format.PACK:
             require_path(root, f"a target of format {to}")
         # Other ranks do not look up what the first is about to make: see make_directories.
-        real = root if self.ranks.rank else _resolved(target, options)
-        if f"{real}/".startswith(f"{reader.root}/") or f"{reader.root}/".startswith(f"{real}/"):
+        real = root if self.ranks.rank else resolved(target, options)
+        if f"{real}/".startswith(f"{opened.root}/") or f"{opened.root}/".startswith(f"{real}/"):
             raise StrategyError(
-                f"{root}: the target must be a place beside the source, {reader.root}, not the "
+                f"{root}: the target must be a place beside the source, {opened.root}, not the "
                 "same, nor one within the other"
             )
-        arrays = _chosen(reader, to, self.keys)
-        file_nbytes = 5 * 10**9 if to is Format.SAFETENSORS else 512 * MIB
+        return root
+
+    def _writer(
+        self,
+        opened: OpenedCheckpoint,
+        root: Location,
+        to: Format,
+        chosen: _Chosen,
+        is_unverified: bool,  # noqa: FBT001
+    ) -> TargetWriter:
+        """Plan what is written; nothing is written yet."""
+        options, block_nbytes = self.options.storage, self.options.block_nbytes
+        keys = [array.key for array in chosen.arrays]
+        features = [UNVERIFIED] if is_unverified else sorted(opened.features)
         plan = build_convert_plan(
-            arrays,
+            chosen.arrays,
             to,
-            upgraded_keys(array.key for array in arrays) if self.is_upgrade else {},
-            () if to is Format.SAFETENSORS else reader.objects,
-            file_nbytes=self.options.max_file_bytes or file_nbytes,
+            upgraded_keys(keys) if self.is_upgrade else {},
+            chosen.objects,
+            file_nbytes=self.options.max_file_bytes or _FILE_NBYTES.get(to, 512 * MIB),
             object_nbytes=block_nbytes if isinstance(root, Bucket) else None,
             features=features,
         )
-        if plan.layout is not None:
-            return PackWriter(root, plan, plan.layout, block_nbytes, features)
-        if to in {Format.ZARR1, Format.ZARR2}:
-            version = 1 if to is Format.ZARR1 else 2
-            of_saves = CheckpointWriter(
-                version, root, options, global_rank=0, keeps_old=True, overwrite=False
+        if to is Format.PACK:
+            digests = {} if is_unverified else opened.block_digests(keys)
+            return PackWriter(root, plan, block_nbytes, features, digests)
+        if to is Format.TORCH_DIST:
+            from dist_ckpt_strategies.tools.torch_dist_writer import (  # noqa: PLC0415 - torch
+                TorchDistWriter,
             )
-            return ZarrWriter(of_saves, plan, block_nbytes)
-        place = DirectoryPlace(root, options, keeps_old=True, overwrite=False)
-        if to is Format.SAFETENSORS:
-            return SafetensorsWriter(root, place, plan, block_nbytes)
-        from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415
 
-        return TorchDistWriter(root, place, plan, block_nbytes, self.allow)
+            allow = with_default_allowed(self.allow)
+            return TorchDistWriter(root, plan, block_nbytes, options, allow)
+        writer = SafetensorsWriter if to is Format.SAFETENSORS else ZarrWriter
+        return writer(root, plan, block_nbytes, options)
 
 
-def _resolved(name: str | Path, options: Options) -> Location:
-    location = located(name, options)
-    return location.resolve() if isinstance(location, Path) else location
+_FILE_NBYTES = {Format.SAFETENSORS: 5 * 10**9}
 
 
-def _chosen(source: CheckpointReader, to: Format, keys: str | None) -> Sequence[SourceArray]:
-    """The arrays to convert."""
-    if to is not Format.SAFETENSORS:
-        if keys is not None:
-            text = f"keys: {to} takes whole checkpoints; only safetensors a choice of arrays"
-            raise PlanError(text)
-        return source.arrays
-    pattern = "*" if keys is None else keys
-    models = (array for array in source.arrays if not _OPTIMIZER.match(array.key))
-    found = [array for array in models if fnmatchcase(array.key, pattern)]
-    if not found:
-        of_keys = "" if keys is None else f" whose keys match {keys!r}"
-        raise ArrayNotFoundError(
-            f"{source.root}: no arrays of a model{of_keys} among its {len(source.arrays)}"
-        )
-    return found
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is converted; ``common``, the file of the common state, on the first rank."""
+
+    arrays: Sequence[SourceArray]
+    objects: Sequence[ObjectId]
+    common: bytes = b""
+    missing: tuple[Missing, ...] = ()
 
 
 def _require_free(writer: TargetWriter, source: Location | str) -> None:
     """Raise unless there is nothing, or what an unfinished conversion left."""
     root = writer.root
-    complete_commit(root)
+    stale: tuple[str, ...] = (PARTIAL_PREFIX, REMOVED_PREFIX)
     if isinstance(root, Bucket):
         root.require_bucket()
         names = root.names()
     else:
         with file_errors(None, root):
             names = os.listdir(root) if root.exists() else ()  # noqa: PTH208
-    stale = (SAVE_PREFIX,) if isinstance(root, Bucket) else (PARTIAL_PREFIX, REMOVED_PREFIX)
     if isinstance(writer, PackWriter):
         stale = (*stale, FOLDER, SAVES, LOCK_NAME)
     if not all(name.startswith(stale) for name in names):
@@ -413,56 +392,3 @@ def _require_free(writer: TargetWriter, source: Location | str) -> None:
         raise CheckpointExistsError(
             f"{root} holds {what}; name a new or empty directory", path=str(root)
         )
-
-
-def upgraded_keys(keys: Iterable[str]) -> dict[str, str]:
-    """The new key of each array that has one: ``fp32_param`` is called ``param`` now."""
-    found = {key: _MASTER.fullmatch(key) for key in keys}
-    return {key: f"{match[1]}param.{match[2]}" for key, match in found.items() if match}
-
-
-def upgraded_common(content: bytes, path: str, allow: Allowed) -> bytes:
-    """The file of the common state in which every distributed optimizer is fully_reshardable.
-
-    Parameters' own states of the old form, which hold no more than a step, are gone; the step is
-    that of the parameter groups, and put there where they lack it. Raises a StrategyError if no
-    optimizer in it is of the old form, or its steps differ.
-    """
-    state = load_content(content, path, "common state", allow)
-    optimizers = [found for found in _dicts(state) if _FORM in found]
-    old = [found for found in optimizers if found[_FORM] == _OLD_FORM]
-    if not old:
-        forms = sorted({str(found[_FORM]) for found in optimizers})
-        raise StrategyError(
-            f"{path}: nothing to upgrade; expected a distributed optimizer of the form "
-            f"{_OLD_FORM}, found {', '.join(forms) or 'none'}"
-        )
-    for optimizer in old:
-        optimizer[_FORM] = _NEW_FORM
-        params = _dicts(optimizer.pop("param_state", {}))
-        numbers = [param["step"] for param in params if "step" in param]
-        steps = {step.item() if hasattr(step, "item") else step for step in numbers}
-        for group in optimizer.get("optimizer", {}).get("param_groups", ()):
-            if "step" in group or not steps:
-                continue
-            if len(steps) > 1:
-                raise StrategyError(
-                    f"{path}: parameters of one optimizer have taken different numbers of steps "
-                    f"({sorted(steps)}), which {_NEW_FORM} cannot express"
-                )
-            (group["step"],) = steps
-    for found in _dicts(state):
-        if found.get(_METADATA_FORM) == _OLD_FORM:
-            found[_METADATA_FORM] = _NEW_FORM
-    return dump_object(state, name="common state")
-
-
-def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
-    """Every dict within nested dicts and lists, the outer ones first."""
-    if isinstance(value, dict):
-        yield value
-        for held in value.values():
-            yield from _dicts(held)
-    elif isinstance(value, (list, tuple)):
-        for held in value:
-            yield from _dicts(held)

@@ -1,32 +1,36 @@
 """How two checkpoints of any formats differ: keys, shapes, dtypes, every element, every object."""
 
-import io
-import math
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
-from dist_ckpt_strategies.core.array import Region, Shape
+from dist_ckpt_strategies.core.array import ObjectId, Region, Shape
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
-from dist_ckpt_strategies.megatron.types import default_allowed, raises_megatron_errors
+from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.store import HostArray
-from dist_ckpt_strategies.tools.convert import ConvertOptions
-from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks, chunk_grid, stored_regions
-from dist_ckpt_strategies.tools.readers import Memory
-from dist_ckpt_strategies.tools.writers import bytes_of
+from dist_ckpt_strategies.tools.megatron_core import raises_megatron_errors, with_default_allowed
+from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
+from dist_ckpt_strategies.tools.options import ConvertOptions
+from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks
+from dist_ckpt_strategies.tools.rescue import damage_in, find_readable
+from dist_ckpt_strategies.tools.upgrade import renamed_keys, upgraded_common
+from dist_ckpt_strategies.tools.writers import Memory, bytes_of
 
-_MAX_TEXT = 120
+if TYPE_CHECKING:  # torch takes a while to import
+    from dist_ckpt_strategies.comm.base import Communicator
+
 _MAX_PLACES = 100
 _LARGE_INTEGER_NBYTES = 8
 
@@ -39,6 +43,7 @@ class Difference(StrEnum):
     SHAPE = "shape"
     DTYPE = "dtype"
     VALUES = "values"
+    DAMAGED = "damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +51,10 @@ class ArrayDifference:
     """One array that is not the same in both.
 
     Attributes:
-        key: its name.
-        difference: in what.
-        a: what the first checkpoint has: a shape, a dtype, or the first element that differs.
+        key: its name, in the first checkpoint that has it.
+        difference: in what; an array that is damaged may differ in values, too.
+        a: what the first checkpoint has: a shape, a dtype, or the first element that differs; of a
+            damaged one why it cannot be read, or nothing.
         b: what the second has.
         index: of the first element that differs, in C order.
         num_differing: elements that differ in a bit.
@@ -92,7 +98,9 @@ class DiffReport:
         objects: sorted by key, the common state last.
         num_arrays: arrays that both have.
         num_objects: shards of objects that both have.
-        nbytes: bytes of the elements that were compared, of one of them.
+        nbytes: bytes of the elements that were compared, of one of them, or their digests.
+        num_renamed: of the arrays, those that one of them has under the name that ``upgrade`` gives
+            them; then the common state is compared as ``upgrade`` writes it, too.
     """
 
     arrays: tuple[ArrayDifference, ...]
@@ -100,6 +108,7 @@ class DiffReport:
     num_arrays: int
     num_objects: int
     nbytes: int
+    num_renamed: int = 0
 
     @property
     def is_equal(self) -> bool:
@@ -120,12 +129,15 @@ def diff(  # noqa: PLR0913
 ) -> DiffReport:
     """Compare two checkpoints bit for bit, in bounded memory.
 
+    Stored blocks of packs that are of the same region in both are compared by their digests, and
+    read only if these differ; ``dist-ckpt verify`` compares the bytes with them. What is damaged
+    counts as a difference, and the comparison goes on.
+
     Collective if ``comm`` has several ranks: each compares its share of the elements, all return
     the same report, and a failure on one rank is raised on all.
 
     Args:
-        a: directory of a finished checkpoint: ("safetensors", 1), ("zarr", 1), ("zarr", 2) or
-            torch_dist. Of ("safetensors", 1) and ("zarr", 2) also its URL.
+        a: a finished checkpoint: what ``dist_ckpt_strategies.open`` reads.
         b: another one.
         keys: compare only arrays whose keys match this glob, and no objects.
         allow: further classes that objects and the common state may be unpickled to.
@@ -135,12 +147,15 @@ def diff(  # noqa: PLR0913
 
     Raises:
         ArrayNotFoundError: no key in either of them matches.
-        StorageError: one of them is missing or damaged.
+        StorageError: one of them is missing, cannot be read, or has a damaged index.
         UnsafeObjectError: an object that differs needs a class that is not allowed.
     """
-    allowed = [*default_allowed(), *allow]
-    comparison = _Comparison(options or ConvertOptions(), allowed, Ranks(comm))
+    comparison = _Comparison(options or ConvertOptions(), allow, Ranks(comm))
     return comparison.run(a, b, keys, watch)
+
+
+Pair = tuple[SourceArray, SourceArray]
+"""An array as both have it, with the same shape and dtype."""
 
 
 class _Comparison:
@@ -154,88 +169,121 @@ class _Comparison:
         self, a: str | Path, b: str | Path, keys: str | None, watch: Watch | None
     ) -> DiffReport:
         """Compare the keys, then the elements, then the objects. Collective."""
-        mine, theirs = self._ranks.run(lambda: self._open(a, b, keys))
-        found, same = [], []
-        for key in sorted(mine.keys() | theirs.keys()):
-            misfit = _misfit(key, mine.get(key), theirs.get(key))
+        self._a, self._b = self._ranks.run(
+            lambda: [self._options.open(name, self._allow) for name in (a, b)]
+        )
+        pairs, differences, num_renamed = self._ranks.run(
+            lambda: self._unchanged(lambda: self._paired(keys))
+        )
+        same: list[Pair] = []
+        for one, other in pairs:
+            misfit = _misfit(one, other)
             if misfit is None:
-                same.append(mine[key])
+                same.append((one, other))
             else:
-                found.append(misfit)
-        found += self._compared(same, watch)
-        found.sort(key=lambda difference: difference.key)
-        num_arrays, nbytes = len(mine.keys() & theirs.keys()), sum(array.nbytes for array in same)
+                differences.append(misfit)
+        differences += self._compared(same, watch)
+        differences.sort(key=lambda difference: (difference.key, difference.difference))
+        counts = len(pairs), 0, sum(one.nbytes for one, _ in same), num_renamed
         if keys is not None:
-            return DiffReport(tuple(found), (), num_arrays, 0, nbytes)
+            return DiffReport(tuple(differences), (), *counts)
 
-        def objects() -> tuple[int, list[Any]]:
-            differing = self._read(lambda: list(map(astuple, self._objects())))
-            return len({*self._a.objects} & {*self._b.objects}), differing
+        def objects() -> list[Any]:
+            found = self._unchanged(lambda: list(self._objects(num_renamed > 0)))
+            return list(map(astuple, found))
 
-        num_objects, fields = self._ranks.run_on_first(objects)
+        fields = self._ranks.run_on_first(objects)
         differing = (ObjectDifference(key, Difference(what), *rest) for key, what, *rest in fields)
-        return DiffReport(tuple(found), tuple(differing), num_arrays, num_objects, nbytes)
+        num_objects = len({*self._a.object_ids} & {*self._b.object_ids})
+        report = DiffReport(tuple(differences), tuple(differing), *counts)
+        return replace(report, num_objects=num_objects)
 
-    def _open(self, a: str | Path, b: str | Path, keys: str | None) -> list[dict[str, SourceArray]]:
-        """Open both; returns the arrays to compare, each known to be whole."""
-        self._a, self._b = (self._options.open(name, self._allow) for name in (a, b))
-        found = [
-            {one.key: one for one in reader.arrays if keys is None or fnmatchcase(one.key, keys)}
-            for reader in (self._a, self._b)
+    def _unchanged(self, step: Callable[[], Any]) -> Any:
+        """What a step reads of both, each of which is still the save that was opened."""
+        return self._a.unchanged(lambda: self._b.unchanged(step))
+
+    def _paired(self, keys: str | None) -> tuple[list[Pair], list[ArrayDifference], int]:
+        """The arrays that both have, what others differ in, and how many have two names."""
+        sides = [
+            [key for key in opened if keys is None or fnmatchcase(key, keys)]
+            for opened in (self._a, self._b)
         ]
-        if keys is not None and not any(found):  # nothing compared would be called equal
+        if keys is not None and not any(sides):  # nothing compared would be called equal
             roots = f"{self._a.root} and {self._b.root}"
             raise ArrayNotFoundError(f"{roots}: no array's key matches {keys!r}")
-        for array in chain.from_iterable(of_one.values() for of_one in found):
-            chunk_grid(array)  # raises where shards are missing
-        self._read(lambda: None)
-        return found
+        (mine, lost), (theirs, also_lost) = (
+            find_readable(opened, some)
+            for opened, some in zip((self._a, self._b), sides, strict=True)
+        )
+        differences = [ArrayDifference(k, Difference.DAMAGED, why, "") for k, why in lost.items()]
+        for key, why in also_lost.items():
+            differences.append(ArrayDifference(key, Difference.DAMAGED, "", why))
+        names = renamed_keys(*sides)
+        others = {array.key: array for array in theirs}
+        pairs = []
+        for array in mine:
+            name = names.get(array.key, array.key)
+            if name in others:
+                pairs.append((array, others.pop(name)))
+            elif name not in also_lost:
+                differences.append(_single(array, Difference.ONLY_IN_A))
+        known = {names.get(key, key) for key in lost}
+        others = {key: array for key, array in others.items() if key not in known}
+        differences += [_single(array, Difference.ONLY_IN_B) for array in others.values()]
+        return pairs, differences, len(names)
 
-    def _read(self, step: Callable[[], Any]) -> Any:
-        """What a step reads of both, each of which is still the save that was opened."""
-        return self._a.save.read(lambda: self._b.save.read(step))
-
-    def _compared(
-        self, arrays: Sequence[SourceArray], watch: Watch | None
-    ) -> Iterable[ArrayDifference]:
+    def _compared(self, pairs: Sequence[Pair], watch: Watch | None) -> Iterable[ArrayDifference]:
         """How arrays that both have in one shape and dtype differ. Collective.
 
         The stored regions of the first checkpoint are what ranks and threads take in turn.
         """
+
+        def tasks() -> list[tuple[Pair, Region]]:
+            mine = self._a.block_digests([one.key for one, _ in pairs])
+            theirs = self._b.block_digests([other.key for _, other in pairs]) if mine else {}
+            return [
+                ((one, other), region)
+                for one, other in pairs
+                if one.nbytes
+                for region in one.regions()
+                if not _same(mine.get((one.key, region)), theirs.get((other.key, region)))
+            ]
+
         results = self._ranks.share(
-            [(array, part) for array in arrays if array.nbytes for part in stored_regions(array)],
-            lambda task: task[1].numel * task[0].dtype.itemsize,
-            lambda task, count: self._read(lambda: self._values(*task, count)),
+            self._ranks.run(lambda: self._unchanged(tasks)),
+            lambda task: task[1].numel * task[0][0].dtype.itemsize,
+            lambda task, count: self._unchanged(lambda: self._values(task[0], task[1], count)),
             num_threads=self._options.threads,
             watch=watch,
         )
-        own = _merged(filter(None, results.values()))
+        own = _merged(chain.from_iterable(results.values()))
         rows = chain.from_iterable(self._ranks.gather(lambda: list(map(astuple, own))))
         return _merged(
-            ArrayDifference(key, Difference(difference), a, b, tuple(index), *rest)
+            ArrayDifference(key, Difference(difference), a, b, index and tuple(index), *rest)
             for key, difference, a, b, index, *rest in rows
         )
 
-    def _values(self, array: SourceArray, region: Region, count: Count) -> ArrayDifference | None:
-        """How a region differs; None where it does not."""
-        found = []
-        itemsize, limit = array.dtype.itemsize, self._options.block_nbytes
-        for block in blocks(region, itemsize, limit, array.granularity):
-            one = self._memory.array(block.shape, array.dtype, "a")
-            other = self._memory.array(block.shape, array.dtype, "b")
-            self._a.read([(array.key, block, one)])
-            self._b.read([(array.key, block, other)])
-            count(block.numel * itemsize)
-            mine, theirs = bytes_of(one), bytes_of(other)
-            if mine.size % 8 == 0:
-                mine, theirs = mine.view(np.uint64), theirs.view(np.uint64)
-            if not np.array_equal(mine, theirs):
-                found.append(_difference(array.key, block, one, other))
-        return next(iter(_merged(found)), None)
+    def _values(self, pair: Pair, region: Region, count: Count) -> list[ArrayDifference]:
+        """How a region differs."""
+        (one, other), differences = pair, []
+        for block in blocks(region, one.dtype.itemsize, self._options.block_nbytes):
+            mine = self._memory.array(block.shape, one.dtype, "a")
+            theirs = self._memory.array(block.shape, one.dtype, "b")
+            reads = ((self._a, one.key, mine), (self._b, other.key, theirs))
+            damage = (
+                damage_in(partial(opened.read_into, [(key, block, memory)]))
+                for opened, key, memory in reads
+            )
+            a, b = map("; ".join, damage)
+            count(mine.nbytes)
+            if a or b:
+                differences.append(ArrayDifference(one.key, Difference.DAMAGED, a, b))
+            elif not _is_equal(mine, theirs):
+                differences.append(_difference(one.key, block, mine, theirs))
+        return list(_merged(differences))
 
-    def _objects(self) -> Iterator[ObjectDifference]:
-        a, b = self._a, self._b
-        mine, theirs = set(a.objects), set(b.objects)
+    def _objects(self, is_upgraded: bool) -> Iterator[ObjectDifference]:  # noqa: FBT001
+        mine, theirs = set(self._a.object_ids), set(self._b.object_ids)
         for object_id in sorted(mine | theirs):
             key = object_id.unique_key
             if object_id not in theirs:
@@ -243,46 +291,83 @@ class _Comparison:
             elif object_id not in mine:
                 yield ObjectDifference(key, Difference.ONLY_IN_B, "", "nothing", "an object")
             else:
-                yield from self._contents(
-                    key, a.object_content(object_id), b.object_content(object_id)
-                )
-        yield from self._contents(COMMON_NAME, a.common_content(), b.common_content())
+                yield from self._contents(key, object_id)
+        yield from self._contents(COMMON_NAME, None, is_upgraded=is_upgraded)
 
-    def _contents(self, key: str, mine: bytes, theirs: bytes) -> Iterator[ObjectDifference]:
-        if mine != theirs:
-            a = load_content(mine, f"{self._a.root}/{key}", key, self._allow)
-            b = load_content(theirs, f"{self._b.root}/{key}", key, self._allow)
-            for found in islice(_differing_places(a, b), _MAX_PLACES):
-                yield ObjectDifference(key, Difference.VALUES, *found)
+    def _contents(
+        self, key: str, object_id: ObjectId | None, *, is_upgraded: bool = False
+    ) -> Iterator[ObjectDifference]:
+        """How an object differs, or the common state."""
+        contents: list[bytes] = []
+
+        def read(opened: OpenedCheckpoint) -> None:
+            content = opened.object_content(object_id) if object_id else opened.common_content()
+            contents.append(content)
+
+        sides = (self._a, self._b)
+        why = ["; ".join(damage_in(partial(read, opened))) for opened in sides]
+        if any(why):
+            yield ObjectDifference(key, Difference.DAMAGED, "", *why)
+        elif contents[0] != contents[1]:
+            from dist_ckpt_strategies.tools.diff_values import (  # noqa: PLC0415 - torch
+                differing_places,
+            )
+
+            allow = with_default_allowed(self._allow)
+            paths = [f"{opened.root}/{key}" for opened in sides]
+            if is_upgraded:
+                contents = [
+                    upgraded_common(content, path, allow, is_required=False)
+                    for content, path in zip(contents, paths, strict=True)
+                ]
+            a, b = (
+                load_content(content, path, key, allow)
+                for content, path in zip(contents, paths, strict=True)
+            )
+            for place in islice(differing_places(a, b), _MAX_PLACES):
+                yield ObjectDifference(key, Difference.VALUES, *place)
+
+
+def _same(one: Digests | None, other: Digests | None) -> bool:
+    return one is not None and other is not None and np.array_equal(one, other)
+
+
+def _is_equal(one: HostArray, other: HostArray) -> bool:
+    mine, theirs = bytes_of(one), bytes_of(other)
+    if mine.size % 8 == 0:
+        mine, theirs = mine.view(np.uint64), theirs.view(np.uint64)
+    return np.array_equal(mine, theirs)
 
 
 def _merged(found: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
-    """One for each array, out of the differences of its regions."""
-    by_key: dict[str, ArrayDifference] = {}
+    """One for each array and kind, out of the differences of its regions."""
+    merged: dict[tuple[str, str], ArrayDifference] = {}
     for other in found:
-        one = by_key.setdefault(other.key, other)
+        place = other.key, other.difference
+        one = merged.setdefault(place, other)
         if one is not other:
             largest = (one.max_abs_difference, other.max_abs_difference)
-            by_key[one.key] = replace(
+            merged[place] = replace(
                 min(one, other, key=lambda found: found.index or ()),
                 num_differing=one.num_differing + other.num_differing,
                 max_abs_difference=max((n for n in largest if n is not None), default=None),
             )
-    return by_key.values()
+    return merged.values()
 
 
-def _misfit(key: str, one: SourceArray | None, other: SourceArray | None) -> ArrayDifference | None:
+def _single(array: SourceArray, difference: Difference) -> ArrayDifference:
+    """An array that one of them has."""
+    text, is_first = f"{array.dtype.value} {array.shape}", difference is Difference.ONLY_IN_A
+    a, b = (text, "nothing") if is_first else ("nothing", text)
+    return ArrayDifference(array.key, difference, a, b)
+
+
+def _misfit(one: SourceArray, other: SourceArray) -> ArrayDifference | None:
     """What keeps the elements of two arrays from being compared, if anything."""
-    if one is None or other is None:
-        a, b = (
-            f"{array.dtype.value} {array.shape}" if array else "nothing" for array in (one, other)
-        )
-        difference = Difference.ONLY_IN_B if one is None else Difference.ONLY_IN_A
-        return ArrayDifference(key, difference, a, b)
     if one.shape != other.shape:
-        return ArrayDifference(key, Difference.SHAPE, str(one.shape), str(other.shape))
+        return ArrayDifference(one.key, Difference.SHAPE, str(one.shape), str(other.shape))
     if one.dtype is not other.dtype:
-        return ArrayDifference(key, Difference.DTYPE, one.dtype.value, other.dtype.value)
+        return ArrayDifference(one.key, Difference.DTYPE, one.dtype.value, other.dtype.value)
     return None
 
 
@@ -301,53 +386,3 @@ def _difference(key: str, block: Region, one: HostArray, other: HostArray) -> Ar
     largest = float(numbers.max()) if numbers.size else None
     texts = str(own[0]), str(others[0])
     return ArrayDifference(key, Difference.VALUES, *texts, index, int(places.size), largest)
-
-
-def _differing_places(a: Any, b: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
-    """Each place at which two values are not the same, and what is there in short."""
-    mine = _held(a) if type(a) is type(b) else None
-    if mine is None:
-        if type(a) is not type(b) or not _is_same(a, b):
-            yield where, _short(a), _short(b)
-    elif isinstance(a, (list, tuple)) and len(a) != len(b):
-        yield where, f"{len(a)} elements", f"{len(b)} elements"
-    else:
-        theirs = _held(b) or {}
-        for place in {**mine, **theirs}:
-            if place in mine and place in theirs:
-                yield from _differing_places(mine[place], theirs[place], where + place)
-            else:
-                one = _short(mine[place]) if place in mine else "nothing"
-                other = _short(theirs[place]) if place in theirs else "nothing"
-                yield where + place, one, other
-
-
-def _held(value: Any) -> dict[str, Any] | None:
-    """What a value holds, by the text of its place there; None of values that hold no others."""
-    if isinstance(value, dict):
-        return {f"[{key!r}]": held for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return {f"[{number}]": held for number, held in enumerate(value)}
-    if isinstance(value, (type, torch.Tensor)) or not getattr(value, "__dict__", None):
-        return None
-    return {f".{name}": held for name, held in vars(value).items()}
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Whether two values of one type, that hold no others, are equal to the bit."""
-    if isinstance(a, (torch.Tensor, np.ndarray)) and (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    if isinstance(a, torch.Tensor):
-        a, b = (t.detach().resolve_conj().resolve_neg() for t in (a, b))
-        a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-        return bool(torch.equal(a, b))
-    if isinstance(a, np.ndarray):
-        return bool(a.tobytes() == b.tobytes())
-    if isinstance(a, io.BytesIO):
-        return bool(a.getvalue() == b.getvalue())
-    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 4]} ..."

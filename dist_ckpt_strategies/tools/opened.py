@@ -1,34 +1,61 @@
-"""A checkpoint of any format as a mapping of lazy arrays: no process group, no GPU."""
+"""A checkpoint of any format as a mapping of lazy arrays: no process group, no GPU.
+
+Every tool reads through this. What is stored how stands in ``formats`` and, of formats that are for
+exchange alone, in the files of those names here.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
-from dist_ckpt_strategies.core.array import Region, Shape
-from dist_ckpt_strategies.errors import ArrayNotFoundError, CheckpointError
-from dist_ckpt_strategies.formats.locations import located
-from dist_ckpt_strategies.formats.manifest import similar_text
-from dist_ckpt_strategies.formats.objects import Allowed, load_content
-from dist_ckpt_strategies.megatron.types import (
-    as_megatron_error,
-    default_allowed,
-    raises_megatron_errors,
+from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, ObjectId, Region, Shape
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CheckpointNotFoundError,
+    IncompatibleVersionError,
+    IncompleteCheckpointError,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME
-from dist_ckpt_strategies.storage.store import HostArray
-from dist_ckpt_strategies.tools.readers import CheckpointReader, open_reader
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
+from dist_ckpt_strategies.formats.locations import (
+    PACKS,
+    Location,
+    located,
+    other_contents,
+    read_marker,
+)
+from dist_ckpt_strategies.formats.manifest import similar_text
+from dist_ckpt_strategies.formats.objects import Allowed, load_content, require_archive
+from dist_ckpt_strategies.formats.pack import Digests
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory, file_errors
+from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
+from dist_ckpt_strategies.tools.megatron_core import raises_megatron_errors, with_default_allowed
+from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
+from dist_ckpt_strategies.tools.safetensors import SafetensorsCheckpoint, holds_safetensors
+from dist_ckpt_strategies.tools.zarr3 import Zarr3Checkpoint
 
 if TYPE_CHECKING:
     import torch
 
-    from dist_ckpt_strategies.tools.plan_convert import SourceArray
+    from dist_ckpt_strategies.tools.torch_dist import TorchDistCheckpoint
+
+    StoredCheckpoint = (
+        PackCheckpoint | Format1Checkpoint | TorchDistCheckpoint | SafetensorsCheckpoint
+    )
+
+T = TypeVar("T")
+
+RegionRead = tuple[str, Region, HostArray]
+"""The key of an array, a region of it, and memory of the region's shape, which may be strided."""
 
 _SPARSE_NBYTES = 1 << 20
 """What a slice with a step reads at once, with the elements between those that are wanted."""
@@ -48,8 +75,9 @@ def open(  # noqa: A001 - dist_ckpt_strategies.open
     elements are read when they are asked for.
 
     Args:
-        path: directory of a checkpoint of ("safetensors", 1), ("zarr", 1), ("zarr", 2) or
-            ("torch_dist", 1); of ("safetensors", 1) and ("zarr", 2) also its URL.
+        path: directory of a checkpoint of ("safetensors", 1), ("zarr", 1), ("zarr", 3) or
+            ("torch_dist", 1), or of files of safetensors, which have a model's arrays alone; of
+            ("safetensors", 1) also its URL.
         options: timeouts and memory bounds; by default from the environment.
         allow: further classes that objects and the common state may be unpickled to.
         verify: ``"read"`` compares all that is read with its digests, ``"off"`` does not; by
@@ -63,9 +91,53 @@ def open(  # noqa: A001 - dist_ckpt_strategies.open
         StrategyError: it is no address, or an option is out of range.
     """
     chosen = (options or options_from_environment()).with_changes(verify=verify)
-    root = located(path, chosen, what="path")
-    allowed = [*default_allowed(), *allow]
-    return OpenedCheckpoint(open_reader(root, chosen, allowed), chosen, allowed)
+    return open_at(located(path, chosen, what="path"), chosen, allow)
+
+
+def open_at(root: Location, options: Options, allow: Allowed) -> OpenedCheckpoint:
+    """Like ``open``, at an absolute place."""
+    return OpenedCheckpoint(root, *_stored(root, options, allow), options, allow)
+
+
+def _stored(root: Location, options: Options, allow: Allowed) -> tuple[Format, StoredCheckpoint]:
+    if isinstance(root, Path) and holds_safetensors(root):
+        return Format.SAFETENSORS, SafetensorsCheckpoint(root)
+    backend = _backend(root)
+    if backend == PACKS.sharded_format:
+        return Format.PACK, PackCheckpoint(root, options)
+    if isinstance(root, Bucket):
+        expected = "('safetensors', 1): others are not read from an object store"
+        raise IncompatibleVersionError(f"{root}: format {backend}; expected {expected}")
+    kinds = {kind.backend: kind for kind in (Format.ZARR1, Format.ZARR3, Format.TORCH_DIST)}
+    if backend not in kinds:
+        expected = ", ".join(map(str, (PACKS.sharded_format, *kinds)))
+        raise IncompatibleVersionError(f"{root}: format {backend}; expected {expected}")
+    if kinds[backend] is Format.TORCH_DIST:
+        from dist_ckpt_strategies.tools.torch_dist import TorchDistCheckpoint  # noqa: PLC0415
+
+        return Format.TORCH_DIST, TorchDistCheckpoint(root, with_default_allowed(allow))
+    kind = Format1Checkpoint if kinds[backend] is Format.ZARR1 else Zarr3Checkpoint
+    return kinds[backend], kind(root, options)
+
+
+def _backend(root: Location) -> tuple[str, int]:
+    if isinstance(root, Path):
+        with file_errors(None, root):
+            is_none = root.is_dir() and not (root / MARKER_NAME).exists()
+            other = other_contents(root) if is_none else ""
+        if other:
+            raise CheckpointNotFoundError(f"{root} is no checkpoint: {other}", path=str(root))
+    marker = read_marker(root)
+    if marker.sharded_format == ("zarr", 2):
+        raise IncompatibleVersionError(
+            f"{root}: format ('zarr', 2); convert it with the release that saved it: "
+            f"dist-ckpt convert {root} NEW --to pack"
+        )
+    if marker.common_format != ("torch", 1):
+        raise IncompatibleVersionError(
+            f"{root}: common state of format {marker.common_format}, expected ('torch', 1)"
+        )
+    return marker.sharded_format
 
 
 class OpenedCheckpoint(Mapping[str, "LazyArray"]):
@@ -74,50 +146,64 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
     A read raises a StorageError where elements are missing or damaged, or where another save has
     replaced the checkpoint since it was opened. What is compared:
 
-    - ("safetensors", 1), ("zarr", 2): everything, with its digest, unless ``verify`` is ``"off"``.
+    - ("safetensors", 1): everything, with its digest, unless ``verify`` is ``"off"``.
     - ("torch_dist", 1): it has no digests. Each shard is compared with the CRC-32 in its archive.
-    - ("zarr", 1): it has no digests. The sizes of chunks are compared.
+    - ("zarr", 1), ("zarr", 3), files of safetensors: they have no digests. Sizes are compared.
 
     Attributes:
+        root: the place, absolute.
+        kind: what ``convert`` calls its format.
         objects: the ShardedObjects by unique key, ``KEY/shard_OFFSET_SHAPE``; each is unpickled,
             with the list of allowed classes, when it is asked for.
     """
 
-    def __init__(self, reader: CheckpointReader, options: Options, allow: Allowed) -> None:
-        self._reader, self._options, self._allow = reader, options, allow
-        self.objects: Mapping[str, Any] = _Objects(reader, allow)
+    def __init__(
+        self,
+        root: Location,
+        kind: Format,
+        stored: StoredCheckpoint,
+        options: Options,
+        allow: Allowed,
+    ) -> None:
+        self.root, self.kind = root, kind
+        self._stored, self._options, self._allow = stored, options, allow
+        self._specs: dict[str, ArraySpec] = {}
+        self.objects: Mapping[str, Any] = _Objects(self, allow)
 
     @property
     def format(self) -> tuple[str, int]:
         """Backend and version of the sharded state, such as ("safetensors", 1)."""
-        return self._reader.format.backend
+        return self.kind.backend
 
     @property
     def identity(self) -> str:
         """Tells this save from others at the same place, where anything does."""
-        return self._reader.identity
+        return self._stored.identity
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Of packs; see ``pack.UNVERIFIED``."""
+        return self._stored.features if isinstance(self._stored, PackCheckpoint) else ()
 
     @cached_property
     def common(self) -> dict[str, Any]:
         """The common state: all that is neither a sharded tensor nor a ShardedObject."""
-        reader = self._reader
-        path = f"{reader.root}/{COMMON_NAME}"
+        path = f"{self.root}/{COMMON_NAME}"
 
         @raises_megatron_errors
         def load() -> dict[str, Any]:
-            content = reader.save.read(reader.common_content)
-            state: dict[str, Any] = load_content(content, path, "common state", self._allow)
+            content = self.unchanged(self.common_content)
+            allow = with_default_allowed(self._allow)
+            state: dict[str, Any] = load_content(content, path, "common state", allow)
             return state
 
         return load()
 
+    @raises_megatron_errors
     def __getitem__(self, key: str) -> LazyArray:
         """The array of that key; ArrayNotFoundError, a KeyError, if there is none."""
-        try:
-            (array,) = self._reader.save.read(lambda: self._reader.find([key]))
-        except CheckpointError as error:
-            raise as_megatron_error(error) from error.__cause__
-        return LazyArray(self._reader, array, self._options)
+        (array,) = self.unchanged(lambda: self.find([key]))
+        return LazyArray(self, array)
 
     def __iter__(self) -> Iterator[str]:
         """The keys, sorted."""
@@ -129,35 +215,107 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
 
     def __repr__(self) -> str:
         """Place, format and number of arrays."""
-        return f"<checkpoint {self._reader.root}: {self.format}, {len(self)} arrays>"
+        return f"<checkpoint {self.root}: {self.format}, {len(self)} arrays>"
 
     @cached_property
     def _keys(self) -> tuple[str, ...]:
-        return tuple(sorted(self._reader.keys()))
+        return tuple(sorted(self._stored.keys()))
+
+    # What the tools read
+
+    def unchanged(self, step: Callable[[], T]) -> T:
+        """What a step reads of it; a StorageError where another save has replaced it meanwhile."""
+        return self._stored.save.read(step)
+
+    def find(self, keys: Iterable[str]) -> list[SourceArray]:
+        """The arrays of these keys, sorted, as they are stored."""
+        specs, stored = self._stored.find(keys), self._stored
+        self._specs |= specs
+        if isinstance(stored, Format1Checkpoint):
+            return [SourceArray(s.key, s.shape, s.dtype, s.chunk_shape) for s in specs.values()]
+        return [
+            SourceArray(spec.key, spec.shape, spec.dtype, None, tuple(stored.blocks(key)))
+            for key, spec in specs.items()
+        ]
+
+    def read_into(self, reads: Sequence[RegionRead]) -> None:
+        """Fill memory with regions of arrays that ``find`` has given. What has digests is verified.
+
+        Raises a StorageError if elements are missing or damaged, or cannot be read.
+        """
+        wanted = [ArrayRead(self._specs[key], region, target) for key, region, target in reads]
+        self._reader.begin_reads(wanted).wait(self._options.timeout_s)
+
+    @cached_property
+    def _reader(self) -> Any:
+        return self._stored.array_reader()
+
+    def block_digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
+        """The digests of all ranges of each stored block, where the format has them."""
+        return self._stored.digests(keys) if isinstance(self._stored, PackCheckpoint) else {}
+
+    @cached_property
+    def object_ids(self) -> Sequence[ObjectId]:
+        """All shards of objects, sorted; not one that stands for the file of the common state."""
+        ids = sorted(self._stored.object_ids())
+        if COMMON_OBJECT in ids:
+            try:
+                self._common_file()
+            except IncompleteCheckpointError:
+                ids.remove(COMMON_OBJECT)
+        return tuple(ids)
+
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """One shard of an object, for ``load_content``; errors as in ``read_into``."""
+        content = self._stored.object_content(object_id)
+        require_archive(content, self._stored.object_path(object_id), object_id.unique_key)
+        return content
+
+    def common_content(self) -> bytes:
+        """The file of the common state, or what it would hold where an object has it instead.
+
+        Megatron-Core 0.19 and later keep the common state among the objects. Raises
+        IncompleteCheckpointError if there is neither, CorruptCheckpointError if it is damaged.
+        """
+        try:
+            content = self._common_file()
+        except IncompleteCheckpointError:
+            if COMMON_OBJECT not in self._stored.object_ids():
+                raise
+            return self.object_content(COMMON_OBJECT)
+        require_archive(content, f"{self.root}/{COMMON_NAME}", "common state")
+        return content
+
+    def _common_file(self) -> bytes:
+        if isinstance(self._stored, PackCheckpoint | SafetensorsCheckpoint):
+            return self._stored.common_content()
+        assert isinstance(self.root, Path)  # noqa: S101 - only packs are read from elsewhere
+        return Directory(self.root).read(COMMON_NAME)
 
 
 class _Objects(Mapping[str, Any]):
     """Objects by unique key."""
 
-    def __init__(self, reader: CheckpointReader, allow: Allowed) -> None:
-        self._reader, self._allow = reader, allow
+    def __init__(self, opened: OpenedCheckpoint, allow: Allowed) -> None:
+        self._opened, self._allow = opened, allow
 
     @cached_property
-    def _ids(self) -> dict[str, Any]:
-        return {object_id.unique_key: object_id for object_id in self._reader.objects}
+    def _ids(self) -> dict[str, ObjectId]:
+        return {object_id.unique_key: object_id for object_id in self._opened.object_ids}
 
     @raises_megatron_errors
     def __getitem__(self, key: str) -> Any:
-        reader = self._reader
+        opened = self._opened
         if key not in self._ids:
             raise ArrayNotFoundError(
-                f"{key}: no such object among the {len(self._ids)} in {reader.root}"
+                f"{key}: no such object among the {len(self._ids)} in {opened.root}"
                 f"{similar_text(key, list(self._ids))}",
                 key=key,
-                path=str(reader.root),
+                path=str(opened.root),
             )
-        content = reader.save.read(lambda: reader.object_content(self._ids[key]))
-        return load_content(content, f"{reader.root}/{key}", key, self._allow)
+        content = opened.unchanged(lambda: opened.object_content(self._ids[key]))
+        allow = with_default_allowed(self._allow)
+        return load_content(content, f"{opened.root}/{key}", key, allow)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._ids)
@@ -166,7 +324,7 @@ class _Objects(Mapping[str, Any]):
         return len(self._ids)
 
     def __repr__(self) -> str:
-        return f"<objects of {self._reader.root}: {', '.join(self._ids) or 'none'}>"
+        return f"<objects of {self._opened.root}: {', '.join(self._ids) or 'none'}>"
 
 
 class LazyArray:
@@ -178,8 +336,8 @@ class LazyArray:
         dtype: numpy's; of ml_dtypes for bfloat16 and float8.
     """
 
-    def __init__(self, reader: CheckpointReader, array: SourceArray, options: Options) -> None:
-        self._reader, self._array, self._options = reader, array, options
+    def __init__(self, opened: OpenedCheckpoint, array: SourceArray) -> None:
+        self._opened, self._array = opened, array
         self.key, self.shape = array.key, array.shape
         self.dtype: np.dtype[Any] = array.dtype.numpy
 
@@ -191,7 +349,7 @@ class LazyArray:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return Region.whole(self.shape).numel
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -221,7 +379,7 @@ class LazyArray:
         # Ascending, since a region is read in its own order; the result is turned round at the end.
         forward = [r if r.step > 0 else r[::-1] for r in ranges]
         if found.size:
-            self._reader.save.read(lambda: self._fill(forward, found))
+            self._opened.unchanged(lambda: self._fill(forward, found))
         turned = tuple(slice(None, None, 1 if r.step > 0 else -1) for r in ranges)
         dims = tuple(slice(None) if is_kept else 0 for is_kept in kept)
         result: HostArray = found[turned][(*dims, ...)]
@@ -231,10 +389,10 @@ class LazyArray:
         """Read the elements at these indices, in parts if there is a step."""
         region = Region(tuple(r.start for r in ranges), tuple(r[-1] + 1 - r.start for r in ranges))
         if region.shape == target.shape:
-            self._reader.read([(self.key, region, target)])
+            self._opened.read_into([(self.key, region, target)])
         elif region.numel * self.dtype.itemsize <= _SPARSE_NBYTES:
             elements = np.empty(region.shape, self.dtype)
-            self._reader.read([(self.key, region, elements)])
+            self._opened.read_into([(self.key, region, elements)])
             target[...] = elements[tuple(slice(None, None, r.step) for r in ranges)]
         else:
             dim = next(dim for dim, r in enumerate(ranges) if len(r) > 1)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from operator import add
 from typing import Any
@@ -10,46 +11,48 @@ from typing import Any
 import numpy as np
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
-from dist_ckpt_strategies.device import build_batches
 from dist_ckpt_strategies.errors import CheckpointExistsError
 from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.index import StoredObject, array_segments, build_full_index
-from dist_ckpt_strategies.formats.locations import PACKS, Location
-from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Layout, PackLayout, lay_out
+from dist_ckpt_strategies.formats.locations import Location
+from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, lay_out
 from dist_ckpt_strategies.formats.pack_checkpoint import place_of
 from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, new_save_id, read_pointer
 from dist_ckpt_strategies.formats.pack_read import runs
 from dist_ckpt_strategies.formats.pack_write import (
+    FOLDER,
     PackRecord,
     delete_files,
     file_of,
     new_pack_name,
     write_pack,
 )
+from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.storage.store import Bytes
-from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem
-from dist_ckpt_strategies.tools.readers import CheckpointReader, RegionRead
+from dist_ckpt_strategies.tools.opened import OpenedCheckpoint, RegionRead
+from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem, groups
 from dist_ckpt_strategies.tools.writers import Read, TargetWriter, object_batches
 
 
 class PackWriter(TargetWriter):
     """Writes ("safetensors", 1); see TargetWriter. Objects and common state have own packs.
 
-    All packs are in the name of rank 0, whichever rank writes them.
+    All packs are in the name of rank 0, whichever rank writes them. ``digests`` are those of blocks
+    of the source, which are compared with them while they are read, and not taken again.
     """
-
-    marker = PACKS
 
     def __init__(
         self,
         root: Location,
         plan: ConvertPlan,
-        layout: Layout,
         block_nbytes: int,
         features: Sequence[str],
+        digests: Mapping[tuple[str, Region], Digests],
     ) -> None:
         super().__init__(root, plan, block_nbytes)
-        self._store, self._layout, self._features = place_of(root), layout, features
+        assert plan.layout is not None  # noqa: S101 - as the plan for packs has it
+        self._store, self._layout, self._features = place_of(root), plan.layout, features
+        self._digests = digests
         self._lock = threading.Lock()
         self._save_id = ""
         self._files: list[str] = []
@@ -59,27 +62,36 @@ class PackWriter(TargetWriter):
         """See TargetWriter."""
         return new_save_id(self._store)
 
-    def open(self, save_id: str, owner: str, arrays: Sequence[ArraySpec]) -> None:
+    def open(self, save_id: str, arrays: Sequence[ArraySpec]) -> None:
         """See TargetWriter."""
-        del owner, arrays
+        del arrays
         self._save_id = save_id
 
     def write(self, task: FileTask, read: Read) -> list[Any]:
         """See TargetWriter. Gives the fields of the pack's record."""
         pack = self._layout.packs[int(task.name)]
-        return [*astuple(self._write(pack, self._batches(task, read)))]
+        stored = [self._digests.get((item.source.key, item.region)) for item in task.items]
+        known = [digests for digests in stored if digests is not None]
+        digests = np.concatenate(known) if stored and len(known) == len(stored) else None
+        return [*astuple(self._write(pack, self._batches(task, read), digests))]
 
-    def _write(self, pack: PackLayout, contents: Iterable[Sequence[Bytes]]) -> PackRecord:
+    def _write(
+        self,
+        pack: PackLayout,
+        contents: Iterable[Sequence[Bytes]],
+        digests: Digests | None = None,
+    ) -> PackRecord:
         name = new_pack_name()
         with self._lock:
             self._files.append(file_of(name))
-        return write_pack(self._store, name, pack, contents, save_id=self._save_id, rank=0)
+        return write_pack(
+            self._store, name, pack, contents, save_id=self._save_id, rank=0, digests=digests
+        )
 
     def _batches(self, task: FileTask, read: Read) -> Iterator[list[Bytes]]:
         """The bytes of a pack's blocks, some ranges of one or many small ones at a time."""
         nbytes = max(1, self._block_nbytes // RANGE_NBYTES) * RANGE_NBYTES
-        parts = ((part, part.nbytes) for item in task.items for part in _parts(item, nbytes))
-        for batch in build_batches(parts, nbytes):
+        for batch in groups((part for item in task.items for part in _parts(item, nbytes)), nbytes):
             size = sum(part.nbytes for part in batch)
             memory = self._memory.array((size,), DType.UINT8)
             contents: list[Bytes] = []
@@ -92,12 +104,12 @@ class PackWriter(TargetWriter):
             read(reads)
             yield contents
 
-    def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
+    def finish(self, records: Mapping[int, Any], source: OpenedCheckpoint, common: bytes) -> None:
         """See TargetWriter."""
         packs = [PackRecord(*fields) for _, fields in sorted(records.items())]
         objects: list[StoredObject] = []
         stored_common = None
-        for batch in object_batches(source, self.plan.objects, keeps_plain=False):
+        for batch in object_batches(source, self.plan.objects):
             sizes = [(object_id, len(content)) for object_id, content in batch.items()]
             of_common = [common] if stored_common is None else []
             nbytes = len(common) if of_common else None
@@ -136,6 +148,9 @@ class PackWriter(TargetWriter):
     def abandon(self) -> None:
         """See TargetWriter."""
         delete_files(self._store, self._files)
+        if isinstance(self._store, Directory):
+            with suppress(OSError):  # not empty
+                (self._store.root / FOLDER).rmdir()
 
 
 @dataclass(frozen=True, slots=True)

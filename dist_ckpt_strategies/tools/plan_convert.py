@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise, product
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
 
 from dist_ckpt_strategies.core.array import (
     ArraySpec,
@@ -20,48 +22,29 @@ from dist_ckpt_strategies.core.array import (
     ShardSpec,
     require_storable_keys,
 )
-from dist_ckpt_strategies.core.chunk_grids import (
-    ShardPlacement,
-    cut_chunk,
-    find_chunk_shape,
-    object_chunk_shape,
-)
+from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
+from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.formats.pack import Layout, PackLimits, lay_out
+from dist_ckpt_strategies.formats.pack import SAFETENSORS_NAMES, Layout, PackLimits, lay_out
 
-SAFETENSORS_DTYPES: Mapping[DType, str] = MappingProxyType(
-    {
-        DType.BOOL: "BOOL",
-        DType.UINT8: "U8",
-        DType.UINT16: "U16",
-        DType.UINT32: "U32",
-        DType.UINT64: "U64",
-        DType.INT8: "I8",
-        DType.INT16: "I16",
-        DType.INT32: "I32",
-        DType.INT64: "I64",
-        DType.FLOAT16: "F16",
-        DType.FLOAT32: "F32",
-        DType.FLOAT64: "F64",
-        DType.BFLOAT16: "BF16",
-        DType.COMPLEX64: "C64",
-        DType.FLOAT8_E4M3FN: "F8_E4M3",
-        DType.FLOAT8_E5M2: "F8_E5M2",
-        DType.FLOAT8_E8M0FNU: "F8_E8M0",
-    }
-)
+T = TypeVar("T", bound=Any)
+
+_MAX_CHUNK_NBYTES = 64 << 20
+"""Of an array whose stored regions lie on no regular grid."""
+
+SAFETENSORS_DTYPES = MappingProxyType({**SAFETENSORS_NAMES, DType.FLOAT8_E8M0FNU: "F8_E8M0"})
 """The dtypes that safetensors has, under the names that it gives them."""
 
 
 class Format(StrEnum):
-    """What a checkpoint can be converted to; the values are those of the command line.
+    """What a checkpoint can be converted to and from; the values are those of the command line.
 
     Another value raises a PlanError.
     """
 
     PACK = "pack"
-    ZARR2 = "zarr@2"
     ZARR1 = "zarr@1"
+    ZARR3 = "zarr@3"
     TORCH_DIST = "torch_dist"
     SAFETENSORS = "safetensors"
 
@@ -73,7 +56,7 @@ class Format(StrEnum):
     @classmethod
     def of(cls, name: str | tuple[str, int]) -> Format:
         """The format of that name, or of a backend and version."""
-        of_backend = (found for found in _BACKENDS if found.backend == name)
+        of_backend = (known for known in _BACKENDS if known.backend == name)
         return next(of_backend, None) or cls(str(name))
 
     @classmethod
@@ -84,8 +67,8 @@ class Format(StrEnum):
 _BACKENDS: Mapping[Format, tuple[str, int]] = MappingProxyType(
     {
         Format.PACK: ("safetensors", 1),
-        Format.ZARR2: ("zarr", 2),
         Format.ZARR1: ("zarr", 1),
+        Format.ZARR3: ("zarr", 3),
         Format.TORCH_DIST: ("torch_dist", 1),
     }
 )
@@ -95,22 +78,44 @@ _BACKENDS: Mapping[Format, tuple[str, int]] = MappingProxyType(
 class SourceArray:
     """An array as the source stores it.
 
-    ``chunk_shape`` is that of its regular grid; None where ``shards`` has its regions and the rank
-    that wrote each. Regions whose sizes are multiples of ``granularity``, in elements, are read
-    without waste; None: any.
+    ``chunk_shape`` is that of its regular grid; None where ``blocks`` has its regions, each with
+    the global rank that wrote it.
     """
 
     key: str
     shape: Shape
     dtype: DType
     chunk_shape: Shape | None = None
-    shards: tuple[ShardPlacement, ...] = ()
-    granularity: Shape | None = None
+    blocks: tuple[tuple[Region, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def regions(self) -> Iterator[Region]:
+        """The regions in which it is stored, cut at its edge; of an empty one, itself."""
+        whole = Region.whole(self.shape)
+        if not whole.numel:
+            yield whole
+        elif self.chunk_shape is None:
+            yield from sorted(region for region, _ in self.blocks if region.numel)
+        else:
+            array = ArraySpec(self.key, self.shape, self.dtype, self.chunk_shape)
+            cut = (array.chunk_region(index).intersect(whole) for index in array.chunk_indices())
+            yield from (region for region in cut if region is not None)
+
+
+def require_whole(arrays: Sequence[SourceArray]) -> None:
+    """Raise CoverageError or DuplicateWriterError unless blocks hold each element exactly once."""
+    listed = [array for array in arrays if array.chunk_shape is None]
+    blocks = [(array.key, *block) for array in listed for block in array.blocks]
+    table = BlockTable.of(
+        {array.key: ArrayFacts(array.dtype.value, array.shape) for array in listed},
+        [(key, region) for key, region, _ in blocks],
+        [(0, 0, 0)] * len(blocks),
+    )
+    require_coverage(table, np.array([rank for *_, rank in blocks], np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +139,14 @@ class WriteItem:
 
     def blocks(self, max_nbytes: int) -> Iterator[Region]:
         """The region cut into blocks; see ``blocks``."""
-        return blocks(self.region, self.array.dtype.itemsize, max_nbytes, self.source.granularity)
+        return blocks(self.region, self.array.dtype.itemsize, max_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
     """What one thread writes, in order: a file below the target's directory, or a region of one.
 
-    The name is empty for a chunk of a Zarr format, and the number of a pack in the layout.
+    The name of a pack is its number in the layout.
     """
 
     name: str
@@ -165,6 +170,7 @@ class ConvertPlan:
     ``layout`` is that of packs, one for each task.
     """
 
+    target: Format
     arrays: tuple[ArraySpec, ...]
     objects: tuple[ObjectId, ...]
     tasks: tuple[FileTask, ...]
@@ -208,19 +214,19 @@ def build_convert_plan(  # noqa: PLR0913
     for one, other in pairwise(keys):
         if one == other:
             raise PlanError(f"{one}: two arrays of the source would have this key", key=one)
-    if target is Format.ZARR1:
+    if target in {Format.ZARR1, Format.ZARR3}:
         require_storable_keys(keys, [object_id.key for object_id in objects])
-    arrays = [(source, _target_array(key, source, target, object_nbytes)) for key, source in named]
+    for key in keys if target is Format.ZARR3 else ():
+        if "zarr.json" in key.split("/"):
+            raise PlanError(f"{key}: Zarr v3 has a file of its own named zarr.json", key=key)
+    require_whole(sources)
+    arrays = [(source, _target_array(key, source, target)) for key, source in named]
     layout = None
-    if target is Format.TORCH_DIST:
-        items = [WriteItem(*pair, region) for pair in arrays for region in stored_regions(pair[0])]
-        groups = enumerate(_groups(items, file_nbytes))
-        tasks = [FileTask(f"__0_{number}.distcp", tuple(group)) for number, group in groups]
-    elif target is Format.PACK:
+    if target is Format.PACK:
         items = [
             WriteItem(*pair, block)
             for pair in arrays
-            for region in stored_regions(pair[0])
+            for region in pair[0].regions()
             for block in _cut(region, pair[0].dtype.itemsize, object_nbytes)
         ]
         layout = _pack_layout(items, object_nbytes or file_nbytes, features)
@@ -228,17 +234,27 @@ def build_convert_plan(  # noqa: PLR0913
             FileTask(str(number), tuple(items[source] for source in pack.sources if source >= 0))
             for number, pack in enumerate(layout.packs)
         ]
-    elif target is Format.SAFETENSORS:
-        wholes = [WriteItem(*pair, Region.whole(pair[1].shape)) for pair in arrays]
-        tasks = list(_safetensors_tasks(wholes, file_nbytes))
     else:
-        tasks = [
-            FileTask("", (WriteItem(source, array, array.chunk_region(index)),))
-            for source, array in arrays
-            for index in array.chunk_indices()
-        ]
+        tasks = list(_tasks(arrays, target, file_nbytes))
     described = tuple(array for _, array in arrays)
-    return ConvertPlan(described, tuple(objects), tuple(tasks), layout)
+    return ConvertPlan(target, described, tuple(objects), tuple(tasks), layout)
+
+
+def _tasks(
+    arrays: Sequence[tuple[SourceArray, ArraySpec]], target: Format, file_nbytes: int
+) -> Iterator[FileTask]:
+    if target is Format.SAFETENSORS:
+        wholes = [WriteItem(*pair, Region.whole(pair[1].shape)) for pair in arrays]
+        yield from _safetensors_tasks(wholes, file_nbytes)
+    elif target is Format.TORCH_DIST:
+        items = [WriteItem(*pair, region) for pair in arrays for region in pair[0].regions()]
+        for number, group in enumerate(groups(items, file_nbytes)):
+            yield FileTask(f"__0_{number}.distcp", tuple(group))
+    else:
+        for source, array in arrays:
+            for index in array.chunk_indices():
+                item = WriteItem(source, array, array.chunk_region(index))
+                yield FileTask(array.chunk_file(index), (item,))
 
 
 def _cut(region: Region, itemsize: int, max_nbytes: int | None) -> Iterator[Region]:
@@ -254,26 +270,10 @@ def _pack_layout(items: Sequence[WriteItem], file_nbytes: int, features: Sequenc
     return lay_out(shards, limits=PackLimits(file_nbytes), features=features)
 
 
-def stored_regions(source: SourceArray) -> Iterator[Region]:
-    """The regions in which the source stores an array, cut at its edge; of an empty one, itself."""
-    whole = Region.whole(source.shape)
-    if not whole.numel:
-        yield whole
-    elif source.chunk_shape is None:
-        yield from sorted(shard.region for shard in source.shards if shard.region.numel)
-    else:
-        array = ArraySpec(source.key, source.shape, source.dtype, source.chunk_shape)
-        cut = (array.chunk_region(index).intersect(whole) for index in array.chunk_indices())
-        yield from (region for region in cut if region is not None)
-
-
-def blocks(
-    region: Region, itemsize: int, max_nbytes: int, granularity: Shape | None = None
-) -> Iterator[Region]:
+def blocks(region: Region, itemsize: int, max_nbytes: int) -> Iterator[Region]:
     """The region cut into blocks, each of them contiguous in its C order, and in that order.
 
-    An element is never cut. Cuts are at multiples of ``granularity``, from the region's own start,
-    where that fits.
+    An element is never cut.
     """
     shape = region.shape
     if not region.numel or region.numel * itemsize <= max_nbytes:
@@ -283,8 +283,6 @@ def blocks(
     while dim and math.prod(shape[dim:]) * itemsize <= max_nbytes:
         dim -= 1
     step = max(1, max_nbytes // (math.prod(shape[dim + 1 :]) * itemsize))
-    if granularity is not None and step > granularity[dim]:
-        step -= step % granularity[dim]
     for outer in product(*map(range, shape[:dim])):
         for start in range(0, shape[dim], step):
             inner = (*outer, start, *(0,) * (len(shape) - dim - 1))
@@ -303,10 +301,8 @@ def contiguous_runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
         yield sum(o * s for o, s in zip(run.offset, steps, strict=True)), run.numel
 
 
-def _target_array(
-    key: str, source: SourceArray, target: Format, object_nbytes: int | None
-) -> ArraySpec:
-    """The array with the target's chunk grid."""
+def _target_array(key: str, source: SourceArray, target: Format) -> ArraySpec:
+    """The array with the target's chunk grid: that of the source, or else rows of the array."""
     if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
         known = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
         raise PlanError(
@@ -314,48 +310,38 @@ def _target_array(
             "with --keys, or convert to another format",
             key=key,
         )
-    chunk, is_regular = chunk_grid(source)
-    array = ArraySpec(key, source.shape, source.dtype, chunk)
-    if target is not Format.ZARR2:
-        return array
-    itemsize = source.dtype.itemsize
-    if object_nbytes is not None and math.prod(chunk) * itemsize > object_nbytes:
-        chunk, is_regular = object_chunk_shape(chunk, itemsize, object_nbytes), False
-    cut = cut_chunk(chunk, source.shape, itemsize, is_movable=not is_regular)
-    cut = cut or cut_chunk(chunk, source.shape, itemsize, is_movable=True)
-    assert cut is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
-    return replace(array, chunk_shape=cut.chunk_shape, inner_shape=cut.inner_shape)
-
-
-def chunk_grid(source: SourceArray) -> tuple[Shape, bool]:
-    """A chunk shape, and whether its chunks are the shards of the source.
-
-    Raises CoverageError or DuplicateWriterError unless shards hold each element exactly once.
-    """
-    shape = source.shape
-    if source.chunk_shape is not None:
-        pairs = zip(source.chunk_shape, shape, strict=True)
-        return tuple(min(chunk, max(1, size)) for chunk, size in pairs), True
-    placements = sorted(shard for shard in source.shards if shard.region.numel)
-    return find_chunk_shape(source.key, shape, source.dtype.itemsize, placements)
+    shape, regions = source.shape, [region for region, _ in source.blocks if region.numel]
+    chunk = source.chunk_shape
+    if chunk is None:
+        chunk = tuple(map(max, zip(*(region.shape for region in regions), strict=True))) or shape
+    chunk = tuple(max(1, min(sizes)) for sizes in zip(chunk, shape, strict=True))
+    is_regular = all(
+        offset % c == 0 and n == min(c, size - offset)  # the edge may cut a chunk
+        for region in regions
+        for offset, n, c, size in zip(*region, chunk, shape, strict=True)
+    )
+    if not is_regular:
+        whole = Region.whole(shape)
+        chunk = next(blocks(whole, source.dtype.itemsize, _MAX_CHUNK_NBYTES)).shape
+    return ArraySpec(key, shape, source.dtype, chunk)
 
 
 def _safetensors_tasks(wholes: Sequence[WriteItem], file_nbytes: int) -> Iterator[FileTask]:
     """Whole arrays, the widest elements first, which keeps them aligned."""
-    files = list(_groups(wholes, file_nbytes))
+    files = list(groups(wholes, file_nbytes))
     for number, file in enumerate(files):
         name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         byte_offset = 0
         for whole in sorted(file, key=lambda item: (-item.array.dtype.itemsize, item.array.key)):
-            for region in stored_regions(whole.source):
+            for region in whole.source.regions():
                 item = replace(whole, region=region, byte_offset=byte_offset)
                 yield FileTask(name if len(files) > 1 else "model.safetensors", (item,))
             byte_offset += whole.nbytes
 
 
-def _groups(items: Sequence[WriteItem], max_nbytes: int) -> Iterator[list[WriteItem]]:
+def groups(items: Iterable[T], max_nbytes: int) -> Iterator[list[T]]:
     """Items in order, in groups of a bounded size; a larger item has one of its own."""
-    group: list[WriteItem] = []
+    group: list[T] = []
     held = 0
     for item in items:
         if group and held + item.nbytes > max_nbytes:

@@ -21,40 +21,35 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.commit import (
-    DECIDED,
     OLD_MARKER_NAME,
-    complete_commit,
-    remove,
     remove_contents,
 )
 from dist_ckpt_strategies.formats.course import read_course
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.locations import (
-    SAVE_PREFIX,
     Location,
-    current_id,
     holds_packs,
     located,
     require_something,
 )
-from dist_ckpt_strategies.formats.manifest import SAVE_NAME
 from dist_ckpt_strategies.formats.pack_checkpoint import place_of
-from dist_ckpt_strategies.formats.scan import read_begun, scan
-from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.formats.scan import scan
+from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
+    LOCK_NAME,
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Directory,
     file_errors,
-    folders_below,
     is_elsewhere,
     reason,
     require_directory,
     sync_path,
 )
+from dist_ckpt_strategies.storage.folders import folders_below
 from dist_ckpt_strategies.tools.prune_packs import (
     look_at_packs,
     remove_lock,
@@ -149,11 +144,12 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     """Remove old checkpoints, and files of killed saves, below a directory or URL.
 
     Rank-local: one rank calls it, after a save. Always kept are the newest complete checkpoint,
-    those whose name has no iteration, and everything that is neither a checkpoint of
-    ("zarr", 1) or ("zarr", 2) nor left by a killed save of these. A removed checkpoint loses its
-    marker first. Names and sizes of all files are checked: a damaged checkpoint does not count, and
-    is kept until enough complete ones are newer. A directory that cannot be read is kept and does
-    not count; the report has the reason.
+    what the run's tracker file names, and everything that has no iteration in its name, or is
+    neither a checkpoint of ("safetensors", 1) or ("zarr", 1) nor left by a killed save of these. Of
+    packs goes what their index names, and the index first; of ("zarr", 1) the marker first. Names
+    and sizes of all files are checked: a damaged checkpoint does not count, and is kept until
+    enough complete ones are newer. A directory that cannot be read is kept and does not count; the
+    report has the reason.
 
     Args:
         root: holds the checkpoints, each in a directory; its iteration is the last number in its
@@ -180,7 +176,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     location = located(root, store, what="root")
     removed, kept = [], []
     for decision in build_prune_plan(
-        _find(location, pattern, completes=not dry_run),
+        _find(location, pattern),
         keep_last,
         keep_every,
         unfinished=unfinished,
@@ -214,10 +210,8 @@ def build_prune_plan(
 
     The newest complete one is always kept. A damaged one does not count, and stays unless enough
     complete ones are newer. Newer is what has the larger iteration; what the training has gone back
-    from, see ``load_latest``, is older than its present course. Of those whose names end in no
-    number, all older than the others, newer is what changed later. What was written last stays too,
-    which is another one where a run was resumed from an older checkpoint, and so does what the
-    run's tracker file names. Unfinished ones are removed first, then the oldest.
+    from, see ``load_latest``, is older than its present course. What the run's tracker file names
+    stays, too. Unfinished ones are removed first, then the oldest.
     """
     for name, count in (("keep_last", last), ("keep_every", every)):
         if count is not None and count < 1:
@@ -225,8 +219,8 @@ def build_prune_plan(
     if not older_than_s >= 0:
         raise PlanError(f"older_than is {older_than_s} s, expected 0 or more")
     ordered = sorted(found, key=_order)
-    complete = [one for one in ordered if one.status is Status.COMPLETE]
-    written_last = min(reversed(complete), key=lambda one: one.age_s, default=None)
+    numbered = [one for one in ordered if one.iteration is not None]
+    complete = [one for one in numbered if one.status is Status.COMPLETE]
     is_all_kept, num_kept = last is None and every is None, last or 0
     decisions = []
     for one in sorted(ordered, key=lambda one: one.status is not Status.UNFINISHED):
@@ -237,6 +231,7 @@ def build_prune_plan(
         may_run = f"unfinished, and may still be written: changed {one.age_s:.0f} s ago"
         damaged = "damaged, and not counted; `dist-ckpt verify` lists the damage"
         reasons = (
+            (one.iteration is None, "its name has no iteration"),
             (one.status is Status.OTHER, "not known to be a checkpoint of this package"),
             (one.status is Status.UNREADABLE, f"cannot be read: {one.why}"),
             (is_killed and not unfinished, "unfinished; kept without --unfinished"),
@@ -244,11 +239,9 @@ def build_prune_plan(
             (is_damaged and (is_all_kept or num_newer < (last or 1)), damaged),
             (is_complete and is_all_kept, "complete; kept without --keep-last or --keep-every"),
             (is_complete and num_newer == 0, "the newest"),
-            (one is written_last, "written last"),
             (is_complete and num_newer < num_kept, f"one of the last {last}"),
             (not is_killed and is_multiple, f"a multiple of {every}"),
             (not is_killed and one.is_named, "the run's tracker file names it"),
-            (not is_killed and one.iteration is None, "its name has no iteration"),
         )
         why = next((why for applies, why in reasons if applies), "")
         removal = f"{one.status}{': its save was killed' if is_killed else ', and not to be kept'}"
@@ -258,29 +251,30 @@ def build_prune_plan(
     return tuple(decisions)
 
 
-def _order(one: PruneDecision) -> tuple[bool, bool, int, float, str]:
-    return one.iteration is not None, not one.is_left, one.iteration or 0, -one.age_s, one.name
+def _order(one: PruneDecision) -> tuple[bool, int, float, str]:
+    return not one.is_left, one.iteration or 0, -one.age_s, one.name
 
 
-def _find(root: Location, pattern: str | None, *, completes: bool) -> list[PruneDecision]:
+def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
     """What there is below a place, of names that fit; links are passed over."""
+    store: Place = place_of(root)
     if isinstance(root, Path):
         require_directory(root)
         with file_errors(None, root), os.scandir(root) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-            marks = (MARKER_NAME, SAVE_NAME, PACKS_INDEX)
-            is_checkpoint = any((root / name).exists() for name in marks)
-        store: Directory | Bucket = Directory(root)
     else:
-        names, is_checkpoint = _names_below(root)
-        store = root
+        listed = root.names()
+        if not listed:
+            require_something(root)
+        parts = (name.partition("/") for name in listed)
+        names = sorted({top for top, slash, _ in parts if top and slash})
     if pattern is not None:
         names = [name for name in names if re.fullmatch(pattern, name)]
-    elif is_checkpoint:
+    elif {MARKER_NAME, PACKS_INDEX}.intersection(store.names()):
         raise PlanError(f"{root} is a checkpoint itself; name the directory that holds it")
     course = read_course(store)
     now_s = time.time()  # one for all: equal times of change make equal ages
-    looks = [_look_at(root, name, now_s, completes=completes) for name in names]
+    looks = [_look_at(root, name, now_s) for name in names]
     found = [one for of_name in looks for one in of_name if one is not None]
     tracked_s = min((one.age_s for one in found if one.iteration == course.newest), default=inf)
     return [
@@ -295,43 +289,24 @@ def _find(root: Location, pattern: str | None, *, completes: bool) -> list[Prune
     ]
 
 
-def _names_below(root: Bucket) -> tuple[list[str], bool]:
-    """What stands for directories below a URL, and whether it is a checkpoint itself."""
-    names = root.names()
-    if not names:
-        require_something(root)
-    is_checkpoint = any(
-        name in {MARKER_NAME, SAVE_NAME, PACKS_INDEX}
-        or (name.startswith(SAVE_PREFIX) and name.endswith(SAVE_NAME))
-        for name in names
-    )
-    parts = (name.partition("/") for name in names)
-    return sorted({top for top, slash, _ in parts if top and slash}), is_checkpoint
-
-
-def _look_at(
-    root: Location, name: str, now_s: float, *, completes: bool = True
-) -> tuple[PruneDecision, PruneDecision | None]:
-    """What one of them is, and packs of killed saves in it beside a checkpoint, if there are any.
-
-    An interrupted commit is completed first, if ``completes``.
-    """
+def _look_at(root: Location, name: str, now_s: float) -> tuple[PruneDecision, PruneDecision | None]:
+    """What one of them is, and packs of killed saves in it beside a checkpoint, if any."""
     number = _NUMBER.search(name)
-    iteration = int(number[1]) if number else None
-    place, stale = _below(root, name), None
+    if number is None:
+        return PruneDecision(name, None, Status.OTHER, 0.0), None
+    iteration, place, stale = int(number[1]), _below(root, name), None
+    status, nbytes, changed_s = Status.OTHER, None, 0.0
     try:
         packs = look_at_packs(place_of(place))
+        has_stale = packs is not None and bool(packs.stale)
         if packs is not None and packs.is_complete is not None:
             status = Status.COMPLETE if packs.is_complete else Status.DAMAGED
             nbytes, changed_s = packs.nbytes, packs.changed_s
         elif isinstance(place, Path):
-            status, nbytes, changed_s = _directory_status(place, completes=completes)
-        else:
-            status, nbytes, changed_s = _scanned(place)
-        if packs is not None and packs.stale and status in {Status.OTHER, Status.UNFINISHED}:
-            status, nbytes = Status.UNFINISHED, packs.stale_nbytes
-            changed_s = max(changed_s, packs.stale_changed_s)
-        elif packs is not None and packs.stale:
+            status, nbytes, changed_s = _directory_status(place, has_stale)
+        elif packs is not None and has_stale:
+            status, nbytes, changed_s = Status.UNFINISHED, None, packs.stale_changed_s
+        if packs is not None and has_stale and status is not Status.UNFINISHED:
             age_s = max(0.0, now_s - packs.stale_changed_s)
             stale = PruneDecision(
                 name, iteration, Status.UNFINISHED, age_s, packs.stale_nbytes, files=packs.stale
@@ -348,22 +323,17 @@ def _below(root: Location, name: str) -> Location:
     return root / name if isinstance(root, Path) else root.below(name)
 
 
-def _directory_status(directory: Path, *, completes: bool) -> tuple[Status, int | None, float]:
-    """What a directory is, the bytes in it, and when it became that."""
-    if completes:
-        complete_commit(directory)
+def _directory_status(directory: Path, has_stale: bool) -> tuple[Status, int | None, float]:  # noqa: FBT001
+    """What a directory is in which no packs count, the bytes in it, and when it became that."""
     marker = directory / MARKER_NAME
-    if not marker.exists():
-        for decided in directory.glob(DECIDED):
-            return Status.COMPLETE, None, decided.stat().st_mtime
-    else:
-        status, nbytes, _ = _scanned(directory)
-        return status, nbytes, marker.stat().st_mtime
+    if marker.exists():
+        return *_scanned(directory), marker.stat().st_mtime
     with os.scandir(directory) as found:
         entries = list(found)
-    # A save that was killed early, or has failed, leaves an empty directory.
-    is_empty = not entries and _OF_A_TRAINING.fullmatch(directory.name)
-    if not (is_empty or any(map(_is_stale, entries)) or read_begun(Directory(directory))):
+    # A save that was killed early, or has failed, leaves no files, and a prune its directories.
+    has_files = any({*names} - {LOCK_NAME} for _, _, names in os.walk(directory))
+    is_empty = not has_files and _OF_A_TRAINING.fullmatch(directory.name)
+    if not (has_stale or is_empty or any(map(_is_stale, entries))):
         return Status.OTHER, None, 0.0
     nbytes, changed_s = 0, 0.0
     for folder in folders_below(directory, [""]):
@@ -377,27 +347,20 @@ def _directory_status(directory: Path, *, completes: bool) -> tuple[Status, int 
     return Status.UNFINISHED, nbytes, changed_s
 
 
-def _scanned(place: Location) -> tuple[Status, int | None, float]:
-    """What a scan says: the status, the bytes that the manifest lists, and when the save began."""
+def _scanned(directory: Path) -> tuple[Status, int | None]:
+    """What a directory with a marker is, and the bytes in it."""
     try:
-        found = scan(place)
+        found = scan(directory)
     except (CheckpointNotFoundError, IncompatibleVersionError):
-        return Status.OTHER, None, 0.0
+        return Status.OTHER, None
     problems = {issue.problem: issue for issue in found.issues}
     unreadable = problems.get(Problem.UNREADABLE)
     if unreadable is not None:
         raise StorageError(f"{unreadable.path}: {unreadable.found}", path=unreadable.path)
-    has_manifest = found.backend != ("zarr", 2) or found.manifest is not None
-    if found.marker is not None and has_manifest and Problem.UNKNOWN_BACKEND not in problems:
-        lacks_files = bool(problems.keys() - {Problem.UNEXPECTED_FILE})
-        status = Status.DAMAGED if lacks_files else Status.COMPLETE
-    elif Problem.MISSING_MARKER in problems and found.begun is not None:
-        was_finished = isinstance(place, Bucket) and current_id(place)  # and has lost the marker
-        status = Status.DAMAGED if was_finished else Status.UNFINISHED
-    else:
-        status = Status.OTHER
-    begun_s = found.begun.seconds if found.begun is not None else 0.0
-    return status, found.nbytes if has_manifest else None, begun_s
+    if found.marker is None or Problem.UNKNOWN_BACKEND in problems:
+        return Status.OTHER, found.nbytes
+    is_damaged = bool(problems.keys() - {Problem.UNEXPECTED_FILE})
+    return Status.DAMAGED if is_damaged else Status.COMPLETE, found.nbytes
 
 
 def _is_stale(entry: os.DirEntry[str]) -> bool:
@@ -411,23 +374,23 @@ def _remove(root: Location, name: str, older_than_s: float) -> tuple[str, ...]:
     """Remove a checkpoint, its index or marker first; names of what is no part of it, and stays."""
     place = _below(root, name)
     has_packs, store = holds_packs(place), place_of(place)
+    if has_packs:  # after it the index, without either of which it is no damaged one
+        store.delete([MARKER_NAME])
     if look_at_packs(store) is not None:
         remove_packs(store, older_than_s)
-    if not isinstance(root, Path):
-        return remove(root.below(name))
-    directory = root / name
-    if has_packs:
-        store.delete([COMMON_NAME, MARKER_NAME])
-    else:
-        remove_contents(directory)
-    remove_lock(Directory(directory))
-    with file_errors(None, directory):
+    if isinstance(place, Path) and not has_packs:
+        remove_contents(place)
+    if not isinstance(place, Path):
+        store.delete([COMMON_NAME])
+        return tuple(sorted({left.partition("/")[0] for left in store.names()}))
+    remove_lock(Directory(place))
+    with file_errors(None, place):
         own = []
-        for at, names, _ in os.walk(directory):  # which does not follow links
+        for at, names, _ in os.walk(place):  # which does not follow links
             names[:] = [inner for inner in names if not is_elsewhere(Path(at, inner))]
             own.append(Path(at))
         for path in reversed(own):
             if not any(path.iterdir()):
                 path.rmdir()
-        sync_path(root)
-        return tuple(sorted(os.listdir(directory))) if directory.exists() else ()  # noqa: PTH208
+        sync_path(place.parent)
+        return tuple(sorted(os.listdir(place))) if place.exists() else ()  # noqa: PTH208

@@ -12,7 +12,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
 from dist_ckpt_strategies.formats.index import INDEX_NAME, SAVES, full_index_of
 from dist_ckpt_strategies.formats.pack import LENGTH
 from dist_ckpt_strategies.formats.pack_commit import MARKER, current_save
@@ -20,13 +24,14 @@ from dist_ckpt_strategies.formats.pack_header import header_nbytes
 from dist_ckpt_strategies.formats.pack_write import FOLDER, file_of
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
     LOCK_NAME,
     MARKER_NAME,
     PARTIAL_PREFIX,
     Directory,
     file_errors,
-    folders_below,
 )
+from dist_ckpt_strategies.storage.folders import folders_below
 
 _OURS = re.compile(
     rf"{FOLDER}/[0-9a-f]{{2}}/[0-9a-f]{{16}}\.safetensors|{SAVES}/[^/]+/{INDEX_NAME}"
@@ -104,7 +109,7 @@ def remove_stale(store: Place, older_than_s: float) -> tuple[str, ...]:
 
 
 def remove_packs(store: Place, older_than_s: float) -> None:
-    """Remove the save that counts: the index first, then what it names.
+    """Remove the save that counts: the index first, then the common state and what it names.
 
     Where the index is lost or damaged, all packs go, unless one of them is younger.
     """
@@ -113,7 +118,7 @@ def remove_packs(store: Place, older_than_s: float) -> None:
         if found is None:
             return
         store.delete(found.named[:1])
-        store.delete(found.named[1:])
+        store.delete([COMMON_NAME, *found.named[1:]])
         if not found.named[1:]:
             left = _listed(store)
             newest_s = max((_written_s(store, n, at) for n, (_, at) in left.items()), default=0.0)
@@ -141,8 +146,12 @@ def _listed(store: Place) -> dict[str, tuple[int | None, float | None]]:
             name: (None, None) for name in names if _OURS.fullmatch(name)
         }
         return found | ({INDEX_NAME: (None, 0.0)} if store.has(INDEX_NAME) else {})
-    inner = [f.path_of(n) for f in folders_below(store.root, [FOLDER, SAVES]) for n in f.files]
+    inner: list[str] = []
     found = {}
+    for folder in folders_below(store.root, [FOLDER, SAVES]):
+        if folder.failure:
+            raise StorageError(f"{folder.key}: {folder.failure}", path=folder.key)
+        inner += map(folder.path_of, folder.files)
     for name in (*inner, *(store.names(PARTIAL_PREFIX) if inner else ()), INDEX_NAME):
         path = store.root / name
         with file_errors(None, path), suppress(FileNotFoundError):

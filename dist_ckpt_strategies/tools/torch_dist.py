@@ -1,4 +1,4 @@
-"""Checkpoints of torch_dist, as torch.distributed.checkpoint and Megatron-Core write and read them.
+"""Checkpoints of torch_dist, as torch.distributed.checkpoint and Megatron-Core write them.
 
 ``.metadata`` is a pickle that says where in which ``.distcp`` files the shards of arrays and the
 objects lie, each as ``torch.save`` wrote it. It is unpickled with an allow-list of torch's and
@@ -10,25 +10,19 @@ Source: torch.distributed.checkpoint; Megatron-Core 0.16.1.
 import io
 import pickle
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
-from dist_ckpt_strategies.core.array import DType, ObjectId, Region
-from dist_ckpt_strategies.core.chunk_grids import ShardPlacement
-from dist_ckpt_strategies.device import as_tensor, to_host, torch_dtype
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region, Shape
+from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
@@ -36,28 +30,19 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.chunks import at_region
-from dist_ckpt_strategies.formats.locations import CheckpointMarker, OpenedSave
+from dist_ckpt_strategies.formats.locations import OpenedSave
 from dist_ckpt_strategies.formats.manifest import similar_text
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
-    dump_loadable,
     dump_object,
-    is_plain,
     load_content,
-    plain_content,
 )
 from dist_ckpt_strategies.storage.files import (
-    COMMON_NAME,
     file_errors,
-    new_file,
     read_file,
-    write_buffered,
 )
-from dist_ckpt_strategies.storage.store import HostArray
-from dist_ckpt_strategies.tools.plan_convert import FileTask, Format, SourceArray
-from dist_ckpt_strategies.tools.readers import CheckpointReader, RegionRead
-from dist_ckpt_strategies.tools.writers import Read, StagedWriter
+from dist_ckpt_strategies.storage.io_pool import Transfer
+from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 
 METADATA_NAME = ".metadata"
 
@@ -96,6 +81,9 @@ _ONE_OBJECT = "a list of one object"
 _Span = tuple[str, int, int]
 """Name of a file, first byte and number of bytes of what ``torch.save`` wrote of one thing."""
 
+_Array = tuple[Shape, DType, tuple[tuple[Region, int], ...]]
+"""Shape, dtype, and each shard with the rank that wrote it."""
+
 
 class _MetadataUnpickler(pickle.Unpickler):
     """Makes what describes a checkpoint, and nothing else."""
@@ -108,7 +96,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read_metadata(path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:
+def _read_metadata(path: Path) -> tuple[dict[str, _Array], dict[MetadataIndex, _Span]]:
     """The arrays by key, and where each shard and object lies."""
     with file_errors(None, path):
         content = read_file(path)
@@ -128,7 +116,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, SourceArray], dict[MetadataInd
         ) from error
 
 
-def _parsed(found: Any, path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:
+def _parsed(found: Any, path: Path) -> tuple[dict[str, _Array], dict[MetadataIndex, _Span]]:
     described = getattr(found, "mcore_data", None) or {}
     reshaped = [key for key, more in described.items() if _OTHER_SHAPE in more]
     if reshaped:
@@ -145,11 +133,11 @@ def _parsed(found: Any, path: Path) -> tuple[dict[str, SourceArray], dict[Metada
             continue
         regions = {Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks}
         shards = [
-            ShardPlacement(region, _writer(spans[MetadataIndex(key, region.offset)][0]))
+            (region, _writer(spans[MetadataIndex(key, region.offset)][0]))
             for region in sorted(regions)
         ]
         dtype = DType.named(str(stored.properties.dtype), key=key)
-        arrays[key] = SourceArray(key, tuple(stored.size), dtype, shards=tuple(shards))
+        arrays[key] = tuple(stored.size), dtype, tuple(shards)
     return arrays, spans
 
 
@@ -166,67 +154,77 @@ def _span(index: MetadataIndex, info: Any) -> _Span:
     return name, int(info.offset), int(info.length)
 
 
-class TorchDistReader(CheckpointReader):
-    """A checkpoint of torch_dist; see CheckpointReader.
+class TorchDistCheckpoint:
+    """A checkpoint of torch_dist that can be read; see PackCheckpoint.
 
     ``torch.save`` leaves a CRC-32 of each shard, which is compared. Each thread holds the shard
     that it has read last. Objects may be unpickled to the classes of ``allow``: they are in lists.
     """
 
     def __init__(self, root: Path, allow: Allowed) -> None:
-        save = OpenedSave(root)
-        super().__init__(root, Format.TORCH_DIST, save, save.identity)
-        self._allow = allow
+        self._root, self._allow = root, allow
+        self.save = OpenedSave(root)
+        self.identity = self.save.identity
         self._arrays, self._spans = _read_metadata(root / METADATA_NAME)
         self._last = threading.local()
 
     def keys(self) -> Iterable[str]:
-        """See CheckpointReader."""
+        """See PackCheckpoint."""
         return self._arrays.keys()
 
-    def find(self, keys: Iterable[str]) -> list[SourceArray]:
-        """See CheckpointReader."""
-        wanted = sorted(keys)
-        for key in wanted:
+    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+        """See PackCheckpoint."""
+        specs = {}
+        for key in sorted(keys):
             if key not in self._arrays:
                 raise ArrayNotFoundError(
-                    f"{key}: no such array among the {len(self._arrays)} in {self.root}"
+                    f"{key}: no such array among the {len(self._arrays)} in {self._root}"
                     f"{similar_text(key, list(self._arrays))}",
                     key=key,
-                    path=str(self.root),
+                    path=str(self._root),
                 )
-        return [self._arrays[key] for key in wanted]
+            shape, dtype, _ = self._arrays[key]
+            specs[key] = ArraySpec(key, shape, dtype, tuple(max(1, size) for size in shape))
+        return specs
 
-    def _stored_objects(self) -> Sequence[ObjectId]:
-        found = []
+    def blocks(self, key: str) -> Sequence[tuple[Region, int]]:
+        """See PackCheckpoint."""
+        return self._arrays[key][-1]
+
+    def object_ids(self) -> Sequence[ObjectId]:
+        """See PackCheckpoint."""
+        ids = []
         for index in self._spans:
             if index.offset is not None:
                 continue
             object_id = ObjectId.parse(index.fqn)
             if object_id is None:
                 raise IncompatibleVersionError(
-                    f"{index.fqn}: {self.root} holds this value under a name that is none of a "
+                    f"{index.fqn}: {self._root} holds this value under a name that is none of a "
                     "ShardedObject; Megatron-Core 0.16 did not write it",
                     key=index.fqn,
                 )
-            found.append(object_id)
-        return found
+            ids.append(object_id)
+        return ids
 
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """See CheckpointReader."""
+    def array_reader(self) -> "TorchDistCheckpoint":
+        """Reads the arrays that ``find`` gives."""
+        return self
+
+    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        """Read regions of arrays, on this thread, whose shard it is; all is done on return."""
         for read in reads:
-            self._read(*read)
+            bits = np.dtype((np.void, read.target.dtype.itemsize))
+            for shard, _ in self.blocks(read.array.key):
+                common = shard.intersect(read.region)
+                if common is not None:
+                    place: Any = (..., *common.within(shard).slices())
+                    part: Any = (..., *common.within(read.region).slices())
+                    elements = self._elements(read.array, shard)[place]
+                    np.copyto(read.target[part].view(bits), elements.view(bits))
+        return Transfer((), 0)
 
-    def _read(self, key: str, region: Region, target: HostArray) -> None:
-        array, bits = self._arrays[key], np.dtype((np.void, target.dtype.itemsize))
-        for shard in array.shards:
-            common = shard.region.intersect(region)
-            if common is not None:
-                found = at_region(self._elements(array, shard.region), common.within(shard.region))
-                part = at_region(target, common.within(region))
-                np.copyto(part.view(bits), found.view(bits))
-
-    def _elements(self, array: SourceArray, shard: Region) -> HostArray:
+    def _elements(self, array: ArraySpec, shard: Region) -> HostArray:
         """The elements of a shard; those that this thread has read last are held."""
         if getattr(self._last, "place", None) != (array.key, shard):
             self._last.place = self._last.elements = None  # before there is a second one
@@ -237,16 +235,20 @@ class TorchDistReader(CheckpointReader):
         elements: HostArray = self._last.elements
         return elements
 
+    def object_path(self, object_id: ObjectId) -> str:
+        """See PackCheckpoint."""
+        return f"{self._root}/{self._spans[MetadataIndex(object_id.unique_key)][0]}"
+
     def object_content(self, object_id: ObjectId) -> bytes:
-        """See CheckpointReader. torch_dist keeps each in a list of one."""
+        """See PackCheckpoint. torch_dist keeps each in a list of one."""
         name = object_id.unique_key
         (found,) = self._loaded(name, MetadataIndex(name), _ONE_OBJECT)
-        return plain_content(found) if is_plain(found) else dump_object(found, name=name)
+        return dump_object(found, name=name)
 
     def _loaded(self, key: str, index: MetadataIndex, expected: str) -> Any:
         """What ``torch.save`` wrote of a shard or an object."""
         name, byte_offset, nbytes = self._spans[index]
-        path = f"{self.root}/{name}"
+        path = f"{self._root}/{name}"
         with file_errors(key, path):
             content = read_file(path, nbytes, byte_offset)
         value = load_content(content, path, key, self._allow)
@@ -265,63 +267,3 @@ def _writer(name: str) -> int:
     """The rank that wrote a file, by its name; 0 where that does not say."""
     number = name.removeprefix("__").partition("_")[0]
     return int(number) if number.isdecimal() else 0
-
-
-class TorchDistWriter(StagedWriter):
-    """Writes torch_dist; see TargetWriter. A shard larger than a block is cut.
-
-    Objects are unpickled, because each goes into a list.
-    """
-
-    marker = CheckpointMarker("torch_dist", 1)
-
-    def write(self, task: FileTask, read: Read) -> list[list[Any]]:
-        """See TargetWriter. Gives item, offset, shape and end in the file of each shard."""
-        shards: list[list[Any]] = []
-        path = self.files.path(task.name)
-        with (
-            file_errors(task.key, path),
-            new_file(path) as handle,
-            open(handle, "wb", closefd=False) as file,
-        ):
-            for number, item in enumerate(task.items):
-                for block in item.blocks(self._block_nbytes):
-                    torch.save(as_tensor(self._block(item, block, read), item.array.dtype), file)
-                    shards.append([number, block.offset, block.shape, file.tell()])
-        return shards
-
-    def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
-        """See TargetWriter."""
-        arrays = {
-            array.key: TensorStorageMetadata(
-                TensorProperties(dtype=torch_dtype(array.dtype)), torch.Size(array.shape), []
-            )
-            for array in self.plan.arrays
-        }
-        metadata = Metadata({**arrays}, storage_data={})
-        for number, shards in sorted(records.items()):
-            task, start = self.plan.tasks[number], 0
-            for item, offset, shape, end in shards:
-                key = task.items[item].array.key
-                chunks = arrays[key].chunks
-                chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
-                index = MetadataIndex(key, torch.Size(offset), len(chunks) - 1)
-                metadata.storage_data[index] = _StorageInfo(task.name, start, end - start)
-                start = end
-        self._write_objects(source, metadata)
-        self.files.write(COMMON_NAME, common)
-        self.files.write(METADATA_NAME, pickle.dumps(metadata))
-
-    def _write_objects(self, source: CheckpointReader, metadata: Metadata) -> None:
-        name = f"__0_{len(self.plan.tasks)}.distcp"
-        path, byte_offset = self.files.path(name), 0
-        with file_errors(None, path), new_file(path) as handle:
-            for object_id in self.plan.objects:
-                key, content = object_id.unique_key, source.object_content(object_id)
-                value = load_content(content, path, key, self._allow)
-                dumped = dump_loadable([value], name=key, allow=self._allow)
-                write_buffered(handle, np.frombuffer(dumped, np.uint8))
-                metadata.state_dict_metadata[key] = BytesStorageMetadata()
-                info = _StorageInfo(name, byte_offset, len(dumped))
-                metadata.storage_data[MetadataIndex(key)] = info
-                byte_offset += len(dumped)

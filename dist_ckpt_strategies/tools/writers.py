@@ -1,63 +1,79 @@
-"""What a conversion writes to: the Zarr formats through the writers of saves, and safetensors."""
+"""What a conversion writes to: formats ("zarr", 1) and ("zarr", 3), and files of safetensors."""
 
 import json
+import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
-import numpy.typing as npt
 
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
-from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
-from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
-from dist_ckpt_strategies.formats.commit import SavePlace
-from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location, require_path
-from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, plain_value
-from dist_ckpt_strategies.sharded.plan import build_manifest_plan
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region, Shape
+from dist_ckpt_strategies.formats.commit import Staged, commit_staged, require_own_place, staging_of
+from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location
+from dist_ckpt_strategies.formats.objects import OBJECT_SUFFIX, Allowed
+from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, metadata_content
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     Directory,
     file_errors,
+    make_directories,
     sync_path,
     write_buffered,
 )
-from dist_ckpt_strategies.storage.store import HostArray
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
+from dist_ckpt_strategies.storage.store import Bytes, HostArray
+from dist_ckpt_strategies.tools import zarr3
+from dist_ckpt_strategies.tools.opened import OpenedCheckpoint, RegionRead
 from dist_ckpt_strategies.tools.plan_convert import (
     SAFETENSORS_DTYPES,
     ConvertPlan,
     FileTask,
+    Format,
     WriteItem,
     contiguous_runs,
 )
-from dist_ckpt_strategies.tools.readers import CheckpointReader, Memory, RegionRead
+from dist_ckpt_strategies.tools.safetensors import INDEX_NAME
 
 Read = Callable[[Sequence[RegionRead]], None]
-"""Reads regions of the source; see ``CheckpointReader.read``."""
+"""Reads regions of the source; see ``OpenedCheckpoint.read_into``."""
 
-_INDEX_NAME = "model.safetensors.index.json"
-
-_MAX_SEGMENTS = 1024
+_NUM_METADATA_THREADS = 16
+_MAX_OBJECTS_NBYTES = 64 << 20
 _WORD_NBYTES = 8
 """Bytes of the size before a header of safetensors, and what the header is padded to."""
+
+
+class Memory(threading.local):
+    """For each thread buffers that are used again: memory that was never touched is slow."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Bytes] = {}
+
+    def array(self, shape: Shape, dtype: DType, name: str = "") -> HostArray:
+        """This thread's buffer of that name, as an array in C order, with any content."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        held = self._buffers.get(name)
+        if held is None or held.size < nbytes:
+            self._buffers.pop(name, None)
+            held = self._buffers[name] = np.empty(nbytes, np.uint8)
+        array: HostArray = held[:nbytes].view(dtype.numpy).reshape(shape)
+        return array
 
 
 class TargetWriter(ABC):
     """Writes a converted checkpoint, on one rank or several; all threads of these may ``write``.
 
-    Each thread has ``block_nbytes`` of elements in memory at once. ``marker`` makes the checkpoint
-    visible; None where the files alone do, a model's arrays.
+    Each thread has ``block_nbytes`` of elements in memory at once.
     """
 
-    marker: CheckpointMarker | None
-
-    def __init__(
-        self, root: Location, plan: ConvertPlan, block_nbytes: int, allow: Allowed = ()
-    ) -> None:
-        self.root, self.plan = root, plan
-        self._block_nbytes, self._allow = block_nbytes, allow
+    def __init__(self, root: Location, plan: ConvertPlan, block_nbytes: int) -> None:
+        self.root, self.plan, self._block_nbytes = root, plan, block_nbytes
         self._memory = Memory()
 
     def _block(self, item: WriteItem, region: Region, read: Read) -> HostArray:
@@ -71,8 +87,8 @@ class TargetWriter(ABC):
         """Make a place for the files, on the first rank; the id of the save."""
 
     @abstractmethod
-    def open(self, save_id: str, owner: str, arrays: Sequence[ArraySpec]) -> None:
-        """Find the place that ``begin`` has made on the rank ``owner``, and describe arrays."""
+    def open(self, save_id: str, arrays: Sequence[ArraySpec]) -> None:
+        """Write to the place of that id, and describe arrays."""
 
     @abstractmethod
     def write(self, task: FileTask, read: Read) -> Any:
@@ -83,7 +99,7 @@ class TargetWriter(ABC):
         del tasks
 
     @abstractmethod
-    def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
+    def finish(self, records: Mapping[int, Any], source: OpenedCheckpoint, common: bytes) -> None:
         """Write all the rest, on the first rank; ``common`` is the file of the common state.
 
         ``records`` are what ``write`` gave, on all ranks, by number of the task.
@@ -98,7 +114,7 @@ class TargetWriter(ABC):
 
 
 class StagedWriter(TargetWriter):
-    """Writes to ``place``, from where a commit moves the files; see TargetWriter.
+    """Writes to a staging directory, from where a commit moves the files; see TargetWriter.
 
     What a conversion that fails leaves there, the next one to the same target removes.
     """
@@ -106,104 +122,93 @@ class StagedWriter(TargetWriter):
     def __init__(
         self,
         root: Location,
-        place: SavePlace,
         plan: ConvertPlan,
         block_nbytes: int,
+        options: Options,
         allow: Allowed = (),
     ) -> None:
-        super().__init__(root, plan, block_nbytes, allow)
-        self.place = place
+        super().__init__(root, plan, block_nbytes)
+        self._allow = allow
+        assert isinstance(root, Path)  # noqa: S101 - only packs go elsewhere
+        self._path, self._options, self._save_id = root, options, ""
 
     @property
     def files(self) -> Directory:
         """The files of the place, where that is a directory."""
-        return Directory(require_path(self.place.location, "this format"))
+        return staging_of(self._path, self._save_id)
 
     def begin(self) -> str:
         """See TargetWriter."""
-        self.place.save_id = self.place.new_save_id()
-        self.place.begin(self.plan.keys)
-        return self.place.save_id
+        self._save_id = uuid4().hex
+        with file_errors(None, self._path):
+            make_directories(self.files.root)
+        return self._save_id
 
-    def open(self, save_id: str, owner: str, arrays: Sequence[ArraySpec]) -> None:
+    def open(self, save_id: str, arrays: Sequence[ArraySpec]) -> None:
         """See TargetWriter."""
         del arrays
-        self.place.save_id = save_id
-        self.place.require(owner)
+        self._save_id = save_id
+        with file_errors(None, self._path):
+            make_directories(self.files.root)
 
     def commit(self) -> None:
         """See TargetWriter."""
-        self.place.commit(self.marker.to_json() if self.marker else None)
+        backend, version = self.plan.target.backend
+        marker = CheckpointMarker(backend, version).to_json() if backend else None
+        staged = Staged(self._path, self._save_id, self.plan.keys)
+        commit_staged(staged, marker, overwrite=False, fence=require_own_place)
 
 
 class ZarrWriter(StagedWriter):
-    """Writes ("zarr", 1) or ("zarr", 2), chunk by chunk, with the writer of saves."""
+    """Writes ("zarr", 1) or ("zarr", 3), a raw chunk at a time; see TargetWriter."""
 
-    def __init__(self, writer: CheckpointWriter, plan: ConvertPlan, block_nbytes: int) -> None:
-        super().__init__(writer.root, writer.place, plan, block_nbytes)
-        self._writer = writer
-        self._timeout_s = writer.options.timeout_s
-        self.marker = CheckpointMarker("zarr", writer.version)
-
-    def open(self, save_id: str, owner: str, arrays: Sequence[ArraySpec]) -> None:
+    def open(self, save_id: str, arrays: Sequence[ArraySpec]) -> None:
         """See TargetWriter."""
-        self.place.save_id = save_id
-        self._writer.require(owner)
-        self._created = arrays
-        self._writer.arrays.begin_creates(arrays).wait(self._timeout_s)
+        super().open(save_id, arrays)
+        jobs = []
+        for array in arrays:
+            content = (zarr3.metadata_content if self._is_v3 else metadata_content)(
+                array.shape, array.chunk_shape, array.dtype
+            )
+            name = f"{array.key}/{zarr3.METADATA_NAME if self._is_v3 else METADATA_NAME}"
+            write = partial(self.files.write_pieces, name, [[np.frombuffer(content, np.uint8)]])
+            jobs.append(Job(array.key, self.files.path(name), write))
+        Transfer(jobs, _NUM_METADATA_THREADS).wait(self._options.timeout_s)
 
-    def write(self, task: FileTask, read: Read) -> str:
-        """See TargetWriter. Gives the digests of the chunk's file, in format 2, in hexadecimal."""
+    @property
+    def _is_v3(self) -> bool:
+        return self.plan.target is Format.ZARR3
+
+    def write(self, task: FileTask, read: Read) -> None:
+        """See TargetWriter."""
         (item,) = task.items
-        array, index = item.array, item.array.chunk_at(item.region)
-        assert index is not None  # noqa: S101 - the plan has an item for each chunk
+        array, whole = item.array, Region.whole(item.array.shape)
 
-        def blocks() -> Iterator[tuple[Region, HostArray]]:
-            if array.inner_shape is None:
-                for block in item.blocks(self._block_nbytes):
-                    held = block.intersect(Region.whole(array.shape))
-                    padding = np.zeros(block.shape, array.dtype.numpy)  # no memory until used
-                    yield block, padding if held is None else self._block(item, held, read)
-            else:
-                grid = InnerGrid.of(array, index)
-                for run in grid.runs(max_nbytes=self._block_nbytes):
-                    region = grid.region_of(run.offset, run.shape)
-                    yield region, self._block(item, region, read)
+        def pieces() -> Iterator[Sequence[Bytes]]:
+            for block in item.blocks(self._block_nbytes):
+                elements, held = (
+                    self._memory.array(block.shape, array.dtype),
+                    block.intersect(whole),
+                )
+                if held != block:
+                    bytes_of(elements)[:] = 0
+                if held is not None:
+                    place: Any = (..., *held.within(block).slices())
+                    read([(item.source.key, held, elements[place])])
+                yield [bytes_of(elements)]
 
-        self._writer.arrays.write_chunk(array, index, blocks())
-        return self._writer.arrays.digests.get((array.key, index), b"").hex()
+        self.files.write_pieces(task.name, pieces())
 
-    def flush(self, tasks: Sequence[FileTask]) -> None:
+    def finish(self, records: Mapping[int, Any], source: OpenedCheckpoint, common: bytes) -> None:
         """See TargetWriter."""
-        written = [item.array for task in tasks for item in task.items]
-        arrays = {array.key: array for array in (*self._created, *written)}
-        self._writer.arrays.begin_syncs(list(arrays.values())).wait(self._timeout_s)
-
-    def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
-        """See TargetWriter. In format 2 the manifest's index comes last."""
-        keeps_plain = self._writer.version != 1
-        for batch in object_batches(source, self.plan.objects, keeps_plain=keeps_plain):
-            if batch:
-                self._writer.write_objects(batch)
-        writer, arrays = self._writer, self.plan.arrays
-        writer.store.write(COMMON_NAME, common)
-        if writer.version == 1:
-            return
-        chunks = ((self.plan.tasks[number].items[0], found) for number, found in records.items())
-        writer.arrays.digests.update(
-            {
-                (item.array.key, item.array.chunk_at(item.region) or ()): bytes.fromhex(found)
-                for item, found in chunks
-            }
-        )
-        keys = (object_id.key for object_id in self.plan.objects)
-        segments = build_manifest_plan(arrays, keys, _MAX_SEGMENTS)
-        described = writer.described(arrays, segments.firsts)
-        entries = [
-            writer.write_segment(number, first, [described[number]] if number in described else [])
-            for number, first in enumerate(segments.firsts)
-        ]
-        writer.write_index(entries, source.layout, common)
+        del records
+        for object_id in self.plan.objects:
+            content = source.object_content(object_id)
+            self.files.write(f"{object_id.unique_key}{OBJECT_SUFFIX}", content, key=object_id.key)
+        self.files.write(COMMON_NAME, common)
+        if self._is_v3:
+            group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+            self.files.write(zarr3.METADATA_NAME, json.dumps(group).encode())
 
 
 class SafetensorsWriter(StagedWriter):
@@ -211,8 +216,6 @@ class SafetensorsWriter(StagedWriter):
 
     A file is the size of a JSON header, the header, and the elements of each tensor in C order.
     """
-
-    marker = None
 
     @cached_property
     def _headers(self) -> dict[str, bytes]:
@@ -261,7 +264,7 @@ class SafetensorsWriter(StagedWriter):
             with file_errors(None, path):
                 sync_path(path)
 
-    def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
+    def finish(self, records: Mapping[int, Any], source: OpenedCheckpoint, common: bytes) -> None:
         """See TargetWriter. By the index the files are known to be complete."""
         del records, source, common
         weights = {task.key: task.name for task in self.plan.tasks}
@@ -269,23 +272,18 @@ class SafetensorsWriter(StagedWriter):
             "metadata": {"total_size": self.plan.nbytes},
             "weight_map": {key: weights[key] for key in sorted(weights)},
         }
-        self.files.write(_INDEX_NAME, json.dumps(index, indent=2).encode())
+        self.files.write(INDEX_NAME, json.dumps(index, indent=2).encode())
 
 
 def object_batches(
-    source: CheckpointReader, objects: Sequence[ObjectId], *, keeps_plain: bool
+    source: OpenedCheckpoint, objects: Sequence[ObjectId]
 ) -> Iterator[dict[ObjectId, bytes]]:
-    """Objects, 64 MiB of them at a time, or one that is larger; the last batch may be empty.
-
-    What JSON stands for is pickled, unless ``keeps_plain``.
-    """
+    """Objects, 64 MiB of them at a time, or one that is larger; the last batch may be empty."""
     batch: dict[ObjectId, bytes] = {}
     held = 0
     for object_id in objects:
         content = source.object_content(object_id)
-        if not keeps_plain and (plain := plain_value(content)) is not None:
-            content = dump_loadable(plain.value, name=object_id.unique_key, allow=())
-        if batch and held + len(content) > MAX_OBJECT_NBYTES:
+        if batch and held + len(content) > _MAX_OBJECTS_NBYTES:
             yield batch
             batch, held = {}, 0
         batch[object_id] = content
@@ -293,6 +291,6 @@ def object_batches(
     yield batch
 
 
-def bytes_of(elements: HostArray) -> npt.NDArray[np.uint8]:
+def bytes_of(elements: HostArray) -> Bytes:
     """The memory of elements in C order."""
     return elements.reshape(-1).view(np.uint8)

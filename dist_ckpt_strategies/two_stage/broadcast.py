@@ -12,7 +12,6 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region
-from dist_ckpt_strategies.core.inner_grid import stored_nbytes
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import (
     as_bytes,
@@ -27,7 +26,7 @@ from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.sharded.load import run_reads
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
-from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, Slice
+from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, Slice, stored_nbytes
 
 _ROUNDS_AHEAD = 2
 """Rounds that are being read, or copied to the device, while one is sent."""

@@ -131,9 +131,7 @@ class CheckpointLoad:
         def open_reader() -> ArrayReader:
             for tensor in self._padding:
                 tensor.zero_()
-            caches = self._plan.page_caches
-            cache = caches[comm.rank]
-            return self._open_reader(fills_page_cache=cache is not None and caches.count(cache) > 1)
+            return self._open_reader()
 
         report = run_group_plan(
             self._plan, self._arrays, self._targets, open_reader, comm, self._options
@@ -229,8 +227,8 @@ class CheckpointLoad:
                 self._padding.append(result.detach())
         return converted
 
-    def _open_reader(self, *, fills_page_cache: bool) -> ArrayReader:
-        return self._checkpoint.array_reader(fills_page_cache=fills_page_cache)
+    def _open_reader(self) -> ArrayReader:
+        return self._checkpoint.array_reader()
 
     def _object_content(self, unique_key: str) -> bytes:
         found = ObjectId.parse(unique_key)
@@ -297,7 +295,7 @@ class StrategyLoad(CheckpointLoad):
         ]
         return ()
 
-    def _open_reader(self, *, fills_page_cache: bool) -> ArrayReader:  # noqa: ARG002
+    def _open_reader(self) -> ArrayReader:
         """Calls the strategy. Collective over the world."""
         batches = chain.from_iterable(self._plan.rounds)
         numbers = {s.array for b in batches if b.reader == self._comm.rank for s in b.slices}

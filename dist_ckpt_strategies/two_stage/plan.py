@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
-from dist_ckpt_strategies.core.inner_grid import raw_spans
 
 MAX_SLICE_NBYTES = 64 << 20
 """A slice is no larger, unless it is a single chunk that is read whole anyway."""
@@ -193,13 +192,18 @@ def _cut(array: ArraySpec, region: Region, limit_nbytes: int) -> Iterator[Region
     """The region in slices that can each be read on its own at no extra cost."""
     if _nbytes(array, region) <= limit_nbytes:
         return iter((region,))
-    if array.inner_shape is not None:
-        cell = array.inner_shape
-    elif raw_spans(array, region) is not None:
-        cell = (1,) * region.ndim
-    else:
-        cell = array.chunk_shape
+    cell = (1,) * region.ndim if array.is_raw else array.chunk_shape
     return _in_cells(region, cell, array.dtype.itemsize, limit_nbytes, 0)
+
+
+def stored_nbytes(array: ArraySpec, region: Region) -> int:
+    """Bytes that leave storage where a region is read: a chunk that is decoded is read whole.
+
+    The bytes that it had before it was compressed count.
+    """
+    if array.is_raw:
+        return _nbytes(array, region)
+    return array.chunk_nbytes * sum(1 for _ in region.cells(array.chunk_shape))
 
 
 def _in_cells(

@@ -14,7 +14,7 @@ from tests.support.checkpoints import (
     WEIGHT,
     write_checkpoint,
     write_foreign_checkpoint,
-    write_format2,
+    write_packs,
 )
 from tests.support.system_calls import before_calls
 
@@ -42,11 +42,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("places")
     for write, name, chunk in (
         (write_checkpoint, "one", f"{WEIGHT}/0.0"),
-        (write_format2, "two", f"arrays/{WEIGHT}/c.0.0"),
+        (write_packs, "two", "packs/*/*"),
     ):
         write(root / f"{name}-whole")
-        (write(root / f"{name}-damaged") / chunk).unlink()
-        (write(root / f"{name}-unfinished") / "metadata.json").unlink()
+        next(write(root / f"{name}-damaged").glob(chunk)).unlink()
+        unfinished = write(root / f"{name}-unfinished")
+        for marker in ("metadata.json", "index"):
+            (unfinished / marker).unlink(missing_ok=True)
     (root / "empty").mkdir()
     write_foreign_checkpoint(root / "foreign")
     (root / "script.py").touch()
@@ -88,10 +90,10 @@ WRONG_RUN_OPTIONS = (
             for flag in ("", " --json")
         ),
         ("convert {}/one-whole {}/new --to zarr2", 2),
-        ("convert {}/one-whole {}/two-whole --to zarr@2", 2),
-        ("convert {}/one-whole s3:/bucket --to zarr@2", 2),
-        ("convert {}/one-unfinished {}/new --to zarr@2", 1),
-        ("convert {}/nowhere {}/new --to zarr@2", 3),
+        ("convert {}/one-whole {}/two-whole --to pack", 2),
+        ("convert {}/one-whole s3:/bucket --to pack", 2),
+        ("convert {}/one-unfinished {}/new --to pack", 1),
+        ("convert {}/nowhere {}/new --to pack", 3),
         ("upgrade {}/one-whole {}/new", 2),
         ("upgrade {}/nowhere {}/new", 3),
         ("diff {}/one-whole {}/one-whole --json", 0),
@@ -99,7 +101,7 @@ WRONG_RUN_OPTIONS = (
         ("diff {}/one-whole {}/two-unfinished", 1),
         ("diff {}/one-whole {}/nowhere", 3),
         ("diff {}/one-whole {}/empty", 3),
-        ("convert {} {}/new --to zarr@2", 3),
+        ("convert {} {}/new --to pack", 3),
         ("diff {}/one-whole {}/two-whole --keys nothing", 2),
         ("prune {}", 2),
         ("prune {} --keep-last 1 --json", 2),
@@ -135,7 +137,7 @@ STORE_COMMANDS = (
     "verify s3://bucket/c",
     "prune s3://bucket/c --keep-last 1",
     "diff s3://bucket/c s3://bucket/d",
-    "convert {}/one-whole s3://bucket/c --to zarr@2",
+    "convert {}/one-whole s3://bucket/c --to pack",
 )
 
 

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.cli.bench_rank import Target
 from tests.cli.commands import PROGRAM, begun, run
 from tests.support.processes import ended, until
 
-CANDIDATES = ("one stream", "zarr 1", "zarr 2", "packs", "torch_dist")
+CANDIDATES = ("one stream", "zarr 1", "packs", "torch_dist")
 
 
 def test_more_than_fits_is_refused_before_anything_is_written(tmp_path: Path) -> None:

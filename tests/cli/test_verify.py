@@ -43,7 +43,7 @@ def test_keys_are_chosen_by_a_glob_and_objects_can_be_left_out(written: Path) ->
 def test_the_json_of_inspect(written: Path) -> None:
     found = json_of("inspect", written)
 
-    assert (found["schema"], found["command"], found["path"]) == (2, "inspect", str(written))
+    assert (found["schema"], found["command"], found["path"]) == (3, "inspect", str(written))
     assert found["complete"] is True
     assert found["marker"] == {
         "sharded_backend": "zarr",
@@ -102,13 +102,13 @@ def test_another_backend_is_described_by_its_marker(tmp_path: Path) -> None:
     text = run("inspect", root).stdout
     assert "backend     torch_dist 1; common state: torch 1" in text
     assert "in all      5 files" in text
-    assert "complete    not known; dist-ckpt looks into zarr 1 and zarr 2 only" in text
+    assert "complete    not known; dist-ckpt looks into packs and zarr 1 only" in text
     found = json_of("inspect", root)
     assert found["complete"] is None
     assert [finding["problem"] for finding in found["issues"]] == ["unknown_backend"]
 
     verified = run("verify", root).stdout
-    assert "cannot be verified: it is torch_dist 1; dist-ckpt looks into zarr 1" in verified
+    assert "cannot be verified: it is torch_dist 1; dist-ckpt looks into packs" in verified
     assert json_of("verify", root)["whole"] is None
 
 

@@ -111,7 +111,7 @@ def test_a_commit_puts_nothing_where_a_link_in_place_of_a_directory_leads(tmp_pa
     request = dist_ckpt_strategies.save_async({"w": tensor}, root, ("zarr", 1), overwrite=True)
     (root / "model").symlink_to(elsewhere)  # since the save has begun
 
-    with pytest.raises(CheckpointExistsError, match="model is in the way of a file or directory"):
+    with pytest.raises(CheckpointExistsError, match="model is a link"):
         request.wait(60)
     assert list(elsewhere.iterdir()) == []
     assert dist_ckpt_strategies.load({}, root) == {"iteration": 3}  # it is not replaced
@@ -150,12 +150,3 @@ def test_files_of_torch_dist_are_replaced_with_their_marker_only(tmp_path: Path)
     write_marker(tmp_path, "torch_dist")
     save_over(tmp_path, "w")
     assert contents(tmp_path).keys() == ours | {"mine.distcp"}
-
-
-def test_a_folder_of_somebody_else_is_in_the_way_of_format_2(tmp_path: Path) -> None:
-    (tmp_path / "manifest").mkdir()
-    (tmp_path / "manifest" / "of_a_ship.txt").write_bytes(b"tea")
-
-    with pytest.raises(CheckpointExistsError, match="manifest is not part of a checkpoint"):
-        dist_ckpt_strategies.save({"iteration": 3}, tmp_path, ("safetensors", 1), overwrite=True)
-    assert contents(tmp_path) == {"manifest/of_a_ship.txt": b"tea"}

@@ -26,7 +26,7 @@ from dist_ckpt_strategies.formats.pack_write import write_pack
 from dist_ckpt_strategies.formats.rebuild import rebuild_index
 from dist_ckpt_strategies.sharded.pack_save import Contents
 from dist_ckpt_strategies.storage.files import Directory
-from dist_ckpt_strategies.strategies.safetensors import contents_of
+from dist_ckpt_strategies.strategies.own_save import contents_of
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import flip_at
 from tests.support.layouts import scattered

@@ -13,7 +13,7 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import FusedLayoutAdam
 from dist_ckpt_strategies.cli.demo.main import ParallelLayout
 from dist_ckpt_strategies.errors import CheckpointError, StrategyError
 from dist_ckpt_strategies.formats.objects import dump_object, load_content
-from dist_ckpt_strategies.tools.convert import upgraded_common
+from dist_ckpt_strategies.tools.upgrade import upgraded_common
 from tests.golden.gpt import Trainee, parallel, whole_tensors
 from tests.golden.sets import (
     FLAT,
@@ -96,7 +96,7 @@ def stepped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (AS_IT_IS, ParallelLayout(tp=4, pp=1, dp=1), Route.OURS_WRAPPED),
         (AS_IT_IS, ParallelLayout(tp=1, pp=2, dp=2), Route.WRAPPED),
         (None, ParallelLayout(tp=1, pp=1, dp=2), Route.MEGATRON),
-        ("zarr@2", ParallelLayout(tp=2, pp=2, dp=1), Route.OURS),
+        ("pack", ParallelLayout(tp=2, pp=2, dp=1), Route.OURS),
         ("torch_dist", ParallelLayout(tp=2, pp=1, dp=1), Route.MEGATRON),
     ],
     ids=str,

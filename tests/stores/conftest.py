@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.commands import Files, inner_of, write
+from tests.stores.commands import Files, write
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.folders import Folder, folder_in_bucket, folder_on_disk
 from tests.support.object_stores import ObjectStore, Radosgw, moto, why_no_radosgw
@@ -80,7 +80,7 @@ def files(place: Folder) -> Files:
     """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
     top = place.below("iter_0000003")
     write(top.address)
-    return Files(top, inner_of(top))
+    return Files(top)
 
 
 def _store(request: pytest.FixtureRequest) -> ObjectStore:

@@ -22,12 +22,12 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.recovery import load_latest
-from dist_ckpt_strategies.strategies.zarr import (
-    Format2LoadShardedStrategy,
-    Format2SaveShardedStrategy,
-    ZarrSaveShardedStrategy,
+from dist_ckpt_strategies.strategies.safetensors import (
+    PackLoadShardedStrategy,
+    PackSaveShardedStrategy,
 )
-from tests.stores.commands import FORMAT2, ONE_SERVER, cuts, differing, write
+from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
+from tests.stores.commands import ONE_SERVER, cuts, differing, write
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.folders import Folder
 from tests.support.object_stores import ObjectStore
@@ -47,10 +47,10 @@ WAYS: dict[str, Callable[[str], Any]] = {"save": write, "load": load}
 BOTH_WAYS = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 READING: dict[str, Callable[[str], Any]] = {
     "load": load,
-    "strategy": lambda url: Format2LoadShardedStrategy().load_tensors_metadata(url),
+    "strategy": lambda url: PackLoadShardedStrategy().load_tensors_metadata(url),
     "load_latest": lambda url: load_latest(None, [url], load),
     "prune": prune,
-    "convert": lambda url: dist_ckpt_strategies.convert(url, f"{url}-2", "zarr@2"),
+    "convert": lambda url: dist_ckpt_strategies.convert(url, f"{url}-2", "pack"),
     "diff": lambda url: dist_ckpt_strategies.diff(url, url),
 }
 
@@ -180,7 +180,8 @@ RIGHTS: dict[str, tuple[Callable[[str], Any], str]] = {
 def test_a_refusal_says_which_right_it_takes(method: str, proxy: FaultyProxy, bucket: str) -> None:
     root, (act, said) = f"s3://{bucket}/run", RIGHTS[method]
     for number in (1, 2):
-        write(f"{root}/iter_{number}")
+        backend = ("safetensors", 1) if method == "DELETE" else ("zarr", 2)
+        write(f"{root}/iter_{number}", backend=backend)
 
     def decide(request: Request) -> Fault:
         return DENIED if request.method == method and "list-type" not in request.path else NONE
@@ -214,10 +215,10 @@ def test_a_strategy_reaches_the_store_as_its_own_options_say(
         if name.startswith("AWS"):
             monkeypatch.setenv(name, value)
     options = Options(store=StoreOptions(store.endpoint, credentials=Credentials.ENVIRONMENT))
-    loader = Format2LoadShardedStrategy(options=options)
+    loader = PackLoadShardedStrategy(options=options)
     url = f"s3://{bucket}/run"
 
-    saver = Format2SaveShardedStrategy(options=options)
+    saver = PackSaveShardedStrategy(options=options)
     dist_ckpt_strategies.save(state_of(0, cuts()), url, saver)
 
     assert differing(url, cuts(), loader) == []
@@ -228,16 +229,16 @@ def test_a_strategy_reaches_the_store_as_its_own_options_say(
 def test_a_finished_checkpoint_is_only_replaced_when_that_is_asked_for(in_bucket: Folder) -> None:
     url = f"{in_bucket.address}/c"
     write(url)
-    for name in ("c/notes.txt", "c-2/arrays/w/c.0.0"):
+    for name in ("c/notes.txt", "c-2/packs/x"):
         in_bucket.put(name, b"mine")
     other = on_grid("other", (4, 4), (1, 1))
 
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
         write(url)
-    dist_ckpt_strategies.save(state_of(0, [other]), url, FORMAT2, overwrite=True)
+    dist_ckpt_strategies.save(state_of(0, [other]), url, overwrite=True)
 
     loaded: Any = dist_ckpt_strategies.load(state_of(0, [other], no_data), url)
     assert set(loaded) == {"other #0"}
     names = in_bucket.names()
-    assert not [n for n in names if n.startswith("c/") and "/arrays/w/" in n]
-    assert {"c/notes.txt", "c-2/arrays/w/c.0.0"} <= set(names)
+    assert not [n for n in names if n.startswith("c/arrays/")]
+    assert {"c/notes.txt", "c-2/packs/x"} <= set(names)

@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
@@ -14,7 +13,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 import dist_ckpt_strategies
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import Format2SaveShardedStrategy
 from tests.support.entries import PACKS
 from tests.support.layouts import (
     irregular,
@@ -45,10 +43,10 @@ def layouts() -> list[tuple[list[Cut], list[Cut]]]:
     ]
 
 
-def save_and_load_all(rank: int, backend: Any, variables: dict[str, str], url: str) -> None:
+def save_and_load_all(rank: int, variables: dict[str, str], url: str) -> None:
     os.environ.update(variables)
-    plain = PackSaveShardedStrategy() if backend == PACKS else Format2SaveShardedStrategy()
-    savers: list[Any] = [backend, plain, FullyParallelSaveStrategyWrapper(plain)]
+    plain = PackSaveShardedStrategy()
+    savers: list[Any] = [PACKS, plain, FullyParallelSaveStrategyWrapper(plain)]
     two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
     for number, (saved, wanted) in enumerate(layouts()):
         place, saver = f"{url}/run {number}/iter_1", savers[number % 3]
@@ -67,9 +65,6 @@ def save_and_load_all(rank: int, backend: Any, variables: dict[str, str], url: s
             assert loaded["o"]["t"][0] == (rank + 1) % SIZE, (place, strategy)
 
 
-@pytest.mark.parametrize("backend", [("zarr", 2), PACKS], ids=str)
-def test_every_layout_and_key_comes_back_in_another(
-    backend: Any, store: ObjectStore, bucket: str
-) -> None:
-    args = (backend, store.variables, f"s3://{bucket}/deep")
+def test_every_layout_and_key_comes_back_in_another(store: ObjectStore, bucket: str) -> None:
+    args = (store.variables, f"s3://{bucket}/deep")
     assert run_processes(SIZE, save_and_load_all, *args, timeout_s=150) == [None] * SIZE

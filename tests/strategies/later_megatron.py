@@ -243,7 +243,6 @@ STRATEGIES: dict[tuple[str, int], tuple[Any, Any]] = {
         safetensors.PackLoadShardedStrategy,
     ),
     ("zarr", 1): (zarr.ZarrSaveShardedStrategy, zarr.ZarrLoadShardedStrategy),
-    ("zarr", 2): (zarr.Format2SaveShardedStrategy, zarr.Format2LoadShardedStrategy),
 }
 COMMON = {"iteration": 3, "args": Namespace(tp=2), "lr": np.float64(0.5)}
 TORCH_DIST = ("torch_dist", 1)
@@ -351,7 +350,7 @@ def check_all(directory: Path) -> None:
     check(ours, TORCH_DIST, root / "ours", TORCH_DIST, Loader(), load_wrapper(Loader()), two)
     check(theirs, None, root / "theirs", TORCH_DIST, Loader(), two)
     if IS_0_20:
-        check(save_by_megatron_lm, None, directory / "megatron_lm", ("zarr", 2))
+        check(save_by_megatron_lm, None, directory / "megatron_lm", ("safetensors", 1))
     local_saver: Any = local_replicated.LocalReplicatedSaveShardedStrategy
     local = local_saver(replication_jump=1, replication_factor=1)
     with pytest.raises(StrategyError):
@@ -366,7 +365,7 @@ def main(directory: Path) -> None:
     logging.basicConfig(stream=sys.stdout, format="%(message).50s", level=logging.WARNING)
     dist_ckpt_strategies.register()
     action = dist_ckpt_strategies.StrategyAction("save_sharded")
-    dist_ckpt_strategies.get_default_strategy(action, "zarr", 2)
+    dist_ckpt_strategies.get_default_strategy(action, "safetensors", 1)
     check_all(directory)
     dist.destroy_process_group()
 

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import DTypeMismatchError, PlanError
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
 from dist_ckpt_strategies.strategies.safetensors import PackLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy, ZarrLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.strategies.test_two_stage import memory_nbytes
 from tests.support.entries import (
     FORMATS,
@@ -39,7 +39,6 @@ from tests.support.sharding import (
     ALL_DTYPES,
     Cut,
     Part,
-    at_random,
     held_by,
     on_grid,
     replicated,
@@ -66,12 +65,11 @@ CASTS = {
 """Stored and wanted dtype, by the name of the array."""
 
 NUM_CONVERTED = 4 * 4
-"""Each is stored on a grid, in random regions, by every rank, and in stacked layers."""
+"""Each is stored on two grids, by every rank, and in stacked layers."""
 
 
 STRATEGIES: dict[tuple[str, int], Callable[..., Any]] = {
     ("zarr", 1): ZarrLoadShardedStrategy,
-    ("zarr", 2): Format2LoadShardedStrategy,
     PACKS: PackLoadShardedStrategy,
     ("local_replicated", 1): partial(LocalReplicatedLoadShardedStrategy, local=LOCAL),
 }
@@ -95,7 +93,7 @@ def cuts() -> list[Cut]:
             on_grid(f"{name}.grid", (8, 6), (4, 1), dtype=dtype),
             replicated(on_grid(f"{name}.all", (5, 4), (1, 1), size=1, dtype=dtype)),
             on_grid(f"{name}.layers", (4, 6), (4, 1), dtype=dtype, num_prepended=1),
-            at_random(f"{name}.regions", (12, 9), 5, dtype=dtype),
+            on_grid(f"{name}.regions", (12, 9), (4, 3), dtype=dtype),
         )
     ]
 

@@ -42,7 +42,7 @@ def steps(rank: int, scratch: Path) -> dict[str, Callable[[], Any]]:
             load(Entry.OURS, state(rank), runs[0] / "iter_2")
 
         def convert(runs: list[Path] = runs, stored: Any = stored) -> None:
-            for to in ("zarr@1", "zarr@2"):
+            for to in ("zarr@1", "pack"):
                 target = scratch / "converted" / f"{stored[1]}-{to}"
                 dist_ckpt_strategies.convert(runs[0] / "iter_1", target, to, comm=comm)
 

@@ -165,21 +165,28 @@ def test_ranks_that_open_different_saves_are_refused(tmp_path: Path) -> None:
     assert run_processes(2, load_what_each_rank_sees, tmp_path, timeout_s=150) == [None] * 2
 
 
-@pytest.mark.parametrize("then", FORMATS[:2], ids=str)
-@pytest.mark.parametrize("stored", FORMATS[:2], ids=str)
+@pytest.mark.parametrize(
+    ("stored", "then"),
+    [(("zarr", 1), ("zarr", 1)), (("zarr", 1), PACKS), (PACKS, PACKS)],  # packs stay beside others
+    ids=str,
+)
 def test_a_conversion_and_a_comparison_learn_of_it(
     stored: tuple[str, int], then: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIST_CKPT_VERIFY", "off")
     root, other, target = (tmp_path / name for name in ("root", "other", "target"))
     save_anew(other, state(1.0), stored)
-    for act in (
-        lambda: dist_ckpt_strategies.load(state(0.0), root),
-        lambda: dist_ckpt_strategies.convert(root, target, "zarr@2"),
+    acts: list[Callable[[], Any]] = [
+        lambda: dist_ckpt_strategies.convert(root, target, "pack"),
         lambda: dist_ckpt_strategies.convert(root, target, "torch_dist"),
         lambda: dist_ckpt_strategies.diff(other, root),
-    ):
+    ]
+    moment = MOMENTS_OF_PACKS[-1]
+    if stored != PACKS:  # of which a load begins anew
+        moment = MOMENTS[1]
+        acts.append(lambda: dist_ckpt_strategies.load(state(0.0), root))
+    for act in acts:
         save_anew(root, state(1.0), stored)
-        with replaced_at(root, MOMENTS[1], partial(save_anew, root, state(2.0), then)):
+        with replaced_at(root, moment, partial(save_anew, root, state(2.0), then)):
             require_refused(act, StorageError, str(root), "replaced")
         assert not (target / "metadata.json").exists()

@@ -1,6 +1,5 @@
 """What four gloo ranks save, four gloo ranks load: bit for bit, whatever its shape or cut."""
 
-import json
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -10,18 +9,16 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from torch.nn import Parameter
 
-import dist_ckpt_strategies
 from dist_ckpt_strategies import Options
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import PlanError, StrategyError
@@ -32,8 +29,6 @@ from dist_ckpt_strategies.strategies.safetensors import (
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
-    Format2LoadShardedStrategy,
-    Format2SaveShardedStrategy,
     ZarrLoadShardedStrategy,
     ZarrSaveShardedStrategy,
 )
@@ -41,6 +36,7 @@ from tests.support.entries import (
     FORMATS,
     PACKS,
     Entry,
+    default_format,
     load,
     require_on_ranks,
     require_refused,
@@ -91,7 +87,6 @@ GOOD_KEYS = (
     "ends.pt",
     ".zarray.not",
 )
-KEYS_OF_FORMAT_2 = ("..", "manifest", "k" * 300, "metadata.json", "c.0")
 
 
 def of_every_dtype(grid: tuple[int, ...]) -> list[Cut]:
@@ -99,20 +94,22 @@ def of_every_dtype(grid: tuple[int, ...]) -> list[Cut]:
 
 
 def layouts(backend: tuple[str, int]) -> Iterator[tuple[str, list[Cut], list[Cut]]]:
-    keys = GOOD_KEYS if backend == ("zarr", 1) else (*GOOD_KEYS, *KEYS_OF_FORMAT_2)
+    """Of these format ("zarr", 1) holds what lies on regular grids."""
     yield "dtypes", of_every_dtype((2, 4)), of_every_dtype((4, 1))
-    saved, wanted = ([on_grid(key, (8, 4), grid) for key in keys] for grid in ((4, 1), (2, 2)))
+    saved, wanted = ([on_grid(key, (8, 4), grid) for key in GOOD_KEYS] for grid in ((4, 1), (2, 2)))
     yield "keys", saved, wanted
-    yield "scattered", scattered(), scattered_otherwise()
-    yield "irregular", irregular(), irregular_otherwise()
     yield "empty", empties(), empties()
-    for seed in range(6):
-        yield f"random {seed}", *random_layouts(seed)
+    others = {"scattered": (scattered(), scattered_otherwise())}
+    others |= {f"random {seed}": random_layouts(seed) for seed in range(6)}
+    if backend == PACKS:
+        others["irregular"] = irregular(), irregular_otherwise()
+    for name, cuts in others.items():
+        kept = [n for n, cut in enumerate(cuts[0]) if backend == PACKS or cut.grid is not None]
+        yield name, [cuts[0][n] for n in kept], [cuts[1][n] for n in kept]
 
 
 STRATEGIES: dict[tuple[str, int], tuple[Any, Any]] = {
     ("zarr", 1): (ZarrSaveShardedStrategy, ZarrLoadShardedStrategy),
-    ("zarr", 2): (Format2SaveShardedStrategy, Format2LoadShardedStrategy),
     PACKS: (PackSaveShardedStrategy, PackLoadShardedStrategy),
 }
 SMALL = Options(max_inflight_bytes=64, io_threads=1, timeout_s=60)
@@ -188,7 +185,9 @@ def the_default_device_makes_no_difference(rank: int, entry: Entry, root: Path) 
     """As after ``torch.set_default_device("cuda")``, which training scripts may call."""
     if entry is Entry.MEGATRON:
         return  # it makes tensors on that device itself
-    cuts = [at_random("moving", (12, 10), 9), on_grid("w", (8, 4), (4, 2))]
+    cuts = [on_grid("w", (8, 4), (4, 2))]
+    if default_format() == PACKS:
+        cuts.append(at_random("w.cut", (12, 10), 9))
     state = state_of(rank, cuts)
     with torch.device("meta"):
         save(entry, state, root)
@@ -319,6 +318,23 @@ def keys_that_no_file_system_takes_are_refused_by_name(rank: int, entry: Entry, 
     assert not list(root.rglob("metadata.json"))
 
 
+def shards_on_no_grid_are_refused_by_name(rank: int, entry: Entry, root: Path) -> None:
+    """By format ("zarr", 1): it says which format holds them."""
+    cuts = [
+        *(cut for cut in irregular() if cut.key.startswith("buffer")),
+        Cut(
+            "end",
+            (10,),
+            torch.float32,
+            tuple(Part(n, (3 * n,), (3 - 2 * (n > 2),)) for n in range(4)),
+        ),
+    ]
+    for cut in cuts:
+        bad = partial(save, entry, state_of(rank, [cut]), root, sharded_strategy=("zarr", 1))
+        require_refused(bad, PlanError, cut.key, "('safetensors', 1)", key=cut.key)
+    assert not list(root.glob("[!.]*/.zarray"))
+
+
 def packs_hold_any_key_that_is_text(rank: int, entry: Entry, root: Path) -> None:
     """Keys are not files there."""
     keys = [*BAD_KEYS, *BELOW_ANOTHER, "w@0.0", "w@", "w#0", "__common__", "__digests__"]
@@ -365,7 +381,7 @@ def common_state_that_differs_is_logged(rank: int, entry: Entry, root: Path) -> 
     if is_odd:
         args.extra = {0: None}  # a key that is no text
     options: dict[str, Any] = {"allow": [Norm]} if entry is Entry.OURS else {}
-    backends = [("zarr", 2), PACKS, ("torch_dist", 1)]
+    backends = [("zarr", 1), PACKS, ("torch_dist", 1)]
     for backend in backends:
         state = state_of(rank, [on_grid("w", (8,), (4,))]) | {"args": args}
         with cpu_stand_ins():
@@ -396,6 +412,7 @@ CHECKS: tuple[Callable[[int, Entry, Path], None], ...] = (
     load_directly_on_device_fills_the_callers_data,
     a_vocabulary_that_grew_or_shrank_is_padded_or_clipped,
     keys_that_no_file_system_takes_are_refused_by_name,
+    shards_on_no_grid_are_refused_by_name,
     packs_hold_any_key_that_is_text,
     common_state_that_differs_is_logged,
 )
@@ -412,31 +429,3 @@ def test_unusual_tensors_and_keys_are_saved_or_refused(
     entry: Entry, backend: tuple[str, int], tmp_path: Path
 ) -> None:
     require_on_ranks(4, run_checks, entry, tmp_path, default=backend)
-
-
-def save_a_large_manifest(rank: int, root: Path) -> None:
-    """It has two segments, each of which a rank of its own writes from what all send it."""
-    names = [f"o{number:05d}" for number in range(6600)]
-    text = str(rank) * 400
-    state = {name: ShardedObject(name, f"{name} {text}", (4,), (rank,)) for name in names}
-    save(Entry.OURS, state, root, sharded_strategy=("zarr", 2))
-    assert len(list(root.glob("manifest/part-*"))) == 2
-    asked = {name: ShardedObject(name, None, (4,), (rank,)) for name in names}
-    assert load(Entry.OURS, asked, root) == {name: f"{name} {text}" for name in names}
-
-
-def test_a_manifest_too_large_for_one_gather_is_exchanged(tmp_path: Path) -> None:
-    require_on_ranks(4, save_a_large_manifest, tmp_path)
-
-
-def test_the_last_inner_chunk_is_padded_with_zeros(tmp_path: Path) -> None:
-    data = torch.ones(1_000_003)
-    state = {"w": ShardedTensor.from_rank_offsets("w", data)}
-    dist_ckpt_strategies.save(state, tmp_path / "c", ("zarr", 2))
-    array = tmp_path / "c/arrays/w"
-    metadata = json.loads((array / "zarr.json").read_text())
-    (size,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-    stored = np.fromfile(array / "c.0", "<f4", size)
-    assert len(stored) > len(data)
-    assert (stored[: len(data)] == 1).all()
-    assert not stored[len(data) :].any()

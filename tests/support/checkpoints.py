@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.core.array import DType, Shape
+from dist_ckpt_strategies.storage.files import LOCK_NAME
 from tests.support.tensors import noise
 
 Values = npt.NDArray[Any]
@@ -24,8 +25,6 @@ SCALAR = "scale"
 EMPTY = "unused"
 RNG = "rng_state"  # a grid of 2 x 2 objects
 ARRAYS = sorted((WEIGHT, NESTED, SCALAR, EMPTY))
-LARGE, PLAIN = "decoder.weight", "rerun"
-"""Of format 2: 512 x 512 float32 in one file of eight inner chunks; an object in the manifest."""
 
 
 def write_checkpoint(root: Path) -> Path:
@@ -43,16 +42,17 @@ def write_checkpoint(root: Path) -> Path:
     return root
 
 
-def write_format2(root: Path, *, is_finished: bool = True) -> Path:
-    """Save one of format 2, or what a save leaves that is killed just before its end."""
+def write_packs(root: Path, *, is_finished: bool = True) -> Path:
+    """Save one of packs, or what a save leaves that is killed just before its end."""
     large = torch.arange(512 * 512, dtype=torch.float32).reshape(512, 512)
-    tensors = {LARGE: large, "bias": torch.arange(7, dtype=torch.bfloat16)}
-    objects = {"rng": {"state": torch.arange(50)}, PLAIN: {"seen": 7}}
+    tensors = {WEIGHT: large, "bias": torch.arange(7, dtype=torch.bfloat16)}
+    objects = {"rng": {"state": torch.arange(50)}, "rerun": {"seen": 7}}
     state: dict[str, Any] = {"iteration": 7}
     state |= {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
     state |= {key: ShardedObject(key, value, (1,), (0,)) for key, value in objects.items()}
-    dist_ckpt_strategies.save(state, root, ("zarr", 2))
+    dist_ckpt_strategies.save(state, root)
     if not is_finished:
+        (root / "index").unlink()
         (root / "metadata.json").unlink()
     return root
 
@@ -166,6 +166,6 @@ def names_in(root: Path) -> list[str]:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every file below a directory, by its name there."""
-    paths = (path for path in root.rglob("*") if path.is_file())
+    """Every file below a directory, by its name there, but for that of the lock."""
+    paths = (p for p in root.rglob("*") if p.is_file() and p.name != LOCK_NAME)
     return {str(path.relative_to(root)): path.read_bytes() for path in paths}

@@ -34,7 +34,7 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
 )
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import Format2SaveShardedStrategy, ZarrSaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 
 NUM_RANKS = 2
 ROWS = 50_000
@@ -115,12 +115,11 @@ def save_twice(rank: int, manager: Any, queue: Any) -> None:
 def use_queue(rank: int, queue: Any, directory: Path) -> None:
     strategies: dict[str, Any] = {
         "1": ZarrSaveShardedStrategy,
-        "2": Format2SaveShardedStrategy,
         "packs": PackSaveShardedStrategy,
     }
     for name, strategy in strategies.items():
         require_saved(rank, queue, strategy(), directory / name)
-    for inner in (Format2SaveShardedStrategy(), PackSaveShardedStrategy()):
+    for inner in (ZarrSaveShardedStrategy(), PackSaveShardedStrategy()):
         wrapped = FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD)
         require_saved(rank, queue, wrapped, directory / f"wrapped {inner.backend}")
     with small_files(rank):

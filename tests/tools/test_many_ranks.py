@@ -93,7 +93,7 @@ def test_ranks_that_see_different_checkpoints_are_refused(sources: Path, tmp_pat
     def body(comm: ThreadCommunicator) -> None:
         source = other if comm.rank else sources / "zarr@1"
         with pytest.raises(PlanError, match="see different checkpoints"):
-            convert(source, tmp_path / "t", "zarr@2", comm=comm)
+            convert(source, tmp_path / "t", "pack", comm=comm)
 
     run_ranks(2, body)
 
@@ -103,7 +103,7 @@ def convert_or_die(rank: int, source: Path, target: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     comm = open_communicator(None, timeout_s=60, purpose="test")
-    convert(source, target, "zarr@2", watch=die if rank else None, comm=comm)
+    convert(source, target, "torch_dist", watch=die if rank else None, comm=comm)
 
 
 @pytest.mark.multiprocess

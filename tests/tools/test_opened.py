@@ -168,7 +168,7 @@ def test_a_checkpoint_that_is_replaced_gives_an_error_and_no_mixture(
     root = copied(saved / name, tmp_path / "c")
     opened = dist_ckpt_strategies.open(root)
     array = opened["large"]
-    if name == "torch_dist":
+    if name in {"torch_dist", "zarr@3"}:
         os.utime(root / "metadata.json")
     else:
         dist_ckpt_strategies.save(state(2), root, opened.format, overwrite=True)
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_is_replaced_gives_an_error_and_no_mixture(
     for read in (lambda: array[:3], lambda: opened["cube"][...], lambda: opened.common):
         with pytest.raises(error, match="replaced this checkpoint"):
             read()
-    if name != "torch_dist":
+    if name not in {"torch_dist", "zarr@3"}:
         assert dist_ckpt_strategies.open(root).common["iteration"] == 2
 
 

@@ -33,8 +33,8 @@ from tests.support.checkpoints import (
     names_in,
     write_checkpoint,
     write_foreign_checkpoint,
-    write_format2,
     write_object,
+    write_packs,
 )
 from tests.support.entries import FORMATS, PACKS
 from tests.support.system_calls import dying_at_change
@@ -46,8 +46,10 @@ OLD_S = 7200
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of everything, not to be changed."""
     root = tmp_path_factory.mktemp("samples")
-    write_format2(root / "two")
-    (write_format2(root / "two_unfinished", is_finished=False) / ".partial-0").write_bytes(b"x")
+    write_packs(root / "packs")
+    (write_packs(root / "packs_unfinished") / ".partial-0").write_bytes(b"x")
+    for name in ("index", "common.pt", "metadata.json"):
+        (root / "packs_unfinished" / name).unlink()
     write_checkpoint(root / "one")
     marker = write_checkpoint(root / "one_unfinished") / "metadata.json"
     marker.rename(marker.with_name(".removed-metadata.json"))
@@ -73,15 +75,16 @@ def statuses(root: Path) -> dict[str, Status]:
     return {one.name: one.status for one in prune(root).kept}
 
 
-@pytest.mark.parametrize("sample", ["one", "two"])
+@pytest.mark.parametrize("sample", ["one", "packs"])
 @pytest.mark.parametrize("keeping", [{"keep_last": 1}, {"keep_last": 2}, {"keep_every": 1000}])
 def test_an_incomplete_checkpoint_never_causes_older_ones_to_be_pruned(
     sample: str, keeping: dict[str, Any], samples: Path, tmp_path: Path
 ) -> None:
     places = [put(samples / sample, tmp_path, number) for number in range(5, 10)]
-    chunk = {"one": f"{WEIGHT}/0.0", "two": f"arrays/{WEIGHT}/c.0.0"}[sample]
-    (places[4] / chunk).unlink()
-    (places[3] / chunk).write_bytes((places[3] / chunk).read_bytes()[:-1])
+    pattern = {"one": f"{WEIGHT}/0.0", "packs": "packs/*/*"}[sample]
+    next(places[4].glob(pattern)).unlink()
+    path = next(places[3].glob(pattern))
+    path.write_bytes(path.read_bytes()[:-1])
     (places[2] / "notes.txt").write_text("mine")
 
     report = prune(tmp_path, **keeping)
@@ -93,7 +96,7 @@ def test_an_incomplete_checkpoint_never_causes_older_ones_to_be_pruned(
     assert statuses["7"] is Status.COMPLETE
 
 
-@pytest.mark.parametrize("sample", ["one_unfinished", "two_unfinished", "empty"])
+@pytest.mark.parametrize("sample", ["one_unfinished", "packs_unfinished", "empty"])
 def test_files_of_a_killed_save_are_removed_once_they_are_old(
     sample: str, samples: Path, tmp_path: Path
 ) -> None:
@@ -117,9 +120,10 @@ def test_nothing_goes_that_is_not_known_to_be_ours(samples: Path, tmp_path: Path
     (tmp_path / "iter_0000002" / "__0_0.distcp").write_bytes(b"x")
     copied(samples / "one_unknown", tmp_path / "data set")  # somebody's Zarr arrays
     put(samples / "one_unknown", tmp_path, 3)
-    (put(samples / "two", tmp_path, 4) / "metadata.json").write_text("{")
-    (put(samples / "two", tmp_path, 6) / "manifest" / "index.json").unlink()
-    (tmp_path / "iter_0000007").symlink_to(samples / "two")
+    (put(samples / "one", tmp_path, 4) / "metadata.json").write_text("{")
+    (tmp_path / "iter_0000007").symlink_to(samples / "packs")
+    copied(samples / "packs", tmp_path / "best")
+    age(copied(samples / "one_unfinished", tmp_path / "killed"))
     (tmp_path / "wandb.log").write_text("x")
     before = names_in(age(tmp_path))
 
@@ -144,10 +148,9 @@ def unprivileged() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("unreadable", "removed", "sample"),
     [
-        ("lost+found", "513", "one"),
-        ("iter_0000001", "53", "two"),
+        ("iter_0000001", "53", "packs"),
         ("iter_0000001/metadata.json", "53", "one"),
-        ("iter_0000004/below", "51", "two"),
+        ("iter_0000004/below", "51", "packs"),
         ("iter_0000005/below", "13", "one"),
     ],
 )
@@ -160,7 +163,7 @@ def test_an_unreadable_directory_stays_is_listed_and_does_not_count(
         for number in (1, 2, 3, 4):
             put(samples / sample, root, number)
         put(samples / f"{sample}_unfinished", root, 5)
-        below = {"one": WEIGHT, "two": "arrays"}[sample]
+        below = {"one": WEIGHT, "packs": "packs"}[sample]
         for path in (root, *root.rglob("*")):
             os.chown(path, 65534, 65534)
         locked = root / unreadable.replace("below", below)
@@ -182,7 +185,7 @@ def test_an_unreadable_directory_stays_is_listed_and_does_not_count(
         root.chmod(0o755)
 
 
-@pytest.mark.parametrize("sample", ["one", "two", "two_unfinished"])
+@pytest.mark.parametrize("sample", ["one", "packs"])
 def test_a_checkpoint_in_place_of_its_parent_is_refused(
     sample: str, samples: Path, tmp_path: Path
 ) -> None:
@@ -282,7 +285,7 @@ def killed() -> None:
     raise KilledError
 
 
-@pytest.mark.parametrize("sample", ["one", "two"])
+@pytest.mark.parametrize("sample", ["one", "packs"])
 def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
     sample: str, samples: Path, tmp_path: Path
 ) -> None:
@@ -298,7 +301,8 @@ def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
         with suppress(KilledError), dying_at_change(number + 1, killed):
             prune(root, keep_last=1)
             was_killed = False
-        expected = Status.COMPLETE if number == 0 else Status.UNFINISHED
+        is_whole = number == 0 or (root / "iter_0000001" / "index").exists()
+        expected = Status.COMPLETE if is_whole else Status.UNFINISHED
         is_left = (root / "iter_0000001").exists()
         if is_left and any((root / "iter_0000001").iterdir()):
             assert statuses(root)["iter_0000001"] is expected, number
@@ -343,7 +347,7 @@ WENT_BACK = [of(100, is_named=True), of(200), of(300, age_s=1.0), of(400), of(50
         ([*RUN, *DAMAGED], Policy(last=3), [100, 150, 200, 300, 400]),
         ([*RUN, *DAMAGED], Policy(unfinished=True), []),
         (DAMAGED, Policy(last=1), []),
-        (WENT_BACK, Policy(last=1), [200, 400]),
+        (WENT_BACK, Policy(last=1), [200, 300, 400]),
     ],
 )
 def test_the_order_in_which_checkpoints_are_removed(

@@ -2,16 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
-from dist_ckpt_strategies.core.chunk_grids import cut_chunk
-from dist_ckpt_strategies.core.inner_grid import stored_nbytes
-from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, build_group_plan, encode_regions
+from dist_ckpt_strategies.two_stage.plan import (
+    Batch,
+    GroupPlan,
+    build_group_plan,
+    encode_regions,
+    stored_nbytes,
+)
 from tests.support.regions import regions_in
 
 BUDGET = 512 << 20
@@ -29,11 +32,6 @@ def some_arrays(draw: st.DrawFn) -> list[ArraySpec]:
         chunk = tuple(draw(st.integers(1, length)) for length in shape)
         dtype = draw(st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.BOOL]))
         array = ArraySpec(f"a{number}", shape, dtype, chunk, is_raw=draw(st.booleans()))
-        if draw(st.booleans()):
-            parts = [draw(st.sampled_from([1, 2, 4])) for _ in chunk]
-            inner = tuple(-(-length // n) for length, n in zip(chunk, parts, strict=True))
-            padded = tuple(i * n for i, n in zip(inner, parts, strict=True))
-            array = replace(array, chunk_shape=padded, inner_shape=inner, is_raw=True)
         arrays.append(array)
     return arrays
 
@@ -52,15 +50,13 @@ def some_wants(draw: st.DrawFn) -> Case:
     return arrays, [draw(some) for _ in ranks]
 
 
-def gpt(num_ranks: int, *, is_cut: bool) -> Case:
+def gpt(num_ranks: int) -> Case:
     """Every rank requests all of a model: many small vectors, some matrices, a large embedding."""
     # Norm, QKV and both of the MLP.
     layer: list[tuple[int, ...]] = [(1024,), (3072, 1024), (4096, 1024), (1024, 4096)]
     arrays = []
     for number, shape in enumerate([(32_000, 1024), *layer * 24]):
-        cut = cut_chunk(shape, shape, 4, is_movable=False) if is_cut else None
-        chunk, inner = cut or (shape, None)
-        arrays.append(ArraySpec(f"w{number}", shape, DType.FLOAT32, chunk, inner_shape=inner))
+        arrays.append(ArraySpec(f"w{number}", shape, DType.FLOAT32, shape))
     return everywhere(arrays, num_ranks)
 
 
@@ -120,11 +116,8 @@ def test_ranks_that_share_the_readers_page_cache_receive_nothing(
 
 
 @pytest.mark.parametrize("num_ranks", [3, 64])
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_all_ranks_read_about_the_same_and_rounds_bound_their_memory(
-    num_ranks: int, is_cut: bool
-) -> None:
-    arrays, wants = gpt(num_ranks, is_cut=is_cut)
+def test_all_ranks_read_about_the_same_and_rounds_bound_their_memory(num_ranks: int) -> None:
+    arrays, wants = gpt(num_ranks)
     for budget in (1 << 20, 64 << 20, BUDGET):
         plan = planned((arrays, wants), max_inflight_bytes=budget)
         read = [0] * num_ranks

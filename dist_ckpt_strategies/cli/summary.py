@@ -1,0 +1,253 @@
+"""What ``inspect`` and ``verify`` say of packs, of ("zarr", 1), and of local checkpoints."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import chain, groupby
+from typing import Any
+
+from dist_ckpt_strategies.cli.render import (
+    bytes_text,
+    counted,
+)
+from dist_ckpt_strategies.errors import ArrayNotFoundError, some_of
+from dist_ckpt_strategies.formats.issues import (
+    Issue,
+    Problem,
+    Scan,
+    ScannedArray,
+    ScannedObject,
+    StaleFile,
+    StaleKind,
+)
+from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy
+
+_FORMAT1, _PACKS = ("zarr", 1), ("safetensors", 1)
+_STALE = {
+    StaleKind.LOCKS: "directories with locks of Megatron-Core <= 0.15 (harmless)",
+    StaleKind.PARTIAL: "files that a save did not finish (harmless)",
+    StaleKind.WRITING: "files that are being written",
+    StaleKind.REMOVED: "directories that were being removed (harmless)",
+}
+_BY_SIZE = " (arrays by their sizes alone: zarr 1 has no digests of them)"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a checkpoint holds, and what is wrong with it.
+
+    ``fields`` are those of the JSON object of both commands, without the issues; ``lists`` further
+    ones of ``inspect``, each a table of the text. ``checked`` is what ``verify`` looks at. Arrays
+    that another backend wrote are not looked for. Issues of local checkpoints are below their
+    files, not below keys.
+    """
+
+    fields: Mapping[str, Any]
+    lists: Mapping[str, Sequence[Mapping[str, Any]]]
+    lines: tuple[tuple[str, str], ...]
+    issues: tuple[Issue, ...]
+    checked: str
+    is_foreign: bool = False
+    is_local: bool = False
+
+    @property
+    def is_fine(self) -> bool | None:
+        """Whether nothing is wrong with it; None where it was not looked into."""
+        return None if self.is_foreign else not self.issues
+
+    @property
+    def shown_issues(self) -> list[Issue]:
+        """Those of the text: what another backend is stands in it already."""
+        hidden = {Problem.UNKNOWN_BACKEND} if self.is_foreign else set()
+        return [one for one in self.issues if one.problem not in hidden]
+
+
+def summary_of(
+    found: Scan | LocalScan, keys: str | None = None, *, with_objects: bool = True
+) -> Summary:
+    """The summary of a scan, with the keys that match in its lists; ArrayNotFoundError if none."""
+    if isinstance(found, LocalScan):
+        return _local_summary(found, keys)
+    pattern = "*" if keys is None else keys
+    fields_of = _packed_fields if found.backend == _PACKS else _array_fields
+    arrays = [fields_of(one) for one in found.arrays if fnmatchcase(one.array.key, pattern)]
+    objects = [_object_fields(one) for one in found.objects if fnmatchcase(one.key, pattern)]
+    num_keys = len(found.arrays) + len(found.objects)
+    _require_match(found.root, f"{num_keys} keys", keys, arrays or objects)
+    objects = objects if with_objects else []
+    common = found.common_nbytes
+    fields = {
+        "path": str(found.root),
+        "marker": asdict(found.marker) if found.marker else None,
+        "common": None if common is None else {"path": "common.pt", "nbytes": common},
+        "num_arrays": len(found.arrays),
+        "num_objects": len(found.objects),
+        "num_files": found.num_files,
+        "nbytes": found.nbytes,
+        "stale_files": list(map(asdict, found.stale_files)),
+        "unfinished": found.is_unfinished,
+        "others": found.others,
+    }
+    contents = f"{counted(len(found.arrays), 'array')}, {counted(len(found.objects), 'object')}"
+    return Summary(
+        fields,
+        {"arrays": arrays, "objects": objects},
+        tuple(_rows_of(found)),
+        found.issues,
+        f"{contents} and common.pt{_BY_SIZE if found.backend == _FORMAT1 else ''}",
+        is_foreign=found.is_foreign,
+    )
+
+
+def _require_match(root: object, what: str, pattern: str | None, found: object) -> None:
+    if pattern is not None and not found:
+        raise ArrayNotFoundError(f"{root}: none of its {what} matches {pattern!r}")
+
+
+def _array_fields(one: ScannedArray) -> dict[str, Any]:
+    array = one.array
+    return {
+        "key": array.key,
+        "shape": array.shape,
+        "dtype": array.dtype.value,
+        "chunk_shape": array.chunk_shape,
+        "nbytes": array.nbytes,
+        "num_chunks": one.num_chunks,
+        "num_chunks_expected": array.num_chunks,
+        "file_nbytes": one.file_nbytes,
+        "separator": array.separator,
+        "raw": array.is_raw,
+    }
+
+
+def _packed_fields(one: ScannedArray) -> dict[str, Any]:
+    """Those of an array in packs, whose blocks are the shards as they were saved."""
+    array = one.array
+    return {
+        "key": array.key,
+        "shape": array.shape,
+        "dtype": array.dtype.value,
+        "nbytes": array.nbytes,
+        "num_blocks": one.num_chunks,
+        "writers": one.writers,
+    }
+
+
+def _object_fields(one: ScannedObject) -> dict[str, Any]:
+    return {
+        "key": one.key,
+        "shape": one.shape,
+        "num_shards": one.num_shards,
+        "num_shards_expected": one.num_expected,
+        "file_nbytes": one.file_nbytes,
+        "writers": one.writers,
+    }
+
+
+def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", str(found.root)
+    backend, marker = "unknown", found.marker
+    if marker is not None:
+        backend = f"{marker.sharded_backend} {marker.sharded_backend_version}"
+        backend += f"; common state: {marker.common_backend} {marker.common_backend_version}"
+    yield "backend", backend
+    if found.facts:
+        yield "saved", _saved(found.facts)
+    if not found.is_foreign:
+        num_chunks = sum(one.num_chunks for one in found.arrays)
+        size = bytes_text(sum(one.file_nbytes for one in found.arrays))
+        files = counted(num_chunks, "block" if found.backend == _PACKS else "file")
+        yield "arrays", f"{len(found.arrays):,} in {files}, {size}"
+        num_shards = sum(one.num_shards for one in found.objects)
+        size = bytes_text(sum(one.file_nbytes for one in found.objects))
+        yield "objects", f"{len(found.objects):,} in {counted(num_shards, 'shard')}, {size}"
+    common = found.common_nbytes
+    yield "common.pt", "missing" if common is None else bytes_text(common)
+    yield from _stale_rows(found.stale_files)
+    if found.others:
+        yield "beside it", some_of(found.others)
+    yield "in all", f"{counted(found.num_files, 'file')}, {bytes_text(found.nbytes)}"
+
+
+def _saved(facts: Mapping[str, Any]) -> str:
+    ranks, packs = counted(facts["ranks"], "rank"), counted(facts["num_packs"], "pack")
+    created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts["created"]))
+    return f"{created} by {ranks} in {packs}"
+
+
+def _stale_rows(files: Sequence[StaleFile]) -> Iterator[tuple[str, str]]:
+    for kind, text in _STALE.items():
+        sizes = [stale.nbytes for stale in files if stale.kind is kind]
+        if sizes:
+            size = f", {bytes_text(sum(sizes))}" if any(sizes) else ""
+            yield "left over", f"{text}: {len(sizes):,}{size}"
+
+
+def _local_summary(found: LocalScan, keys: str | None) -> Summary:
+    """Of the local checkpoints in a directory."""
+    by_shard = [list(some) for _, some in groupby(found.copies, lambda copy: copy.shard_id)]
+    pattern = "*" if keys is None else keys
+    selected = [some for some in by_shard if fnmatchcase(str(some[0].shard_id), pattern)]
+    _require_match(found.root, f"{len(by_shard)} local shards", keys, selected)
+    shards = [_shard_fields(some) for some in selected]
+    by_save = groupby(selected, lambda copies: copies[0].shard_id.save)
+    saves = [_save_fields(list(some)) for _, some in by_save]
+    num_files, num_saves = len(found.copies), len({copy.shard_id.save for copy in found.copies})
+    held = f"{counted(num_saves, 'save')}, {counted(len(by_shard), 'shard')}"
+    num_tensors = sum(copy.shard.num_tensors for copy in found.copies if copy.shard is not None)
+    stale = list(map(asdict, found.stale_files))
+    root = str(found.root)
+    totals = {"num_files": num_files, "nbytes": found.nbytes}
+    return Summary(
+        {"path": root, "tier": "local", **totals, "stale_files": stale},
+        {"iterations": saves, "parts": shards},
+        (
+            ("directory", root),
+            ("local", f"{held} in {counted(num_files, 'file')}, {bytes_text(found.nbytes)}"),
+            *_stale_rows(found.stale_files),
+        ),
+        found.issues,
+        counted(num_tensors, "tensor"),
+        is_local=True,
+    )
+
+
+def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
+    """What one rank has saved, and its copies here; None for what no description says."""
+    shard_id = copies[0].shard_id
+    part = next((copy.shard for copy in copies if copy.shard is not None), None)
+    return {
+        "id": str(shard_id),
+        "iteration": shard_id.save.iteration,
+        "owner": shard_id.global_rank,
+        "world_size": part and part.world_size,
+        "session": part and part.session_id,
+        "kind": part and part.kind,
+        "num_tensors": part and part.num_tensors,
+        "copies": [
+            {
+                "path": copy.path,
+                "holder": copy.holder,
+                "nbytes": copy.nbytes,
+                "readable": copy.shard is not None,
+            }
+            for copy in copies
+        ],
+    }
+
+
+def _save_fields(shards: Sequence[Sequence[StoredCopy]]) -> dict[str, Any]:
+    """What is here of one save."""
+    copies = list(chain.from_iterable(shards))
+    save = copies[0].shard_id.save
+    part = next((copy.shard for copy in copies if copy.shard is not None), None)
+    return {
+        "iteration": save.iteration,
+        "save_id": save.stamp,
+        "world_size": part and part.world_size,
+        "session": part and part.session_id,
+        "owners": [some[0].shard_id.global_rank for some in shards],
+        "num_copies": len(copies),
+        "nbytes": sum(copy.nbytes for copy in copies),
+    }

@@ -1,0 +1,119 @@
+"""What of a damaged checkpoint can be read, and what cannot."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
+from dist_ckpt_strategies.core.array import ObjectId, Region
+from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    CoverageError,
+    StorageError,
+    StorageTimeoutError,
+    UnsafeObjectError,
+)
+from dist_ckpt_strategies.formats.issues import NO_ANSWER
+from dist_ckpt_strategies.formats.locations import store_at
+from dist_ckpt_strategies.formats.objects import dump_object, require_archive
+from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
+from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks, require_whole
+from dist_ckpt_strategies.tools.writers import Memory
+
+_NO_DAMAGE = (*NO_ANSWER, StorageTimeoutError, CheckpointChangedError, UnsafeObjectError)
+
+
+def damage_in(step: Callable[[], Any]) -> list[str]:
+    """Why a step could not read what it reads, if something there is missing or damaged."""
+    try:
+        step()
+    except _NO_DAMAGE:
+        raise
+    except (StorageError, CoverageError) as error:
+        return [error.message]
+    return []
+
+
+def find_readable(
+    opened: OpenedCheckpoint, keys: Iterable[str]
+) -> tuple[list[SourceArray], dict[str, str]]:
+    """The arrays of these keys, and why others are damaged: their descriptions, or lost blocks."""
+    wanted = list(keys)
+
+    def find(some: Sequence[str]) -> list[SourceArray]:
+        arrays = opened.find(some)
+        require_whole(arrays)
+        return arrays
+
+    try:
+        return find(wanted), {}
+    except CheckpointError:  # one by one tells which
+        damaged = {key: why for key in wanted for why in damage_in(partial(find, [key]))}
+        return find([key for key in wanted if key not in damaged]), damaged
+
+
+def read_all(
+    ranks: Ranks,
+    opened: OpenedCheckpoint,
+    arrays: Sequence[SourceArray],
+    objects: Sequence[ObjectId],
+    bounds: tuple[int, int],
+    watch: Watch | None,
+) -> list[tuple[str, str]]:
+    """What is damaged: the key of an array or object, and why. Collective.
+
+    ``bounds``: the number of threads, and the bytes that each of them reads at once.
+    """
+    memory, (num_threads, max_nbytes) = Memory(), bounds
+
+    def read(task: tuple[SourceArray, Region], count: Count) -> list[str]:
+        array, region = task
+        damage = []
+        for block in blocks(region, array.dtype.itemsize, max_nbytes):
+            elements = memory.array(block.shape, array.dtype)
+            damage += damage_in(partial(opened.read_into, [(array.key, block, elements)]))
+            count(elements.nbytes)
+        return damage
+
+    tasks = [(array, region) for array in arrays for region in array.regions()]
+    results = ranks.share(
+        tasks,
+        lambda task: task[1].numel * task[0].dtype.itemsize,
+        read,
+        num_threads=num_threads,
+        watch=watch,
+    )
+
+    def damaged() -> list[tuple[str, str]]:
+        rows = [(tasks[number][0].key, why) for number in results for why in results[number]]
+        for one in objects if ranks.rank == 0 else ():
+            content = partial(opened.object_content, one)
+            rows += [(one.unique_key, why) for why in damage_in(content)]
+        return rows
+
+    gathered = ranks.gather(lambda: opened.unchanged(damaged))
+    return [(key, why) for key, why in chain.from_iterable(gathered)]
+
+
+def rescued_common(
+    opened: OpenedCheckpoint, *, is_wanted: bool = True
+) -> tuple[bytes, list[tuple[str, str]]]:
+    """The file of the common state, of packs also their copy of it; an empty one, and why."""
+    if not is_wanted:
+        return b"", []
+    damage = damage_in(opened.common_content)
+    if not damage:
+        return opened.common_content(), []
+    content = b""
+
+    def read_copy() -> None:
+        nonlocal content
+        content = store_at(opened.root).read(COMMON_NAME)
+        require_archive(content, f"{opened.root}/{COMMON_NAME}", "common state")
+
+    if not damage_in(read_copy):
+        return content, []
+    return dump_object({}, name="common state"), [(COMMON_NAME, why) for why in damage]

@@ -1,0 +1,259 @@
+"""What is damaged is listed, and the rest converted and compared; equal digests need no read."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies import ConvertOptions, convert, copy, diff, upgrade
+from dist_ckpt_strategies.errors import ArrayNotFoundError, StorageError
+from dist_ckpt_strategies.tools.diff import Difference
+from tests.cli.commands import json_of, run
+from tests.support.checkpoints import contents, copied, flip_at, header_of, write_object
+from tests.support.thread_ranks import run_ranks
+from tests.tools.all_formats import FORMATS
+
+SMALL = ConvertOptions(max_memory_bytes=1, num_threads=2)
+"""Blocks of 64 KiB."""
+
+BROKEN, OTHER = "model.w", "model.v"
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    tensors = {
+        BROKEN: torch.full((512, 300), value),
+        OTHER: torch.arange(40_000.0),
+        "optimizer.state.fp32_param.w": torch.full((7, 9), 3.0),
+        "other": torch.ones(3, dtype=torch.bfloat16),
+    }
+    state: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()
+    }
+    values = {"model.o": {"t": torch.arange(9)}, "rng": [1, 2]}
+    state |= {key: ShardedObject(key, held, (1,), (0,)) for key, held in values.items()}
+    form = {"param_state_sharding_type": "fully_sharded_model_space"}
+    return state | {"iteration": 7, "optimizer": form}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in each format; not to be changed."""
+    root = tmp_path_factory.mktemp("saved")
+    dist_ckpt_strategies.save(state(), root / "pack")
+    for name in FORMATS:
+        if name != "pack":
+            convert(root / "pack", root / name, name, options=SMALL)
+    return root
+
+
+def pack_with(root: Path, name: str) -> tuple[Path, int, int]:
+    """The pack that holds a tensor, and the tensor's first and last byte there."""
+    for path in root.glob("packs/*/*"):
+        header, start = header_of(path)
+        if name in header:
+            first, end = header[name]["data_offsets"]
+            return path, start + first, start + end - 1
+    raise AssertionError(name)
+
+
+def damage(root: Path, name: str) -> None:
+    """Damage an array, an object and the common state, as far as the format notices that."""
+    if name == "pack":
+        path, first, last = pack_with(root, f"{BROKEN}@0.0")
+        flip_at(path, first + 70, last)
+        for tensor in ("rng#0", "__common__"):
+            path, first, _ = pack_with(root, tensor)
+            flip_at(path, first + 70)
+        (root / "common.pt").unlink()
+    elif name == "torch_dist":
+        (path,) = root.glob("__0_0.distcp")
+        at = path.read_bytes().index(bytes(torch.ones(100).numpy()))
+        flip_at(path, at + 70)
+        (path,) = root.glob("__0_1.distcp")
+        flip_at(path, path.read_bytes().rindex(b"data.pkl") - 30)
+        (root / "common.pt").unlink()
+    else:
+        os.truncate(root / BROKEN / "0.0", 100)
+        flip_at(root / "rng" / "shard_0_1.pt", 70)
+        flip_at(root / "common.pt", 70)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_damaged_is_left_out_and_listed(
+    saved: Path, tmp_path: Path, name: str, num_ranks: int
+) -> None:
+    source, target = copied(saved / name, tmp_path / "source"), tmp_path / "target"
+    damage(source, name)
+    before = contents(source)
+    with pytest.raises(StorageError):
+        convert(source, target, "pack", options=SMALL)
+
+    reports = run_ranks(
+        num_ranks,
+        lambda comm: convert(source, target, "pack", skip_damaged=True, options=SMALL, comm=comm),
+    )
+
+    assert contents(source) == before
+    report = reports[0]
+    assert [one.missing for one in reports] == [report.missing] * num_ranks
+    texts: dict[str, list[str]] = {}
+    for one in report.missing:
+        texts.setdefault(one.key, []).append(one.why)
+    assert texts.keys() == {BROKEN, "rng/shard_0_1", "common.pt"}, texts
+    assert all(str(source) in text for some in texts.values() for text in some)
+    if name == "pack":
+        assert [("rank 0" in text, "bytes" in text) for text in texts[BROKEN]] == [(True, True)] * 2
+    opened = dist_ckpt_strategies.open(target)
+    assert sorted(opened) == sorted(
+        state().keys() & set(dist_ckpt_strategies.open(saved / name)) - {BROKEN}
+    )
+    assert [*opened.objects] == ["model.o/shard_0_1"]
+    assert opened.common == {}
+    found = diff(saved / name, target)
+    assert {(one.key, one.difference.value) for one in found.arrays} == {(BROKEN, "only_in_a")}
+    assert run("verify", target).exit_code == 0
+
+
+def test_the_copy_of_the_common_state_is_used(saved: Path, tmp_path: Path) -> None:
+    source = copied(saved / "pack", tmp_path / "source")
+    path, first, _ = pack_with(source, "__common__")
+    flip_at(path, first + 70)
+
+    assert convert(source, tmp_path / "target", "zarr@1", skip_damaged=True).missing == ()
+    assert dist_ckpt_strategies.open(tmp_path / "target").common["iteration"] == 7
+
+
+def test_a_pack_that_is_gone_takes_its_arrays_along(saved: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    convert(saved / "pack", source, "pack", options=ConvertOptions(max_file_bytes=1000))
+    path, *_ = pack_with(source, f"{OTHER}@0")
+    path.unlink()
+
+    result = run("convert", source, tmp_path / "t", "--to", "pack", "--skip-damaged")
+    found = json_of("convert", source, tmp_path / "u", "--to", "zarr@3", "--skip-damaged", code=1)
+
+    assert result.exit_code == 1
+    assert f"left out: {OTHER}: {path} does not exist" in result.stdout
+    assert [one["key"] for one in found["missing"]] == [OTHER]
+    assert (found["num_arrays"], found["num_objects"]) == (3, 2)
+
+
+def test_verify_names_array_range_file_and_rank(saved: Path, tmp_path: Path) -> None:
+    for number, damaged in enumerate(("range", "header", "size", "gone")):
+        root = tmp_path / str(number)
+        convert(saved / "pack", root, "pack", options=ConvertOptions(max_file_bytes=1000))
+        path, first, _ = pack_with(root, f"{OTHER}@0")
+        if damaged == "range":
+            flip_at(path, first + 70)
+        elif damaged == "header":
+            flip_at(path, 100)
+        elif damaged == "size":
+            os.truncate(path, first)
+        else:
+            path.unlink()
+        (issue,) = json_of("verify", root, code=1)["issues"]
+        assert issue["path"] == str(path.relative_to(root))
+        assert "written by rank 0" in issue["expected"]
+        if damaged == "range":
+            assert issue["key"] == OTHER
+            assert issue["expected"].startswith(f"[0:40000], written by rank 0: bytes {first} to ")
+        else:
+            assert issue["expected"].endswith(f", with blocks of {OTHER}")
+
+
+# diff
+
+
+def test_blocks_with_equal_digests_are_not_read_and_others_are(saved: Path, tmp_path: Path) -> None:
+    one, other = copied(saved / "pack", tmp_path / "one"), tmp_path / "other"
+    copy(one, other)
+    for root in (one, other):
+        path, first, _ = pack_with(root, f"{OTHER}@0")
+        flip_at(path, first)
+    assert diff(one, other).is_equal
+    assert run("verify", one).exit_code == 1
+
+    dist_ckpt_strategies.save(state(2.0), tmp_path / "changed")
+    (found,) = diff(one, tmp_path / "changed").arrays
+    assert (found.key, found.index, found.num_differing) == (BROKEN, (0, 0), 512 * 300)
+    assert (found.a, found.b) == ("1.0", "2.0")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_comparison_goes_on_over_damage(saved: Path, tmp_path: Path, name: str) -> None:
+    broken, changed = copied(saved / name, tmp_path / "broken"), tmp_path / "changed"
+    damage(broken, name)
+    dist_ckpt_strategies.save(state() | {"iteration": 8}, tmp_path / "saved")
+    write_object(tmp_path / "o.pt", 1)
+    convert(tmp_path / "saved", changed, "zarr@1")
+    (changed / "other" / "0").write_bytes(b"\1" * 6)
+
+    for sides in ((broken, changed), (changed, broken)):
+        report = diff(*sides, options=SMALL)
+        kinds = {(one.key, one.difference) for one in report.arrays}
+        assert kinds == {(BROKEN, Difference.DAMAGED), ("other", Difference.VALUES)}
+        (damaged,) = (one for one in report.arrays if one.key == BROKEN)
+        texts = (damaged.a, damaged.b) if sides[0] is broken else (damaged.b, damaged.a)
+        assert str(broken) in texts[0]
+        assert texts[1] == ""
+        of_objects = {(one.key, one.difference) for one in report.objects}
+        assert of_objects == {(key, Difference.DAMAGED) for key in ("rng/shard_0_1", "common.pt")}
+    result = run("diff", broken, changed)
+    assert result.exit_code == 1
+    assert f"{BROKEN}: damaged in the first: {BROKEN}" in result.stdout
+
+
+def test_an_upgraded_checkpoint_equals_the_old_one(saved: Path, tmp_path: Path) -> None:
+    old, new = saved / "zarr@1", tmp_path / "new"
+    upgrade(old, new, "pack")
+    for sides in ((old, new), (new, old), (saved / "pack", new)):
+        report = diff(*sides)
+        assert report.is_equal, report
+        assert (report.num_arrays, report.num_renamed) == (4, 1)
+    assert "4 arrays" in run("diff", old, new).stdout
+    assert "; 1 as `upgrade` renames them" in run("diff", old, new).stdout
+    assert not diff(old, new, keys="*param.w").arrays
+    changed = tmp_path / "changed"
+    convert(new, changed, "zarr@1")
+    (changed / "optimizer.state.param.w" / "0.0").write_bytes(bytes(7 * 9 * 4))
+    (found,) = diff(old, changed).arrays
+    assert (found.key, found.num_differing) == ("optimizer.state.fp32_param.w", 63)
+
+
+# copy
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_part_is_copied_in_the_format_of_the_source(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
+    report = copy(saved / name, tmp_path / "part", keys="model.*", options=SMALL)
+
+    opened = dist_ckpt_strategies.open(tmp_path / "part")
+    assert opened.format == dist_ckpt_strategies.open(saved / name).format
+    assert list(opened) == [OTHER, BROKEN]
+    assert list(opened.objects) == ["model.o/shard_0_1"]
+    assert opened.common["iteration"] == 7
+    assert (report.num_arrays, report.num_objects) == (2, 1)
+    assert diff(saved / name, tmp_path / "part", keys="model.*").is_equal
+    with pytest.raises(ArrayNotFoundError, match="nothing whose keys match 'modle"):
+        copy(saved / name, tmp_path / "none", keys="modle.*")
+
+
+def test_digests_are_copied_and_compared_with_what_is_read(saved: Path, tmp_path: Path) -> None:
+    source = copied(saved / "pack", tmp_path / "source")
+    path, first, _ = pack_with(source, f"{BROKEN}@0.0")
+    flip_at(path, first + 300_000)
+
+    with pytest.raises(StorageError, match=rf"{BROKEN}: {path}, written by rank 0, is damaged"):
+        copy(source, tmp_path / "all")
+    result = run("copy", source, tmp_path / "part", "--keys", OTHER)
+    assert result.exit_code == 0, result.stderr
+    assert run("verify", tmp_path / "part").exit_code == 0
+    assert (tmp_path / "part" / "common.pt").stat().st_mtime <= time.time()
