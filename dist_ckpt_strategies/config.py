@@ -133,10 +133,6 @@ class Options:
             decoded. A single larger tensor or chunk goes alone.
         io_threads: chunks of format 1 per rank that are decoded at the same time, and requests to
             object stores. The number of other open files follows from the file system.
-        direct_io: whether large files on local disks bypass the page cache. This saves a copy and
-            leaves the cache to training data; a load right after the save reads from the disk.
-        whole_flush: whether a save to a local disk may flush the file system once instead of every
-            file, if little other data waits to be written and Linux is 5.8 or newer.
         verify: what a load of packs compares with digests: ``"read"``, what it reads; ``"off"``,
             nothing but headers and the index.
         strict_dtype: whether a load raises where an array is stored in another dtype than the one
@@ -149,8 +145,6 @@ class Options:
     timeout_s: float = 1800.0
     max_inflight_bytes: int = 512 * MIB
     io_threads: int = 128
-    direct_io: bool = True
-    whole_flush: bool = True
     verify: Verify = Verify.READ
     strict_dtype: bool = False
     writer_process: bool = True

@@ -44,9 +44,7 @@ def test_each_option_has_its_variable_which_is_read_when_it_is_asked_for(
         "DIST_CKPT_STORE_MAX_RETRIES": "3",
     }
 
-    assert options_from_environment() == Options(
-        60.5, 1 << 20, 7, direct_io=False, whole_flush=False
-    )
+    assert options_from_environment() == Options(60.5, 1 << 20, 7)
     assert store_options_from_environment() == StoreOptions(
         "https://store:9000", "here", Credentials.PROFILE, "training", 5.5, max_retries=3
     )

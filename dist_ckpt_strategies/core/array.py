@@ -13,7 +13,6 @@ from typing import NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
-import xxhash
 
 from dist_ckpt_strategies.errors import PlanError
 
@@ -160,9 +159,6 @@ class ArraySpec:
         chunk_shape: in elements, each at least 1; one chunk is one file.
         separator: what joins the chunk index in a file name, ``.`` or ``/``.
         is_raw: whether a chunk's bytes are its elements in C order, little-endian, with no codec.
-        inner_shape: of the inner chunks that make up a chunk, in elements; it divides
-            ``chunk_shape``. None in format 1, whose chunks are not divided.
-        has_crc32c: whether a CRC32C follows every inner chunk, as earlier releases could write it.
     """
 
     key: str
@@ -171,8 +167,6 @@ class ArraySpec:
     chunk_shape: Shape
     separator: str = "."
     is_raw: bool = True
-    inner_shape: Shape | None = None
-    has_crc32c: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -210,47 +204,9 @@ class ArraySpec:
         """Every chunk of the grid, in C order."""
         return product(*map(range, self.grid))
 
-    @property
-    def directory(self) -> str:
-        """Its directory, below the checkpoint's: the key; in format 2 ``arrays/KEY``.
-
-        There a key that is no plain name is written in another way; no two have the same.
-        """
-        if self.inner_shape is None:
-            return self.key
-        if _PLAIN.fullmatch(self.key) and len(self.key) <= _MAX_NAME_NBYTES:
-            return f"{ARRAYS_NAME}/{self.key}"
-        return f"{ARRAYS_NAME}/{_escaped(self.key)}"
-
     def chunk_file(self, index: Shape) -> str:
         """The file of a chunk, below the checkpoint's directory; ends in ``/0`` for a scalar."""
-        if self.inner_shape is not None:
-            return f"{self.directory}/{'.'.join(['c', *map(str, index)])}"
         return f"{self.key}/{self.separator.join(map(str, index)) or '0'}"
-
-
-ARRAYS_NAME = "arrays"
-"""The folder that holds the arrays of format 2."""
-
-_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
-_MAX_NAME_NBYTES = 200
-_KEPT_OF_LONG_NBYTES = 150
-
-
-def _escaped(key: str) -> str:
-    """The name of a directory for any key: other bytes are ``%`` and two hexadecimal digits.
-
-    A name too long for file systems is cut, and ends in ``%`` and a digest of the whole.
-    """
-    content = key.encode(errors="surrogatepass")
-    name = "".join(
-        chr(byte) if byte in _SAFE_BYTES and (place or byte != ord(".")) else f"%{byte:02X}"
-        for place, byte in enumerate(content)
-    )
-    if len(name) > _MAX_NAME_NBYTES or not name:
-        name = f"{name[:_KEPT_OF_LONG_NBYTES]}%{xxhash.xxh3_128_hexdigest(content)}"
-    return name
 
 
 _NAME = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", re.ASCII)
@@ -340,19 +296,6 @@ class ShardSpec:
     def nbytes(self) -> int:
         """Payload size in bytes."""
         return self.region.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class RankShards:
-    """All the shards a rank holds (save) or wants (load).
-
-    Attributes:
-        rank: the global rank.
-        shards: in any order.
-    """
-
-    rank: int
-    shards: tuple[ShardSpec, ...]
 
 
 RESERVED_NAMES = frozenset({"common.pt", "metadata.json"})

@@ -183,16 +183,6 @@ class Format1Checkpoint:
         )
 
 
-class Format2Checkpoint(Format1Checkpoint):
-    """For ``tools/readers.py``, which goes: no checkpoint of format ("zarr", 2) is opened."""
-
-    manifest: Any = None
-
-    def __init__(self, root: Any, options: Options) -> None:
-        refuse_format2(root)
-        super().__init__(root, options)
-
-
 StoredCheckpoint = Format1Checkpoint | PackCheckpoint
 """A checkpoint of a format of this package, of which arrays are read by region."""
 

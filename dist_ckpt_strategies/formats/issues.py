@@ -116,14 +116,6 @@ class ScannedObject:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveBegun:
-    """When a save began, in seconds since the epoch, and on which host."""
-
-    seconds: float
-    host: str
-
-
-@dataclass(frozen=True, slots=True)
 class FileCheck:
     """A file that belongs to a checkpoint, and the comparison of its bytes with their digests.
 
@@ -157,7 +149,6 @@ class Scan:
         nbytes: of all files; in an object store, of those whose size the index lists.
         checks: gives the checks of all files that have digests or checksums of their own.
         num_threads: to run them with.
-        begun, manifest: None; `tools/prune.py` asks for them still.
         facts: what the index of packs says of the save.
         others: names beside the checkpoint's own.
     """
@@ -174,8 +165,6 @@ class Scan:
     nbytes: int
     checks: Callable[[], Iterator[FileCheck]] = field(repr=False, compare=False)
     num_threads: int = field(repr=False, compare=False)
-    begun: SaveBegun | None = None
-    manifest: Any = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 

@@ -24,7 +24,6 @@ from dist_ckpt_strategies.errors import (
     some_of,
 )
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
-from dist_ckpt_strategies.formats.manifest import INDEX_NAME
 from dist_ckpt_strategies.formats.pack_commit import current_pointer
 from dist_ckpt_strategies.formats.pack_write import FOLDER as PACKS_FOLDER
 from dist_ckpt_strategies.formats.zarr2 import array_keys
@@ -277,11 +276,6 @@ def _refuse_format2(location: Location, marker: bytes) -> Any:
 
 def _what_is_there(root: Path) -> str:
     """What a directory without a marker holds, in words."""
-    if any(root.glob(f"{PARTIAL_PREFIX}*/{MARKER_NAME}")):
-        return (
-            "a save was interrupted while it moved its files into place, and nothing is lost: "
-            "`dist-ckpt verify`, dist_ckpt_strategies.load and load_latest complete it"
-        )
     if (root / PACKS_FOLDER).is_dir():
         return (
             f"a save began, as packs, and has not come to its end, or {PACKS_INDEX} is lost; then "
@@ -390,27 +384,6 @@ class OpenedSave:
             raise
         self.require_current()
         return found
-
-
-def current_place(bucket: Bucket) -> Bucket:
-    """What the objects of a checkpoint lie below: the prefix of its save, or the bucket itself."""
-    if bucket.is_place:
-        return bucket
-    save_id = current_id(bucket)
-    place = bucket.place(SAVE_PREFIX + save_id) if save_id else bucket.place()
-    if place.has(INDEX_NAME) or not (save_id or bucket.has(MARKER_NAME)):
-        return place
-    whole = [n for n in bucket.names(SAVE_PREFIX) if n.endswith(f"/{MARKER_NAME}")]
-    return bucket.place(max(whole).partition("/")[0]) if whole else place
-
-
-def current_id(bucket: Bucket) -> str:
-    """The save that the marker names; empty where there is none, or it names none."""
-    try:
-        found = str(json.loads(bucket.read(MARKER_NAME))[SAVE_FIELD])
-    except (IncompleteCheckpointError, ValueError, LookupError, TypeError):
-        return ""
-    return found if _SAVE_ID.fullmatch(found) else ""
 
 
 def require_something(bucket: Bucket) -> None:

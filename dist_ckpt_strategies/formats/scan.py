@@ -7,7 +7,6 @@ should be.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
@@ -28,7 +27,6 @@ from dist_ckpt_strategies.formats.issues import (
     FileCheck,
     Issue,
     Problem,
-    SaveBegun,
     Scan,
     sorted_by_key,
     unreadable,
@@ -41,20 +39,15 @@ from dist_ckpt_strategies.formats.locations import (
     refuse_format2,
     require_something,
 )
-from dist_ckpt_strategies.formats.manifest import (
-    SAVE_NAME,
-)
 from dist_ckpt_strategies.formats.pack_scan import scan_packs
 from dist_ckpt_strategies.formats.pack_write import FOLDER as PACKS_FOLDER
 from dist_ckpt_strategies.formats.zarr2_scan import scan_zarr
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
-    MAX_JSON_NBYTES,
     reason,
     require_directory,
 )
-from dist_ckpt_strategies.storage.store import Store
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
@@ -158,14 +151,3 @@ def _not_packs(bucket: Bucket, names: Sequence[str]) -> CheckpointError:
         f"{bucket} holds objects, but no checkpoint of packs, the only format in object stores; "
         "check the URL"
     )
-
-
-def read_begun(store: Store) -> SaveBegun | None:
-    """When and where the save to a place began; None where no file of a save says so."""
-    try:
-        fields = json.loads(store.read(SAVE_NAME)[:MAX_JSON_NBYTES])
-        return SaveBegun(float(fields["time"]), str(fields["host"]))
-    except NO_ANSWER:
-        raise
-    except (StorageError, ValueError, LookupError, TypeError):
-        return None

@@ -20,15 +20,6 @@ Bytes = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayWrite:
-    """Elements of ``region`` to store; ``source`` has its shape and stays untouched until done."""
-
-    array: ArraySpec
-    region: Region
-    source: HostArray
-
-
-@dataclass(frozen=True, slots=True)
 class ArrayRead:
     """Elements of ``region`` to read into ``target``, which has its shape and may be strided."""
 

@@ -25,7 +25,6 @@ from dist_ckpt_strategies.formats.locations import (
     PACKS,
     Location,
     OpenedSave,
-    current_place,
     located,
     read_marker,
     require_path,
@@ -53,7 +52,6 @@ from dist_ckpt_strategies.sharded.checks import (
     require_same_checkpoint,
 )
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions, require_fillable
-from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import MARKER_NAME
 from dist_ckpt_strategies.storage.io_pool import (
     OPENING,
@@ -299,7 +297,7 @@ class _Load:
             raise self.invalid
         place = located(self.checkpoint_dir, self.options)
         try:
-            self.root = root = current_place(place) if isinstance(place, Bucket) else place
+            self.root = root = place
             self.save = OpenedSave(root)
             OPENED.set(self.save)
             formats = astuple(read_marker(root))

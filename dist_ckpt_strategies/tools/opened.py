@@ -22,6 +22,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
+    similar_text,
 )
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
 from dist_ckpt_strategies.formats.locations import (
@@ -31,7 +32,6 @@ from dist_ckpt_strategies.formats.locations import (
     other_contents,
     read_marker,
 )
-from dist_ckpt_strategies.formats.manifest import similar_text
 from dist_ckpt_strategies.formats.objects import Allowed, load_content, require_archive
 from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint

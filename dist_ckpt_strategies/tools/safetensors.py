@@ -17,8 +17,8 @@ from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, Shape
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
+    similar_text,
 )
-from dist_ckpt_strategies.formats.manifest import similar_text
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.pack import LENGTH, MAX_HEADER_NBYTES
 from dist_ckpt_strategies.formats.pack_header import MALFORMED

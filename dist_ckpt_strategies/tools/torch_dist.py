@@ -29,9 +29,9 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
     UnsafeObjectError,
+    similar_text,
 )
 from dist_ckpt_strategies.formats.locations import OpenedSave
-from dist_ckpt_strategies.formats.manifest import similar_text
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_object,

@@ -21,9 +21,9 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
+    similar_text,
 )
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
-from dist_ckpt_strategies.formats.manifest import similar_text
 from dist_ckpt_strategies.storage.files import (
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,

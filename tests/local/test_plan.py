@@ -100,7 +100,7 @@ def test_a_plan_says_what_a_rank_has_to_have_and_holders_share_the_load() -> Non
 def test_every_wanted_region_is_covered_once_by_parts_of_what_is_held(
     split: Split, data: st.DataObject
 ) -> None:
-    held = [request.shards for request in split.requests()]
+    held = split.held()
     region = data.draw(regions_in(split.shape))
     receiver = data.draw(st.integers(0, len(held) - 1))
     wanted: list[list[ShardSpec]] = [[] for _ in held]

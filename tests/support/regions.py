@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import DType, RankShards, Region, Shape, ShardId, ShardSpec
+from dist_ckpt_strategies.core.array import DType, Region, Shape, ShardId, ShardSpec
 
 NUM_RANKS = 4
 
@@ -24,26 +24,18 @@ class Split:
     # rank and region of further replicas and of empty shards.
     copies: tuple[tuple[int, Region], ...] = ()
 
-    def requests(self, key: str = "w", num_ranks: int = NUM_RANKS) -> list[RankShards]:
+    def held(self, num_ranks: int = NUM_RANKS) -> list[tuple[ShardSpec, ...]]:
         """What each rank brings to a save."""
         held: dict[int, list[ShardSpec]] = defaultdict(list)
         for regions, is_main in ((self.main, True), (self.copies, False)):
             for rank, region in regions:
-                held[rank].append(spec_of(region, self.shape, key=key, is_main=is_main))
-        return [RankShards(rank, tuple(held[rank])) for rank in range(num_ranks)]
+                held[rank].append(spec_of(region, self.shape, is_main=is_main))
+        return [tuple(held[rank]) for rank in range(num_ranks)]
 
 
 def spec_of(region: Region, shape: Shape, *, key: str = "w", is_main: bool = True) -> ShardSpec:
     """A shard's description in one line."""
     return ShardSpec(ShardId(key, region), shape, DType.FLOAT32, is_main, may_mismatch=False)
-
-
-def merged(*requests: list[RankShards]) -> list[RankShards]:
-    """What each rank brings when several arrays are saved together."""
-    return [
-        RankShards(of_rank[0].rank, tuple(shard for part in of_rank for shard in part.shards))
-        for of_rank in zip(*requests, strict=True)
-    ]
 
 
 def shapes(max_ndim: int = 4, max_size: int = 12) -> st.SearchStrategy[Shape]:
