@@ -33,10 +33,9 @@ from dist_ckpt_strategies.core.array import DType, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.formats import index, pack, pack_header, pack_read, pack_write
 from dist_ckpt_strategies.formats.pack import Layout, lay_out
-from dist_ckpt_strategies.formats.pack_read import BlockRead, begin_reads
+from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads
 from dist_ckpt_strategies.formats.pack_write import PackRecord, write_pack
 from dist_ckpt_strategies.storage.files import Directory
-from dist_ckpt_strategies.storage.io_pool import Deadline
 
 RANGES: Final = [128 << 10, 256 << 10, 512 << 10, 1 << 20]
 _MODULES: Final = (pack, pack_header, pack_read, pack_write)
@@ -91,14 +90,13 @@ def save(store: Directory, layout: Layout, tensors: Sequence[Bytes]) -> list[Pac
 
 def reads_of(
     layout: Layout, records: Sequence[PackRecord], targets: dict[str, Bytes]
-) -> list[BlockRead]:
+) -> BlockReads:
     """Reads of all blocks."""
-    table, reads = layout.table, []
-    for row, (number, start, first) in enumerate(table.place.tolist()):
-        shape, key = table.region(row).shape, table.keys[table.array[row]]
-        whole = Region.whole(shape)
-        reads.append(BlockRead(records[number], start, first, shape, whole, targets[key], key))
-    return reads
+    table = layout.table
+    keys = [table.keys[number] for number in table.array.tolist()]
+    packs, memory = dict(enumerate(records)), [targets[key] for key in keys]
+    zeros = np.zeros_like(table.extent)
+    return BlockReads(packs, table.place, table.extent, zeros, table.extent, memory, keys)
 
 
 def stream(place: Path, tensors: Sequence[Bytes], *, is_save: bool) -> None:
@@ -162,9 +160,7 @@ def _round(
     saved = _seconds(lambda: records.extend(save(store, layout, tensors)))
     raw_load = _seconds(partial(stream, place, memory, is_save=False))
     reads = reads_of(layout, records, targets)
-    loaded = _seconds(
-        lambda: begin_reads(store, reads, num_threads=1, deadline=Deadline.after(60)).wait()
-    )
+    loaded = _seconds(lambda: begin_reads(store, reads, num_threads=1).wait(60))
     assert all(np.array_equal(a, b) for a, b in zip(tensors, memory, strict=True))  # noqa: S101
     store.delete([pack_write.file_of(record.name) for record in records])
     return {
@@ -192,10 +188,10 @@ def read_of_needed(hidden: int) -> float:
         shape = shard.region.shape
         axis = next((dim for dim in (0, 1) if shape[dim] < shard.array_shape[dim]), None)
         half = tuple(n // 2 if dim == axis else n for dim, n in enumerate(shape))
-        box = Region((0,) * len(shape), half)
-        target = np.empty(half, np.float32)
-        of_block = BlockRead(record, 0, 0, shape, box, target, shard.key)
-        read += sum(span.nbytes for span in pack_read._spans(of_block, pack_read.READ_NBYTES))  # noqa: SLF001
+        target, column = np.empty(half, np.float32), np.array([shape])
+        start, boxes = np.zeros((1, 3), np.int64), np.array([half])
+        of_block = BlockReads({0: record}, start, column, 0 * boxes, boxes, [target], [shard.key])
+        read += sum(pack_read._spans(of_block, pack_read.READ_NBYTES).nbytes)  # noqa: SLF001
         needed += target.nbytes
     return read / needed
 

@@ -119,10 +119,9 @@ def require_plain(tensor: object, *, key: str, is_filled: bool = False) -> None:
     is to be filled must not have two elements in one place, as after ``expand``; that is exact for
     slices, permutations and expansions of a dense tensor.
     """
-    text = f"expected a dense tensor in memory of its own, found {type(tensor).__name__}"
+    lack = kind = ""
     if isinstance(tensor, torch.Tensor):
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else ""
-        text += f" of {kind or tensor.layout} elements on {tensor.device}"
         with suppress(RuntimeError, TypeError, ValueError):  # one without storage, or strides
             lack = lacking_storage(tensor)
             is_dense = tensor.layout == torch.strided and not kind
@@ -130,8 +129,17 @@ def require_plain(tensor: object, *, key: str, is_filled: bool = False) -> None:
                 if not is_filled or tensor.is_contiguous() or not _may_overlap(tensor):
                     return
                 lack = "its elements share memory, so it cannot be filled; give a clone of it"
-            text = lack or f"{text}; convert it first, a DTensor by to_local() or full_tensor()"
-    raise PlanError(f"{key}: {text}", key=key)
+    raise PlanError(f"{key}: {lack or _not_plain(tensor, kind)}", key=key)
+
+
+def _not_plain(tensor: object, kind: str) -> str:
+    text = f"expected a dense tensor in memory of its own, found {type(tensor).__name__}"
+    if not isinstance(tensor, torch.Tensor):
+        return text
+    return (
+        f"{text} of {kind or tensor.layout} elements on {tensor.device}; convert it first, a "
+        "DTensor by to_local() or full_tensor()"
+    )
 
 
 def lacking_storage(tensor: torch.Tensor) -> str:
@@ -143,7 +151,10 @@ def lacking_storage(tensor: torch.Tensor) -> str:
         return ""
     if tensor.device.type == "meta":
         return f"a tensor {tuple(tensor.shape)} on the meta device has no values; load them first"
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous():
+        reach = tensor.numel() - 1
+    else:
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + reach + 1) * tensor.element_size()
     present = tensor.untyped_storage().nbytes()
     if tensor.numel() == 0 or present >= needed:

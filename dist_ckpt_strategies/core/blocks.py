@@ -76,8 +76,8 @@ class BlockTable:
         keys = tuple(arrays)
         number = {key: n for n, key in enumerate(keys)}
         width = max((len(facts.shape) for facts in arrays.values()), default=0)
-        origin = _padded([region.offset for _, region in blocks], width, 0)
-        extent = _padded([region.shape for _, region in blocks], width, 1)
+        origin = padded([region.offset for _, region in blocks], width, 0)
+        extent = padded([region.shape for _, region in blocks], width, 1)
         array = np.array([number[key] for key, _ in blocks], np.int64)
         place = np.array(places, np.int64).reshape(len(blocks), 3)
         return cls(keys, tuple(arrays.values()), array, origin, extent, place)
@@ -174,6 +174,81 @@ def merged(tables: Iterable[BlockTable]) -> tuple[BlockTable, Column, list[tuple
     return table, sources, differing
 
 
+@dataclass(frozen=True, slots=True)
+class Overlaps:
+    """Boxes that blocks and regions have in common, as columns, by region and then by block.
+
+    Attributes:
+        row: the number of the block.
+        of_region: the number of the region.
+        origin: first element of the box in the array.
+        extent: its shape.
+    """
+
+    row: Column
+    of_region: Column
+    origin: Column
+    extent: Column
+
+
+_PAIRS = 1 << 20
+"""Blocks and regions that are compared at once."""
+
+
+def overlaps(table: BlockTable, arrays: Sequence[int], regions: Sequence[Region]) -> Overlaps:
+    """What regions of arrays share with the blocks of a table, sorted by array and origin.
+
+    Args:
+        table: the blocks.
+        arrays: of each region, an index of ``table.keys``.
+        regions: in elements of their arrays.
+    """
+    width, array = table.origin.shape[1], np.array(arrays, np.int64)
+    low = padded([region.offset for region in regions], width, 0)
+    high = low + padded([region.shape for region in regions], width, 1)
+    first, stop = _candidates(table, array, low, high)
+    before = np.concatenate([[0], np.cumsum(stop - first)])
+    parts: list[tuple[Column, ...]] = []
+    start = 0
+    while start < len(array):
+        end = max(start + 1, int(np.searchsorted(before, before[start] + _PAIRS, "right")) - 1)
+        count = (stop - first)[start:end]
+        region = np.repeat(np.arange(start, end), count)
+        row = np.arange(len(region)) + np.repeat((first - before[:-1])[start:end], count)
+        row += before[start]
+        origin = np.maximum(table.origin[row], low[region])
+        extent = np.minimum(table.origin[row] + table.extent[row], high[region]) - origin
+        shared = (extent > 0).all(axis=1)
+        parts.append((row[shared], region[shared], origin[shared], extent[shared]))
+        start = end
+    rows, of_region, origins, extents = zip(*parts, strict=True) if parts else ([], [], [], [])
+    return Overlaps(
+        _joined([*rows]),
+        _joined([*of_region]),
+        _joined([*origins], width),
+        _joined([*extents], width),
+    )
+
+
+def _candidates(
+    table: BlockTable, array: Column, low: Column, high: Column
+) -> tuple[Column, Column]:
+    """The first row that may share an element with each region, and the first that follows them.
+
+    Blocks are sorted by array, and then by the first dim of their origin.
+    """
+    if not table.origin.shape[1]:
+        edges = np.searchsorted(table.array, np.arange(len(table.keys) + 1))
+        return edges[array], edges[array + 1]
+    origin, height = table.origin[:, 0], np.zeros(len(table.keys), np.int64)
+    np.maximum.at(height, table.array, table.extent[:, 0])
+    span = 1 + max(int((origin + table.extent[:, 0]).max(initial=0)), int(high.max(initial=0)))
+    places = table.array * span + origin
+    lowest = np.maximum(0, low[:, 0] - height[array] + 1)
+    first = np.searchsorted(places, array * span + lowest, "left")
+    return first, np.searchsorted(places, array * span + high[:, 0], "left")
+
+
 def with_objects(table: BlockTable, objects: Sequence[ObjectId]) -> BlockTable:
     """A table of arrays, and of shards of objects as elements of an array of dtype ``OBJECT``.
 
@@ -190,7 +265,7 @@ def plain_text(text: str) -> str:
     return text.replace(OBJECT_SUFFIX, "")
 
 
-def _padded(rows: Sequence[Shape], width: int, value: int) -> Column:
+def padded(rows: Sequence[Shape], width: int, value: int) -> Column:
     """Rows of different lengths as a table."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     flat = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))

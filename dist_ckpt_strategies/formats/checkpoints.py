@@ -17,6 +17,7 @@ import xxhash
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, Shape
+from dist_ckpt_strategies.core.blocks import padded
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
@@ -26,7 +27,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.locations import OpenedSave, refuse_format2
 from dist_ckpt_strategies.formats.objects import object_ids, object_path
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
-from dist_ckpt_strategies.formats.pack_read import READ_NBYTES, BlockRead, block_jobs
+from dist_ckpt_strategies.formats.pack_read import READ_NBYTES, BlockReads, read_jobs
 from dist_ckpt_strategies.formats.zarr2 import (
     METADATA_NAME,
     array_keys,
@@ -78,16 +79,12 @@ class Format1Checkpoint:
         self.identity = f"{self.save.identity} {common_digest(root)}"
         self._budget = ByteBudget(options.max_inflight_bytes)
 
-    def array_reader(self) -> "Format1Checkpoint":
-        """Reads the arrays that ``find`` gives."""
-        return self
-
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """Begin to read regions of arrays that ``find`` has given. There are no digests.
 
         Takes ``max_inflight_bytes`` for chunks that are decoded; a larger one goes alone.
         """
-        blocks: list[BlockRead] = []
+        blocks: list[tuple[str, str, Shape, Region, HostArray]] = []
         jobs: list[Job] = []
         for read in reads:
             array = read.array
@@ -98,17 +95,23 @@ class Format1Checkpoint:
                 whole: Any = read.target
                 target = whole[(*common.within(read.region).slices(), ...)]
                 if array.is_raw:
-                    box = common.within(chunk)
-                    blocks.append(BlockRead(name, 0, 0, chunk.shape, box, target, array.key))
+                    blocks.append((name, array.key, chunk.shape, common.within(chunk), target))
                 else:
                     path = self._store.path(name)
                     decode = partial(self._decode, array, index, path, common, target)
                     jobs.append(Job(array.key, path, decode))
-        sizes = {self._store.path(b.file): b.target.itemsize * math.prod(b.shape) for b in blocks}
-        for job in block_jobs(self._store, blocks, {}):
-            path = str(job.path)
-            run = partial(_read_chunk, str(job.key), path, sizes[path], job)
-            jobs.append(Job(job.key, path, run))
+        if blocks:
+            names, keys, shapes, boxes, targets = zip(*blocks, strict=True)
+            sizes = {
+                self._store.path(name): target.itemsize * math.prod(shape)
+                for name, shape, target in zip(names, shapes, targets, strict=True)
+            }
+            for job in read_jobs(
+                self._store, _block_reads(names, keys, shapes, boxes, targets), {}
+            ):
+                path = str(job.path)
+                run = partial(_read_chunk, str(job.key), path, sizes[path], job)
+                jobs.append(Job(job.key, path, run))
         return Transfer(jobs, self._num_threads)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
@@ -185,6 +188,28 @@ class Format1Checkpoint:
 
 StoredCheckpoint = Format1Checkpoint | PackCheckpoint
 """A checkpoint of a format of this package, of which arrays are read by region."""
+
+
+def _block_reads(
+    names: Sequence[str],
+    keys: Sequence[str],
+    shapes: Sequence[Shape],
+    boxes: Sequence[Region],
+    targets: Sequence[HostArray],
+) -> BlockReads:
+    """Parts of blocks that are a file each: each a number of its own, for ``read_jobs``."""
+    width = max(map(len, shapes))
+    place = np.zeros((len(names), 3), np.int64)
+    place[:, 0] = np.arange(len(names))
+    return BlockReads(
+        dict(enumerate(names)),
+        place,
+        padded(shapes, width, 1),
+        padded([box.offset for box in boxes], width, 0),
+        padded([box.shape for box in boxes], width, 1),
+        targets,
+        keys,
+    )
 
 
 def _read_chunk(key: str, path: str, nbytes: int, job: Job) -> None:

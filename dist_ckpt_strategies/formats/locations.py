@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from dist_ckpt_strategies.config import Options, StoreOptions, store_options_from_environment
 from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
     CheckpointNotFoundError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
@@ -38,7 +39,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     require_directory,
 )
-from dist_ckpt_strategies.storage.io_pool import limited
+from dist_ckpt_strategies.storage.io_pool import Deadline, limited, run_within
 from dist_ckpt_strategies.storage.store import Store
 
 T = TypeVar("T")
@@ -351,38 +352,49 @@ class OpenedSave:
     """
 
     def __init__(self, root: Location) -> None:
-        self.root = root
-        self.has_packs = holds_packs(root)
-        if self.has_packs:  # which are never written again
-            store = root.place() if isinstance(root, Bucket) else Directory(root)
-            pointer = limited(current_pointer)(store)
-            self._status, self.identity = None, pointer.digest if pointer else ""
-            return
-        self._status = None if isinstance(root, Bucket) else _status(root)
-        self.identity = str(self._status[-1]) if self._status and self._status[0] else ""
+        self.root, self.has_packs = root, holds_packs(root)
+        self._state = self._look()
+        if isinstance(self._state, str):
+            self.identity = self._state
+        else:
+            self.identity = str(self._state[-1]) if self._state and self._state[0] else ""
 
-    def require_current(self) -> None:
-        """Raise StorageError where it has been replaced or removed since."""
+    def _look(self) -> str | tuple[bool, int, int] | None:
+        """What tells it from another: the digest of its index, or what its marker's file is."""
         root = self.root
         if self.has_packs:
-            return
-        if isinstance(root, Path) and _status(root) != self._status:
-            raise StorageError(
+            store = root.place() if isinstance(root, Bucket) else Directory(root)
+            pointer = limited(current_pointer)(store)
+            return pointer.digest if pointer else ""
+        return None if isinstance(root, Bucket) else _status(root)
+
+    def require_current(self, limit_s: float | None = None) -> None:
+        """Raise CheckpointChangedError where it has been replaced or removed since.
+
+        With a limit storage is asked on another thread.
+        """
+        root = self.root
+        if limit_s is None:
+            state = self._look()
+        else:
+            state = run_within(Deadline.after(limit_s), root, self._look)
+        if state != self._state:
+            raise CheckpointChangedError(
                 f"{root}: another save replaced this checkpoint while it was read, or it was "
                 "removed; what was read may be of both saves; load it again",
                 path=str(root),
             )
 
-    def read(self, step: Callable[[], T]) -> T:
+    def read(self, step: Callable[[], T], limit_s: float | None = None) -> T:
         """What a step reads of it. ``require_current`` also comes before an error of the step."""
         try:
             found = step()
         except StorageTimeoutError:
             raise
         except StorageError:
-            self.require_current()
+            self.require_current(limit_s)
             raise
-        self.require_current()
+        self.require_current(limit_s)
         return found
 
 

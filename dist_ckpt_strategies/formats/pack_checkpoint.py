@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region
-from dist_ckpt_strategies.core.blocks import BlockTable
+from dist_ckpt_strategies.core.blocks import BlockTable, merged, overlaps
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointChangedError,
@@ -26,28 +28,35 @@ from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, StoredBytes
 from dist_ckpt_strategies.formats.pack_commit import current_save, read_pointer
 from dist_ckpt_strategies.formats.pack_read import (
     READ_NBYTES,
-    BlockRead,
+    BlockReads,
     DigestTables,
     begin_reads,
+    read_content,
     read_table,
 )
-from dist_ckpt_strategies.formats.pack_write import file_of
+from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.files import Directory, require_directory
-from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer, limited, run_with_limit
+from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer, run_within
 from dist_ckpt_strategies.storage.store import ArrayRead
 
 T = TypeVar("T")
 
 COMMON = "common state"
 
-_FEW = 8
-"""Blocks of an array that are looked at one by one."""
-
 
 def place_of(location: Location) -> Place:
     """The files at a location."""
     return location.place() if isinstance(location, Bucket) else Directory(location)
+
+
+@dataclass(frozen=True, slots=True)
+class _LookUp:
+    """Arrays that were looked up together: their blocks, numbers by key, and packs by number."""
+
+    table: BlockTable
+    numbers: dict[str, int]
+    packs: dict[int, PackRecord]
 
 
 class PackCheckpoint:
@@ -58,6 +67,7 @@ class PackCheckpoint:
         options: how it is read.
 
     Attributes:
+        root: the location.
         identity: the digest of its index, which no other save has.
         index: what is stored where.
 
@@ -68,8 +78,8 @@ class PackCheckpoint:
     """
 
     def __init__(self, location: Location, options: Options) -> None:
-        self._store, self._options = place_of(location), options
-        opened = limited(current_save)(self._store)
+        self.root, self._store, self._options = location, place_of(location), options
+        opened = current_save(self._store)
         if opened is None:
             if isinstance(location, Path):
                 require_directory(location)
@@ -82,7 +92,7 @@ class PackCheckpoint:
             )
         pointer, self.index = opened
         self.identity = pointer.digest
-        self._found: dict[str, tuple[BlockTable, range]] = {}
+        self._last = _LookUp(merged([])[0], {}, {})
         self._tables: DigestTables = {}
 
     @property
@@ -90,8 +100,10 @@ class PackCheckpoint:
         """What consumers of either format read through."""
         return self
 
-    def read(self, step: Callable[[], T]) -> T:
+    def read(self, step: Callable[[], T], limit_s: float | None = None) -> T:
         """What a step reads of it. Packs are never written again, but removed with their save.
+
+        With a limit storage is asked on another thread what is there, where a pack is gone.
 
         Raises:
             CheckpointChangedError: another save has replaced it.
@@ -99,7 +111,9 @@ class PackCheckpoint:
         try:
             return step()
         except IncompleteCheckpointError as error:
-            pointer = limited(read_pointer)(self._store)
+            look = partial(read_pointer, self._store)
+            limit = None if limit_s is None else Deadline.after(limit_s)
+            pointer = look() if limit is None else run_within(limit, self.root, look)
             if pointer is None or pointer.digest == self.identity:
                 raise
             raise CheckpointChangedError(
@@ -114,12 +128,10 @@ class PackCheckpoint:
         return tuple(self.index.facts.get("features", ()))
 
     def blocks(self, key: str) -> Iterator[tuple[Region, int]]:
-        """The stored blocks of an array that ``find`` has given, and which rank wrote each."""
-        table, rows = self._found[key]
-        numbers = table.place[rows.start : rows.stop, 0].tolist()
-        packs = self.index.packs(numbers)
-        for row, number in zip(rows, numbers, strict=True):
-            yield table.region(row), packs[number].rank
+        """The stored blocks of an array, and which rank wrote each."""
+        found = self._look_up([key])
+        for row in np.flatnonzero(found.table.array == found.numbers[key]).tolist():
+            yield found.table.region(row), found.packs[int(found.table.place[row, 0])].rank
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """The arrays of these keys, sorted by key.
@@ -127,39 +139,46 @@ class PackCheckpoint:
         Raises:
             ArrayNotFoundError: there is no such array; names similar ones.
         """
-        wanted = sorted(set(keys))
+        specs = {}
+        table = self._look_up(keys).table
+        for key, facts in zip(table.keys, table.facts, strict=True):
+            chunk = tuple([size or 1 for size in facts.shape])
+            specs[key] = ArraySpec(key, facts.shape, DType(facts.dtype), chunk)
+        return dict(sorted(specs.items()))
+
+    def _look_up(self, keys: Iterable[str]) -> _LookUp:
+        """The blocks of these keys, and perhaps of others: those that were looked up last."""
+        wanted, last = set(keys), self._last
+        if wanted <= last.numbers.keys():
+            return last
         try:
-            table = run_with_limit(lambda: self.index.find(wanted), self._store)
+            table = self.index.find(wanted)
         except ArrayNotFoundError as error:
             raise self._not_found(str(error.key)) from error
-        # Rows are sorted by key, and arrays are numbered in that order.
-        bounds = np.searchsorted(table.array, np.arange(len(table.keys) + 1)).tolist()
-        specs = {}
-        for n, (key, facts) in enumerate(zip(table.keys, table.facts, strict=True)):
-            self._found[key] = table, range(bounds[n], bounds[n + 1])
-            chunk = tuple(max(1, size) for size in facts.shape)
-            specs[key] = ArraySpec(key, facts.shape, DType(facts.dtype), chunk)
-        return {key: specs[key] for key in wanted}
+        packs = self.index.packs(np.unique(table.place[:, 0]).tolist())
+        self._last = _LookUp(table, {key: n for n, key in enumerate(table.keys)}, packs)
+        return self._last
 
     def digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
         """The digests of all ranges of each stored block, but of packs whose digests are damaged.
 
         By key and region.
         """
-        found, damaged = {}, set()
-        for key, spec in self.find(keys).items():
-            table, rows = self._found[key]
-            places = table.place[rows.start : rows.stop].tolist()
-            packs = self.index.packs(number for number, *_ in places)
-            for row, (number, _, first) in zip(rows, places, strict=True):
-                pack, region = packs[number], table.region(row)
-                if pack not in self._tables and pack not in damaged:
-                    damaged.add(pack)
-                    with suppress(CorruptCheckpointError, IncompleteCheckpointError):
-                        read_table(self._store, pack, self._tables, key)
-                if pack in self._tables:
-                    count = num_ranges(region.numel * spec.dtype.itemsize)
-                    found[key, region] = self._tables[pack][first : first + count]
+        wanted = set(keys)
+        look = self._look_up(wanted)
+        table, found, damaged = look.table, {}, set()
+        places = zip(table.array.tolist(), table.place.tolist(), strict=True)
+        for row, (array, (number, _, first)) in enumerate(places):
+            key, pack, region = table.keys[array], look.packs[number], table.region(row)
+            if key not in wanted:
+                continue
+            if pack not in self._tables and pack not in damaged:
+                damaged.add(pack)
+                with suppress(CorruptCheckpointError, IncompleteCheckpointError):
+                    read_table(self._store, pack, self._tables, key)
+            if pack in self._tables:
+                nbytes = region.numel * DType(table.facts[array].dtype).itemsize
+                found[key, region] = self._tables[pack][first : first + num_ranges(nbytes)]
         return found
 
     def keys(self) -> Iterator[str]:
@@ -171,35 +190,36 @@ class PackCheckpoint:
                     yield key
                 last = key
 
-    def array_reader(self) -> PackCheckpoint:
-        """Reads the arrays that ``find`` gives."""
-        return self
-
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
-        """Begin to read regions of arrays that ``find`` has given; every byte is verified."""
-        found = [(read, *block) for read in reads for block in self._blocks_of(read)]
-        numbers = {place[0] for _, place, _, _ in found}
-        packs = run_with_limit(lambda: self.index.packs(numbers), self._store)
-        max_nbytes = max(RANGE_NBYTES, min(READ_NBYTES, self._budget))
-        requests = []
-        for read, (number, byte_offset, first_range), block, common in found:
-            target: Any = read.target
-            requests.append(
-                BlockRead(
-                    packs[number],
-                    byte_offset,
-                    first_range,
-                    block.shape,
-                    common.within(block),
-                    target[(*common.within(read.region).slices(), ...)],
-                    read.array.key,
-                )
-            )
+        """Begin to read regions of arrays; every byte is verified.
+
+        Storage is asked only for arrays that ``find`` has not given last.
+        """
+        found = self._look_up(read.array.key for read in reads)
+        arrays = [found.numbers[read.array.key] for read in reads]
+        common = overlaps(found.table, arrays, [read.region for read in reads])
+        targets = []
+        for number, low, shape in zip(
+            common.of_region.tolist(), common.origin.tolist(), common.extent.tolist(), strict=True
+        ):
+            region, target = reads[number].region, reads[number].target
+            if shape[: region.ndim] != list(region.shape):
+                dims = zip(low, shape, region.offset, strict=False)
+                target = target[(*(slice(a - at, a - at + n) for a, n, at in dims), ...)]
+            targets.append(target)
+        rows, max_nbytes = common.row, max(RANGE_NBYTES, min(READ_NBYTES, self._budget))
         return begin_reads(
             self._store,
-            requests,
+            BlockReads(
+                found.packs,
+                found.table.place[rows],
+                found.table.extent[rows],
+                common.origin - found.table.origin[rows],
+                common.extent,
+                targets,
+                [reads[number].array.key for number in common.of_region.tolist()],
+            ),
             num_threads=max(1, min(self._store.num_readers, self._budget // max_nbytes)),
-            deadline=Deadline.after(self._options.timeout_s / 2),
             verify=self._options.verify is not Verify.OFF,
             tables=self._tables,
             max_nbytes=max_nbytes,
@@ -218,24 +238,6 @@ class PackCheckpoint:
             key=key,
             path=str(self._store),
         )
-
-    def _blocks_of(self, read: ArrayRead) -> Iterator[tuple[list[int], Region, Region]]:
-        """The blocks that share an element with what is read: place, region, common region."""
-        if read.array.key not in self._found:
-            self.find([read.array.key])
-        table, rows = self._found[read.array.key]
-        region, ndim = read.region, read.region.ndim
-        chosen: Sequence[int] = rows
-        if len(rows) > _FEW:
-            some = slice(rows.start, rows.stop)
-            origin, extent = table.origin[some, :ndim], table.extent[some, :ndim]
-            low, high = np.maximum(origin, region.offset), np.minimum(origin + extent, region.end)
-            chosen = (np.flatnonzero((low < high).all(axis=1)) + rows.start).tolist()
-        for row in chosen:
-            block = table.region(row)
-            common = block.intersect(region)
-            if common is not None:
-                yield table.place[row].tolist(), block, common
 
     def require_files(self) -> None:
         """Raise an IncompleteCheckpointError unless all packs are there, as far as sizes tell."""
@@ -289,18 +291,7 @@ class PackCheckpoint:
 
     def _content(self, stored: StoredBytes, key: str) -> bytes:
         pack = self.index.packs([stored.pack])[stored.pack]
-        target = np.empty(stored.nbytes, np.uint8)
-        whole = Region.whole((stored.nbytes,))
-        read = BlockRead(
-            pack, stored.byte_offset, stored.first_range, whole.shape, whole, target, key
-        )
-        begin_reads(
-            self._store,
-            [read],
-            num_threads=1,
-            deadline=Deadline.after(self._options.timeout_s / 2),
-        ).wait()
-        return target.tobytes()
+        return self.read(lambda: read_content(self._store, pack, stored, key, self._tables))
 
     def _file(self, stored: StoredBytes) -> str:
         return self._store.path(file_of(self.index.packs([stored.pack])[stored.pack].name))

@@ -1,34 +1,37 @@
 """Read elements of stored blocks; every byte of a pack is compared with its digest.
 
-A block is a part of a pack, or a whole file that has no digests. A read takes whole ranges. Where a
-range belongs to the elements wanted as it is, it goes into their memory; others go through memory
-of a few MiB for each thread.
+A read takes whole ranges. Where a range belongs to the elements wanted as it is, it goes into their
+memory; others go through memory of a few MiB for each thread. Ten thousand blocks are planned as
+columns, without an object for each of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from dist_ckpt_strategies.core.array import Region, Shape
+from dist_ckpt_strategies.core.blocks import Column
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.formats.pack import (
     RANGE_NBYTES,
     Digests,
+    StoredBytes,
     num_ranges,
     opened_table,
     table_nbytes,
 )
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Place
-from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
 from dist_ckpt_strategies.storage.store import Bytes, HostArray
 
 READ_NBYTES = 4 << 20
@@ -42,72 +45,88 @@ DigestTables = dict[PackRecord, Digests]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRead:
-    """Elements of a stored block, to be brought into memory.
+class BlockReads:
+    """Elements of stored blocks, to be brought into memory; a row is a box in a block.
 
     Attributes:
-        pack: the pack; or the name of a file without digests that holds the block alone.
-        byte_offset: of the block, after the pack's header.
-        first_range: the first digest of the block in the pack's table.
-        shape: of the block.
-        box: what to read, in coordinates of the block.
-        target: memory of the box's shape, of the stored type; it may be strided.
-        key: for messages.
+        packs: the packs by number; or names of files without digests that hold one block alone.
+        place: where the block is: three columns, see ``BlockTable``.
+        extent: shape of the block, a column for each dim; 1 in columns that it lacks.
+        offset: first element of the box in the block.
+        shape: of the box.
+        targets: memory of the box's shape, of the stored type; it may be strided.
+        keys: for messages.
     """
 
-    pack: PackRecord | str
-    byte_offset: int
-    first_range: int
-    shape: Shape
-    box: Region
-    target: HostArray
-    key: str
+    packs: Mapping[int, PackRecord | str]
+    place: Column
+    extent: Column
+    offset: Column
+    shape: Column
+    targets: Sequence[HostArray]
+    keys: Sequence[str]
 
-    @property
-    def file(self) -> str:
-        """The file that holds the block, below the checkpoint's directory."""
-        return self.pack if isinstance(self.pack, str) else file_of(self.pack.name)
-
-    @property
-    def file_offset(self) -> int:
-        """The first byte of the block in that file."""
-        return self.byte_offset + (0 if isinstance(self.pack, str) else self.pack.data_start)
-
-    @property
-    def writer(self) -> str:
-        """Who wrote the block, for messages; empty where nothing says it."""
-        return "" if isinstance(self.pack, str) else f"rank {self.pack.rank}"
+    def box(self, row: int) -> tuple[Shape, Region]:
+        """The shape of the block, and what is wanted of it."""
+        ndim = self.targets[row].ndim
+        extent, *box = (column[row, :ndim] for column in (self.extent, self.offset, self.shape))
+        return tuple(extent.tolist()), Region(*(tuple(part.tolist()) for part in box))
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """Ranges of one block that follow each other; they go to ``target``, or through a buffer."""
+class _Spans:
+    """Ranges of one block that follow each other, as columns, in the order of the packs.
 
-    read: BlockRead
-    start: int
-    nbytes: int
-    target: Bytes | None
+    Attributes:
+        row: of BlockReads.
+        pack: number of the pack.
+        at: first byte in the pack, after its header.
+        start: first byte in the block.
+        nbytes: how many.
+        into: first byte in the target's memory; -1: they go through a buffer.
+    """
+
+    row: list[int]
+    pack: list[int]
+    at: list[int]
+    start: list[int]
+    nbytes: list[int]
+    into: list[int]
 
 
-def begin_reads(  # noqa: PLR0913
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the threads of a transfer share; tables of digests are read by the first that needs it.
+
+    ``verify``: digests are compared.
+    """
+
+    store: Place
+    reads: BlockReads
+    spans: _Spans
+    verify: bool
+    tables: DigestTables
+    locks: Mapping[int, Lock]
+    buffers: deque[Bytes]
+
+
+def begin_reads(
     store: Place,
-    reads: Sequence[BlockRead],
+    reads: BlockReads,
     *,
     num_threads: int,
-    deadline: Deadline,
     verify: bool = True,
     tables: DigestTables | None = None,
     max_nbytes: int = READ_NBYTES,
 ) -> Transfer:
-    """Begin to bring elements of blocks into memory. Rank-local; tables of digests are read first.
+    """Begin to bring elements of blocks into memory. Rank-local; itself does not touch storage.
 
     Args:
         store: where the packs are.
         reads: what to read.
         num_threads: that read at the same time.
-        deadline: for the tables of digests.
         verify: whether to compare what is read with its digests.
-        tables: those that were read before; new ones are added.
+        tables: of digests that were read before; new ones are added.
         max_nbytes: read by one call; a thread has a buffer of that size.
 
     Raises, as the transfer that is returned:
@@ -115,166 +134,262 @@ def begin_reads(  # noqa: PLR0913
         IncompleteCheckpointError: a pack is missing.
         StorageTimeoutError: storage did not answer in time.
     """
-    tables = {} if tables is None or not verify else tables
-    if verify:
-        first = {read.pack: read for read in reads if read.pack not in tables}
-        jobs = [
-            Job(read.key, store.path(read.file), partial(read_table, store, pack, tables, read.key))
-            for pack, read in first.items()
-            if isinstance(pack, PackRecord)
-        ]
-        Transfer(jobs, num_threads).wait(deadline.left_s)
-    return Transfer(block_jobs(store, reads, tables, max_nbytes), num_threads)
+    jobs = read_jobs(store, reads, {} if tables is None else tables, max_nbytes, verify=verify)
+    return Transfer(jobs, num_threads)
 
 
-def block_jobs(
-    store: Place, reads: Sequence[BlockRead], tables: DigestTables, max_nbytes: int = READ_NBYTES
+def read_jobs(
+    store: Place,
+    reads: BlockReads,
+    tables: DigestTables,
+    max_nbytes: int = READ_NBYTES,
+    *,
+    verify: bool = True,
 ) -> list[Job]:
-    """What brings elements of blocks into memory; see ``begin_reads``.
-
-    What has no table is not verified.
-    """
-    buffers: deque[Bytes] = deque()
+    """What brings elements of blocks into memory; see ``begin_reads``."""
+    max_nbytes = max(max_nbytes, RANGE_NBYTES)
+    spans = _spans(reads, max_nbytes)
+    locks = {number: Lock() for number in reads.packs}
+    work = _Work(store, reads, spans, verify, tables, locks, deque())
     return [
-        Job(read.key, store.path(read.file), partial(_read_spans, store, spans, table, buffers))
-        for spans in _batches(reads, max(max_nbytes, RANGE_NBYTES))
-        for read in [spans[0].read]
-        for table in [None if isinstance(read.pack, str) else tables.get(read.pack)]
+        Job(
+            reads.keys[spans.row[first]],
+            store.path(_file(reads.packs[spans.pack[first]])),
+            partial(_read_batch, work, first, stop),
+        )
+        for first, stop in _batches(spans, max_nbytes)
     ]
+
+
+def read_content(
+    store: Place, pack: PackRecord, stored: StoredBytes, key: str, tables: DigestTables
+) -> bytes:
+    """Bytes of a pack that are no array, compared with their digests. Blocks on storage.
+
+    ``tables``: of digests that were read before; new ones are added.
+
+    Raises:
+        CorruptCheckpointError, IncompleteCheckpointError: as ``begin_reads``.
+    """
+    content = np.empty(stored.nbytes, np.uint8)
+    with _named(key, pack):
+        if pack not in tables:
+            tables[pack] = _read_table(store, pack)
+        start = pack.data_start + stored.byte_offset
+        store.read_into(file_of(pack.name), start, [content])
+    _compare(store, pack, key, start, content, tables[pack][stored.first_range :])
+    return content.tobytes()
+
+
+def _file(pack: PackRecord | str) -> str:
+    return pack if isinstance(pack, str) else file_of(pack.name)
+
+
+def _start(pack: PackRecord | str) -> int:
+    return 0 if isinstance(pack, str) else pack.data_start
 
 
 def read_table(store: Place, pack: PackRecord, tables: DigestTables, key: str) -> None:
     """Add a pack's digests to those that were read; an error names ``key``."""
-    content, name = np.empty(table_nbytes(pack.num_ranges), np.uint8), file_of(pack.name)
-    with _named(key, f"rank {pack.rank}"):
-        store.read_into(name, pack.nbytes - content.size, [content])
-        tables[pack] = opened_table(content.tobytes(), pack.digest, store.path(name))
+    with _named(key, pack):
+        tables[pack] = _read_table(store, pack)
+
+
+def _read_table(store: Place, pack: PackRecord) -> Digests:
+    content = np.empty(table_nbytes(pack.num_ranges), np.uint8)
+    name = file_of(pack.name)
+    store.read_into(name, pack.nbytes - content.size, [content])
+    return opened_table(content.tobytes(), pack.digest, store.path(name))
 
 
 @contextmanager
-def _named(key: str, writer: str) -> Iterator[None]:
-    """Within the block errors of a file name what is read of it, and who wrote it if known."""
+def _named(key: str, pack: PackRecord | str) -> Iterator[None]:
+    """Within the block errors of a file name what is read of it, and who wrote it, if known."""
     try:
         yield
     except StorageError as error:
         if error.key is None:
             error.key = key
-            by = f"; {writer} wrote it" if writer else ""
+            by = "" if isinstance(pack, str) else f"; rank {pack.rank} wrote it"
             error.args = (f"{key}: {error.message}{by}",)
         raise
 
 
-def _batches(reads: Sequence[BlockRead], max_nbytes: int) -> Iterator[list[_Span]]:
-    """Spans that one call reads: they follow each other in one file."""
-    batch: list[_Span] = []
-    nbytes = end = 0
-    for read in sorted(reads, key=lambda read: (read.file, read.byte_offset)):
-        for span in _spans(read, max_nbytes):
-            start = read.byte_offset + span.start
-            if batch and (
-                start != end
-                or read.pack != batch[0].read.pack
-                or nbytes + span.nbytes > max_nbytes
-                or len(batch) == _MAX_BUFFERS
-            ):
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(span)
-            nbytes += span.nbytes
-            end = start + span.nbytes
-    if batch:
-        yield batch
+# Plans
 
 
-def _spans(read: BlockRead, max_nbytes: int) -> Iterator[_Span]:
-    """What is to be read for a read, ranges in order."""
-    itemsize = read.target.dtype.itemsize
-    total = math.prod(read.shape) * itemsize
-    if 0 in read.box.shape:
-        return
-    first, last = (_flat(read.shape, at) for at in (read.box.offset, _last(read.box)))
-    start, stop = first * itemsize, (last + 1) * itemsize
-    target: Bytes | None = None
-    if read.box.numel == last + 1 - first and read.target.flags.c_contiguous:
-        target = read.target.reshape(-1).view(np.uint8)
-    ranges = range(start // RANGE_NBYTES, num_ranges(stop))
-    span: tuple[int, int, bool] | None = None
-    for number in ranges:
+def _spans(reads: BlockReads, max_nbytes: int) -> _Spans:
+    """What is to be read, none larger than ``max_nbytes``.
+
+    Where the elements wanted follow each other in the block, and in memory, all but the first and
+    the last range go straight there.
+    """
+    itemsize = np.array([target.dtype.itemsize for target in reads.targets], np.int64)
+    strides = itemsize[:, None] * _elements_after(reads.extent)
+    first = (reads.offset * strides).sum(1)
+    stop = ((reads.offset + reads.shape - 1) * strides).sum(1) + itemsize
+    total = reads.extent.prod(1) * itemsize
+    nbytes = reads.shape.prod(1) * itemsize
+    is_in_order = np.array([target.flags.c_contiguous for target in reads.targets], bool)
+    is_flat = is_in_order & (nbytes == stop - first) & (nbytes > 0)
+    rows = np.flatnonzero(is_flat)
+    parts = [_flat_spans(rows, first[rows], stop[rows], total[rows], max_nbytes)]
+    strided = np.flatnonzero(~is_flat & (nbytes > 0)).tolist()
+    parts += [_strided_spans(reads, row, int(total[row]), max_nbytes) for row in strided]
+    row, start, size, into = np.concatenate(parts).T
+    at = reads.place[row, 1] + start
+    order = np.lexsort((at, reads.place[row, 0]))
+    columns = (row, reads.place[row, 0], at, start, size, into)
+    return _Spans(*(column[order].tolist() for column in columns))
+
+
+def _elements_after(extent: Column) -> Column:
+    """Elements of a block from one index to the next in each dim."""
+    after = np.ones_like(extent)
+    for dim in range(extent.shape[1] - 2, -1, -1):
+        after[:, dim] = after[:, dim + 1] * extent[:, dim + 1]
+    return after
+
+
+def _flat_spans(
+    rows: Column, first: Column, stop: Column, total: Column, max_nbytes: int
+) -> Column:
+    """Row, first byte, size, and place in memory, for bytes that follow each other."""
+    low, high = first // RANGE_NBYTES, -(-stop // RANGE_NBYTES)  # ranges that are touched
+    whole_low = -(-first // RANGE_NBYTES)
+    whole_high = np.where(stop == total, high, stop // RANGE_NBYTES)
+    has_whole = whole_low < whole_high
+    per_span = max_nbytes // RANGE_NBYTES
+    parts = []
+
+    def add(chosen: Column, begin: Column, end: Column, *, is_direct: bool) -> None:
+        count = -(-(end - begin) // per_span)
+        which = np.repeat(np.arange(len(begin)), count)
+        number = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+        start = (begin[which] + number * per_span) * RANGE_NBYTES
+        limit = np.minimum(end * RANGE_NBYTES, total[chosen])[which]
+        size = np.minimum(start + per_span * RANGE_NBYTES, limit) - start
+        into = start - first[chosen][which] if is_direct else np.full(len(which), -1)
+        parts.append(np.stack([rows[chosen][which], start, size, into], 1))
+
+    some = np.flatnonzero(has_whole)
+    add(some, whole_low[some], whole_high[some], is_direct=True)
+    for chosen, begin, end in (
+        (np.flatnonzero(has_whole & (low < whole_low)), low, whole_low),
+        (np.flatnonzero(has_whole & (whole_high < high)), whole_high, high),
+        (np.flatnonzero(~has_whole), low, high),
+    ):
+        add(chosen, begin[chosen], end[chosen], is_direct=False)
+    return np.concatenate(parts)
+
+
+def _strided_spans(reads: BlockReads, row: int, total: int, max_nbytes: int) -> Column:
+    """The same for a box whose elements lie apart, in the block or in memory: through a buffer."""
+    block, box = reads.box(row)
+    itemsize = reads.targets[row].dtype.itemsize
+    first = _flat(block, box.offset) * itemsize
+    last = _flat(block, tuple(end - 1 for end in box.end)) * itemsize
+    spans: list[list[int]] = []
+    for number in range(first // RANGE_NBYTES, num_ranges(last + itemsize)):
         low, high = number * RANGE_NBYTES, min((number + 1) * RANGE_NBYTES, total)
-        is_direct = target is not None and start <= low and high <= stop
-        if target is None and not _touches(read, low // itemsize, high // itemsize):
+        pieces = runs(block, low // itemsize, high // itemsize)
+        if not any(piece.intersect(box) for piece in pieces):
             continue
-        if span and span[1] == low and span[2] is is_direct and high - span[0] <= max_nbytes:
-            span = span[0], high, is_direct
-            continue
-        if span:
-            yield _span(read, span, target, start)
-        span = low, high, is_direct
-    if span:
-        yield _span(read, span, target, start)
+        if spans and sum(spans[-1][1:3]) == low and high - spans[-1][1] <= max_nbytes:
+            spans[-1][2] = high - spans[-1][1]
+        else:
+            spans.append([row, low, high - low, -1])
+    return np.array(spans, np.int64).reshape(-1, 4)
 
 
-def _span(read: BlockRead, span: tuple[int, int, bool], target: Bytes | None, start: int) -> _Span:
-    low, high, is_direct = span
-    into = target[low - start : high - start] if is_direct and target is not None else None
-    return _Span(read, low, high - low, into)
+def _batches(spans: _Spans, max_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Spans that one call reads, by number: they follow each other in one pack."""
+    first = nbytes = 0
+    end = (-1, -1)
+    for number, (pack, at, size) in enumerate(zip(spans.pack, spans.at, spans.nbytes, strict=True)):
+        is_next = (pack, at) == end and number - first < _MAX_BUFFERS
+        if number > first and not (is_next and nbytes + size <= max_nbytes):
+            yield first, number
+            first, nbytes = number, 0
+        nbytes += size
+        end = pack, at + size
+    if spans.row:
+        yield first, len(spans.row)
 
 
-def _read_spans(
-    store: Place, spans: Sequence[_Span], table: Digests | None, buffers: deque[Bytes]
-) -> None:
-    read = spans[0].read
-    with _buffer(buffers, sum(span.nbytes for span in spans if span.target is None)) as memory:
-        at, targets = 0, []
-        for span in spans:
-            if span.target is not None:
-                targets.append(span.target)
+# Reads, on a thread
+
+
+def _read_batch(work: _Work, first: int, stop: int) -> None:
+    """Read spans by one call, compare them with their digests, and bring them where they belong."""
+    reads, spans, store = work.reads, work.spans, work.store
+    pack, key = reads.packs[spans.pack[first]], reads.keys[spans.row[first]]
+    numbers = range(first, stop)
+    buffered = sum(spans.nbytes[n] for n in numbers if spans.into[n] < 0)
+    with _buffer(work.buffers, buffered) as memory:
+        at, contents = 0, []
+        for n in numbers:
+            row, nbytes, into = spans.row[n], spans.nbytes[n], spans.into[n]
+            if into >= 0:
+                contents.append(reads.targets[row].reshape(-1).view(np.uint8)[into : into + nbytes])
             else:
-                targets.append(memory[at : at + span.nbytes])
-                at += span.nbytes
-        with _named(read.key, read.writer):
-            store.read_into(read.file, read.file_offset + spans[0].start, targets)
-        for span, content in zip(spans, targets, strict=True):
-            if table is not None:
-                _compare(store.path(read.file), span, content, table)
-            if span.target is None:
-                _copy_out(span, content)
+                contents.append(memory[at : at + nbytes])
+                at += nbytes
+        with _named(key, pack):
+            table = _table_of(work, spans.pack[first], pack)
+            store.read_into(_file(pack), _start(pack) + spans.at[first], contents)
+        for n, content in zip(numbers, contents, strict=True):
+            raise_if_cancelled()
+            row = spans.row[n]
+            if table is not None and not isinstance(pack, str):
+                begin = int(reads.place[row, 2]) + spans.start[n] // RANGE_NBYTES
+                digests = table[begin : begin + num_ranges(content.size)]
+                where = pack.data_start + spans.at[n]
+                _compare(store, pack, reads.keys[row], where, content, digests)
+            if spans.into[n] < 0:
+                _copy_out(reads, row, spans.start[n], content)
 
 
-def _compare(path: str, span: _Span, content: Bytes, table: Digests) -> None:
-    read = span.read
-    number = read.first_range + span.start // RANGE_NBYTES
-    for start in range(0, span.nbytes, RANGE_NBYTES):
+def _table_of(work: _Work, number: int, pack: PackRecord | str) -> Digests | None:
+    if not work.verify or isinstance(pack, str):
+        return None
+    with work.locks[number]:
+        if pack not in work.tables:
+            work.tables[pack] = _read_table(work.store, pack)
+    return work.tables[pack]
+
+
+def _compare(
+    store: Place, pack: PackRecord, key: str, at: int, content: Bytes, digests: Digests
+) -> None:
+    """Raise unless ranges that begin at a byte of a pack's file have their digests."""
+    starts = range(0, content.size, RANGE_NBYTES)
+    for start, expected in zip(starts, digests.tolist(), strict=False):
         piece = content[start : start + RANGE_NBYTES]
-        found, expected = xxh3_64_intdigest(piece.data), int(table[number])
+        found = xxh3_64_intdigest(piece.data)
         if found != expected:
-            begin = read.file_offset + span.start + start
+            path, begin = store.path(file_of(pack.name)), at + start
             raise CorruptCheckpointError(
-                f"{read.key}: {path}, written by {read.writer}, is damaged: bytes {begin} "
-                f"to {begin + piece.size} have digest {found:016x}, expected {expected:016x}",
-                key=read.key,
+                f"{key}: {path}, written by rank {pack.rank}, is damaged: bytes {begin} to "
+                f"{begin + piece.size} have digest {found:016x}, expected {expected:016x}",
+                key=key,
                 path=path,
             )
-        number += 1
 
 
-def _copy_out(span: _Span, content: Bytes) -> None:
+def _copy_out(reads: BlockReads, row: int, start: int, content: Bytes) -> None:
     """Bring those elements of the ranges that are wanted to where they are wanted."""
-    read = span.read
-    dtype, box = read.target.dtype, read.box
-    elements = content.view(dtype)
-    begin = span.start // dtype.itemsize
-    for part in runs(read.shape, begin, begin + elements.size):
+    target = reads.targets[row]
+    block, box = reads.box(row)
+    elements = content.view(target.dtype)
+    begin = start // target.dtype.itemsize
+    for part in runs(block, begin, begin + elements.size):
         common = part.intersect(box)
         if common is None:
             continue
-        start = _flat(read.shape, part.offset) - begin
-        source = elements[start : start + part.numel].reshape(part.shape)
-        read.target[common.within(box).slices()] = source[common.within(part).slices()]
-
-
-def _touches(read: BlockRead, start: int, stop: int) -> bool:
-    return any(part.intersect(read.box) for part in runs(read.shape, start, stop))
+        at = _flat(block, part.offset) - begin
+        source = elements[at : at + part.numel].reshape(part.shape)
+        target[common.within(box).slices()] = source[common.within(part).slices()]
 
 
 def runs(shape: Shape, start: int, stop: int) -> Iterator[Region]:
@@ -308,10 +423,6 @@ def _flat(shape: Shape, index: Shape) -> int:
     for size, at in zip(shape, index, strict=True):
         number = number * size + at
     return number
-
-
-def _last(box: Region) -> Shape:
-    return tuple(end - 1 for end in box.end)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from functools import partial
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import Region
 from dist_ckpt_strategies.core.blocks import BlockTable, merged, plain_text, with_objects
 from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import (
@@ -50,7 +49,7 @@ from dist_ckpt_strategies.formats.pack_commit import (
     open_full_index,
     read_pointer,
 )
-from dist_ckpt_strategies.formats.pack_read import BlockRead, begin_reads
+from dist_ckpt_strategies.formats.pack_read import read_content
 from dist_ckpt_strategies.formats.pack_verify import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
@@ -59,11 +58,10 @@ from dist_ckpt_strategies.storage.files import (
     Directory,
     require_directory,
 )
-from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 
 _FILE = re.compile(rf"{FOLDER}/([0-9a-f]{{2}})/(\1[0-9a-f]{{14}})\.safetensors")
 _NUM_THREADS = 16
-_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,23 +250,13 @@ def _whole_save(store: Place, packs: Sequence[OpenedPack]) -> _WholeSave:
     common = content = None
     for number, stored in commons:
         common = replace(stored, pack=number)
-        content = _read(store, packs[number].record, stored)
+        content = read_content(store, packs[number].record, stored, "common state", {})
     objects = tuple(
         StoredObject(name, replace(stored, pack=number))
         for number, header in enumerate(headers)
         for name, stored in header.objects
     )
     return _WholeSave(tuple(p.record for p in packs), arrays, objects, common, content)
-
-
-def _read(store: Place, pack: PackRecord, stored: StoredBytes) -> bytes:
-    target = np.empty(stored.nbytes, np.uint8)
-    whole = Region.whole(target.shape)
-    read = BlockRead(
-        pack, stored.byte_offset, stored.first_range, whole.shape, whole, target, "common state"
-    )
-    begin_reads(store, [read], num_threads=1, deadline=Deadline.after(_TIMEOUT_S)).wait()
-    return target.tobytes()
 
 
 def _commit(store: Place, save: _WholeSave, seen: bytes | None) -> None:

@@ -26,7 +26,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_content
 from dist_ckpt_strategies.formats.pack import MAX_BLOCKS, Layout, PackLayout, PackLimits, lay_out
-from dist_ckpt_strategies.formats.pack_read import BlockRead, begin_reads
+from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads
 from dist_ckpt_strategies.formats.pack_verify import OpenedPack
 from dist_ckpt_strategies.formats.pack_write import seal
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
@@ -248,16 +248,13 @@ def _read(
     deadline: Deadline,
 ) -> None:
     """Fill memory from tensors of a pack: label, first byte and first range of each; verified."""
-    reads = [
-        BlockRead(
-            pack.record, start, first, target.shape, Region((0,), target.shape), target, label
-        )
-        for label, start, first, target in tensors
-    ]
+    rows = list(tensors)
+    place_of = np.array([(0, start, first) for _, start, first, _ in rows], np.int64).reshape(-1, 3)
+    sizes = np.array([target.size for *_, target in rows], np.int64).reshape(-1, 1)
+    targets, labels = [target for *_, target in rows], [label for label, *_ in rows]
+    reads = BlockReads({0: pack.record}, place_of, sizes, 0 * sizes, sizes, targets, labels)
     tables = {pack.record: pack.digests}
-    begin_reads(place, reads, num_threads=_NUM_READERS, deadline=deadline, tables=tables).wait(
-        deadline.left_s
-    )
+    begin_reads(place, reads, num_threads=_NUM_READERS, tables=tables).wait(deadline.left_s)
 
 
 def decode_shard(shard: LoadedShard, allowed: Allowed, *, on_host: bool = True) -> Any:

@@ -70,14 +70,13 @@ def require_same_checkpoint(comm: Communicator, name: object, identities: Sequen
         )
 
 
-def require_validated(comm: Communicator, messages: list[Any], group: str) -> None:
-    """Run Megatron-Core's checks of the sharding, of which ``group`` is the digest. Collective.
+def require_validated(comm: Communicator, messages: Sequence[Message]) -> None:
+    """Run Megatron-Core's checks of the sharding. Collective.
 
     Raises a PlanError if the main replicas of a key do not fit together.
     """
-    everyone = comm.all_gather(messages)
+    everyone = comm.all_gather(list(messages))
     run_collectively(comm, lambda: require_valid(_values(everyone)))
-    VALIDATED.last = group
 
 
 def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:

@@ -1,14 +1,13 @@
-"""Load a sharded state dict: open and plan, read; nothing is filled unless every rank can load.
+"""Load a sharded state dict: plan, agree, read. Nothing is filled unless every rank can load.
 
-A load takes these collectives: one gather, after every rank has opened the checkpoint and made its
-plan; where the sharding is to be validated and was not by the save or load before, another with
-the description of all shards, and the check; the reads.
+The ranks talk twice: once all have opened the checkpoint and made their plans, and once all have
+read. A load that checks a sharding for the first time takes a gather and a check more.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,21 +38,20 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.checks import (
-    VALIDATED,
-    require_same_checkpoint,
-    require_validated,
-)
-from dist_ckpt_strategies.storage.io_pool import Job, Transfer, restart_limit
+from dist_ckpt_strategies.sharded.checks import require_same_checkpoint, require_validated
+from dist_ckpt_strategies.storage.io_pool import ENDING, WORK, Deadline, Job, Transfer, run_within
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
 
 logger = logging.getLogger(__name__)
 
-TensorRegion = tuple[ArraySpec, Region, torch.Tensor]
-"""A region of an array, and the tensor that has its shape: of any strides and device."""
-
 Conversions = list[list[str]]
 """Key, stored and wanted dtype of each array that a load converts, sorted."""
+
+Validated = dict[str, str]
+"""Shardings that were checked: the digest of all ranks' shards, by that of this rank's."""
+
+TensorRead = tuple[ArraySpec, Region, torch.Tensor]
+"""A region of an array, and the tensor that has its shape: of any strides and device."""
 
 _NUM_EXAMPLES = 3
 
@@ -114,110 +112,176 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
     return ReadItem(array, source, source.within(region), is_padded=source.shape != region.shape)
 
 
-@dataclass(eq=False)
-class ShardedLoad:
-    """One load, in steps. ``describe`` is rank-local and comes first; the others are collective.
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank reads of a checkpoint.
 
-    Messages call the checkpoint ``name``. ``destination_of`` gives the tensor to fill for a
-    ShardedTensor. ``validates``: Megatron-Core's own checks of the sharding are run too.
+    Attributes:
+        checkpoint: that is read.
+        state: what is wanted.
+        messages: about all of it, see ``message_of``.
+        reads: how each ShardedTensor is filled, and the tensor that is.
+        objects: the ShardedObjects.
+        converted: arrays that are stored in another dtype than the one wanted.
     """
 
-    comm: Communicator
-    state: StateDict
     checkpoint: StoredCheckpoint
-    name: object
-    options: Options
-    allow: Allowed
-    destination_of: Callable[[Any], torch.Tensor]
-    validates: bool = False
+    state: StateDict
+    messages: Sequence[Message]
+    reads: Sequence[tuple[Any, ReadItem, torch.Tensor]]
+    objects: Sequence[Any]
+    converted: Conversions
 
-    _messages: list[Message] = field(default_factory=list, init=False)
-    _plan: list[tuple[Any, ReadItem, torch.Tensor]] = field(default_factory=list, init=False)
-    _objects: list[Any] = field(default_factory=list, init=False)
-    _converted: Conversions = field(default_factory=list, init=False)
-    _loaded: Any = field(default=None, init=False)
+    def said(self, validated: Validated | None = None) -> Message:
+        """What the other ranks have to know; ``validated``: the sharding is to be checked."""
+        if validated is None:
+            return ["", None, self.checkpoint.identity]
+        own = digest_of(self.messages)
+        return [own, validated.get(own), self.checkpoint.identity]
 
-    def describe(self) -> Message:
-        """Plan the reads; what the other ranks have to know. Rank-local.
 
-        Raises a ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or StorageError if this
-        rank cannot be given what it asks for.
-        """
-        values = list(sharded_values(self.state))
-        self._messages = list(map(message_of, values))
-        tensors = [value for value in values if isinstance(value, ShardedTensor)]
-        self._objects = [value for value in values if not isinstance(value, ShardedTensor)]
-        keys, checkpoint = {tensor.key for tensor in tensors}, self.checkpoint
-        stored = checkpoint.save.read(lambda: checkpoint.find(keys))
-        specs = [spec for spec in map(shard_from_message, self._messages) if spec is not None]
-        is_strict = self.options.strict_dtype
-        reads, self._converted = matched(tensors, specs, stored, is_strict=is_strict)
-        results = map(self.destination_of, tensors)
-        self._plan = list(zip(tensors, reads, results, strict=True))
-        own = digest_of(self._messages) if self.validates else ""
-        return [own, VALIDATED.last, checkpoint.identity]
+def plan_load(
+    state: StateDict,
+    checkpoint: StoredCheckpoint,
+    destination_of: Callable[[Any], torch.Tensor],
+    *,
+    is_strict: bool,
+    deadline: Deadline,
+) -> LoadPlan:
+    """Match what is wanted with what is stored; ``is_strict``: of the same dtypes. Rank-local.
 
-    def begin(self, answers: Sequence[Message]) -> None:
-        """Raise where the ranks' shards do not fit together, or their checkpoints. Collective.
+    Raises:
+        ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError: this rank cannot be given what
+            it asks for.
+        StorageError: storage fails.
+    """
+    values = list(sharded_values(state))
+    messages = list(map(message_of, values))
+    tensors = [value for value in values if isinstance(value, ShardedTensor)]
+    objects = [value for value in values if not isinstance(value, ShardedTensor)]
+    keys = {tensor.key for tensor in tensors}
+    save = checkpoint.save
+    find = partial(save.read, lambda: checkpoint.find(keys))
+    stored = run_within(deadline, save.root, find)
+    specs = [spec for spec in map(shard_from_message, messages) if spec is not None]
+    reads, converted = matched(tensors, specs, stored, is_strict=is_strict)
+    results = map(destination_of, tensors)
+    filled = list(zip(tensors, reads, results, strict=True))
+    return LoadPlan(checkpoint, state, messages, filled, objects, converted)
 
-        A PlanError if main replicas of a key do not fit, a StorageError if the checkpoints differ.
-        """
-        owns, lasts, identities = zip(*answers, strict=True)
-        require_same_checkpoint(self.comm, self.name, identities)
-        group = digest_of(owns)
-        if any(owns) and any(last != group for last in lasts):
-            require_validated(self.comm, self._messages, group)
 
-    def run(self, finish: Callable[[StateDict], Any] = lambda state: state) -> Any:
-        """Read everything; what ``finish`` makes of the loaded state dict. Collective.
+def load_sharded(
+    comm: Communicator,
+    prepare: Callable[[], LoadPlan],
+    name: object,
+    options: Options,
+    allow: Allowed,
+) -> StateDict:
+    """Read what each rank asks for; a state dict of the same structure. Collective.
 
-        A missing or damaged chunk or object is a StorageError; on the other ranks a PeerError of
-        the same class.
-        """
-        read, save = partial(self._read, finish), self.checkpoint.save
-        converted = run_and_gather(self.comm, lambda: save.read(read), is_sparse=True)
-        if any(converted):
-            warn_of_conversions(self.comm, self.name, filter(None, converted))
-        return self._loaded
+    Every rank raises the ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or StorageError
+    of one. ``prepare`` makes the plan, messages call the checkpoint ``name``.
+    """
+    plans: list[LoadPlan] = []
 
-    def _read(self, finish: Callable[[StateDict], Any]) -> Message:
-        """Fill every tensor; what this rank has converted, if anything. Rank-local."""
-        comm, started = self.comm, time.monotonic()
-        loaded: dict[int, Any] = {}
-        reads = []
-        nbytes = 0
-        for tensor, read, result in self._plan:
-            loaded[id(tensor)] = result
-            target = result.detach()[(None,) * tensor.prepend_axis_num]
-            if read.is_padded:
-                target.zero_()
-            if read.source is not None:
-                part = target if read.target is None else target[read.target.slices()]
-                reads.append((read.array, read.source, part))
-                nbytes += part.numel() * read.array.dtype.itemsize
-        run_reads(self.checkpoint.array_reader(), reads, self.options)
-        figures = len(self._plan), nbytes, time.monotonic() - started
-        if self._objects:
-            self._read_objects(loaded)
+    def describe() -> Message:
+        plans.append(prepare())
+        return plans[0].said()
+
+    answers = run_and_gather(comm, describe)  # 1
+    return finish_load(comm, plans[0], answers, name, options, allow)
+
+
+def finish_load(  # noqa: PLR0913
+    comm: Communicator,
+    plan: LoadPlan,
+    answers: Sequence[Message],
+    name: object,
+    options: Options,
+    allow: Allowed,
+    *,
+    validated: Validated | None = None,
+    finish: Callable[[StateDict], StateDict] = lambda state: state,
+) -> StateDict:
+    """Read what was planned; what ``finish`` makes of the loaded state dict. Collective.
+
+    Args:
+        comm: the ranks.
+        plan: of this rank.
+        answers: what ``plan.said`` has returned on every rank.
+        name: of the checkpoint, for messages.
+        options: timeouts and memory bounds.
+        allow: classes that objects may be unpickled to.
+        validated: where the sharding is to be checked: which was before. New ones are added.
+        finish: may raise.
+
+    Raises:
+        PlanError: main replicas of a key do not fit together.
+        CheckpointChangedError: ranks have opened different checkpoints.
+        StorageError: a chunk or object is missing or damaged.
+        PeerError: the same, on another rank.
+    """
+    owns, groups, identities = zip(*answers, strict=True)
+    require_same_checkpoint(comm, name, identities)
+    group = digest_of(owns)
+    if any(owns) and set(groups) != {group}:
+        require_validated(comm, plan.messages)  # two more, where this sharding is new
+        if validated is not None:
+            validated[owns[comm.rank]] = group
+    results: list[StateDict] = []
+
+    def read() -> Message:
+        deadline, began = Deadline.after(WORK * options.timeout_s), time.monotonic()
+        loaded, nbytes = _read(plan, options, allow, deadline)
+        seconds = time.monotonic() - began
         text = "rank %s: load from %s: num_tensors %d, nbytes %d, seconds %.3f"
-        logger.log(comm.report_level, text, comm.global_ranks[comm.rank], self.name, *figures)
-        self._loaded = finish(mapped_values(lambda value: loaded[id(value)], self.state))
-        return self._converted or None
+        figures = len(plan.reads), nbytes, seconds
+        logger.log(comm.report_level, text, comm.global_ranks[comm.rank], name, *figures)
+        results.append(finish(mapped_values(lambda value: loaded[id(value)], plan.state)))
+        return plan.converted or None
 
-    def _read_objects(self, loaded: dict[int, Any]) -> None:
-        allow, checkpoint = self.allow, self.checkpoint
-
-        def read(wanted: Any) -> None:
-            name = object_id(wanted)
-            path = checkpoint.object_path(name)
-            content = checkpoint.object_content(name)
-            loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
-
-        jobs = (Job(found.key, found.unique_key, partial(read, found)) for found in self._objects)
-        Transfer(jobs, 1).wait(self.options.timeout_s)
+    converted = run_and_gather(comm, read, is_sparse=True)  # 2
+    warn_of_conversions(comm, name, filter(None, converted))
+    return results[0]
 
 
-def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
+def _read(
+    plan: LoadPlan, options: Options, allow: Allowed, deadline: Deadline
+) -> tuple[dict[int, Any], int]:
+    """Fill every tensor; what stands for each value, by its ``id``, and bytes. Rank-local."""
+    checkpoint, save = plan.checkpoint, plan.checkpoint.save
+    loaded: dict[int, Any] = {}
+    reads: list[TensorRead] = []
+    nbytes = 0
+    for tensor, read, result in plan.reads:
+        loaded[id(tensor)] = result
+        target = result.detach()
+        if tensor.prepend_axis_num:
+            target = target[(None,) * tensor.prepend_axis_num]
+        if read.is_padded:
+            target.zero_()
+        if read.source is not None:
+            part = target if read.target is None else target[read.target.slices()]
+            reads.append((read.array, read.source, part))
+            nbytes += part.numel() * read.array.dtype.itemsize
+
+    def read_object(wanted: Any) -> None:
+        name = object_id(wanted)
+        path, content = checkpoint.object_path(name), checkpoint.object_content(name)
+        loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
+
+    def fill() -> None:
+        run_reads(checkpoint, reads, options, deadline)
+        jobs = [Job(o.key, o.unique_key, partial(read_object, o)) for o in plan.objects]
+        Transfer(jobs, 1).wait(deadline.left_s)
+
+    save.read(fill, ENDING * options.timeout_s)
+    return loaded, nbytes
+
+
+def run_reads(
+    store: ArrayReader, reads: Sequence[TensorRead], options: Options, deadline: Deadline
+) -> None:
     """Fill every tensor, of any dtype, from storage.
 
     CPU tensors of the stored dtype are read into directly, all at once. Others are read through
@@ -227,29 +291,28 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
     Two tensors may be one memory, as tied weights are; a PlanError if they are stored unlike.
     """
     direct: list[ArrayRead] = []
-    staged: list[tuple[TensorRegion, int]] = []
-    tied: list[TensorRegion] = []
-    places: set[Any] = set()
+    staged: list[tuple[TensorRead, int]] = []
+    tied: list[TensorRead] = []
+    places: dict[int, Any] = {}
     for read in reads:
         array, region, tensor = read
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if place in places:
+        if tensor.data_ptr() in places and _is_one(tensor, places[tensor.data_ptr()]):
             tied.append(read)
             continue
-        places.add(place)
+        places[tensor.data_ptr()] = tensor
         is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
         if is_plain and tensor.dtype == torch_dtype(array.dtype):
             direct.append(ArrayRead(array, region, host_view(tensor)))
         else:
             staged.append((read, region.numel * array.dtype.itemsize))
     if direct:
-        store.begin_reads(direct).wait(options.timeout_s)
+        store.begin_reads(direct).wait(deadline.left_s)
     memory = HostSnapshot()
     for batch in build_batches(staged, options.max_inflight_bytes) if staged else ():
-        _read_staged(store, batch, memory, options)
+        _read_staged(store, batch, memory, deadline)
     for array, region, tensor in tied:
         again = torch.empty_like(tensor)
-        run_reads(store, [(array, region, again)], options)
+        run_reads(store, [(array, region, again)], options, deadline)
         if len({host.tobytes() for host in to_host([tensor, again])}) > 1:
             raise PlanError(
                 f"{array.key}: its data is also that of another tensor of this load, for which "
@@ -258,8 +321,18 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
             )
 
 
+def _is_one(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that begin at one address are one memory, read in the same way."""
+    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride()) == (
+        other.device,
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
+
+
 def _read_staged(
-    store: ArrayReader, reads: Sequence[TensorRegion], memory: HostSnapshot, options: Options
+    store: ArrayReader, reads: Sequence[TensorRead], memory: HostSnapshot, deadline: Deadline
 ) -> None:
     """A function, so that nothing looks at the memory any more when it has to grow."""
     layouts = [(region.shape, torch_dtype(array.dtype)) for array, region, _ in reads]
@@ -269,27 +342,8 @@ def _read_staged(
         ArrayRead(array, region, host_view(host))
         for (array, region, _), host in zip(reads, hosts, strict=True)
     ]
-    store.begin_reads(requests).wait(options.timeout_s)
+    store.begin_reads(requests).wait(deadline.left_s)
     copy_into([tensor for _, _, tensor in reads], hosts)
-
-
-def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> StateDict:
-    """Read what each rank asks for; a state dict of the same structure. Collective.
-
-    Every rank raises the ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or StorageError
-    of one.
-    """
-    loads: list[ShardedLoad] = []
-
-    def describe() -> Message:
-        loads.append(open_load())
-        return loads[0].describe()
-
-    answers = run_and_gather(comm, describe)
-    restart_limit()
-    loads[0].begin(answers)
-    loaded: StateDict = loads[0].run()
-    return loaded
 
 
 def matched(

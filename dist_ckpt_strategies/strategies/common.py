@@ -1,11 +1,9 @@
 """Common state and objects in Megatron-Core's own files, read with an allow-list."""
 
-from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator, run_on_first_rank
+from dist_ckpt_strategies.comm.base import run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import require_storable_keys
@@ -14,7 +12,6 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
-    StorageError,
 )
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
 from dist_ckpt_strategies.formats.commit import set_marker_aside
@@ -45,12 +42,12 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import (
     LoadCommonStrategy,
     SaveCommonStrategy,
+    StrategyAction,
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
-from dist_ckpt_strategies.storage.io_pool import Deadline, run_with_limit, run_within, time_limit
-from dist_ckpt_strategies.storage.store import Store
-from dist_ckpt_strategies.strategies.registry import Configured, require_own
+from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within, time_limit
+from dist_ckpt_strategies.strategies.registry import REGISTERED, Configured, require_own
 from dist_ckpt_strategies.tools.opened import open_at
 
 BACKEND = "torch"
@@ -60,93 +57,79 @@ COMMON_STATE = "common state"
 """What messages call it."""
 
 
-OPENED: ContextVar[OpenedSave | None] = ContextVar("dist_ckpt_opened_save", default=None)
-"""Of the load under way: Megatron-Core's calls a common and then a sharded strategy, and has no
-argument for the save that both of them read."""
+def common_read_last(root: Location) -> OpenedSave | None:
+    """What Megatron-Core's ``load``, under way, has read the common state of; None: not known.
 
-
-def save_to_load(root: Location) -> OpenedSave:
-    """The save that the load under way has opened there; where none has, the one that is there.
+    It calls a common strategy and then a sharded one, and has no argument for what both read. So
+    the registered common strategy, where it is one of this package, keeps what it has opened.
 
     Raises:
-        StorageError: another save has replaced it. The next call opens that one.
+        CheckpointChangedError: another save has replaced that. The next call opens the new one.
     """
-    save = OPENED.get()
-    if save is None or save.root != root:
-        return OpenedSave(root)
-    try:
-        save.require_current()
-    except StorageError:
-        OPENED.set(None)
-        raise
-    return save
+    for key, registered in REGISTERED.items():
+        strategy = registered.strategy
+        if key.action is StrategyAction.LOAD_COMMON and isinstance(
+            strategy, TorchCommonLoadStrategy
+        ):
+            save, strategy.opened = strategy.opened, None
+            if save is not None and save.root == root:
+                save.require_current()
+                return save
+    return None
 
 
-def opened_packs(root: Location, options: Options, save: OpenedSave | None) -> PackCheckpoint:
-    """The packs at a place, of the save that was opened before if there is one.
+def open_packs(root: Location, options: Options, save: OpenedSave | None) -> PackCheckpoint:
+    """The packs at a place: those of the save that was opened before, if there is one.
 
     Raises:
         CheckpointChangedError: another save has replaced it.
     """
-    found = PackCheckpoint(root, options)
-    if save is not None and save.root == root and save.identity != found.identity:
+    packs = PackCheckpoint(root, options)
+    if save is not None and save.identity != packs.identity:
         raise CheckpointChangedError(
             f"{root}: another save replaced this checkpoint while it was opened; load it again",
             path=str(root),
         )
-    return found
+    return packs
 
 
-def packs_to_load(root: Location, options: Options, comm: Communicator | None) -> PackCheckpoint:
-    """The packs at a place, for ranks that load together; None: for this rank alone. Rank-local.
-
-    Where Megatron-Core's own ``load`` calls, it has read ``common.pt`` itself, which is compared
-    with the common state in the packs.
-    """
-    save = OPENED.get()
-    packs = opened_packs(root, options, save)
-    if comm is None or (save is not None and save.root == root) or packs.index.common is None:
-        return packs
+def require_own_common(root: Location, checkpoint: Any) -> None:
+    """Raise unless ``common.pt``, which Megatron-Core has read, is of the save in the packs."""
+    if not isinstance(checkpoint, PackCheckpoint) or checkpoint.index.common is None:
+        return
     store = place_of(root)
-    if store.read(COMMON_NAME) != packs.read(packs.common_content):
+    if store.read(COMMON_NAME) != checkpoint.common_content():
         path = store.path(COMMON_NAME)
         raise CorruptCheckpointError(
             f"{path} is of another save than the index, which was interrupted, or it is damaged; "
             "dist_ckpt_strategies.load reads the common state from the packs",
             path=path,
         )
-    return packs
 
 
-def _opened_common(root: Location, options: Options, store: Store) -> bytes:
-    """The common state of the save that is there, which then is the opened one.
+def common_content(root: Location, options: Options, allow: Allowed, packs: Any = None) -> bytes:
+    """The common state at a place, pickled: that of the packs, a file, or an object.
 
-    It is opened again where another save replaces it meanwhile: in Megatron-Core's own load the
-    other ranks would wait for this one.
+    Megatron-Core 0.19 and later save it as the object ``common_state``.
+
+    Raises:
+        IncompleteCheckpointError: there is none.
+        CheckpointChangedError: another save has replaced the packs.
     """
-    for attempts_left in reversed(range(_ATTEMPTS)):
-        save = OpenedSave(root)
-        OPENED.set(save)
-        if not save.has_packs:
-            break
+    if packs is not None and packs.index.common is not None:
+        content: bytes = packs.common_content()
+        return content
+    store = place_of(root)
+    try:
+        return store.read(COMMON_NAME)
+    except IncompleteCheckpointError as missing:
         try:
-            read = partial(_common_in, root, options, save)
-            return run_within(Deadline.after(options.timeout_s), root, read)
-        except CheckpointChangedError:
-            if not attempts_left:
-                raise
-    return store.read(COMMON_NAME)
+            return open_at(root, options, allow).common_content()
+        except (IncompatibleVersionError, IncompleteCheckpointError):
+            raise missing from None
 
 
 _ATTEMPTS = 3
-
-
-def _common_in(root: Location, options: Options, save: OpenedSave) -> bytes:
-    packs = opened_packs(root, options, save)
-    if packs.index.common is None:
-        return place_of(root).read(COMMON_NAME)
-    return packs.read(packs.common_content)
-
 
 _OBJECT_FILES = "one file for each ShardedObject"
 
@@ -224,11 +207,15 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
     Args:
         options: timeouts, and access to object stores; by default from the environment.
         allow: further classes that may be unpickled.
+
+    Attributes:
+        opened: what the last load has read the common state of; see ``common_read_last``.
     """
 
     @raises_megatron_errors
     def __init__(self, *, options: Options | None = None, allow: Allowed = ()) -> None:
         super().__init__()
+        self.opened: OpenedSave | None = None
         self._configure(options, allow)
 
     @raises_megatron_errors
@@ -243,39 +230,52 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
             UnsafeObjectError: it needs a class that is not allowed; the message names it.
             CorruptCheckpointError: it is damaged.
         """
-        options, allow = self.options, self.allowed
-        root = located(checkpoint_dir, options)
-        store = place_of(root)
-        path = store.path(COMMON_NAME)
-        with time_limit(options.timeout_s):
+        root = located(checkpoint_dir, self.options)
+        deadline = Deadline.after(ALL * self.options.timeout_s)
+        self.opened, content = run_within(deadline, root, lambda: self._opened(root))
+        return self.common_state(root, content)
+
+    def _opened(self, root: Location) -> tuple[OpenedSave, bytes]:
+        """The save at a place, and its common state.
+
+        It is opened again where another save replaces it meanwhile: in Megatron-Core's own load the
+        other ranks would wait for this one.
+        """
+        options = self.options
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            save = OpenedSave(root)
             try:
-                content = _opened_common(root, options, store)
-            except IncompleteCheckpointError as missing:
-                try:
-                    content = run_with_limit(
-                        lambda: open_at(root, options, allow).common_content(), root
-                    )
-                except (IncompatibleVersionError, IncompleteCheckpointError):
-                    raise missing from None
-            found = load_content(content, path, COMMON_STATE, allow)
-        if not isinstance(found, dict):
+                packs = open_packs(root, options, save) if save.has_packs else None
+                return save, common_content(root, options, self.allowed, packs)
+            except CheckpointChangedError:
+                if not attempts_left:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def common_state(self, root: Location, content: bytes) -> StateDict:
+        """The common state in what ``common_content`` has returned."""
+        path = f"{root}/{COMMON_NAME}"
+        state = load_content(content, path, COMMON_STATE, self.allowed)
+        if not isinstance(state, dict):
             raise CorruptCheckpointError(
-                f"common state: {path} holds a {type(found).__name__}, expected a dict",
+                f"common state: {path} holds a {type(state).__name__}, expected a dict",
                 path=path,
             )
-        return found
+        return state
 
     @raises_megatron_errors
     def load_sharded_objects(
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
     ) -> StateDict:
         """A state dict of the same structure with the stored objects. Rank-local."""
-        checkpoint = Format1Checkpoint(self._directory(checkpoint_dir), self.options)
+        root, deadline = self._directory(checkpoint_dir), Deadline.after(self.options.timeout_s)
+        checkpoint = run_within(deadline, root, lambda: Format1Checkpoint(root, self.options))
         allow = self.allowed
 
         def load(value: Any) -> Any:
             name = object_id(value)
-            content, path = checkpoint.object_content(name), checkpoint.object_path(name)
+            read = lambda: (checkpoint.object_content(name), checkpoint.object_path(name))  # noqa: E731
+            content, path = run_within(deadline, name.unique_key, read)
             return load_content(content, path, name.unique_key, allow)
 
         return mapped_values(load, sharded_objects_state_dict)

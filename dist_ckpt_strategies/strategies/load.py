@@ -1,16 +1,14 @@
 """``load`` with Megatron-Core's signature; every rank raises where one fails."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, group_ranks
 from dist_ckpt_strategies.config import Options, Verify
-from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -20,53 +18,43 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.locations import (
-    PACKS,
+    CheckpointMarker,
     Location,
     OpenedSave,
     located,
     read_marker,
-    require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     merged,
     parsed_strict,
-    sharded_values,
     split_for_load,
-    split_objects,
 )
 from dist_ckpt_strategies.megatron.types import (
-    ShardedTensor,
     StrategyAction,
     StrictHandling,
-    handles_objects,
     raises_megatron_errors,
     require_reads,
 )
-from dist_ckpt_strategies.sharded.checks import (
-    check_load,
-    different_strategies,
-    require_same_checkpoint,
-)
-from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions, require_fillable
+from dist_ckpt_strategies.sharded.load import finish_load
 from dist_ckpt_strategies.storage.files import MARKER_NAME
-from dist_ckpt_strategies.storage.io_pool import (
-    OPENING,
-    WORK,
-    Deadline,
-    restart_limit,
-    run_within,
-    time_limit,
-    uncounted,
-)
+from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
 from dist_ckpt_strategies.strategies.call import inner_strategy, opened_call
-from dist_ckpt_strategies.strategies.common import OPENED
-from dist_ckpt_strategies.strategies.local_replicated import (
-    LocalReplicatedLoadShardedStrategy,
-    restore_common,
+from dist_ckpt_strategies.strategies.common import (
+    TorchCommonLoadStrategy,
+    common_content,
+    open_packs,
+)
+from dist_ckpt_strategies.strategies.load_otherwise import (
+    Load,
+    Request,
+    described,
+    load_otherwise,
+    needs_common,
+    restore_everywhere,
+    with_options,
 )
 from dist_ckpt_strategies.strategies.registry import StrategyChoice, resolve
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
@@ -126,27 +114,32 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     """
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
     opened = opened_call(action, sharded_strategy, detail, timeout_s, allow, process_group)
+    comm, options, chosen, base, invalid = opened
+    request = Request(
+        sharded_state_dict,
+        checkpoint_dir,
+        options,
+        sharded_strategy and chosen,
+        common_strategy,
+        getattr(base, "group", None),
+        validate_access_integrity,
+        strict,
+        Verify.READ if verify_integrity else verify,
+        strict_dtype,
+        timeout_s,
+        process_group,
+        invalid,
+    )
     for _ in range(_ATTEMPTS):
-        call = _Load(
-            *opened,
-            sharded_state_dict,
-            checkpoint_dir,
-            sharded_strategy,
-            common_strategy,
-            validate_access_integrity,
-            strict,
-            Verify.READ if verify_integrity else verify,
-            strict_dtype,
-            timeout_s,
-            process_group,
-        )
+        saves: list[OpenedSave] = []
         try:
-            return call.load(allow)
+            with allowing(() if invalid else allow):
+                return _load(comm, request, saves)
         except (PeerTimeoutError, PeerLostError):
             raise  # ranks are out of step: there is no collective any more
         except CheckpointError as error:
             failure = error
-        if not call.has_changed(failure):
+        if not _has_changed(comm, request, saves, failure):
             raise failure
     raise CheckpointChangedError(
         f"{checkpoint_dir}: other saves replaced this checkpoint while it was read, {_ATTEMPTS} "
@@ -159,6 +152,138 @@ _ATTEMPTS = 3
 _PAUSE_S = 0.5
 _VIEW_S = 90.0
 """How long an NFS client may keep an old view of a directory, and some more."""
+
+
+def _load(
+    comm: Communicator, request: Request, saves: list[OpenedSave]
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    """What ``load`` returns; what this rank opens is added to ``saves``. Collective."""
+    loads: list[Load] = []
+    split: list[tuple[StateDict, ...]] = []
+
+    def describe(*, is_last: bool) -> Message:
+        if request.invalid is not None:
+            raise request.invalid
+        if not split:  # factories take their own time
+            split.append(split_for_load(request.state))
+        begun = _begun_if_there(comm, request, split[0], saves, is_last=is_last)
+        if begun is None:
+            return None
+        loads.append(begun)
+        return described(begun, request) if begun.plan is None else begun.plan.said(begun.validated)
+
+    answers = run_and_gather(comm, lambda: describe(is_last=False))  # 1
+    if needs_common(answers):
+        restore_everywhere(comm, request)
+    if needs_common(answers) or None in answers:
+        answers = run_and_gather(comm, lambda: describe(is_last=True))
+    begun = loads[-1]
+    if begun.plan is None or any(isinstance(answer, str) for answer in answers):
+        return load_otherwise(comm, request, begun, answers)
+    return finish_load(  # 2
+        comm,
+        begun.plan,
+        answers,
+        request.checkpoint_dir,
+        begun.sharded.options,
+        begun.sharded.allowed,
+        validated=begun.validated,
+        finish=begun.finish,
+    )
+
+
+def _begun_if_there(
+    comm: Communicator,
+    request: Request,
+    split: tuple[StateDict, ...],
+    saves: list[OpenedSave],
+    *,
+    is_last: bool,
+) -> Load | None:
+    """See ``_begun``; None where the checkpoint is not found on this rank, unless ``is_last``.
+
+    A second look may find it: another node has it.
+    """
+    place = located(request.checkpoint_dir, request.options)
+    try:
+        return _begun(comm, request, split, place, saves)
+    except (CheckpointNotFoundError, IncompleteCheckpointError):
+        if is_last or not isinstance(place, Path):
+            raise
+        return None
+
+
+def _begun(
+    comm: Communicator,
+    request: Request,
+    split: tuple[StateDict, ...],
+    place: Location,
+    saves: list[OpenedSave],
+) -> Load:
+    """What this rank is about to load, and by which strategies. Rank-local; errors as of ``load``.
+
+    A strategy with other ranks or another limit than this call is called as it is.
+    """
+    limit_s = OPENING * request.options.timeout_s
+    deadline = Deadline.after(limit_s)
+    root, save, marker = run_within(deadline, place, lambda: _opened(place))
+    saves.append(save)
+    sharded, loader = _strategies(comm, request, root, marker)
+    strict = parsed_strict(request.strict)
+    is_direct = _is_direct(sharded, request, strict)
+    is_own = type(loader) is TorchCommonLoadStrategy
+
+    def read() -> tuple[Any, bytes]:
+        checkpoint = packs = None
+        if is_direct:
+            checkpoint = sharded.open_checkpoint(root, sharded.options, save)
+        if save.has_packs and is_own:
+            packs = checkpoint or open_packs(root, request.options, save)
+        content = common_content(root, loader.options, loader.allowed, packs) if is_own else b""
+        return checkpoint, content
+
+    checkpoint, content = run_within(deadline, root, read)
+    if is_own:
+        common = loader.common_state(root, content)
+    else:  # its time is its own
+        common = loader.load_common(root)
+        deadline = Deadline.after(limit_s)
+    wanted, nonpersistent, factories = split
+    plan = sharded.plan(wanted, checkpoint, deadline) if is_direct else None
+    finish = partial(merged, merged(common, nonpersistent), factories=factories)
+    validated = sharded.validated if is_direct and request.validates else None
+    return Load(root, save, sharded, loader, wanted, strict, finish, plan, validated)
+
+
+def _strategies(
+    comm: Communicator, request: Request, root: Location, marker: CheckpointMarker
+) -> tuple[Any, Any]:
+    """The strategies for what is sharded, with the caller's options, and for the common state."""
+    stored, action = marker.sharded_format, StrategyAction.LOAD_SHARDED
+    more = request.timeout_s, request.process_group
+    sharded = _fitting(root, action, request.chosen, stored, *more)
+    if request.process_group is not None:
+        _require_group(sharded, comm)
+    if request.verify is not None or request.strict_dtype:
+        sharded = with_options(sharded, request, stored)
+    action = StrategyAction.LOAD_COMMON
+    return sharded, _fitting(root, action, request.common_strategy, marker.common_format)
+
+
+def _is_direct(sharded: Any, request: Request, strict: StrictHandling) -> bool:
+    """Whether a strategy of this package loads with the ranks and the limit of this call."""
+    return (
+        isinstance(sharded, ZarrLoadShardedStrategy)
+        and type(sharded).load is ZarrLoadShardedStrategy.load
+        and (sharded.group, sharded.options.timeout_s) == (request.group, request.options.timeout_s)
+        and not StrictHandling.requires_explicit_ckpt_mismatch_check(strict)
+        and not StrictHandling.requires_global_app_metadata(strict)
+    )
+
+
+def _opened(place: Location) -> tuple[Location, OpenedSave, CheckpointMarker]:
+    """The save at a place, and of which formats it is. Rank-local; blocks on storage."""
+    return place, OpenedSave(place), read_marker(place)
 
 
 def _fitting(
@@ -183,11 +308,42 @@ def _fitting(
     return found
 
 
-_LOCAL, _OTHER = "local", "other"
-"""What a rank answers whose load does not go straight to a strategy of this package.
+def _require_group(strategy: Any, comm: Communicator) -> None:
+    own = group_ranks(getattr(inner_strategy(strategy), "group", None))
+    if own != tuple(sorted(comm.global_ranks)):
+        raise StrategyError(
+            f"process_group: its {comm.size} ranks are not the {len(own)} that the strategy loads "
+            "with; pass a strategy made with group=process_group"
+        )
 
-Unless a strategy of this package compares it, the digest of the common state follows a colon.
-"""
+
+def _has_changed(
+    comm: Communicator, request: Request, saves: Sequence[OpenedSave], failure: CheckpointError
+) -> bool:
+    """Whether another save has replaced packs since, which explains a failure. Collective.
+
+    Ranks may have failed for different reasons. Returns as soon as all of them see the same save,
+    which a network file system may take a while for.
+    """
+    timeout_s = request.options.timeout_s
+    is_explained = isinstance(failure, CheckpointChangedError | IncompleteCheckpointError)
+    if not any(run_and_gather(comm, lambda: is_explained)):
+        return False
+    before = next((save.identity for save in reversed(saves) if save.has_packs), None)
+    over = Deadline.after(min(_VIEW_S, timeout_s / 2))
+
+    def look() -> Message:
+        deadline, place = Deadline.after(OPENING * timeout_s), request.checkpoint_dir
+        seen = run_within(deadline, place, lambda: _seen(place, request.options))
+        return [seen, before, over.left_s == 0]
+
+    while True:
+        now, was, are_over = zip(*run_and_gather(comm, look), strict=True)
+        if None in now or None in was or any(are_over):
+            return False
+        if len(set(now)) == 1:
+            return set(now) != set(was)
+        time.sleep(_PAUSE_S)
 
 
 def _seen(address: str | Path, options: Options) -> str | None:
@@ -197,227 +353,3 @@ def _seen(address: str | Path, options: Options) -> str | None:
         list(root.iterdir())  # an NFS client then asks its server
     save = OpenedSave(root)
     return save.identity if save.has_packs else None
-
-
-@dataclass(slots=True)
-class _Load:
-    """A load: what ``_opened`` returns, the arguments of ``load``, and what ``describe`` sets.
-
-    ``direct`` is set where a strategy of this package loads with the ranks and limit of this call;
-    ``finish`` makes what ``load`` returns of what the strategies have loaded.
-    """
-
-    comm: Communicator
-    options: Options
-    chosen: Any
-    base: Any
-    invalid: Exception | None
-    state: StateDict
-    checkpoint_dir: str | Path
-    sharded_strategy: StrategyChoice
-    common_strategy: StrategyChoice
-    validates: bool
-    strict: str | StrictHandling
-    verify: str | None
-    strict_dtype: bool
-    timeout_s: float | None
-    process_group: ProcessGroup | None
-    root: Location = Path()
-    save: OpenedSave = field(init=False)
-    sharded: Any = None
-    common_loader: Any = None
-    wanted: StateDict = field(default_factory=dict)
-    strictness: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
-    finish: Callable[..., StateDict] = merged
-    direct: ShardedLoad | None = None
-
-    def load(self, allow: Allowed) -> StateDict | tuple[StateDict, set[str], set[str]]:
-        """What ``load`` returns. Collective; every rank raises where one fails."""
-        comm = self.comm
-        with (
-            time_limit(self.options.timeout_s, OPENING, then=WORK),
-            allowing(() if self.invalid else allow),
-        ):
-            answers = run_and_gather(comm, self.describe)
-            restart_limit()
-            local = {a for a in answers if isinstance(a, str) and a.startswith(_LOCAL)}
-            if None in answers or len(local) > 1:
-                if local:  # have every node hold the common state
-                    place = self.checkpoint_dir
-                    root = run_collectively(
-                        comm, lambda: require_path(located(place, None), "local_replicated")
-                    )
-                    restore_common(comm, root, str(place))
-                answers = run_and_gather(comm, lambda: self.describe(is_last=True))
-            if self.direct is None or any(isinstance(answer, str) for answer in answers):
-                return self.run_otherwise(answers)
-            self.direct.begin(answers)
-            result: StateDict = self.direct.run(self.finish)
-            OPENED.set(None)
-            return result
-
-    def has_changed(self, failure: CheckpointError) -> bool:
-        """Whether another save has replaced packs since, which explains a failure. Collective.
-
-        Ranks may have failed for different reasons. Returns as soon as all of them see the same
-        save, which a network file system may take a while for.
-        """
-        comm, options = self.comm, self.options
-        is_explained = isinstance(failure, CheckpointChangedError | IncompleteCheckpointError)
-        if not any(run_and_gather(comm, lambda: is_explained)):
-            return False
-        before = getattr(self, "save", None)
-        deadline = Deadline.after(min(_VIEW_S, options.timeout_s / 2))
-        OPENED.set(None)
-
-        def look() -> Message:
-            limit = Deadline.after(OPENING * options.timeout_s)
-            found = run_within(
-                limit, self.checkpoint_dir, lambda: _seen(self.checkpoint_dir, options)
-            )
-            return [found, before.identity if before and before.has_packs else None]
-
-        while True:
-            answers = run_and_gather(comm, look)
-            now, was = zip(*answers, strict=True)
-            is_over = any(run_and_gather(comm, lambda: deadline.left_s == 0))
-            if None in now or None in was or is_over:
-                return False
-            if len(set(now)) == 1:
-                return set(now) != set(was)
-            time.sleep(_PAUSE_S)
-
-    def describe(self, *, is_last: bool = False) -> Message:
-        """What other ranks have to know at first. Rank-local; errors as of ``load``.
-
-        None: the checkpoint was not found here, so the others have to look again. A strategy with
-        other ranks or another limit than this call is called as it is.
-        """
-        if self.invalid is not None:
-            raise self.invalid
-        place = located(self.checkpoint_dir, self.options)
-        try:
-            self.root = root = place
-            self.save = OpenedSave(root)
-            OPENED.set(self.save)
-            formats = astuple(read_marker(root))
-            choice = self.sharded_strategy and self.chosen
-            action = StrategyAction.LOAD_SHARDED
-            ours = _fitting(root, action, choice, formats[:2], self.timeout_s, self.process_group)
-            if self.process_group is not None:
-                _require_group(ours, self.comm)
-            action = StrategyAction.LOAD_COMMON
-            self.common_loader = _fitting(root, action, self.common_strategy, formats[2:])
-            result: StateDict = self.common_loader.load_common(root)
-        except (CheckpointNotFoundError, IncompleteCheckpointError):
-            if is_last or not isinstance(place, Path):
-                raise
-            return None  # another node may have it
-        self.wanted, nonpersistent, factories = uncounted()(split_for_load)(self.state)
-        if self.verify is not None or self.strict_dtype:
-            ours = self._with_options(ours, formats[:2])
-        self.sharded, self.strictness = ours, parsed_strict(self.strict)
-        self.finish = uncounted()(
-            partial(merged, merged(result, nonpersistent), factories=factories)
-        )
-        limits = (getattr(self.base, "group", None), self.options.timeout_s)
-        if (
-            isinstance(ours, ZarrLoadShardedStrategy)
-            and type(ours).load is ZarrLoadShardedStrategy.load
-            and (ours.group, ours.options.timeout_s) == limits
-            and not StrictHandling.requires_explicit_ckpt_mismatch_check(self.strictness)
-            and not StrictHandling.requires_global_app_metadata(self.strictness)
-        ):
-            self.direct = ours.open_load(
-                self.comm, self.wanted, root, name=self.checkpoint_dir, validates=self.validates
-            )
-            return self.direct.describe()
-        return self._describe_otherwise(root)
-
-    def _describe_otherwise(self, root: Location) -> str:
-        require_fillable(sharded_values(self.wanted))
-        base = inner_strategy(self.sharded)
-        if isinstance(base, ZarrLoadShardedStrategy):
-            return _OTHER
-        root = require_path(root, type(base).__name__)
-        is_local = isinstance(self.sharded, LocalReplicatedLoadShardedStrategy)
-        return f"{_LOCAL if is_local else _OTHER}:{common_digest(root)}"
-
-    def _with_options(self, loader: Any, format_: tuple[str, int]) -> Any:
-        """The load strategy with the caller's options. Rank-local.
-
-        For a strategy without the option ``strict_dtype`` the stored dtypes are compared here.
-        """
-        verify, is_strict = self.verify, self.strict_dtype
-        has_digests = format_ in {("zarr", 2), PACKS.sharded_format}
-        if verify is not None and not (has_digests and hasattr(loader, "versions")):
-            raise StrategyError(
-                f"verify={verify!r}: digests are kept by formats ('zarr', 2) and "
-                f"{PACKS.sharded_format}, which {type(loader).__name__} does not read itself, "
-                f"found {format_}; set verify on the strategy that does, or in its options"
-            )
-        if hasattr(loader, "with_options"):
-            return loader.with_options(verify=verify, strict_dtype=is_strict or None)
-        if is_strict:
-            arrays = loader.load_tensors_metadata(self.root).values()
-            stored = {array.key: str(array.dtype).removeprefix("torch.") for array in arrays}
-            values = sharded_values(self.wanted)
-            tensors = [value for value in values if isinstance(value, ShardedTensor)]
-            conversions(tensors, stored, is_strict=True)
-        return loader
-
-    def run_otherwise(
-        self, answers: Sequence[Message]
-    ) -> StateDict | tuple[StateDict, set[str], set[str]]:
-        """Load where not every rank has a ``direct`` load; what ``load`` returns. Collective.
-
-        Raises:
-            PlanError: ranks load by strategies of different kinds.
-            StorageError: the common state that they have read differs.
-        """
-        comm, strict = self.comm, self.strictness
-        kinds = [a.partition(":")[0] if isinstance(a, str) else "zarr" for a in answers]
-        if len(set(kinds)) > 1:
-            raise different_strategies(comm, "a load", kinds)
-        digests = [a.partition(":")[2] for a in answers if isinstance(a, str)]
-        require_same_checkpoint(comm, self.checkpoint_dir, digests)
-        outcome = check_load(comm, self.wanted, strict, self._stored_keys, self.validates)
-        load = uncounted()(self._load_otherwise)  # its time is its own, as in a save
-        read = lambda: self.finish(*load(outcome.sharded))  # noqa: E731
-        result = run_collectively(comm, lambda: self.save.read(read))
-        OPENED.set(None)
-        if StrictHandling.requires_returning_mismatch_keys(strict):
-            return result, outcome.missing, outcome.unexpected
-        return result
-
-    def _stored_keys(self) -> StateDict:
-        """What is stored, but for the object that is the common state, which no caller requests."""
-        found: StateDict = self.sharded.load_sharded_metadata(self.root)
-        if not handles_objects(self.sharded):
-            found = merged(found, self.common_loader.load_sharded_metadata(self.root))
-        if all(value.key != COMMON_OBJECT.key for value in sharded_values(self.wanted)):
-            found.pop(COMMON_OBJECT.unique_key, None)
-        return found
-
-    def _load_otherwise(self, state: StateDict) -> tuple[StateDict, ...]:
-        """What the strategies load: objects apart, where the sharded one does not take them.
-
-        Collective. The caller runs it within an error check.
-        """
-        comm, sharded, root = self.comm, self.sharded, self.root
-        if handles_objects(sharded):
-            return (sharded.load(state, root),)
-        objects, tensors = run_collectively(comm, lambda: split_objects(state))
-        loaded = run_collectively(
-            comm, lambda: self.common_loader.load_sharded_objects(objects, root)
-        )
-        return loaded, sharded.load(tensors, root)
-
-
-def _require_group(strategy: Any, comm: Communicator) -> None:
-    own = group_ranks(getattr(inner_strategy(strategy), "group", None))
-    if own != tuple(sorted(comm.global_ranks)):
-        raise StrategyError(
-            f"process_group: its {comm.size} ranks are not the {len(own)} that the strategy loads "
-            "with; pass a strategy made with group=process_group"
-        )

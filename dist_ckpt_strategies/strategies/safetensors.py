@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.commit import require_own_place
-from dist_ckpt_strategies.formats.locations import Location, located
+from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located
 from dist_ckpt_strategies.formats.pack_checkpoint import place_of
 from dist_ckpt_strategies.formats.pack_commit import set_other_format_aside
 from dist_ckpt_strategies.formats.pack_remove import remove_keys
@@ -20,7 +19,7 @@ from dist_ckpt_strategies.sharded.pack_save import Known, Started, finish_save, 
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
-from dist_ckpt_strategies.strategies.common import packs_to_load
+from dist_ckpt_strategies.strategies.common import open_packs
 from dist_ckpt_strategies.strategies.own_save import OwnSaveShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 
@@ -68,13 +67,10 @@ class PackLoadShardedStrategy(ZarrLoadShardedStrategy):
     versions: ClassVar[tuple[int, ...]] = (VERSION,)
 
     def open_checkpoint(
-        self,
-        root: Location,
-        options: Options,
-        comm: Communicator | None = None,
+        self, root: Location, options: Options, save: OpenedSave | None = None
     ) -> Any:
-        """See ``packs_to_load``."""
-        return packs_to_load(root, options, comm)
+        """See ``open_packs``."""
+        return open_packs(root, options, save)
 
     @raises_megatron_errors
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:

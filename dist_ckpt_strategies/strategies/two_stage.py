@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.locations import located
+from dist_ckpt_strategies.formats.checkpoints import common_digest
+from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located, require_path
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.types import (
@@ -31,14 +31,13 @@ from dist_ckpt_strategies.megatron.types import (
     is_strategy,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.sharded.checks import require_same_checkpoint
-from dist_ckpt_strategies.sharded.load import warn_of_conversions
-from dist_ckpt_strategies.storage.io_pool import OPENING, restart_limit, time_limit
+from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
 from dist_ckpt_strategies.strategies.zarr import (
     EitherFormatLoadShardedStrategy,
     ZarrLoadShardedStrategy,
 )
-from dist_ckpt_strategies.two_stage.load import CheckpointLoad, StrategyLoad
+from dist_ckpt_strategies.two_stage.load import load_by_group
+from dist_ckpt_strategies.two_stage.sources import OwnSource, Source, StrategySource
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +153,15 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             StrategyError: a rank is not in the data-parallel group that it was given; or
                 ``strict_dtype`` is set, and the base strategy is none of this package.
         """
+        return self.load_from(sharded_state_dict, checkpoint_dir)
+
+    def load_from(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Location,
+        save: OpenedSave | None = None,
+    ) -> StateDict:
+        """See ``load``; ``save``: see ``ZarrLoadShardedStrategy.open_to_load``."""
         self.maybe_init_gloo_group()
         world = open_communicator(
             None,
@@ -163,21 +171,37 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         )
         if not self.cpu_transfer:
             run_collectively(world, lambda: require_member(self.data_parallel_group))
-        group = self._group(checkpoint_dir)
-        kind = CheckpointLoad if self._is_own else StrategyLoad
-        load = kind(self.base_strategy, checkpoint_dir, sharded_state_dict, group, self.options)
-        with time_limit(self.options.timeout_s, OPENING, then=3 / 8):
-            answers = run_and_gather(world, lambda: [load.prepare(), load.identity])
-            restart_limit()
-            converted, identities = zip(*answers, strict=True)
-            require_same_checkpoint(world, checkpoint_dir, identities)
-            run = partial(load.run, self._allowed)
-            loaded, self._report = run_collectively(world, lambda: load.save.read(run))
-        warn_of_conversions(world, checkpoint_dir, converted)
+        loaded, self._report = load_by_group(
+            world,
+            self._group(checkpoint_dir),
+            lambda: self._source(checkpoint_dir, save),
+            sharded_state_dict,
+            checkpoint_dir,
+            self.options,
+            self._allowed,
+        )
         who = world.global_ranks[world.rank]
         text = "rank %s: load from %s: %s"
         logger.log(world.report_level, text, who, checkpoint_dir, self._report)
         return loaded
+
+    def _source(self, checkpoint_dir: str | Location, save: OpenedSave | None) -> Source:
+        """What is read. Rank-local."""
+        base, options = self.base_strategy, self.options
+        root = located(checkpoint_dir, options)
+        deadline = Deadline.after(OPENING * options.timeout_s)
+        if self._is_own:
+            checkpoint = run_within(deadline, root, lambda: base.open_to_load(root, options, save))
+            return OwnSource(checkpoint, base.destination_of, options)
+        name = type(base).__name__
+        if options.strict_dtype:
+            raise StrategyError(
+                f"strict_dtype: {name} converts by itself; pass strict_dtype=True to "
+                "dist_ckpt_strategies.load instead"
+            )
+        path = require_path(root, name)
+        look = lambda: (OpenedSave(path), common_digest(path))  # noqa: E731
+        return StrategySource(base, *run_within(deadline, path, look))
 
     @raises_megatron_errors
     def summarize_load_times(self) -> GroupReport | None:

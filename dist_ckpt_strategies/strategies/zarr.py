@@ -4,10 +4,10 @@ Names that Megatron-Core 0.15 gave to strategies are importable from here.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import IncompatibleVersionError
@@ -35,19 +35,27 @@ from dist_ckpt_strategies.megatron.types import (
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.sharded.chunk_save import chunk_job, finish_chunks, write_chunks
-from dist_ckpt_strategies.sharded.load import ShardedLoad, destination, load_sharded
+from dist_ckpt_strategies.sharded.load import (
+    LoadPlan,
+    Validated,
+    destination,
+    load_sharded,
+    plan_load,
+)
 from dist_ckpt_strategies.sharded.pack_save import Contents, Known, Started
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import Directory, require_directory
 from dist_ckpt_strategies.storage.io_pool import (
+    ALL,
     OPENING,
-    WORK,
     Deadline,
-    run_with_limit,
     run_within,
-    time_limit,
 )
-from dist_ckpt_strategies.strategies.common import packs_to_load, save_to_load
+from dist_ckpt_strategies.strategies.common import (
+    common_read_last,
+    open_packs,
+    require_own_common,
+)
 from dist_ckpt_strategies.strategies.own_save import OwnSaveShardedStrategy
 from dist_ckpt_strategies.strategies.registry import (
     Configured,
@@ -106,6 +114,9 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         group: ranks that load together; the world by default.
         options: timeouts and memory bounds; by default from the environment.
         allow: further classes that ShardedObjects may be unpickled to.
+
+    Attributes:
+        validated: the shardings that loads have checked.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -122,6 +133,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         allow: Allowed = (),
     ) -> None:
         super().__init__()
+        self.validated: Validated = {}
         self._configure(options, allow, group, verify=verify)
 
     @raises_megatron_errors
@@ -149,45 +161,60 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
         """
-        comm = self.communicator("load", f"from {checkpoint_dir}")
-        with time_limit(self.options.timeout_s, OPENING, then=WORK):
-            return load_sharded(
-                comm, lambda: self.open_load(comm, sharded_state_dict, checkpoint_dir)
-            )
+        return self.load_from(sharded_state_dict, checkpoint_dir)
 
-    def open_load(
+    def load_from(
         self,
-        comm: Communicator,
         sharded_state_dict: StateDict,
         checkpoint_dir: str | Location,
-        *,
-        name: object = None,
-        validates: bool = False,
-    ) -> ShardedLoad:
-        """A load by the ranks of ``comm`` of which nothing is described yet. Rank-local."""
-        root = located(checkpoint_dir, self.options)
-        return ShardedLoad(
-            comm,
-            sharded_state_dict,
-            self.open_checkpoint(root, self.options, comm),
-            name=name or checkpoint_dir,
-            options=self.options,
-            allow=self.allowed,
-            destination_of=self.destination_of,
-            validates=validates,
+        save: OpenedSave | None = None,
+    ) -> StateDict:
+        """See ``load``; ``save``: see ``open_to_load``."""
+        comm = self.communicator("load", f"from {checkpoint_dir}")
+
+        def prepare() -> LoadPlan:
+            deadline = Deadline.after(OPENING * self.options.timeout_s)
+            root = located(checkpoint_dir, self.options)
+            open_ = partial(self.open_to_load, root, self.options, save)
+            checkpoint = run_within(deadline, root, open_)
+            return self.plan(sharded_state_dict, checkpoint, deadline)
+
+        return load_sharded(comm, prepare, checkpoint_dir, self.options, self.allowed)
+
+    def plan(self, state: StateDict, checkpoint: StoredCheckpoint, deadline: Deadline) -> LoadPlan:
+        """See ``plan_load``."""
+        is_strict = self.options.strict_dtype
+        return plan_load(
+            state, checkpoint, self.destination_of, is_strict=is_strict, deadline=deadline
         )
 
+    def open_to_load(self, root: Location, options: Options, save: OpenedSave | None = None) -> Any:
+        """The checkpoint at a place, of which the common state was read. Rank-local.
+
+        Args:
+            root: its directory, or its place in an object store.
+            options: how to read it.
+            save: which it was read of; by default what is known of Megatron-Core's ``load``.
+
+        Raises:
+            CheckpointChangedError: it was of another save.
+        """
+        before = save or common_read_last(root)
+        checkpoint = self.open_checkpoint(root, options, before or OpenedSave(root))
+        if before is None:
+            require_own_common(root, checkpoint)
+        return checkpoint
+
     def open_checkpoint(
-        self, root: Location, options: Options, comm: Communicator | None = None
-    ) -> StoredCheckpoint:
+        self, root: Location, options: Options, save: OpenedSave | None = None
+    ) -> Any:
         """The checkpoint at a place. Rank-local.
 
         Args:
             root: its directory, or its place in an object store.
             options: how to read it.
-            comm: ranks that load together; None: the common state is not compared.
+            save: what a load has opened.
         """
-        save = OpenedSave(root) if comm is None else save_to_load(root)
         return Format1Checkpoint(require_path(root, "format ('zarr', 1)"), options, save)
 
     @raises_megatron_errors
@@ -202,6 +229,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
 
     def _stored_metadata(self, checkpoint_dir: str | Path, *, with_objects: bool) -> StateDict:
         root, options = located(checkpoint_dir, self.options), self.options
+        deadline = Deadline.after(ALL * options.timeout_s)
 
         def look_up() -> StateDict:
             if isinstance(root, Path):
@@ -216,8 +244,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
                 found |= {id_.unique_key: metadata_object(id_) for id_ in checkpoint.object_ids()}
             return found
 
-        with time_limit(options.timeout_s):
-            return run_with_limit(look_up, root)
+        return run_within(deadline, root, look_up)
 
     @raises_megatron_errors
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
@@ -254,12 +281,12 @@ class EitherFormatLoadShardedStrategy(ZarrLoadShardedStrategy):
     """ZarrLoadShardedStrategy for every format of this package, by what lies in the directory."""
 
     def open_checkpoint(
-        self, root: Location, options: Options, comm: Communicator | None = None
+        self, root: Location, options: Options, save: OpenedSave | None = None
     ) -> Any:
         """See ZarrLoadShardedStrategy."""
         if holds_packs(root):
-            return packs_to_load(root, options, comm)
-        return super().open_checkpoint(root, options, comm)
+            return open_packs(root, options, save)
+        return super().open_checkpoint(root, options, save)
 
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_version: str) -> None:

@@ -244,11 +244,7 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
         Raises a StorageError if elements are missing or damaged, or cannot be read.
         """
         wanted = [ArrayRead(self._specs[key], region, target) for key, region, target in reads]
-        self._reader.begin_reads(wanted).wait(self._options.timeout_s)
-
-    @cached_property
-    def _reader(self) -> Any:
-        return self._stored.array_reader()
+        self._stored.begin_reads(wanted).wait(self._options.timeout_s)
 
     def block_digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
         """The digests of all ranges of each stored block, where the format has them."""

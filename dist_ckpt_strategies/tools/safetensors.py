@@ -101,10 +101,6 @@ class SafetensorsCheckpoint:
         """The whole array, written by rank 0."""
         yield Region.whole(self._places[key][0].shape), 0
 
-    def array_reader(self) -> "SafetensorsCheckpoint":
-        """Reads the arrays that ``find`` gives."""
-        return self
-
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """Read regions of arrays, on this thread; all is done when it returns."""
         for read in reads:

@@ -207,10 +207,6 @@ class TorchDistCheckpoint:
             ids.append(object_id)
         return ids
 
-    def array_reader(self) -> "TorchDistCheckpoint":
-        """Reads the arrays that ``find`` gives."""
-        return self
-
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """Read regions of arrays, on this thread, whose shard it is; all is done on return."""
         for read in reads:

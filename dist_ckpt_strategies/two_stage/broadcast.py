@@ -24,12 +24,15 @@ from dist_ckpt_strategies.device import (
 )
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.sharded.load import run_reads
-from dist_ckpt_strategies.storage.io_pool import Transfer
+from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
-from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, Slice, stored_nbytes
+from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, Slice
 
 _ROUNDS_AHEAD = 2
 """Rounds that are being read, or copied to the device, while one is sent."""
+
+READING = 3 / 8
+"""Share of ``timeout_s`` for what a rank waits for from storage in a round."""
 
 T = TypeVar("T")
 
@@ -74,9 +77,11 @@ def run_group_plan(
     def read_alone() -> None:
         with clock.on("reading"):
             reader = open_reader()
-            opened.append(_Rounds(plan, arrays, targets, reader, comm, options.timeout_s, clock))
+            opened.append(
+                _Rounds(plan, arrays, targets, reader, comm, READING * options.timeout_s, clock)
+            )
             reads = [(arrays[t.array], t.region, t.tensor.detach()) for t in alone]
-            run_reads(reader, reads, options)
+            run_reads(reader, reads, options, Deadline.after(READING * options.timeout_s))
 
     clock.run_collectively(comm, read_alone)
     if plan.rounds:
@@ -94,7 +99,7 @@ def run_group_plan(
     return BroadcastReport(
         num_tensors=len(targets),
         filled_nbytes=sum(t.region.numel * arrays[t.array].dtype.itemsize for t in targets),
-        read_nbytes=sum(stored_nbytes(arrays[array], region) for array, region in read),
+        read_nbytes=sum(region.numel * arrays[array].dtype.itemsize for array, region in read),
         received_nbytes=sum(each.nbytes for batch, each in own if batch.reader != comm.rank),
         reading_s=clock.seconds["reading"],
         sending_s=clock.seconds["sending"],

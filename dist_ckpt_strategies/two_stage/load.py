@@ -1,242 +1,195 @@
-"""Load a state dict by a group of ranks: request, plan, broadcast."""
+"""Load a state dict by a group of ranks: request, plan, read and send.
 
-import copy
+The ranks of a group talk up to four times before they read: about what they request, about the
+objects if there are any, about the arrays, and about the regions of them. Then all ranks of the
+world agree, and each group carries out its plan.
+"""
+
 import json
-import math
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_and_gather_bytes
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    Message,
+    run_and_gather,
+    run_and_gather_bytes,
+    run_collectively,
+)
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
+from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.report import BroadcastReport
-from dist_ckpt_strategies.device import to_host
-from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint, common_digest
-from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located, require_path
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content, object_path
+from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
-    message_of,
     object_id,
-    shard_spec,
     sharded_values,
-    value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.load import destination, matched
+from dist_ckpt_strategies.sharded.checks import require_same_checkpoint
+from dist_ckpt_strategies.sharded.load import warn_of_conversions
 from dist_ckpt_strategies.storage.file_systems import PageCache, available_nbytes, page_cache_of
-from dist_ckpt_strategies.storage.io_pool import Transfer, restart_limit, uncounted
-from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, HostArray
-from dist_ckpt_strategies.two_stage.broadcast import Target, run_group_plan
+from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
+from dist_ckpt_strategies.storage.store import ArrayReader
+from dist_ckpt_strategies.two_stage.broadcast import run_group_plan
 from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
+from dist_ckpt_strategies.two_stage.sources import (
+    GroupLoad,
+    Matched,
+    Opened,
+    Source,
+    StrategySource,
+)
 
 _FREE_PER_NBYTES = 2
 """Pages stay in the cache until all ranks have read them if so many times as much is free."""
 
 
-class CheckpointLoad:
-    """A load by the ranks of a group: call ``prepare``, then ``run``.
+def load_by_group(  # noqa: PLR0913, PLR0917
+    world: Communicator,
+    group: Communicator,
+    open_source: Callable[[], Source],
+    state: StateDict,
+    name: object,
+    options: Options,
+    allow: Allowed,
+) -> tuple[StateDict, BroadcastReport]:
+    """Load what this rank requests; a state dict of the same structure. Collective over the world.
 
-    ``base`` is the strategy of this package that reads. ``state_dict`` is what this rank requests.
-    The smallest memory budget of the group counts. ``prepare`` sets ``save``, which is loaded.
+    Args:
+        world: all ranks.
+        group: the ranks that read together. Their smallest memory budget counts.
+        open_source: rank-local.
+        state: what this rank requests.
+        name: of the checkpoint, for messages.
+        options: timeouts and memory bounds.
+        allow: classes that objects may be unpickled to.
     """
+    loads: list[GroupLoad] = []
 
-    save: OpenedSave
-    _checkpoint: StoredCheckpoint
-    identity: str
-    """Of the checkpoint, after ``prepare``; see ``require_same_checkpoint``."""
+    def prepare() -> Message:
+        loads.append(plan_by_group(group, open_source, state, options))
+        return [loads[0].matched.converted, loads[0].source.identity]
 
-    def __init__(
-        self,
-        base: Any,
-        checkpoint_dir: str | Location,
-        state_dict: StateDict,
-        comm: Communicator,
-        options: Options,
-    ) -> None:
-        self._base, self._checkpoint_dir, self._state_dict = base, checkpoint_dir, state_dict
-        self._comm, self._options = comm, options
-        self._tensors: list[Any] = []
-        self._objects: list[Any] = []
-        self._arrays: Sequence[ArraySpec] = ()
-        self._plan = GroupPlan((), frozenset(), ())
-        self._results: list[torch.Tensor] = []
-        self._targets: list[Target] = []
-        self._padding: list[torch.Tensor] = []
-        self._requesters: dict[str, list[int]] = {}
+    converted, identities = zip(*run_and_gather(world, prepare), strict=True)
+    require_same_checkpoint(world, name, identities)
+    load, limit_s = loads[0], ENDING * options.timeout_s
+    read = lambda: read_by_group(group, load, options, allow)  # noqa: E731
+    loaded = run_collectively(world, lambda: load.source.save.read(read, limit_s))
+    warn_of_conversions(world, name, converted)
+    return loaded
 
-    def prepare(self) -> Any:
-        """Gather what the ranks request, check it, and plan; what this rank will convert.
 
-        Collective. No tensor has been filled. The caller runs it within an error check, so that
-        every rank raises the ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or
-        StorageError of one.
-        """
-        comm = self._comm
-        answers = run_and_gather_bytes(comm, self._request)
-        restart_limit()
-        parsed = {answer: json.loads(answer) for answer in set(answers)}
-        budgets, _, have_objects, all_names = zip(*parsed.values(), strict=True)
-        if any(have_objects):
-            self._find_requesters()
-        caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
-        if all(cache and cache.is_storage for cache in caches):
-            return self._prepare_alone([cache.name for cache in caches])
-        budget, names = min(budgets), sorted(set(chain.from_iterable(all_names)))
-        self._arrays = self._find(names)
-        converted: list[Any] = []
+def plan_by_group(
+    comm: Communicator, open_source: Callable[[], Source], state: StateDict, options: Options
+) -> GroupLoad:
+    """Gather what the ranks request, check it, and plan. Collective.
 
-        def describe() -> bytes:
-            numbers = {name: number for number, name in enumerate(names)}
-            own = [numbers[self._name(tensor)] for tensor in self._tensors]
-            converted.append(self._choose_targets([(n, self._arrays[n]) for n in own]))
-            nbytes = min(budget, sum(target.tensor.nbytes for target in self._targets))
-            regions = encode_regions((target.array, target.region) for target in self._targets)
-            return f"{int(_stays_cached(caches, comm.rank, nbytes))}\n{regions}".encode()
+    No tensor has been filled. The caller runs it within an error check, so that every rank raises
+    the ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or StorageError of one.
+    """
+    opened: list[tuple[Source, list[Any], list[Any]]] = []
 
-        requests = run_and_gather_bytes(comm, describe)
-        distinct = {request: request.decode().partition("\n") for request in set(requests)}
-        fits = all(stays_cached == "1" for stays_cached, _, _ in distinct.values())
-        cache_names = tuple(cache.name if cache and fits else None for cache in caches)
-        regions = [distinct[request][2] for request in requests]
-        self._plan = build_group_plan(regions, self._arrays, cache_names, max_inflight_bytes=budget)
-        return converted[0]
+    def request() -> bytes:
+        source, values = open_source(), list(sharded_values(state))
+        tensors = [value for value in values if isinstance(value, ShardedTensor)]
+        objects = [value for value in values if not isinstance(value, ShardedTensor)]
+        opened.append((source, tensors, objects))
+        cache = _page_cache(comm, source, options)
+        names = sorted({source.name(tensor) for tensor in tensors})
+        return json.dumps([options.max_inflight_bytes, cache, bool(objects), names]).encode()
 
-    def _prepare_alone(self, cache_names: Sequence[str]) -> Any:
-        """Plan that every rank reads all that it requests, where storage is memory. Rank-local."""
-        self._plan = GroupPlan((), frozenset(), tuple(cache_names))
-        found = self._checkpoint.find(sorted({tensor.key for tensor in self._tensors}))
-        self._arrays = [*found.values()]
-        numbers = {key: number for number, key in enumerate(found)}
-        own = [numbers[tensor.key] for tensor in self._tensors]
-        return self._choose_targets([(number, self._arrays[number]) for number in own])
+    answers = run_and_gather_bytes(comm, request)  # 1
+    parsed = {answer: json.loads(answer) for answer in set(answers)}
+    budgets, _, have_objects, all_names = zip(*parsed.values(), strict=True)
+    source, tensors, objects = opened[0]
+    requesters = _requesters(comm, objects) if any(have_objects) else {}  # 2
+    caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
+    if all(cache and cache.is_storage for cache in caches):
+        parts = _planned_alone(source, tensors, caches)
+    else:
+        names = sorted(set(chain.from_iterable(all_names)))
+        parts = _planned(comm, source, tensors, names, caches, min(budgets))
+    return GroupLoad(source, state, comm.rank, tensors, objects, requesters, *parts)
 
-    def run(self, allow: Allowed) -> tuple[StateDict, BroadcastReport]:
-        """Read and send everything; a state dict of the structure of the request.
 
-        Collective. The caller runs it within an error check, so that every rank raises the
-        StorageError of one.
-        """
-        comm = self._comm
+def _planned_alone(
+    source: Source, tensors: Sequence[Any], caches: Sequence[PageCache]
+) -> tuple[Sequence[ArraySpec], Matched, GroupPlan]:
+    """Have every rank read all that it requests: storage is memory. Rank-local."""
+    own = [source.name(tensor) for tensor in tensors]
+    names = sorted(set(own))
+    number = {name: n for n, name in enumerate(names)}
+    arrays = source.find(names)
+    match = source.match(tensors, [number[name] for name in own], arrays)
+    return arrays, match, GroupPlan((), frozenset(), tuple(cache.name for cache in caches))
 
-        def open_reader() -> ArrayReader:
-            for tensor in self._padding:
-                tensor.zero_()
-            return self._open_reader()
 
-        report = run_group_plan(
-            self._plan, self._arrays, self._targets, open_reader, comm, self._options
-        )
-        contents = self._object_contents() if self._requesters else {}
-        loaded: dict[int, Any] = {}
-        for found in self._objects:
-            name = object_id(found)
-            content, path = contents[name.unique_key], self._object_path(name)
-            loaded[id(found)] = load_content(content, path, name.unique_key, allow)
-        loaded |= {id(t): r for t, r in zip(self._tensors, self._results, strict=True)}
-        return mapped_values(lambda value: loaded[id(value)], self._state_dict), report
+def _planned(
+    comm: Communicator,
+    source: Source,
+    tensors: Sequence[Any],
+    names: Sequence[str],
+    caches: Sequence[PageCache | None],
+    budget: int,
+) -> tuple[Sequence[ArraySpec], Matched, GroupPlan]:
+    """Have one rank read what several request. Collective; ``names`` are those of all ranks."""
+    arrays = _found(comm, source, names)  # 3
+    matches: list[Matched] = []
 
-    def _request(self) -> bytes:
-        root = self._open()
-        for value in sharded_values(self._state_dict):
-            (self._tensors if isinstance(value, ShardedTensor) else self._objects).append(value)
-        cache = None if root is None or self._comm.device.type != "cpu" else page_cache_of(root)
-        fields = None if cache is None else [cache.name, cache.is_storage]
-        names = sorted({self._name(tensor) for tensor in self._tensors})
-        budget = self._options.max_inflight_bytes
-        return json.dumps([budget, fields, bool(self._objects), names]).encode()
+    def describe() -> bytes:
+        number = {name: n for n, name in enumerate(names)}
+        own = [number[source.name(tensor)] for tensor in tensors]
+        matches.append(source.match(tensors, own, arrays))
+        targets = matches[0].targets
+        nbytes = min(budget, sum(target.tensor.nbytes for target in targets))
+        regions = encode_regions((target.array, target.region) for target in targets)
+        return f"{int(_stays_cached(caches, comm.rank, nbytes))}\n{regions}".encode()
 
-    def _find_requesters(self) -> None:
-        """Learn which ranks request each object. Collective."""
-        found: dict[str, list[int]] = defaultdict(list)
-        own = lambda: sorted({object_id(found).unique_key for found in self._objects})  # noqa: E731
-        for rank, keys in enumerate(run_and_gather(self._comm, own)):
-            for key in keys:
-                found[key].append(rank)
-        self._requesters = dict(sorted(found.items()))
+    requests = run_and_gather_bytes(comm, describe)  # 4
+    distinct = {request: request.decode().partition("\n") for request in set(requests)}
+    fits = all(stays_cached == "1" for stays_cached, _, _ in distinct.values())
+    cache_names = tuple(cache.name if cache and fits else None for cache in caches)
+    regions = [distinct[request][2] for request in requests]
+    plan = build_group_plan(regions, arrays, cache_names, max_inflight_bytes=budget)
+    return arrays, matches[0], plan
 
-    def _objects_read(self) -> list[str]:
-        """The unique keys of the objects that this rank reads, sorted: requesters take turns."""
-        requesters = enumerate(self._requesters.items())
-        return [key for n, (key, ranks) in requesters if ranks[n % len(ranks)] == self._comm.rank]
 
-    def _object_contents(self) -> dict[str, bytes]:
-        """Read this rank's objects, and gather the shared ones. Collective."""
-        contents: dict[str, bytes] = {}
+def _page_cache(comm: Communicator, source: Source, options: Options) -> list[Any] | None:
+    """What this rank reads through, if it may share that with others: name, and whether memory."""
+    root = source.save.root
+    if isinstance(source, StrategySource) or not isinstance(root, Path):
+        return None
+    if comm.device.type != "cpu":
+        return None
+    deadline = Deadline.after(OPENING * options.timeout_s)
+    cache = run_within(deadline, root, lambda: page_cache_of(root))
+    return None if cache is None else [cache.name, cache.is_storage]
 
-        def read() -> bytes:
-            own = self._objects_read()
-            contents.update({key: self._object_content(key) for key in own})
-            shared = [key for key in own if len(self._requesters[key]) > 1]
-            sizes = json.dumps([[key, len(contents[key])] for key in shared])
-            return b"\n".join([sizes.encode(), b"".join(contents[key] for key in shared)])
 
-        for answer in run_and_gather_bytes(self._comm, read):
-            sizes, _, content = answer.partition(b"\n")
-            start = 0
-            for key, nbytes in json.loads(sizes):
-                contents[key] = content[start : start + nbytes]
-                start += nbytes
-        return contents
+def _requesters(comm: Communicator, objects: Sequence[Any]) -> dict[str, list[int]]:
+    """Which ranks request each object. Collective."""
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    own = lambda: sorted({object_id(value).unique_key for value in objects})  # noqa: E731
+    for rank, keys in enumerate(run_and_gather(comm, own)):
+        for key in keys:
+            ranks_of[key].append(rank)
+    return dict(sorted(ranks_of.items()))
 
-    def _open(self) -> Path | None:
-        root = located(self._checkpoint_dir, self._options)
-        checkpoint = self._base.open_checkpoint(root, self._options, self._comm)
-        self._checkpoint, self.save = checkpoint, checkpoint.save
-        self.identity = checkpoint.identity
-        return root if isinstance(root, Path) else None
 
-    def _name(self, tensor: Any) -> str:
-        return str(tensor.key)
-
-    def _find(self, names: Sequence[str]) -> list[ArraySpec]:
-        """The metadata of each array is read by one rank."""
-        rank, size = self._comm.rank, self._comm.size
-
-        def look_up() -> bytes:
-            found = self._checkpoint.find(names[rank::size])
-            return pickle.dumps([found[key] for key in names[rank::size]])
-
-        answers = run_and_gather_bytes(self._comm, look_up)
-        shares = [pickle.loads(answer) for answer in answers]  # noqa: S301 - from ranks of this job
-        return [shares[n % size][n // size] for n in range(len(names))]
-
-    def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:
-        stored = {array.key: array for _, array in found}
-        is_strict, specs = self._options.strict_dtype, map(shard_spec, self._tensors)
-        plan, converted = matched(self._tensors, specs, stored, is_strict=is_strict)
-        self._results = [self._base.destination_of(tensor) for tensor in self._tensors]
-        for (number, _), read, tensor, result in zip(
-            found, plan, self._tensors, self._results, strict=True
-        ):
-            if read.source is not None:
-                view = _in_array_dims(result, tensor)
-                if read.target is not None:
-                    view = view[read.target.slices()]
-                self._targets.append(Target(number, read.source, view))
-            if read.is_padded:
-                self._padding.append(result.detach())
-        return converted
-
-    def _open_reader(self) -> ArrayReader:
-        return self._checkpoint.array_reader()
-
-    def _object_content(self, unique_key: str) -> bytes:
-        found = ObjectId.parse(unique_key)
-        assert found is not None  # noqa: S101 - made from an ObjectId on another rank
-        return self._checkpoint.object_content(found)
-
-    def _object_path(self, object_id: ObjectId) -> str:
-        return self._checkpoint.object_path(object_id)
+def _found(comm: Communicator, source: Source, names: Sequence[str]) -> list[ArraySpec]:
+    """The arrays of these names; each is looked up by one rank. Collective."""
+    rank, size = comm.rank, comm.size
+    if isinstance(source, StrategySource):
+        return source.find(names)
+    answers = run_and_gather_bytes(comm, lambda: pickle.dumps(source.find(names[rank::size])))
+    shares = [pickle.loads(answer) for answer in answers]  # noqa: S301 - from ranks of this job
+    return [shares[n % size][n // size] for n in range(len(names))]
 
 
 def _stays_cached(caches: Sequence[PageCache | None], rank: int, wanted_nbytes: int) -> bool:
@@ -247,101 +200,49 @@ def _stays_cached(caches: Sequence[PageCache | None], rank: int, wanted_nbytes: 
     return _FREE_PER_NBYTES * num_sharing * wanted_nbytes <= available_nbytes()
 
 
-class StrategyLoad(CheckpointLoad):
-    """A load by any strategy, which is called once with all shards and objects this rank reads.
+def read_by_group(
+    comm: Communicator, load: GroupLoad, options: Options, allow: Allowed
+) -> tuple[StateDict, BroadcastReport]:
+    """Read and send everything; a state dict of the structure of the request. Collective.
 
-    Each distinct shard counts as an array of its own, which is read whole.
+    The caller runs it within an error check, so that every rank raises the StorageError of one.
     """
+    opened: list[Opened] = []
 
-    _root: Path
-    _loaded: StateDict
+    def open_reader() -> ArrayReader:
+        for tensor in load.matched.padding:
+            tensor.zero_()
+        opened.append(load.source.opened(load))
+        return opened[0].reader
 
-    def _open(self) -> None:
-        name = type(self._base).__name__
-        if self._options.strict_dtype:
-            raise StrategyError(
-                f"strict_dtype: {name} converts by itself; pass strict_dtype=True to "
-                "dist_ckpt_strategies.load instead"
-            )
-        self._root = require_path(located(self._checkpoint_dir, self._options), name)
-        self.save = OpenedSave(self._root)
-        self.identity = common_digest(self._root)
-
-    def _name(self, tensor: Any) -> str:
-        """Replicas have the same name."""
-        shard_spec(tensor)  # raises if it is invalid
-        message = message_of(tensor)
-        message[3] = 0  # the replica
-        return json.dumps(message)
-
-    def _find(self, names: Sequence[str]) -> list[ArraySpec]:
-        """The name describes the shard."""
-        found = []
-        for name in names:
-            spec = shard_spec(value_from_message(json.loads(name)))
-            shape = spec.region.shape
-            chunk = tuple(max(1, size) for size in shape)
-            found.append(ArraySpec(name, shape, spec.dtype, chunk, is_raw=False))
-        return found
-
-    def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:
-        self._results = [destination(tensor) for tensor in self._tensors]
-        self._targets = [
-            Target(number, Region.whole(array.shape), _in_array_dims(result, tensor))
-            for (number, array), result, tensor in zip(
-                found, self._results, self._tensors, strict=True
-            )
-            if result.numel()
-        ]
-        return ()
-
-    def _open_reader(self) -> ArrayReader:
-        """Calls the strategy. Collective over the world."""
-        batches = chain.from_iterable(self._plan.rounds)
-        numbers = {s.array for b in batches if b.reader == self._comm.rank for s in b.slices}
-        shared = self._plan.shared
-        numbers |= {t.array for t in self._targets if (t.array, t.region) not in shared}
-        requested = {self._name(tensor): tensor for tensor in self._tensors}
-        # torch_dist changes the ShardedTensors that it is given, and loses empty nested dicts.
-        own: StateDict = {n: copy.copy(requested[self._arrays[n].key]) for n in sorted(numbers)}
-        objects = {object_id(found).unique_key: found for found in self._objects}
-        own |= {key: objects[key] for key in self._objects_read()}
-        with uncounted():  # the strategy's time is its own
-            self._loaded = self._base.load(own, self._root)
-        return _MemoryReader({self._arrays[n].key: self._in_memory(n) for n in sorted(numbers)})
-
-    def _in_memory(self, number: int) -> HostArray:
-        tensor: torch.Tensor = self._loaded[number]
-        array = self._arrays[number]
-        if tensor.numel() != math.prod(array.shape):
-            key = json.loads(array.key)[0]
-            raise PlanError(
-                f"{key}: shape {tuple(tensor.shape)} loaded, {array.shape} expected", key=key
-            )
-        return to_host([tensor.to(getattr(torch, array.dtype.value)).reshape(array.shape)])[0]
-
-    def _object_content(self, unique_key: str) -> bytes:
-        return dump_object(self._loaded[unique_key], name=unique_key)
-
-    def _object_path(self, object_id: ObjectId) -> str:
-        return str(object_path(self._root, object_id))
+    targets = load.matched.targets
+    report = run_group_plan(load.plan, load.arrays, targets, open_reader, comm, options)
+    contents = _object_contents(comm, load, opened[0]) if load.requesters else {}
+    loaded: dict[int, Any] = {}
+    for value in load.objects:
+        name = object_id(value)
+        content, path = contents[name.unique_key], opened[0].object_path(name)
+        loaded[id(value)] = load_content(content, path, name.unique_key, allow)
+    results = zip(load.tensors, load.matched.results, strict=True)
+    loaded |= {id(tensor): result for tensor, result in results}
+    return mapped_values(lambda value: loaded[id(value)], load.state), report
 
 
-class _MemoryReader:
-    """An ArrayReader of arrays in memory, which are read whole."""
+def _object_contents(comm: Communicator, load: GroupLoad, opened: Opened) -> dict[str, bytes]:
+    """Read this rank's objects, and gather the shared ones. Collective."""
+    contents: dict[str, bytes] = {}
 
-    def __init__(self, arrays: Mapping[str, HostArray]) -> None:
-        self._arrays = arrays
+    def read() -> bytes:
+        own = load.objects_read()
+        contents.update({key: opened.object_content(key) for key in own})
+        shared = [key for key in own if len(load.requesters[key]) > 1]
+        sizes = json.dumps([[key, len(contents[key])] for key in shared])
+        return b"\n".join([sizes.encode(), b"".join(contents[key] for key in shared)])
 
-    def begin_reads(self, reads: Iterable[ArrayRead]) -> Transfer:
-        """See ArrayReader. An array that was loaded into the target's memory is not copied."""
-        for read in reads:
-            source = self._arrays[read.array.key]
-            if source.ctypes.data != read.target.ctypes.data:
-                np.copyto(read.target, source)
-        return Transfer((), 0)
-
-
-def _in_array_dims(result: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """The tensor with the dims that a ShardedTensor prepends."""
-    return result.detach()[(None,) * tensor.prepend_axis_num]
+    for answer in run_and_gather_bytes(comm, read):
+        sizes, _, content = answer.partition(b"\n")
+        start = 0
+        for key, nbytes in json.loads(sizes):
+            contents[key] = content[start : start + nbytes]
+            start += nbytes
+    return contents

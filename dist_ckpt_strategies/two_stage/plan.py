@@ -12,12 +12,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
+from dist_ckpt_strategies.formats.pack import RANGE_NBYTES
 
 MAX_SLICE_NBYTES = 64 << 20
 """A slice is no larger, unless it is a single chunk that is read whole anyway."""
 
-MIN_SLICE_NBYTES = 4 << 10
-"""Regions are not cut into smaller slices: each costs a read and a message."""
+MIN_SLICE_NBYTES = RANGE_NBYTES
+"""Regions are not cut into smaller slices: each costs a read of a whole range, and a message."""
 
 MAX_PACKED_NBYTES = 16 << 20
 """Small slices travel together, up to this: a message of 64 KiB takes gloo as long as 1 MiB."""
@@ -192,7 +193,11 @@ def _cut(array: ArraySpec, region: Region, limit_nbytes: int) -> Iterator[Region
     """The region in slices that can each be read on its own at no extra cost."""
     if _nbytes(array, region) <= limit_nbytes:
         return iter((region,))
-    cell = (1,) * region.ndim if array.is_raw else array.chunk_shape
+    cell = array.chunk_shape
+    if array.is_raw:
+        row_nbytes = math.prod(region.shape[1:]) * array.dtype.itemsize
+        num_rows = RANGE_NBYTES // math.gcd(RANGE_NBYTES, row_nbytes)  # whole ranges of packs
+        cell = (num_rows if num_rows * row_nbytes <= limit_nbytes else 1, *(1,) * (region.ndim - 1))
     return _in_cells(region, cell, array.dtype.itemsize, limit_nbytes, 0)
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region, ShardId, ShardSpec
+from dist_ckpt_strategies.core.blocks import padded
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -30,10 +31,9 @@ from dist_ckpt_strategies.formats.pack import (
     lay_out,
 )
 from dist_ckpt_strategies.formats.pack_header import parse_header
-from dist_ckpt_strategies.formats.pack_read import BlockRead, begin_reads
+from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads
 from dist_ckpt_strategies.formats.pack_verify import open_pack, verify_pack
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of, write_pack
-from dist_ckpt_strategies.storage.io_pool import Deadline
 from tests.support.packs import MemoryPlace, small_ranges
 from tests.support.sharding import at_random
 
@@ -93,33 +93,27 @@ class Written:
         name = f"{number:016x}"
         return write_pack(self.place, name, pack, batches, save_id="s", rank=3, num_packs=7)
 
-    def reads(self, boxes: dict[ShardId, Region] | None = None) -> list[tuple[BlockRead, Any]]:
-        """Reads of all blocks, or of boxes of them, and what they should give."""
-        stored = {shard.id: content_of(shard) for shard in self.shards}
-        table, reads = self.layout.table, []
-        for row, (number, start, first) in enumerate(table.place.tolist()):
-            key, region = table.keys[table.array[row]], table.region(row)
-            content = stored[ShardId(key, region)]
-            box = (boxes or {}).get(ShardId(key, region), Region.whole(region.shape))
-            target = np.zeros(box.shape, content.dtype)
-            record = self.records[number]
-            read = BlockRead(record, start, first, region.shape, box, target, key)
-            reads.append((read, content[(*box.slices(), ...)]))
-        return reads
-
     def read_all(self, boxes: dict[ShardId, Region] | None = None, *, verify: bool = True) -> None:
-        reads = self.reads(boxes)
-        wanted = [read for read, _ in reads]
+        """Read all blocks, or boxes of them, and compare them with what was written."""
+        stored = {shard.id: content_of(shard) for shard in self.shards}
+        table, width = self.layout.table, self.layout.table.origin.shape[1]
+        keys = [table.keys[number] for number in table.array.tolist()]
+        ids = [ShardId(key, table.region(row)) for row, key in enumerate(keys)]
+        wanted = [(boxes or {}).get(id_, Region.whole(id_.region.shape)) for id_ in ids]
+        expected = [stored[id_][(*b.slices(), ...)] for id_, b in zip(ids, wanted, strict=True)]
+        targets = [np.zeros(content.shape, content.dtype) for content in expected]
+        offset = padded([box.offset for box in wanted], width, 0)
+        shape = padded([box.shape for box in wanted], width, 1)
+        packs = dict(enumerate(self.records))
         begin_reads(
             self.place,
-            wanted,
+            BlockReads(packs, table.place, table.extent, offset, shape, targets, keys),
             num_threads=1,
-            deadline=Deadline.after(60),
             verify=verify,
             max_nbytes=8 * pack.RANGE_NBYTES,
         ).wait()
-        for read, expected in reads:
-            assert read.target.tobytes() == expected.tobytes(), read
+        for id_, target, content in zip(ids, targets, expected, strict=True):
+            assert target.tobytes() == content.tobytes(), id_
 
 
 def boxes_in(shards: Sequence[ShardSpec], seed: int) -> dict[ShardId, Region]:
@@ -252,7 +246,8 @@ def test_reads_find_every_flipped_byte_of_blocks_and_digests(small: Written) -> 
     name = file_of(record.name)
     whole = small.place.files[name]
     starts = [record.data_start + start for _, start, _ in table.place.tolist()]
-    sizes = [read.target.nbytes for read, _ in small.reads()]
+    itemsizes = [DType(table.facts[number].dtype).itemsize for number in table.array.tolist()]
+    sizes = (table.extent.prod(1) * itemsizes).tolist()
     inside = [
         at for start, size in zip(starts, sizes, strict=True) for at in range(start, start + size)
     ]
