@@ -44,7 +44,7 @@ def limit_of_wait(timeout_s: float) -> float:
 
 
 class Verify(StrEnum):
-    """What a load of format 2 compares with the digests in the manifest."""
+    """What a load of packs compares with their digests."""
 
     OFF = "off"
     READ = "read"
@@ -129,10 +129,10 @@ class Options:
             rank has raised by then. It must exceed the time by which the slowest rank lags behind
             the fastest.
         max_inflight_bytes: bound, per rank, on memory for staging (copies of CUDA or
-            non-contiguous tensors, assembled chunks), and on the chunks of format 1 that are
+            non-contiguous tensors), and on the chunks of format 1 that are
             decoded. A single larger tensor or chunk goes alone.
-        io_threads: chunks of format 1 per rank that are decoded at the same time, and requests to
-            object stores. The number of other open files follows from the file system.
+        io_threads: packs and chunks of ("zarr", 1) that a rank writes at the same time. The number
+            of reads follows from the file system.
         verify: what a load of packs compares with digests: ``"read"``, what it reads; ``"off"``,
             nothing but headers and the index.
         strict_dtype: whether a load raises where an array is stored in another dtype than the one

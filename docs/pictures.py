@@ -93,7 +93,7 @@ def demo(directory: Path) -> Iterator[str]:
 
 
 def inspect(directory: Path) -> Iterator[str]:
-    """A checkpoint of Megatron-Core 0.15.3, in format 2."""
+    """A checkpoint of Megatron-Core 0.15.3, as packs."""
     make_checkpoint(directory)
     yield shown(directory, "inspect checkpoint --keys 'decoder.layers.mlp.*' --no-objects")
 
@@ -103,9 +103,9 @@ def verify(directory: Path) -> Iterator[str]:
     make_checkpoint(directory)
     yield shown(directory, "verify checkpoint")
     yield "\n\033[2m# one byte of one file changes\033[0m\n"
-    file = directory / "checkpoint/arrays/decoder.layers.mlp.linear_fc2.weight/c.1.0.0"
+    file = max(directory.glob("checkpoint/packs/*/*"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
-    content[1000] ^= 1
+    content[len(content) // 2] ^= 1
     file.write_bytes(content)
     yield shown(directory, "verify checkpoint")
 

@@ -447,9 +447,9 @@ def outlasts_failures_in_background(rank: int, root: str) -> list[str]:
     training, policy = Training(), SavePolicy(every_steps=1)
 
     def refuse(_name: str, path: str) -> None:
-        if rank == 1 and "iter_0000006/" in path and path.endswith("/c.1.0"):
+        if rank == 1 and "iter_0000006/packs/" in path:
             raise OSError(errno.EIO, "a disk that fails in the background")
-        if "iter_0000008/" in path and path.endswith(f"/c.{rank}.0"):
+        if "iter_0000008/packs/" in path:
             raise OSError(errno.EIO, "a disk") if rank else PlanError("no disk at all")
 
     with (

@@ -199,10 +199,9 @@ def verify(
 ) -> int:
     """Check that a checkpoint is complete and undamaged, and list all damage.
 
-    Checks existence and size of every chunk file, every shard of every object, common.pt and
-    metadata.json, and the checksums of objects and common.pt. Format 2: every inner chunk, and
-    local checkpoints: every tensor, is compared with its digest. Format 1 has no checksums of
-    arrays: a changed byte inside a chunk is not found.
+    Packs and local checkpoints: every byte is compared with its digest. ("zarr", 1): existence and
+    size of every chunk file, and the checksums of objects and common.pt; it has no digests of
+    arrays, so a changed byte inside a chunk is not found.
     """
     from dist_ckpt_strategies.cli.inspect import verify_checkpoint  # noqa: PLC0415
 
@@ -266,8 +265,8 @@ def prune(
 
     ROOT contains the checkpoints, each in a directory; its iteration is the last number in its
     name. The newest complete one is always kept, and so is everything that has no iteration in its
-    name, or is neither a checkpoint of format 1 or 2 nor left by a killed save of these. Shows what
-    would be removed, and prompts.
+    name, or is neither a checkpoint of ("safetensors", 1) or ("zarr", 1) nor left by a killed save
+    of these. Shows what would be removed, and prompts.
     """
     from dist_ckpt_strategies.cli.prune import prune_checkpoints  # noqa: PLC0415
 

@@ -264,7 +264,7 @@ def require_psutil(backend: str, version: int) -> None:
     """Raise a MissingDependencyError if this is torch_dist and its save would fail half-way."""
     if (backend, version) == TORCH_DIST and find_spec("psutil") is None:
         raise MissingDependencyError(
-            "Megatron-Core's torch_dist save needs psutil; pip install psutil, or save ('zarr', 2)"
+            "Megatron-Core's torch_dist save needs psutil; pip install psutil, or save packs"
         )
 
 

@@ -21,6 +21,7 @@ from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import CheckpointChangedError, PlanError, some_of
+from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.objects import dump_object, leaves
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -41,16 +42,6 @@ logger = logging.getLogger(__name__)
 _MAX_SHOWN, _MAX_TEXT, _MAX_ELEMENTS = 5, 80, 1000
 
 
-class _Validated:
-    """The digest of the sharding that this rank has last seen validated; see ``digest_of``."""
-
-    last: str = ""
-
-
-VALIDATED = _Validated()
-"""Of this process: a load of the sharding that was validated last is not validated again."""
-
-
 def different_strategies(comm: Communicator, what: str, kinds: Sequence[str]) -> PlanError:
     """The error for ranks that do the same by strategies of different kinds."""
     texts = [f"{what} by {kind}" for kind in kinds]
@@ -62,8 +53,8 @@ def require_same_checkpoint(comm: Communicator, name: object, identities: Sequen
     if len(set(identities)) > 1:
         texts = [f"one with {identity or 'none'}" for identity in identities]
         raise CheckpointChangedError(
-            f"{name}: ranks have opened different checkpoints there, by the digests of their "
-            f"manifests or, without one, the times of {MARKER_NAME} and digests of {COMMON_NAME}: "
+            f"{name}: ranks have opened different checkpoints there, by their {PACKS_INDEX} "
+            f"or, without one, the times of {MARKER_NAME} and digests of {COMMON_NAME}: "
             f"{who_is_where(comm, identities, texts)}; it was replaced meanwhile, or a node sees "
             "an old copy: load again",
             path=str(name),

@@ -165,7 +165,7 @@ def begin_in_background(
             yield_to_training()
             return write()
 
-        nbytes = sum(pack.nbytes for pack in known.layout.packs)
+        nbytes = sum(shard.nbytes for shard in started.contents.shards)
         return BackgroundWork(work, "dist-ckpt-save", nbytes)
 
     work = background.running = start_on_all(comm, prepare)

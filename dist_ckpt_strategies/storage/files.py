@@ -163,7 +163,7 @@ def rename(source: Path | str, target: Path | str, key: str | None = None) -> No
         raise StorageError(
             f"{target}: the file system refuses to rename {source} to it ({error.strerror}), and a "
             "save becomes visible by renames; save to a file system that has them, not through "
-            "this mount, or with format ('zarr', 2) to an object store's URL",
+            "this mount, or with format ('safetensors', 1) to an object store's URL",
             key=key,
             path=str(target),
         ) from error

@@ -9,6 +9,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import require_storable_keys
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
@@ -125,7 +126,7 @@ def common_content(root: Location, options: Options, allow: Allowed, packs: Any 
     except IncompleteCheckpointError as missing:
         try:
             return open_at(root, options, allow).common_content()
-        except (IncompatibleVersionError, IncompleteCheckpointError):
+        except (CheckpointNotFoundError, IncompatibleVersionError, IncompleteCheckpointError):
             raise missing from None
 
 

@@ -92,8 +92,8 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         process_group: the ranks that load together; with a strategy of your own, its ``group``.
         allow: further classes that objects of this checkpoint may be unpickled to.
         timeout_s: longest wait for a peer; by default the strategy's own.
-        verify: what is compared with the digests of ("zarr", 2): ``"read"``, ``"full"`` or
-            ``"off"``; by default what the strategy or the environment says, ``"read"``.
+        verify: what is compared with the digests of packs: ``"read"``, what is read, or ``"off"``;
+            by default what the strategy or the environment says, ``"read"``.
         strict_dtype: raise where an array is stored in another dtype than the one requested, before
             any tensor is filled. By default such arrays are converted as ``Tensor.copy_`` does,
             with one warning.

@@ -281,7 +281,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         """Load what the state dict requests, in any parallel layout.
 
         Collective over the group. Tensors are filled, and converted, as by ``load`` of
-        ``("zarr", 1)`` and ``("zarr", 2)``.
+        ``("safetensors", 1)`` and ``("zarr", 1)``.
 
         Raises:
             DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.

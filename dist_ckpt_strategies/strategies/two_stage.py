@@ -55,9 +55,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         cpu_transfer: send from host to host, over gloo; ranks of one host read from the page cache
             what one of them has read from a local file system. False sends over the group's own
             backend, with NCCL from GPU to GPU.
-        base_strategy: reads the storage; by default a strategy for ("zarr", 1) and ("zarr", 2).
-            With these each rank reads an even share of what several ranks request, straight into
-            the tensors. Any other load strategy, such as Megatron-Core's for ``torch_dist``, is
+        base_strategy: reads the storage; by default a strategy for ("safetensors", 1) and
+            ("zarr", 1). With these each rank reads an even share of what several ranks request,
+            straight into the tensors. Any other load strategy, such as for ``torch_dist``, is
             called once on every rank, with the whole shards that this rank reads; what it loads is
             in memory at once.
         max_inflight_bytes: bound, per rank, on memory for reads and messages in flight; by default

@@ -128,11 +128,6 @@ def _backend(root: Location) -> tuple[str, int]:
         if other:
             raise CheckpointNotFoundError(f"{root} is no checkpoint: {other}", path=str(root))
     marker = read_marker(root)
-    if marker.sharded_format == ("zarr", 2):
-        raise IncompatibleVersionError(
-            f"{root}: format ('zarr', 2); convert it with the release that saved it: "
-            f"dist-ckpt convert {root} NEW --to pack"
-        )
     if marker.common_format != ("torch", 1):
         raise IncompatibleVersionError(
             f"{root}: common state of format {marker.common_format}, expected ('torch', 1)"

@@ -161,8 +161,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         older_than_s: keep unfinished ones that changed less than this many seconds ago: the save
             may still be running. In an object store the time is that of the save's start, so it
             must exceed the duration of any save.
-        dry_run: change nothing; report what would be removed. A save whose commit was interrupted
-            counts as complete, which any other call makes it.
+        dry_run: change nothing; report what would be removed.
         store: how an object store is reached; None: from the environment.
         pattern: regular expression for whole names; whatever else is below ``root`` is left out.
 

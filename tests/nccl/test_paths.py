@@ -31,12 +31,12 @@ from tests.local.clique_worlds import (
     save,
 )
 from tests.support import entries
-from tests.support.entries import Entry, outcome, prepare
+from tests.support.entries import FORMATS, PACKS, ZARR, Entry, outcome, prepare
 from tests.support.memory_provider import MemoryProvider
 from tests.support.nccl_rules import join_nccl, use_nccl
 from tests.support.ranks import done_by
 from tests.support.restarts import Wrappers, join_group, run_restartable
-from tests.support.sharding import Cut, Part, at_random, differences, on_grid, part_of, zeros
+from tests.support.sharding import Cut, Part, differences, on_grid, part_of, zeros
 from tests.support.sharding import state_of as sharded_state_of
 
 pytestmark = pytest.mark.multiprocess
@@ -60,7 +60,7 @@ def fail_on_one_rank(rank: int) -> None:
 def cuts() -> list[Cut]:
     """A replicated array of several messages, one of which each rank wants some, and others."""
     return [
-        at_random("random", (17, 9), 3),
+        on_grid("columns", (17, 9), (1, 3)),
         on_grid("grid", (8, 6), (2, 2)),
         on_grid("everyone", (600, 100), (1, 1), num_replicas=4),
     ]
@@ -74,10 +74,10 @@ def zeros_on_gpu(cut: Cut, part: Part) -> torch.Tensor:
     return zeros(cut, part).to("cuda")
 
 
-def load_in_two_stages(rank: int, root: Path, backend: str, version: int, transfer: str) -> None:
+def load_in_two_stages(rank: int, root: Path, backend: str, stored: Any, transfer: str) -> None:
     """Groups of two; beside each load's messages the training's group is used too."""
     state = sharded_state_of(rank, cuts(), on_gpu)
-    entries.save(Entry.OURS, state, root, sharded_strategy=("zarr", version))
+    entries.save(Entry.OURS, state, root, sharded_strategy=stored)
     groups = [dist.new_group(ranks, backend=backend) for ranks in ([0, 1], [2, 3])]
     strategy = TwoStageDataParallelLoadShardedStrategy(
         groups[rank // 2], cpu_transfer=transfer == "cpu"
@@ -88,17 +88,17 @@ def load_in_two_stages(rank: int, root: Path, backend: str, version: int, transf
     assert differences(rank, cuts(), found) == []
 
 
-def save_and_load_fully_parallel(rank: int, root: Path, version: int) -> None:
+def save_and_load_fully_parallel(rank: int, root: Path, stored: Any) -> None:
     """Ranks of two groups share the writing and the reading of what they hold alike."""
-    held = cuts()[1:]  # Megatron-Core's own checks refuse what is on no grid
+    held = cuts()[1:]
     groups = [dist.new_group(ranks, backend="nccl") for ranks in ([0, 1], [2, 3])]
     saver = FullyParallelSaveStrategyWrapper(
-        get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", version), groups[rank // 2]
+        get_default_strategy(StrategyAction.SAVE_SHARDED, *stored), groups[rank // 2]
     )
     state = sharded_state_of(rank, held, on_gpu)
     entries.save(Entry.OURS, state, root, sharded_strategy=saver)
     loader = FullyParallelLoadStrategyWrapper(
-        get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", version), groups[rank // 2]
+        get_default_strategy(StrategyAction.LOAD_SHARDED, *stored), groups[rank // 2]
     )
     wanted = sharded_state_of(rank, held, zeros_on_gpu)
     loaded = entries.load(Entry.OURS, wanted, root, sharded_strategy=loader)
@@ -163,11 +163,13 @@ def all_paths(rank: int, root: Path, backend: str) -> None:
     lose_a_node(rank, str(root / "local"))
     recover(rank, backend)
     is_mixed = backend != "nccl"
-    loads = [(1, "gpu"), (1, "cpu")] if is_mixed else [(1, "gpu"), (2, "gpu"), (2, "cpu")]
-    for version, transfer in loads:
-        load_in_two_stages(rank, root / f"{version}{transfer}", backend, version, transfer)
-    for version in () if is_mixed else (1, 2):
-        save_and_load_fully_parallel(rank, root / f"parallel{version}", version)
+    loads = [(ZARR, "gpu"), (ZARR, "cpu")]
+    if not is_mixed:
+        loads = [(ZARR, "gpu"), (PACKS, "gpu"), (PACKS, "cpu")]
+    for stored, transfer in loads:
+        load_in_two_stages(rank, root / f"{stored}{transfer}", backend, stored, transfer)
+    for stored in () if is_mixed else FORMATS:
+        save_and_load_fully_parallel(rank, root / f"parallel{stored}", stored)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
