@@ -4,7 +4,7 @@
 
 The server, Ceph's radosgw or moto, is started for the benchmark on this machine, keeps its objects
 in memory, and shares the cores with the two ranks. The baseline puts and gets the same bytes, one
-object for each shard or 64 MiB of it, with as many requests at the same time as format 2 has.
+object for each shard or 64 MiB of it.
 """
 
 import os

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.support.entries import Entry, require_on_ranks, save
-from tests.support.layouts import empties, irregular, scattered
+from tests.support.layouts import empties, scattered
 from tests.support.pages import reader_of
-from tests.support.sharding import ALL_DTYPES, Cut, in_runs, on_grid, part_of, state_of
+from tests.support.sharding import ALL_DTYPES, Cut, on_grid, part_of, state_of
 from tests.support.tensors import bits
 
 pytestmark = pytest.mark.multiprocess
@@ -19,13 +19,11 @@ def layouts() -> dict[str, list[Cut]]:
     return {
         "dtypes": [on_grid(f"x.{d}", (12, 8), (2, 2), dtype=d) for d in ALL_DTYPES],
         "scattered": scattered(),
-        "irregular": irregular(),
         "empty": empties(),
         "large": [
             on_grid("matrix", (512, 520), (2, 2)),
             on_grid("primes", (1021, 211), (1, 1)),
             on_grid("layers", (4, 128, 130), (4, 1, 1), num_prepended=1, dtype=torch.bfloat16),
-            in_runs("flat", [50_000, 61_111, 90_001, 120_000]),
         ],
     }
 

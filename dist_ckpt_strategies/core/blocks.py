@@ -207,6 +207,7 @@ def overlaps(table: BlockTable, arrays: Sequence[int], regions: Sequence[Region]
     low = padded([region.offset for region in regions], width, 0)
     high = low + padded([region.shape for region in regions], width, 1)
     first, stop = _candidates(table, array, low, high)
+    stop = np.maximum(first, stop)  # a region without elements has none
     before = np.concatenate([[0], np.cumsum(stop - first)])
     parts: list[tuple[Column, ...]] = []
     start = 0
@@ -246,7 +247,8 @@ def _candidates(
     places = table.array * span + origin
     lowest = np.maximum(0, low[:, 0] - height[array] + 1)
     first = np.searchsorted(places, array * span + lowest, "left")
-    return first, np.searchsorted(places, array * span + high[:, 0], "left")
+    stop = np.searchsorted(places, array * span + high[:, 0], "left")
+    return first, np.maximum(first, stop)  # an array without elements has blocks without height
 
 
 def with_objects(table: BlockTable, objects: Sequence[ObjectId]) -> BlockTable:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from uuid import uuid4
 
 from dist_ckpt_strategies.config import place_from_environment
 from dist_ckpt_strategies.errors import CheckpointExistsError, PeerLostError, StorageError, some_of
@@ -161,15 +162,15 @@ def discard(staging: Path) -> None:
 def remove_contents(root: Path) -> None:
     """Remove a checkpoint's files, the marker first, and what killed saves have left of others."""
     set_marker_aside(root)
-    trash = root / f"{REMOVED_PREFIX}contents"
+    trash = root / f"{REMOVED_PREFIX}{uuid4().hex}"  # beside that of a call that was killed
     with file_errors(None, root):
-        trash.mkdir(exist_ok=True)
+        trash.mkdir()
         _move_out(root, _contents(root, with_torch_dist=False), trash)
         (root / COMMON_NAME).unlink(missing_ok=True)
         (root / OLD_MARKER_NAME).unlink(missing_ok=True)
         for path in root.iterdir():
-            if path.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and path.is_dir():
-                shutil.rmtree(path)
+            if path.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def require_own_place() -> None:

@@ -40,7 +40,6 @@ READ_NBYTES = 4 << 20
 _MAX_BUFFERS = 1000
 """Of one call; the system takes 1024."""
 
-
 DigestTables = dict[PackRecord, Digests]
 
 
@@ -172,10 +171,10 @@ def read_content(
         CorruptCheckpointError, IncompleteCheckpointError: as ``begin_reads``.
     """
     content = np.empty(stored.nbytes, np.uint8)
+    if pack not in tables:
+        read_table(store, pack, tables, key)
+    start = pack.data_start + stored.byte_offset
     with _named(key, pack):
-        if pack not in tables:
-            tables[pack] = _read_table(store, pack)
-        start = pack.data_start + stored.byte_offset
         store.read_into(file_of(pack.name), start, [content])
     _compare(store, pack, key, start, content, tables[pack][stored.first_range :])
     return content.tobytes()
@@ -185,21 +184,12 @@ def _file(pack: PackRecord | str) -> str:
     return pack if isinstance(pack, str) else file_of(pack.name)
 
 
-def _start(pack: PackRecord | str) -> int:
-    return 0 if isinstance(pack, str) else pack.data_start
-
-
 def read_table(store: Place, pack: PackRecord, tables: DigestTables, key: str) -> None:
     """Add a pack's digests to those that were read; an error names ``key``."""
+    content, name = np.empty(table_nbytes(pack.num_ranges), np.uint8), file_of(pack.name)
     with _named(key, pack):
-        tables[pack] = _read_table(store, pack)
-
-
-def _read_table(store: Place, pack: PackRecord) -> Digests:
-    content = np.empty(table_nbytes(pack.num_ranges), np.uint8)
-    name = file_of(pack.name)
-    store.read_into(name, pack.nbytes - content.size, [content])
-    return opened_table(content.tobytes(), pack.digest, store.path(name))
+        store.read_into(name, pack.nbytes - content.size, [content])
+        tables[pack] = opened_table(content.tobytes(), pack.digest, store.path(name))
 
 
 @contextmanager
@@ -232,8 +222,13 @@ def _spans(reads: BlockReads, max_nbytes: int) -> _Spans:
     nbytes = reads.shape.prod(1) * itemsize
     is_in_order = np.array([target.flags.c_contiguous for target in reads.targets], bool)
     is_flat = is_in_order & (nbytes == stop - first) & (nbytes > 0)
-    rows = np.flatnonzero(is_flat)
-    parts = [_flat_spans(rows, first[rows], stop[rows], total[rows], max_nbytes)]
+    files = [number for number, pack in reads.packs.items() if isinstance(pack, str)]
+    has_digests = ~np.isin(reads.place[:, 0], files)
+    rows, exact = np.flatnonzero(is_flat & has_digests), np.flatnonzero(is_flat & ~has_digests)
+    parts = [
+        _flat_spans(rows, first[rows], stop[rows], total[rows], max_nbytes),
+        _exact_spans(exact, first[exact], stop[exact], max_nbytes),
+    ]
     strided = np.flatnonzero(~is_flat & (nbytes > 0)).tolist()
     parts += [_strided_spans(reads, row, int(total[row]), max_nbytes) for row in strided]
     row, start, size, into = np.concatenate(parts).T
@@ -281,6 +276,15 @@ def _flat_spans(
     ):
         add(chosen, begin[chosen], end[chosen], is_direct=False)
     return np.concatenate(parts)
+
+
+def _exact_spans(rows: Column, first: Column, stop: Column, max_nbytes: int) -> Column:
+    """The same where there are no digests, which would be of whole ranges."""
+    count = -(-(stop - first) // max_nbytes)
+    which = np.repeat(np.arange(len(rows)), count)
+    into = max_nbytes * (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count))
+    start = first[which] + into
+    return np.stack([rows[which], start, np.minimum(max_nbytes, stop[which] - start), into], 1)
 
 
 def _strided_spans(reads: BlockReads, row: int, total: int, max_nbytes: int) -> Column:
@@ -335,9 +339,10 @@ def _read_batch(work: _Work, first: int, stop: int) -> None:
             else:
                 contents.append(memory[at : at + nbytes])
                 at += nbytes
+        table = _table_of(work, spans.pack[first], pack, key)
         with _named(key, pack):
-            table = _table_of(work, spans.pack[first], pack)
-            store.read_into(_file(pack), _start(pack) + spans.at[first], contents)
+            start = 0 if isinstance(pack, str) else pack.data_start
+            store.read_into(_file(pack), start + spans.at[first], contents)
         for n, content in zip(numbers, contents, strict=True):
             raise_if_cancelled()
             row = spans.row[n]
@@ -350,12 +355,12 @@ def _read_batch(work: _Work, first: int, stop: int) -> None:
                 _copy_out(reads, row, spans.start[n], content)
 
 
-def _table_of(work: _Work, number: int, pack: PackRecord | str) -> Digests | None:
+def _table_of(work: _Work, number: int, pack: PackRecord | str, key: str) -> Digests | None:
     if not work.verify or isinstance(pack, str):
         return None
     with work.locks[number]:
         if pack not in work.tables:
-            work.tables[pack] = _read_table(work.store, pack)
+            read_table(work.store, pack, work.tables, key)
     return work.tables[pack]
 
 

@@ -14,12 +14,19 @@ import numpy as np
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region, Shape
-from dist_ckpt_strategies.formats.commit import Staged, commit_staged, require_own_place, staging_of
+from dist_ckpt_strategies.formats.commit import (
+    Staged,
+    commit_staged,
+    discard,
+    require_own_place,
+    staging_of,
+)
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location
 from dist_ckpt_strategies.formats.objects import OBJECT_SUFFIX, Allowed
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, metadata_content
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
+    LOCK_NAME,
     Directory,
     file_errors,
     make_directories,
@@ -142,6 +149,9 @@ class StagedWriter(TargetWriter):
         self._save_id = uuid4().hex
         with file_errors(None, self._path):
             make_directories(self.files.root)
+            for path in self._path.iterdir():  # there is nothing else: see ``_require_free``
+                if path != self.files.root and path.is_dir():
+                    discard(path)
         return self._save_id
 
     def open(self, save_id: str, arrays: Sequence[ArraySpec]) -> None:
@@ -256,6 +266,11 @@ class SafetensorsWriter(StagedWriter):
                         file.seek(start + first * itemsize)
                         write_buffered(file.fileno(), run)
                         done += run.size
+
+    def commit(self) -> None:
+        """See TargetWriter. The file of the lock is no part of a model."""
+        super().commit()
+        Directory(self._path).delete([LOCK_NAME])
 
     def flush(self, tasks: Sequence[FileTask]) -> None:
         """See TargetWriter."""

@@ -86,7 +86,7 @@ def test_however_it_ends_neither_files_nor_processes_are_left(
     assert process.returncode in statuses, stderr
     if ending == "error":
         # torch_dist's own process may write a traceback before: its sockets need short paths.
-        assert stderr.splitlines()[-1].startswith("error: ")
+        assert any(line.startswith("error: ") for line in stderr.splitlines())
     assert [path.name for path in place.iterdir()] == ["mine"]
     assert list(scratch.glob("dist-ckpt*")) == []
     until(lambda: not processes_with(f"TMPDIR={scratch}"))

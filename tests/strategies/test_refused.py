@@ -133,7 +133,7 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
         (
             partial(loads, finished, verify_integrity=True),
             StrategyError,
-            "digests are kept by formats ('zarr', 2)",
+            "digests are kept by format ('safetensors', 1)",
         ),
         (partial(loads, finished, verify="off"), StrategyError, "1), which ZarrLoad"),
         (
