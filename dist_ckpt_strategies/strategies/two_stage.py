@@ -57,15 +57,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             backend, with NCCL from GPU to GPU.
         base_strategy: reads the storage; by default a strategy for ("safetensors", 1) and
             ("zarr", 1). With these each rank reads an even share of what several ranks request,
-<<<<<<< HEAD
-            straight into the tensors. Any other load strategy, such as for ``torch_dist``, is
-            called once on every rank, with the whole shards that this rank reads; what it loads is
-            in memory at once.
-=======
             straight into the tensors. Any other load strategy, such as Megatron-Core's for
             ``torch_dist``, is called once on every rank, with the whole shards that this rank
             reads; what it loads is in memory at once.
->>>>>>> w-docs
         max_inflight_bytes: bound, per rank, on memory for reads and messages in flight; by default
             that of the base strategy, or from the environment.
         timeout_s: longest wait for a peer; by default from the same place.
