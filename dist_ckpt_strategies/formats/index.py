@@ -248,6 +248,7 @@ class FullIndex:
 
     Attributes:
         save_id: of the save.
+        nbytes: of the file.
         facts: the root, a dict of JSON types.
 
     Raises:
@@ -257,6 +258,7 @@ class FullIndex:
     def __init__(self, pointer: Pointer, read: ReadPart, path: str) -> None:
         self._read, self._path = read, path
         self.save_id = pointer.save_id
+        self.nbytes = pointer.byte_offset + pointer.nbytes + _LENGTH.size
         root = self._part(pointer.byte_offset, pointer.nbytes, pointer.digest)
         self.facts: dict[str, Any] = json.loads(root)
         self._tables: dict[int, BlockTable] = {}

@@ -86,8 +86,8 @@ class PackCheckpoint:
             else:
                 require_something(location)
             raise IncompleteCheckpointError(
-                f"{location} has no {INDEX_NAME}: it holds no packs, or a save has not ended, or "
-                f"{INDEX_NAME} is lost; dist-ckpt rebuild-index makes it anew from the packs",
+                f"{self._store.path(INDEX_NAME)} does not exist: there are no packs, or a save has "
+                "not ended, or it is lost; dist-ckpt rebuild-index makes it anew from the packs",
                 path=self._store.path(INDEX_NAME),
             )
         pointer, self.index = opened

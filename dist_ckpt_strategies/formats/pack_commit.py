@@ -101,9 +101,12 @@ def open_full_index(store: Place, pointer: Pointer) -> FullIndex:
     name = full_index_of(pointer.save_id)
     try:
         return FullIndex(pointer, partial(store.read, name), store.path(name))
+    except CorruptCheckpointError as error:
+        text = f"{error.message}; or {store.path(INDEX_NAME)} is damaged, which says so"
+        raise CorruptCheckpointError(text, path=error.path) from error
     except IncompleteCheckpointError as error:
         raise IncompleteCheckpointError(
-            f"{error.message}; {INDEX_NAME} names it, and it is lost or {INDEX_NAME} is damaged: "
+            f"{error.message}; {store.path(INDEX_NAME)} names it, and one of the two is damaged: "
             "dist-ckpt rebuild-index makes both anew from the packs",
             path=error.path,
         ) from error

@@ -64,18 +64,22 @@ def scan_packs(location: Location, options: Options) -> Scan:
         held: dict[int, list[str]] = defaultdict(list)
         arrays = tuple(_arrays(checkpoint, packs, held))
         objects = tuple(_objects(index.objects(), packs))
-        facts, own = index.facts, {full_index_of(index.save_id)}
+        facts = index.facts
     except NO_ANSWER:
         raise
     except CheckpointError as error:
         issues.append(_bad_index(error, store))
-        packs, arrays, objects, facts, own, checkpoint, held = [], (), (), {}, set(), None, {}
+        packs, arrays, objects, facts, checkpoint, held = [], (), (), {}, None, {}
     checks = [_check(store, pack, held.get(number, ())) for number, pack in enumerate(packs)]
+    checks += _full_index_check(checkpoint)
     for check in checks:
         issues += compared(check, files)
     if checkpoint is not None and COMMON_NAME in files:
         checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
-    named = own | {check.name for check in checks} | {*_TOP_NAMES}
+    elif checkpoint is not None and index.common is not None:
+        expected = "a copy of the common state in the packs, for Megatron-Core's own load"
+        issues.append(Issue(Problem.MISSING_FILE, None, COMMON_NAME, expected, "nothing"))
+    named = {check.name for check in checks} | {*_TOP_NAMES}
     stale = [
         StaleFile(StaleKind.PARTIAL, name, nbytes or 0)
         for name, nbytes in sorted(files.items())
@@ -172,6 +176,14 @@ def _check(store: Place, pack: PackRecord, keys: Sequence[str]) -> FileCheck:
 
     expected = f"{nbytes_text(pack.nbytes)}, written by rank {pack.rank}{holds}"
     return FileCheck(None, name, pack.nbytes, run, expected)
+
+
+def _full_index_check(checkpoint: PackCheckpoint | None) -> list[FileCheck]:
+    """Its size; its parts are compared with their digests whenever they are read."""
+    if checkpoint is None:
+        return []
+    name, nbytes = full_index_of(checkpoint.index.save_id), checkpoint.index.nbytes
+    return [FileCheck(None, name, nbytes, lambda: (), nbytes_text(nbytes))]
 
 
 def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> FileCheck:

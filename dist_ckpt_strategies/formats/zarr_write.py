@@ -32,6 +32,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     new_file,
     sync_jobs,
+    sync_path,
     write_vector,
 )
 from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
@@ -116,7 +117,7 @@ def metadata_files(shards: Iterable[ShardSpec]) -> Iterator[NewFile]:
 def write_files(
     store: Directory, files: Sequence[NewFile], num_threads: int, deadline: Deadline
 ) -> None:
-    """Write new files, on threads; they are durable, their names are once ``sync_names`` returns.
+    """Write new files, on threads; they are durable once ``sync_files`` returns.
 
     Raises:
         StorageError: one cannot be written; names key and file.
@@ -124,7 +125,7 @@ def write_files(
 
     def write(name: str, content: Bytes) -> None:
         path = store.path(name)
-        with file_errors(None, path), new_file(path) as handle:
+        with file_errors(None, path), new_file(path, is_flushed=False) as handle:
             write_vector(handle, [content])
 
     jobs = [
@@ -134,13 +135,19 @@ def write_files(
     Transfer(jobs, num_threads).wait(deadline.left_s)
 
 
-def sync_names(
+def sync_files(
     store: Directory, names: Iterable[tuple[str, str]], num_threads: int, deadline: Deadline
 ) -> None:
-    """Make the names of files durable, given by key and name."""
+    """Make files durable, given by key and name, and then their names.
+
+    After all are written: a file system that keeps a journal flushes much of it with the first.
+    """
     named = list(names)
     if not named:
         return
+    paths = [(key, store.path(name)) for key, name in named]
+    jobs = [Job(key, path, partial(sync_path, path)) for key, path in paths]
+    Transfer(jobs, num_threads).wait(deadline.left_s)
     folders = {name.rpartition("/")[0]: key for key, name in named if "/" in name}
     Transfer(sync_jobs(store.root, folders), num_threads).wait(deadline.left_s)
 
@@ -185,5 +192,5 @@ class ChunkJob:
         files = [NewFile(key, name, content[at : at + size]) for key, name, at, size in self.chunks]
         files += self.others
         write_files(self.store, files, self.num_threads, deadline)
-        sync_names(self.store, [file[:2] for file in files], self.num_threads, deadline)
+        sync_files(self.store, [file[:2] for file in files], self.num_threads, deadline)
         return ()

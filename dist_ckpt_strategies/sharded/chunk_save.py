@@ -31,7 +31,7 @@ from dist_ckpt_strategies.formats.zarr_write import (
     metadata_files,
     object_name,
     require_grids,
-    sync_names,
+    sync_files,
     write_files,
 )
 from dist_ckpt_strategies.sharded.ledger import Ledger, proved
@@ -69,7 +69,7 @@ def write_chunks(started: Started, deadline: Deadline) -> None:
     files = list(metadata_files(contents.shards))
     write_files(store, files, options.io_threads, deadline)
     written += [file[:2] for file in files]
-    sync_names(store, written, options.io_threads, deadline)
+    sync_files(store, written, options.io_threads, deadline)
 
 
 def chunk_job(started: Started) -> ChunkJob:

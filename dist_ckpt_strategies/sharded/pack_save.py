@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import numpy as np
@@ -150,6 +150,7 @@ class Started:
         num_packs: of all ranks.
         notes: what ``prepare`` has added on each rank.
         overwrite: see Prepared.
+        began: when all ranks knew of each other, by ``time.monotonic``.
     """
 
     comm: Communicator
@@ -162,6 +163,14 @@ class Started:
     num_packs: int
     notes: tuple[Message, ...]
     overwrite: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    def report(self) -> None:
+        """Log that the save is visible, on the first rank at INFO."""
+        text = "rank %s: save to %s: num_packs %d, nbytes %d, seconds %.3f"
+        figures = self.num_packs, self.nbytes, time.monotonic() - self.began
+        rank = self.comm.global_ranks[self.comm.rank]
+        logger.log(self.comm.report_level, text, rank, self.store, *figures)
 
     def require_space(self) -> None:
         """Raise StorageError if the file system says that it has no room for all packs."""
@@ -342,7 +351,8 @@ def finish_save(
         summaries = run_and_gather(comm, summarize)  # 2
         may_be_visible = True
         deadline = Deadline.after(ENDING * started.options.timeout_s)
-        failure, *_ = run_and_gather(comm, lambda: run_within(deadline, store, make_visible))  # 3
+        act = lambda: run_within(deadline, store, make_visible)  # noqa: E731
+        failure, *_ = run_and_gather(comm, act, is_sparse=True)  # 3
     except CheckpointError as error:
         # Where others, or a thread that was given up, may still commit: see prune --unfinished.
         unsure = (PeerTimeoutError, PeerLostError, *[StorageTimeoutError] * may_be_visible)

@@ -159,6 +159,7 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
 
         def finish(save: Started, written: Callable[[], Any]) -> None:
             kept.known = self.finish(save, written, marker)
+            save.report()
 
         if is_async:
             return begin_in_background(started, kept.background, self.job, finish)

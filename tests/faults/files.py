@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 from collections.abc import Iterable, Mapping
@@ -13,23 +12,23 @@ from pathlib import Path
 
 from tests.faults.oracle import CopyKey, Place, SaveKey
 
-_INDEX_ENTRY_NBYTES = 16
-_CRC_NBYTES = 4
 _FLIP_SHARE = 5 / 6
+_LOCK = ".dist-ckpt-commit"
 
 
 class Kind(StrEnum):
-    """What a file of format 2, or a byte of it, is."""
+    """What a file of a checkpoint of packs, or a byte of it, is."""
 
     MARKER = "metadata.json"
     COMMON = "common.pt"
-    INDEX = "manifest/index.json"
-    PART = "manifest/part"
-    SAVE = "manifest/save.json"
-    PACK = "objects"
-    ZARR = "zarr.json"
-    CHUNK = "chunk"
-    CHUNK_INDEX = "chunk's index"
+    INDEX = "index"
+    FULL_INDEX = "saves/index"
+    PACK = "pack"
+    HEADER = "pack's header"
+    PADDING = "pack's padding"
+
+
+_OF_A_PACK = (Kind.HEADER, Kind.PADDING)
 
 
 class Fault(StrEnum):
@@ -52,26 +51,25 @@ class Damage:
 
 
 SAME = "nothing that counts has changed"
-_FOR_OTHERS = "for readers without this package; a load takes shapes from the manifest"
-_OF_THE_BEGIN = "says when the save began; nothing reads it in a finished checkpoint"
+_FOR_MEGATRON = "for Megatron-Core's own readers; a load reads its copy in the packs"
+_BY_INDEX = "a load reads what the index says, where the index says"
 _HARMLESS: Mapping[tuple[Fault, Kind], str] = {
-    **{(fault, Kind.ZARR): _FOR_OTHERS for fault in Fault},
-    **{(fault, Kind.SAVE): _OF_THE_BEGIN for fault in Fault},
-    (Fault.FLIP, Kind.CHUNK_INDEX): _FOR_OTHERS,
-    (Fault.EXTEND, Kind.PACK): "objects are read by where they begin and end",
+    **{(fault, kind): _FOR_MEGATRON for fault in Fault for kind in (Kind.MARKER, Kind.COMMON)},
+    **{(Fault.FLIP, kind): _BY_INDEX for kind in _OF_A_PACK},
+    **{(Fault.EXTEND, kind): _BY_INDEX for kind in (Kind.PACK, Kind.FULL_INDEX)},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of a checkpoint of format 2: their content by name."""
+    """The files of a checkpoint of packs: their content by name."""
 
     contents: Mapping[str, bytes]
 
     @classmethod
     def below(cls, root: Path) -> Files:
         """Those of a finished checkpoint."""
-        paths = sorted(path for path in root.rglob("*") if path.is_file())
+        paths = sorted(path for path in root.rglob("*") if path.is_file() and path.name != _LOCK)
         return cls({str(path.relative_to(root)): path.read_bytes() for path in paths})
 
     def damaged(self, chance: random.Random) -> Damage:
@@ -81,7 +79,7 @@ class Files:
             flipped = _flipped(self.contents[name], at, chance)
             return self._damage(Fault.FLIP, self._kind_at(name, at), {name: flipped})
         fault = chance.choice([one for one in Fault if one is not Fault.FLIP])
-        kind = chance.choice([one for one in Kind if one is not Kind.CHUNK_INDEX])
+        kind = chance.choice([one for one in Kind if one not in _OF_A_PACK])
         name = chance.choice(self._of_kind(kind))
         content = self.contents[name]
         contents: dict[str, bytes | None] = {name: None}
@@ -110,41 +108,40 @@ class Files:
 
     def _any_byte(self, chance: random.Random) -> tuple[str, int]:
         """A file, by size, of all or of a kind so that all are hit; and a byte of it."""
-        kinds = [kind for kind in Kind if any(self.contents[one] for one in self._of_kind(kind))]
-        kind = chance.choice([None, Kind.CHUNK_INDEX, *kinds])
-        if kind is Kind.CHUNK_INDEX and Kind.CHUNK in kinds:
-            name = chance.choice(self._of_kind(Kind.CHUNK))
-            return name, chance.randrange(self._index_start(name), len(self.contents[name]))
-        names = self._of_kind(kind) if kind in kinds else list(self.contents)
+        kind = chance.choice([None, *Kind])
+        if kind in _OF_A_PACK:
+            name = chance.choice(self._of_kind(Kind.PACK))
+            places = self._places(name)
+            start, stop = places.get(kind, places[Kind.HEADER])
+            return name, chance.randrange(start, stop)
+        names = list(self.contents) if kind is None else self._of_kind(kind)
         (name,) = chance.choices(names, [len(self.contents[one]) for one in names])
         return name, chance.randrange(len(self.contents[name]))
 
     def _kind_at(self, name: str, byte_offset: int) -> Kind:
         kind = kind_of_file(name)
-        is_index = kind is Kind.CHUNK and byte_offset >= self._index_start(name)
-        return Kind.CHUNK_INDEX if is_index else kind
+        if kind is Kind.PACK:
+            for found, (start, stop) in self._places(name).items():
+                kind = found if start <= byte_offset < stop else kind
+        return kind
 
-    def _index_start(self, name: str) -> int:
-        """Where the index of a chunk's file begins."""
-        metadata = json.loads(self.contents[f"{name.rpartition('/')[0]}/zarr.json"])
-        chunk = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-        inner = metadata["codecs"][0]["configuration"]["chunk_shape"]
-        count: int = math.prod(c // i for c, i in zip(chunk, inner, strict=True))
-        return len(self.contents[name]) - count * _INDEX_ENTRY_NBYTES - _CRC_NBYTES
+    def _places(self, name: str) -> dict[Kind, tuple[int, int]]:
+        """Where the parts of a pack are that a load does not read."""
+        content = self.contents[name]
+        first = 8 + int.from_bytes(content[:8], "little")
+        found = {Kind.HEADER: (0, first)}
+        padding = json.loads(content[8:first]).get("__padding__")
+        if padding is not None:
+            start, stop = padding["data_offsets"]
+            found[Kind.PADDING] = first + start, first + stop
+        return found
 
 
 def kind_of_file(name: str) -> Kind:
     """What a file is, by its name."""
-    folder, _, base = name.rpartition("/")
-    if base == "zarr.json":
-        return Kind.ZARR
-    if folder.startswith("arrays/"):
-        return Kind.CHUNK
-    if folder == "objects":
+    if name.startswith("packs/"):
         return Kind.PACK
-    if base.startswith("part-"):
-        return Kind.PART
-    return Kind(name)
+    return Kind.FULL_INDEX if name.startswith("saves/") else Kind(name)
 
 
 def _flipped(content: bytes, byte_offset: int, chance: random.Random) -> bytes:
@@ -153,8 +150,8 @@ def _flipped(content: bytes, byte_offset: int, chance: random.Random) -> bytes:
 
 
 def _is_same(before: bytes, after: bytes | None, name: str) -> bool:
-    """Whether nothing that counts has changed: equal bytes, or spaces of the marker."""
-    if before == after or after is None or kind_of_file(name) is not Kind.MARKER:
+    """Whether nothing that counts has changed: equal bytes, or spaces in JSON."""
+    if before == after or after is None or kind_of_file(name) not in {Kind.MARKER, Kind.INDEX}:
         return before == after
     try:
         return bool(json.loads(before) == json.loads(after))

@@ -63,7 +63,7 @@ def run(*command: str, cwd: Path) -> str:
     return finished(sys.executable, "-W", "ignore", *command, cwd=cwd, variables=variables).stdout
 
 
-def test_a_trainer_resumes_from_a_checkpoint_of_format_2(tmp_path: Path) -> None:
+def test_a_trainer_resumes_from_a_checkpoint_of_packs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(CHECKPOINTS + TRAINING + SAVE_AND_RESUME)
 
