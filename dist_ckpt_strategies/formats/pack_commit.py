@@ -165,7 +165,7 @@ def commit(
                 text = f"whether the save is committed cannot be told: {error.message}"
                 raise StorageTimeoutError(text, path=error.path) from error
             if not is_there:
-                store.delete([name])
+                delete_files(store, [name])
                 raise
             logger.exception("%s: the new index is there, but may not be durable", store)
             replaced = []

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from dist_ckpt_strategies.storage.files import LOCK_NAME
 from tests.faults.oracle import CopyKey, Place, SaveKey
 
 _FLIP_SHARE = 5 / 6
-_LOCK = ".dist-ckpt-commit"
 
 
 class Kind(StrEnum):
@@ -69,7 +69,9 @@ class Files:
     @classmethod
     def below(cls, root: Path) -> Files:
         """Those of a finished checkpoint."""
-        paths = sorted(path for path in root.rglob("*") if path.is_file() and path.name != _LOCK)
+        paths = sorted(
+            path for path in root.rglob("*") if path.is_file() and path.name != LOCK_NAME
+        )
         return cls({str(path.relative_to(root)): path.read_bytes() for path in paths})
 
     def damaged(self, chance: random.Random) -> Damage:

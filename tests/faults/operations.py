@@ -45,8 +45,8 @@ Operation = Callable[[int, Path], Action]
 
 
 def _cuts() -> list[Cut]:
-    """Whole chunks, copies, and slices that have to move to the writer of their chunk."""
-    runs = ((2, 0, 1000), (0, 1000, 200), (2, 1200, 1800), (1, 3000, 96))
+    """Blocks in two dims, copies, and runs of which one rank holds two and another none."""
+    runs = ((2, 0, 774), (0, 774, 774), (2, 1548, 774), (1, 2322, 774))
     parts = tuple(Part(holder, (start,), (length,)) for holder, start, length in runs)
     return [
         on_grid("grid", (8, 8), (4, 2)),
@@ -225,14 +225,14 @@ def _replica(rank: int, value: float) -> MemoryProvider:
 
 OPERATIONS: dict[str, Operation] = {
     **{
-        f"{name} zarr {version}": partial(operation, ("zarr", version))
+        f"{name} {backend}": partial(operation, (backend, 1))
         for name, operation in (
             ("save", save_with),
             ("save_async", save_async_with),
             ("load", load_with),
             ("two stages", load_in_two_stages),
         )
-        for version in (1, 2)
+        for backend in ("zarr", "safetensors")
     },
     "save local_replicated": save_local_replicated,
     "load local_replicated": load_local_replicated,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dist_ckpt_strategies.storage.files import LOCK_NAME
 from tests.faults.files import Files, damaged_copies, local_copies
 from tests.faults.oracle import Ledger, Place, Status
 from tests.faults.schedule import Event, Store, Strike
@@ -19,7 +20,6 @@ from tests.support.object_stores import moto
 _MAX_DELAY_S = 0.25
 _MAX_OUTAGE_S = 0.6
 _FINISHED = re.compile(r"(iter_(\d+))/metadata\.json")
-_SAVE = re.compile(r"save-[^/]+/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ class Outside:
             return None
         newest = max(untouched, key=untouched.__getitem__)
         top = f"{newest.rpartition('/')[2]}/"
-        names = {  # in a bucket all but the marker is below a prefix of the save's own
-            _SAVE.sub("", name.removeprefix(top), count=1): name
+        names = {
+            name.removeprefix(top): name
             for name in place.names()
-            if name.startswith(top)
+            if name.startswith(top) and not name.endswith(LOCK_NAME)
         }
         files = Files({name: place.read(where) for name, where in sorted(names.items())})
         damage = files.damaged(event.chance())

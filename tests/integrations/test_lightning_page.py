@@ -76,7 +76,7 @@ def test_a_trainer_resumes_from_a_checkpoint_of_packs(tmp_path: Path) -> None:
     saved = str(tmp_path / "checkpoints" / "epoch=0-step=3.ckpt")
     assert CliRunner().invoke(app, ["verify", saved]).exit_code == 0
     listed = json.loads(CliRunner().invoke(app, ["inspect", saved, "--json"]).stdout)
-    assert listed["marker"]["sharded_backend_version"] == 2
+    assert listed["marker"]["sharded_backend"] == "safetensors"
     assert {writer for array in listed["arrays"] for writer in array["writers"]} == {0, 1}
 
 

@@ -23,7 +23,7 @@ from tests.interop.content import (
     others_wrong,
     part_of,
     recut,
-    uneven_cuts,
+    zeros_alone,
 )
 from tests.interop.releases import VERSIONS
 from tests.support.entries import Entry, load, prepare, save
@@ -64,7 +64,7 @@ def answer(process: subprocess.Popen[str]) -> Any:
 
 def save_ours(rank: int, entry: Entry, root: Path) -> None:
     prepare(60)
-    arrays = state_of(rank, cuts(SIZE) + uneven_cuts(), part_of)
+    arrays = state_of(rank, cuts(SIZE) + zeros_alone(), part_of)
     save(entry, arrays | COMMON | objects_of(rank, SIZE), root)
 
 

@@ -9,7 +9,7 @@ from dist_ckpt_strategies import ConvertOptions, convert, copy, diff
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CheckpointExistsError,
-    IncompatibleVersionError,
+    IncompleteCheckpointError,
     StrategyError,
 )
 from tests.cli.commands import run
@@ -78,7 +78,7 @@ def test_other_formats_do_not_go_to_a_store_and_say_so(in_bucket: Folder, tmp_pa
     marker = b'{"sharded_backend":"torch_dist","common_backend":"torch"}'
     in_bucket.put("other/packs/x", b"{}")
     in_bucket.put("other/metadata.json", marker)
-    with pytest.raises(IncompatibleVersionError, match="read from an object store"):
+    with pytest.raises(IncompleteCheckpointError, match="index is missing"):
         diff(f"{in_bucket.address}/other", source)
 
 

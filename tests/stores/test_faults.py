@@ -1,6 +1,5 @@
 """Servers that fail, answer late or go away, and ranks that are killed: never half a checkpoint."""
 
-import json
 import os
 import random
 import re
@@ -22,6 +21,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    StorageTimeoutError,
     StoreAccessError,
     StoreUnreachableError,
 )
@@ -29,7 +29,6 @@ from dist_ckpt_strategies.strategies.safetensors import PackLoadShardedStrategy
 from tests.stores.commands import ONE_SERVER, differing
 from tests.support.entries import PACKS, Failure, outcome
 from tests.support.faulty_proxy import BUSY, DENIED, NONE, Fault, FaultyProxy, Request
-from tests.support.folders import folder_in_bucket
 from tests.support.object_stores import Radosgw
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, on_grid, state_of
@@ -84,8 +83,8 @@ def test_a_server_that_is_busy_slow_or_cuts_answers_is_asked_again(
     [
         (save, BUSY, (4, 100.0), "within 4 s"),
         (save, Fault(delay_s=30), (4, 100.0), "within 4 s"),
-        (save, Fault(delay_s=60), (120, 20.0), "unanswered.*timeout_s of the save or load"),
-        (load, Fault(delay_s=60), (120, 20.0), "unanswered.*timeout_s of the save or load"),
+        (save, Fault(delay_s=60), (120, 20.0), "did not answer within .* raise timeout_s"),
+        (load, Fault(delay_s=60), (120, 20.0), "did not answer within .* raise timeout_s"),
     ],
     ids=["busy", "silent", "silent for longer than peers wait", "the same in a load"],
 )
@@ -107,7 +106,7 @@ def test_a_server_that_fails_for_good_is_reported_in_time_by_all_ranks(
         assert run_processes(SIZE, save, variables, url, 1) == [None] * SIZE
 
     def decide(request: Request) -> Fault:
-        begun.extend([request] * ("w1" in request.path or store_s > peers_s))
+        begun.extend([request] * ("/packs/" in request.path or store_s > peers_s))
         return fault if begun else NONE
 
     with proxy.faulty(decide):
@@ -115,7 +114,8 @@ def test_a_server_that_fails_for_good_is_reported_in_time_by_all_ranks(
 
     for rank, result in enumerate(results):
         assert isinstance(result, Failure), (rank, result)
-        assert StoreUnreachableError.__name__ in result.kinds, (rank, result)
+        kinds = {StoreUnreachableError.__name__, StorageTimeoutError.__name__}
+        assert kinds & {*result.kinds}, (rank, result)
         assert (f"{url}/" if store_s < peers_s else url) in result.text
         assert re.search(said, result.text, re.DOTALL)
         assert result.seconds < 3 * min(limits_s) + 50
@@ -147,25 +147,6 @@ def save_killed_at(name: str, generation: int, proxy: FaultyProxy, url: str, pid
 
 
 @ONE_SERVER
-@pytest.mark.parametrize("lost", ["save", "everything"])
-def test_a_checkpoint_whose_marker_lost_its_save_survives_a_save_that_is_killed(
-    lost: str, proxy: FaultyProxy, bucket: str, tmp_path: Path
-) -> None:
-    url, folder = f"s3://{bucket}/run", folder_in_bucket(proxy.store, bucket)
-    assert run_processes(SIZE, save, proxy.store.variables, url, 0) == [None] * SIZE
-    marker = folder.read("metadata.json")
-    fields = json.loads(marker)
-    fields.pop(lost, None)
-    folder.put("metadata.json", b"{" if lost == "everything" else json.dumps(fields).encode())
-
-    save_killed_at("w1.1/c.", 1, proxy, url, tmp_path)
-
-    folder.put("metadata.json", marker)
-    assert differing(url, cuts(0, size=1)) == []
-
-
-@ONE_SERVER
-@pytest.mark.xfail(strict=True, reason="each request of a commit may take as long as all of them")
 def test_the_requests_of_a_commit_share_one_limit(proxy: FaultyProxy, bucket: str) -> None:
     timeout_s, delay_s = 3.0, 1.2  # a request of its own may take 2.25 s
     began: list[float] = []
@@ -187,11 +168,15 @@ def test_a_killed_save_leaves_nothing_that_counts_as_a_checkpoint(
 ) -> None:
     """Every rank is killed at some put of a save over an earlier one; the next save goes well."""
     variables, url = proxy.store.variables, f"s3://{bucket}/run"
-    for generation, name in enumerate(["w1.0/c.", "index.json", "metadata.json"]):
+    for generation, name in enumerate(
+        ["/run/packs/", "/run/saves/", "/run/index", "/run/metadata"]
+    ):
         save_killed_at(name, generation, proxy, url, tmp_path)
         left = outcome(partial(differing, url, cuts(generation, size=1)))
         is_refused = isinstance(left, Failure) and IncompleteCheckpointError.__name__ in left.kinds
-        assert is_refused or (name == "metadata.json" and left == []), (name, left)
+        is_whole = left == []
+        may_be = {"/run/index": is_refused or is_whole, "/run/metadata": is_whole}
+        assert may_be.get(name, is_refused), (name, left)
     assert run_processes(SIZE, save_and_load, variables, url) == [[None, []]] * SIZE
 
 
@@ -207,7 +192,7 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_checkpoint
         radosgw.start_gateway()
 
     def decide(request: Request) -> Fault:
-        if not restarts and request.method == "PUT" and "w2.1/c." in request.path:
+        if not restarts and request.method == "PUT" and "/packs/" in request.path:
             restarts.append(threading.Thread(target=restart))
             restarts[0].start()
             return Fault(delay_s=0.1)
@@ -241,7 +226,7 @@ def test_a_save_to_a_new_url_needs_rights_to_put_read_and_list_alone(
         dist_ckpt_strategies.save(state_of(0, [cut]), f"{url}/one", PACKS)
         dist_ckpt_strategies.save(state_of(0, [cut]), f"{url}/two", overwrite=True)
         dist_ckpt_strategies.save_async(state_of(0, [cut]), f"{url}/three", PACKS).wait()
-        with pytest.raises(StoreAccessError, match=r"one/metadata\.json.*to put"):
+        with pytest.raises(StoreAccessError, match=r"one/index.*to put"):
             dist_ckpt_strategies.save(state_of(0, [cut]), f"{url}/one", overwrite=True)
 
     for name in ("one", "two", "three"):
