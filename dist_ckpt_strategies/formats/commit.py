@@ -159,6 +159,19 @@ def discard(staging: Path) -> None:
 
 
 @limited
+def give_up(staging: Path) -> None:
+    """Remove a staging directory, unless a commit has moved files of the old checkpoint there."""
+    if not (staging / _TRASH_NAME).exists():
+        discard(staging)
+        return
+    logger.warning(
+        "%s: the commit failed half-way; the files of the old and of the new checkpoint are kept "
+        "there until prune --unfinished removes them",
+        staging,
+    )
+
+
+@limited
 def remove_contents(root: Path) -> None:
     """Remove a checkpoint's files, the marker first, and what killed saves have left of others."""
     set_marker_aside(root)

@@ -21,7 +21,7 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StorageTimeoutError,
 )
-from dist_ckpt_strategies.formats.commit import Staged, commit_staged, discard, staging_of
+from dist_ckpt_strategies.formats.commit import Staged, commit_staged, give_up, staging_of
 from dist_ckpt_strategies.formats.pack_write import pack_starts
 from dist_ckpt_strategies.formats.zarr_write import (
     ChunkJob,
@@ -96,8 +96,9 @@ def finish_chunks(
 ) -> Known:
     """Make the save the content of its directory, once every rank has written. Collective.
 
-    If it fails on any rank, every rank raises, and what was written is removed. Arguments and
-    errors are those of ``finish_save``; besides, a PlanError where shards are on no regular grid.
+    If it fails on any rank, every rank raises, and what was written is removed, unless files of
+    the old checkpoint have been moved beside it already. Arguments and errors are those of
+    ``finish_save``; besides, a PlanError where shards are on no regular grid.
     """
     comm, known, root = started.comm, started.known, _root(started)
     ledgers: list[Ledger] = []
@@ -127,7 +128,7 @@ def finish_chunks(
     except CheckpointError as error:
         unsure = (PeerTimeoutError, PeerLostError, StorageTimeoutError)
         if comm.rank == 0 and not isinstance(error, unsure):
-            discard(staging_of(root, started.save_id).root)
+            give_up(staging_of(root, started.save_id).root)
         raise
     return replace(known, ledger=next(iter(ledgers), None))
 

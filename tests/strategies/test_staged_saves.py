@@ -1,5 +1,6 @@
 """A save writes where nothing else writes: late calls, kills and refusals harm no checkpoint."""
 
+import errno
 import os
 import threading
 import time
@@ -199,6 +200,32 @@ def test_a_kill_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint(
     may_be_none = ["none"] * (backends[-1] == ZARR and outcomes.count("none"))
     seen = [one for one, _ in groupby(outcomes)]
     assert seen == list(dict.fromkeys([first, *may_be_none, 2.0]))
+
+
+def fails_in_commit(rank: int, root: Path) -> None:
+    """One rename fails once the old files are moved aside: neither they nor the new ones go."""
+    dist_ckpt_strategies.save(state_of(rank, 1, 1.0), root, ZARR)
+    old = {path.stat().st_ino for path in root.rglob("*") if path.name == "0.0"}
+    failed: list[str] = []
+
+    def fail_once(_name: str, path: str) -> None:
+        if not failed and ".partial-" in path and any(root.glob(".*/.removed-old/*")):
+            failed.append(path)
+            raise OSError(errno.EIO, "injected")
+
+    with before_calls(fail_once, ["replace", "rename"]), pytest.raises(StorageError):
+        dist_ckpt_strategies.save(state_of(rank, 1, 2.0), root, ZARR, overwrite=True)
+    left = {path.stat().st_ino for path in root.rglob("*")}
+    assert failed
+    assert Path(failed[0]).exists()
+    assert old
+    assert old <= left
+    dist_ckpt_strategies.save(state_of(rank, 1, 3.0), root, ZARR, overwrite=True)
+    assert value_in(rank, 1, root) == 3.0
+
+
+def test_a_commit_that_fails_half_way_keeps_the_files_of_both(tmp_path: Path) -> None:
+    require_on_ranks(1, fails_in_commit, tmp_path / "c")
 
 
 # Loads during a commit
