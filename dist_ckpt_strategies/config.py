@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from configparser import Error as ConfigParserError
+from configparser import RawConfigParser
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -91,10 +93,11 @@ class StoreOptions:
     """How object stores are reached. Credentials are not part of it.
 
     Attributes:
-        endpoint: URL of a server that speaks S3; None for Amazon's own. ``{bucket}`` in it stands
-            for the bucket's name, where the server expects that in its own.
-        region: region for which requests are signed. None: the bucket's, or us-east-1 with an
-            endpoint.
+        endpoint: URL of a server that speaks S3; None for the profile's, or else Amazon's own.
+            ``{bucket}`` in it stands for the bucket's name, where the server expects that in its
+            own.
+        region: region for which requests are signed. None: the bucket's, or with an endpoint the
+            profile's, or else us-east-1.
         credentials: their source; ``"default"`` is Amazon's usual chain: environment, profile,
             container, machine.
         profile: profile in the credentials file; None for AWS_PROFILE, or else ``default``.
@@ -233,6 +236,38 @@ def aws_profile() -> tuple[str, str, str]:
         get("AWS_SHARED_CREDENTIALS_FILE") or f"{home}/credentials",
         get("AWS_CONFIG_FILE") or f"{home}/config",
     )
+
+
+def with_profile(options: StoreOptions) -> StoreOptions:
+    """Options with the endpoint and region of the profile where they name none.
+
+    As Amazon's tools read them from the settings file: an endpoint of the profile's ``services``
+    comes before its own, and AWS_IGNORE_CONFIGURED_ENDPOINT_URLS leaves both out.
+
+    Raises:
+        StrategyError: the file does not parse, or the endpoint is no URL.
+    """
+    default, _, path = aws_profile()
+    name = options.profile or default
+    settings = RawConfigParser(strict=False)
+    try:
+        settings.read(path, encoding="utf-8")
+    except (ConfigParserError, OSError, UnicodeDecodeError) as error:
+        raise StrategyError(f"{path}: no settings of Amazon's tools: {error}") from error
+    section = next((s for s in (f"profile {name}", name) if settings.has_section(s)), "")
+    profile = dict(settings[section]) if section else {}
+    services = f"services {profile.get('services', '')}"
+    nested = settings.get(services, "s3", fallback="").splitlines()
+    service = {k.strip(): v.strip() for k, _, v in (line.partition("=") for line in nested)}
+    endpoint = service.get("endpoint_url") or profile.get("endpoint_url")
+    if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
+        endpoint = None
+    try:
+        endpoint = options.endpoint or endpoint
+        region = options.region or (profile.get("region") if endpoint else None)
+        return replace(options, endpoint=endpoint, region=region)
+    except StrategyError as error:
+        raise StrategyError(f"{path}: [{section}]: {error.message}") from None
 
 
 def _set_by_variables(kind: type[Any], variables: Mapping[str, Sequence[str]]) -> dict[str, Any]:

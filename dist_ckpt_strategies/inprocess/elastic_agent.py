@@ -292,7 +292,7 @@ class ElasticAgent:
             if worker.seconds_left() <= 0 and not worker.hear_waiting():
                 worker.is_hung = True
                 worker.kill()
-            elif worker.reap_s() <= 0 and worker.name in self._ranks:
+            elif worker.reap_s() <= 0:
                 self._abandon(worker)
 
     def _handle(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
@@ -382,9 +382,12 @@ class ElasticAgent:
             self._places.close(EXIT_PREEMPTED, f"ranks {ranks} have {why}")
 
     def _abandon(self, worker: WorkerProcess) -> None:
-        """Leave the job: a worker was killed, and its process does not end."""
-        rank, restart_round = self._ranks[worker.name], self._state.joined(worker.name)
+        """Leave the job, or replace a spare: it was killed, and its process does not end."""
+        rank, restart_round = self._ranks.get(worker.name), self._state.joined(worker.name)
         why = "it was killed after its heartbeats had ended, and the kernel does not end it"
+        if rank is None:
+            self._lose_spare(worker.name, self._take_away(worker), why)
+            return
         if restart_round is not None:
             self._state.end(Fault(rank, restart_round, FaultMode.HANG, why))
         self._end(FENCED, f"rank {rank} is gone: {why}; this node leaves the job")

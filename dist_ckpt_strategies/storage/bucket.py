@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt_strategies.config import Credentials, StoreOptions, aws_profile
+from dist_ckpt_strategies.config import Credentials, StoreOptions, aws_profile, with_profile
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CorruptCheckpointError,
@@ -92,7 +92,7 @@ class Bucket:
         """The place that a URL states.
 
         Raises:
-            StrategyError: it states none; says why.
+            StrategyError: it states none, or the settings of its profile do not parse; says why.
         """
         scheme, _, rest = text.partition("://")
         if scheme not in SCHEMES:
@@ -107,6 +107,7 @@ class Bucket:
             raise StrategyError(
                 f"{text}: a path in a bucket has no empty part, no '.', '..' and none of ?#\\*[]"
             )
+        options = with_profile(options) if scheme == "s3" else options
         return SCHEMES[scheme](scheme, bucket, f"{path}/" if path else "", options)
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from dist_ckpt_strategies.errors import StoreAccessError
+from dist_ckpt_strategies.errors import StoreAccessError, StrategyError
 from tests.stores.commands import cuts, differing, write
 from tests.support.object_stores import ObjectStore, moto
 
@@ -92,4 +92,33 @@ def test_a_profile_that_is_missing_is_named(
         write("s3://checkpoints/refused")
     monkeypatch.setenv("AWS_PROFILE", "default")
     with pytest.raises(StoreAccessError, match=r"profile 'default' in .*\.aws/credentials"):
+        write("s3://checkpoints/refused")
+
+
+SETTINGS = {
+    "its own": "[profile lab]\nendpoint_url = {}\n",
+    "default": "[default]\nregion = eu-north-1\nendpoint_url = {}\n",
+    "a service's": "[profile lab]\nservices = lab\nendpoint_url = http://127.0.0.1:1\n\n"
+    "[services lab]\ns3 =\n  endpoint_url = {}\n",
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_profile_names_the_server(
+    case: str, strict_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(strict_store, tmp_path, monkeypatch, "default")
+    monkeypatch.delenv("DIST_CKPT_S3_ENDPOINT")
+    name = "default" if case == "default" else "lab"
+    monkeypatch.setenv("AWS_PROFILE", name)
+    keys = profile(name, strict_store.key, strict_store.secret)
+    (tmp_path / ".aws/credentials").write_text(keys)
+    (tmp_path / ".aws/config").write_text(SETTINGS[case].format(strict_store.endpoint))
+    assert differing(write(f"s3://checkpoints/named/{name}-{len(case)}"), cuts()) == []
+    # A variable comes first.
+    monkeypatch.setenv("AWS_ENDPOINT_URL", strict_store.endpoint)
+    (tmp_path / ".aws/config").write_text(SETTINGS[case].format("http://127.0.0.1:1"))
+    assert differing(f"s3://checkpoints/named/{name}-{len(case)}", cuts()) == []
+    (tmp_path / ".aws/config").write_text(f"[profile {name}")
+    with pytest.raises(StrategyError, match=r"\.aws/config: no settings of Amazon's tools"):
         write("s3://checkpoints/refused")
