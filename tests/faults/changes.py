@@ -24,7 +24,7 @@ from dist_ckpt_strategies.local.scan import check_shard
 from tests.faults.files import SAME, Damage, Fault, Files, Kind, damaged_copies, local_copies
 from tests.faults.oracle import NUM_RANKS, CopyKey, Ledger, Place
 from tests.local.clique_worlds import described, run_threads
-from tests.support.ranks import run_processes
+from tests.support.ranks import done_by
 from tests.support.sharding import (
     in_runs,
     on_grid,
@@ -136,7 +136,7 @@ Judged = Iterator[tuple[Change, list[str]]]  # each change, and what was wrong
 
 
 def run_packs(root: Path, chance: random.Random, count: int) -> Judged:
-    run_processes(NUM_RANKS, save_packs, root)
+    done_by(NUM_RANKS, save_packs, root)
     files = Files.below(root)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:

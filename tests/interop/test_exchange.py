@@ -27,7 +27,7 @@ from tests.interop.content import (
 )
 from tests.interop.releases import VERSIONS
 from tests.support.entries import Entry, load, prepare, save
-from tests.support.ranks import run_processes
+from tests.support.ranks import done_by, run_processes
 from tests.support.sharding import differences, state_of, zeros
 
 PYTHON = os.environ.get("DIST_CKPT_INTEROP_PYTHON")
@@ -71,7 +71,7 @@ def save_ours(rank: int, entry: Entry, root: Path) -> None:
 @pytest.mark.parametrize("entry", list(Entry))
 def test_megatron_015_loads_what_we_save(entry: Entry, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
-    run_processes(SIZE, save_ours, entry, checkpoint, timeout_s=TIMEOUT_S)
+    done_by(SIZE, save_ours, entry, checkpoint, timeout_s=TIMEOUT_S)
 
     assert answer(start("load", checkpoint)) == []
 

@@ -1,4 +1,4 @@
-"""``dist-ckpt demo``: train a GPT, save it as Zarr, resume it in other parallel layouts.
+"""``dist-ckpt demo``: train a GPT, save it as packs, resume it in other parallel layouts.
 
 Four ranks on the CPU train a Megatron-Core GPTModel on real text, save through Megatron's own
 ``dist_checkpointing.save`` and train on. Then four new processes, in another parallel layout, load
@@ -79,7 +79,7 @@ class Training:
     num_before_save: int = 50
     num_after_save: int = 10
     sharding_type: str = FULLY_RESHARDABLE
-    backend: str = "zarr"
+    backend: str = "safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,9 @@ def _train_and_resume(
                 f"{layout}: the loss differs by {apart:.4f} from the uninterrupted run, "
                 f"expected at most {_LOSS_TOLERANCE}"
             )
-    console.print('\nSaved with ("zarr", 1); bit-identical with the tensors before the save:')
+    console.print(
+        f'\nSaved with ("{training.backend}", 1); bit-identical with the tensors before the save:'
+    )
     rows = tuple(tuple(row.values()) for row in table)
     marked = {number for number, row in enumerate(rows) if "NO" in " ".join(row)}
     print_table(console, list(table[0]), rows, ("loss diff",), marked)
