@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from dist_ckpt_strategies.comm.base import (
     Communicator,
@@ -48,12 +48,14 @@ from dist_ckpt_strategies.recovery.latest import (
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.storage.files import Directory
-from dist_ckpt_strategies.storage.io_pool import WORK, run_with_limit, time_limit
+from dist_ckpt_strategies.storage.io_pool import ALL, WORK, Deadline, run_within
 from dist_ckpt_strategies.storage.lease import JOBS, Lease
 from dist_ckpt_strategies.strategies.load import load
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
 from dist_ckpt_strategies.strategies.save import save_async
 from dist_ckpt_strategies.tools.prune import prune
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -285,9 +287,8 @@ class TieredCheckpointManager:
         self._resumed = None, since
         state = run_collectively(comm, state_dict) if callable(state_dict) else state_dict
         if self.local is not None:
-            with time_limit(self._timeout_s):
-                look = lambda: None if comm.rank else self.course().resumed  # noqa: E731
-                self.local.resumed_at(run_and_gather(comm, look)[0])
+            resumed = lambda: None if comm.rank else self._within(self.course).resumed  # noqa: E731
+            self.local.resumed_at(run_and_gather(comm, resumed)[0])
         refused: tuple[Attempt, ...] = ()
         if self.recovery is not None and provider is not None and at_most is None:
             report = self.recovery.try_checkpointless_load(provider)
@@ -455,8 +456,8 @@ class TieredCheckpointManager:
         answers = run_and_gather(comm, lambda: [own, uuid.uuid4().hex, *known])
         jobs = [job for job, *_ in answers if job]
         JOBS[self.root] = [*jobs, answers[0][1]][0]
-        with time_limit(self._timeout_s):
-            run_on_first_rank(comm, partial(self._lease.acquire, WORK * self._timeout_s, jobs))
+        acquire = partial(self._lease.acquire, WORK * self._timeout_s, jobs)
+        run_on_first_rank(comm, partial(self._within, acquire))
         # Some rank has been replaced, or the save under way is of another process group.
         if any(one != known or one[0] for _, _, *one in answers):
             if self._running is not None:
@@ -468,6 +469,10 @@ class TieredCheckpointManager:
         self._is_open, self._group_id, self._pending = True, comm.group_id, None
         self._last_s = time.monotonic()
         return comm
+
+    def _within(self, step: Callable[[], T]) -> T:
+        """What a step returns that asks the root's storage. Rank-local."""
+        return run_within(Deadline.after(ALL * self._timeout_s), self.root, step)
 
     def _handle_signals(self) -> None:
         if self._is_watching:
@@ -571,12 +576,11 @@ class TieredCheckpointManager:
 
         def prepare() -> int:
             if comm.rank == 0:
-                self._lease.require()
+                self._within(self._lease.require)
             states.append(state_dict() if callable(state_dict) else state_dict)
             return step
 
-        with time_limit(self._timeout_s):
-            steps = run_and_gather(comm, prepare)
+        steps = run_and_gather(comm, prepare)
         if len(set(steps)) > 1:
             raise PlanError(f"step: expected the same on all ranks, found {steps} on ranks 0, 1, …")
         (state,) = states
@@ -611,8 +615,7 @@ class TieredCheckpointManager:
     ) -> None:
         """Make a save visible, report it, and remove old checkpoints. Collective."""
         try:
-            with time_limit(self._timeout_s):
-                run_on_first_rank(comm, self._lease.require)
+            run_on_first_rank(comm, partial(self._within, self._lease.require))
             commit()
         except SaveTimeoutError:
             raise  # it still runs, and may succeed
@@ -624,11 +627,10 @@ class TieredCheckpointManager:
 
         def report() -> list[float]:
             if comm.rank == 0:
-                run_with_limit(partial(self._note_course, begun), self.root)
+                self._within(partial(self._note_course, begun))
             return mine
 
-        with time_limit(self._timeout_s):
-            sizes, *seconds = zip(*run_and_gather(comm, report), strict=True)
+        sizes, *seconds = zip(*run_and_gather(comm, report), strict=True)
         self._resumed = None
         if comm.rank == 0:
             try:

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.device import HostSnapshot, TensorBytes, host_memory, to_host, uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
-from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled
+from dist_ckpt_strategies.storage.io_pool import Deadline, OrderedQueues, settled
 
 T = TypeVar("T")
 
@@ -103,10 +103,11 @@ Blocks = tuple[Sequence[Outgoing], Sequence[Incoming]]
 def exchange(
     comm: Communicator,
     prepare: Callable[[], Blocks],
-    finish: Callable[[], Message] | None = None,
+    finish: Callable[[Deadline], Message] | None = None,
     *,
     complete: Callable[[], None] = lambda: None,
     max_inflight_nbytes: int,
+    storage_s: float | None = None,
 ) -> list[Message]:
     """Carry the blocks of all ranks; returns what ``finish`` returned on every rank, by rank.
 
@@ -117,12 +118,13 @@ def exchange(
     Args:
         comm: the ranks.
         prepare: makes this rank's blocks; what it raises, every rank raises, as of the next two.
-        finish: called when all has been taken, where the caller compares what arrived itself.
-            Without it, digests are compared, and a block that is not as it was sent is a
-            CorruptCheckpointError.
+        finish: called when all has been taken, where the caller compares what arrived itself, with
+            the end of ``storage_s``. Without it, digests are compared, and a block that is not as
+            it was sent is a CorruptCheckpointError.
         complete: without ``finish``, called once all digests are equal on this rank.
         max_inflight_nbytes: bound on what travels at once in each direction; where ranks give
             different ones, the least counts. Takes up to five times as much memory.
+        storage_s: the longest that blocks may take to be read and taken; None: no limit.
     """
     with ExitStack() as stack:
         made: list[Rounds] = []
@@ -137,11 +139,12 @@ def exchange(
         bounds = run_and_gather(comm, begin)
         share = min(nbytes for nbytes, _ in bounds) // max(1, *(peers for _, peers in bounds))
         rounds = made[0]
-        rounds.run(max(1, min(share, MESSAGE_NBYTES)))
+        deadline = Deadline.after() if storage_s is None else Deadline.after(storage_s)
+        rounds.run(max(1, min(share, MESSAGE_NBYTES)), deadline)
 
         def end() -> Message:
             rounds.require_success()
-            return finish() if finish else rounds.sent_digests()
+            return finish(deadline) if finish else rounds.sent_digests()
 
         answers = run_and_gather(comm, end)
 
@@ -217,7 +220,7 @@ class Rounds:
         for rank, (block, *_) in self._incoming.items():
             self._incoming[rank] = [replace(block, nbytes=sizes[rank])]
 
-    def run(self, bound: int) -> None:
+    def run(self, bound: int, deadline: Deadline) -> None:
         """Carry all messages, of at most ``bound`` bytes. Raises only where a peer is lost."""
         sent = {r: _parts((b.nbytes for b in found), bound) for r, found in self._outgoing.items()}
         wanted = {
@@ -227,8 +230,10 @@ class Rounds:
         taking: deque[list[tuple[Incoming, Future[None]]]] = deque([[]] * _RECEIVE_SLOTS)
         ahead = self._begin_reads(sent, 0)
         for number in range(num_rounds):
-            contents = {rank: self._settled(rank, *one, number) for rank, one in ahead.items()}
-            self._finish_takes(taking.popleft())  # so that their memory can be used again
+            contents = {
+                rank: self._settled(rank, *one, number, deadline) for rank, one in ahead.items()
+            }
+            self._finish_takes(taking.popleft(), deadline)  # so that their memory can be used again
             ahead = self._begin_reads(sent, number + 1)
             coming = {rank: parts[number] for rank, parts in wanted.items() if number < len(parts)}
             landed = {
@@ -251,7 +256,7 @@ class Rounds:
                 take = self.threads.submit(thread, self._take, rank, coming[rank], content)
                 taking[-1].append((block, take))
         while taking:
-            self._finish_takes(taking.popleft())
+            self._finish_takes(taking.popleft(), deadline)
 
     def _begin_reads(
         self, sent: Mapping[int, Sequence[_Part]], number: int
@@ -272,11 +277,16 @@ class Rounds:
         return content
 
     def _settled(
-        self, rank: int, part: _Part, content: Future[torch.Tensor], number: int
+        self,
+        rank: int,
+        part: _Part,
+        content: Future[torch.Tensor],
+        number: int,
+        deadline: Deadline,
     ) -> torch.Tensor:
         """What was read; where that failed, any bytes: the peer waits for some."""
         block = self._outgoing[rank][part.block]
-        found = self._attempt(block, partial(settled, content, block.name))
+        found = self._attempt(block, partial(settled, content, block.name, deadline))
         if found is None:
             return self._memory[True, rank][number % _SEND_SLOTS][: part.nbytes]
         return found
@@ -295,9 +305,11 @@ class Rounds:
         if block not in self._failed:
             block.take(part.start, content)
 
-    def _finish_takes(self, takes: Sequence[tuple[Incoming, Future[None]]]) -> None:
+    def _finish_takes(
+        self, takes: Sequence[tuple[Incoming, Future[None]]], deadline: Deadline
+    ) -> None:
         for block, taken in takes:
-            self._attempt(block, partial(settled, taken, block.name))
+            self._attempt(block, partial(settled, taken, block.name, deadline))
 
     def _attempt(self, block: Outgoing | Incoming, call: Callable[[], T | None]) -> T | None:
         """What a call for a block returns; None where it fails, which is raised at the end."""

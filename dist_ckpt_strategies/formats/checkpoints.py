@@ -47,7 +47,6 @@ from dist_ckpt_strategies.storage.io_pool import (
     Job,
     Transfer,
     raise_if_cancelled,
-    run_with_limit,
 )
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 
@@ -157,7 +156,7 @@ class Format1Checkpoint:
         """
         path = object_path(self._root, object_id)
         with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
-            return run_with_limit(partial(read_file, path), path)
+            return read_file(path)
 
     @property
     def _num_threads(self) -> int:

@@ -33,7 +33,7 @@ from dist_ckpt_strategies.storage.files import (
     rename,
     sync_path,
 )
-from dist_ckpt_strategies.storage.io_pool import limited, raise_if_cancelled
+from dist_ckpt_strategies.storage.io_pool import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ _TRASH_NAME = f"{REMOVED_PREFIX}old"
 """Where in its staging directory a commit moves what it replaces."""
 
 
-@limited
 def set_marker_aside(root: Path) -> None:
     """Make a directory count as incomplete, durably, before anything of it changes.
 
@@ -143,7 +142,6 @@ def commit_staged(
     discard(staging)
 
 
-@limited
 def discard(staging: Path) -> None:
     """Remove a staging directory; what cannot be removed is logged, and stays for prune.
 
@@ -158,7 +156,6 @@ def discard(staging: Path) -> None:
         logger.warning("%s cannot be removed (%s): prune --unfinished does it", doomed, error)
 
 
-@limited
 def give_up(staging: Path) -> None:
     """Remove a staging directory, unless a commit has moved files of the old checkpoint there."""
     if not (staging / _TRASH_NAME).exists():
@@ -171,7 +168,6 @@ def give_up(staging: Path) -> None:
     )
 
 
-@limited
 def remove_contents(root: Path) -> None:
     """Remove a checkpoint's files, the marker first, and what killed saves have left of others."""
     set_marker_aside(root)

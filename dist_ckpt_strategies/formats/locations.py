@@ -39,7 +39,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     require_directory,
 )
-from dist_ckpt_strategies.storage.io_pool import Deadline, limited, run_within
+from dist_ckpt_strategies.storage.io_pool import Deadline, run_within
 from dist_ckpt_strategies.storage.store import Store
 
 T = TypeVar("T")
@@ -162,7 +162,6 @@ def require_path(location: Location, what: str) -> Path:
     return location
 
 
-@limited
 def read_marker(location: Location) -> CheckpointMarker:
     """The marker of a finished checkpoint.
 
@@ -218,7 +217,6 @@ def _read_marker(location: Location) -> CheckpointMarker:
 PACKS = CheckpointMarker("safetensors")
 
 
-@limited
 def holds_packs(location: Location) -> bool:
     """Whether packs are the content of a place: its index says so, whatever the marker says.
 
@@ -251,7 +249,6 @@ def _corrected(marker: CheckpointMarker, root: Path) -> CheckpointMarker:
     )
 
 
-@limited
 def refuse_format2(location: Location) -> Any:
     """The format that the marker names, if it does; IncompatibleVersionError for ("zarr", 2)."""
     store, marker = location.place() if isinstance(location, Bucket) else Directory(location), b""
@@ -311,7 +308,6 @@ def holds_checkpoints(inner: Sequence[str]) -> str:
     return f"it holds {found} ({some_of(inner)}); name one of them"
 
 
-@limited
 def is_finished(location: Location) -> bool:
     """Whether there is a checkpoint with a whole marker."""
     if isinstance(location, Path):
@@ -328,7 +324,6 @@ def is_finished(location: Location) -> bool:
     return True
 
 
-@limited
 def _status(root: Path) -> tuple[bool, int, int] | None:
     """Whether there is a marker; inode and time in ns of it, or else of the directory."""
     refused = (FileNotFoundError, NotADirectoryError, PermissionError)
@@ -364,7 +359,7 @@ class OpenedSave:
         root = self.root
         if self.has_packs:
             store = root.place() if isinstance(root, Bucket) else Directory(root)
-            pointer = limited(current_pointer)(store)
+            pointer = current_pointer(store)
             return pointer.digest if pointer else ""
         return None if isinstance(root, Bucket) else _status(root)
 

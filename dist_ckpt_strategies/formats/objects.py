@@ -35,7 +35,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.zarr2 import entries_below
 from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.folders import remove_empty
-from dist_ckpt_strategies.storage.io_pool import limited
 
 OBJECT_SUFFIX = ".pt"
 
@@ -102,7 +101,6 @@ def shard_id(path: str) -> ObjectId | None:
     return found if found and found.unique_key + OBJECT_SUFFIX == path else None
 
 
-@limited
 def object_path(root: Path, object_id: ObjectId) -> Path:
     """The file of a shard that ``object_ids`` yielded."""
     older_id = replace(object_id, shape=(*object_id.shape[:-1], UNKNOWN))

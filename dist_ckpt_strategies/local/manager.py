@@ -5,6 +5,7 @@ import operator
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.formats.course import Resumed
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.local.inventory import gather_inventory, load_newest, remove_outdated
+from dist_ckpt_strategies.local.inventory import Inventory, gather_inventory, remove_outdated
 from dist_ckpt_strategies.local.packs import (
     decode_shard,
     default_local_allowed,
@@ -34,6 +35,7 @@ from dist_ckpt_strategies.local.replication import (
     LazyReplicationStrategyBuilder,
     ReplicationStrategy,
 )
+from dist_ckpt_strategies.local.retrieve import load_newest
 from dist_ckpt_strategies.local.save import (
     Prepared,
     Started,
@@ -44,18 +46,8 @@ from dist_ckpt_strategies.local.save import (
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
-from dist_ckpt_strategies.sharded.async_request import (
-    BackgroundWork,
-    LocalSaveRequest,
-)
-from dist_ckpt_strategies.storage.io_pool import (
-    ENDING,
-    OPENING,
-    WORK,
-    run_with_limit,
-    time_limit,
-    uncounted,
-)
+from dist_ckpt_strategies.sharded.async_request import BackgroundWork, LocalSaveRequest
+from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, WORK, Deadline, run_within
 
 logger = logging.getLogger(__name__)
 
@@ -175,20 +167,15 @@ class LocalCheckpointManager:
             PeerError: the same on another rank.
         """
         comm = self.communicator("local save", f"of iteration {iteration}")
-        found: Any = self.repl_strategy
-        if isinstance(found, LazyReplicationStrategyBuilder):
-            found = found.replication_strategy  # made the first time: collective over the world
-        strategy: CliqueReplicationStrategy | None = found  # all ranks learn together if it is one
-        started = start_save(
-            comm,
-            self._directory,
-            lambda: self._prepare(comm, state_dict, iteration, strategy, is_async=is_async),
-        )
-        save, work = started.save, started.work
-        self._newest = save
+        strategy: Any = self.repl_strategy
+        if isinstance(strategy, LazyReplicationStrategyBuilder):
+            strategy = strategy.replication_strategy  # collective over the world the first time
+        prepare = partial(self._prepare, comm, state_dict, iteration, strategy, is_async=is_async)
+        started = start_save(comm, self._directory, prepare)
+        work = started.work
+        self._newest = started.save
         if work is None:
-            with time_limit(self.timeout_s, WORK):
-                self._finish(started, lambda: write_shards(started))
+            self._finish(started, lambda: write_shards(started))
             return None
         self._running = work
         if strategy is not None:
@@ -202,13 +189,15 @@ class LocalCheckpointManager:
         @raises_megatron_errors
         def finish() -> None:
             try:
-                with time_limit(self.timeout_s, then=ENDING):
-                    self._finish(started, written)
+                self._finish(started, written)
             finally:
                 if self._running is work and work.ends_within(0):
                     self._running = None
 
-        name = (save.stamp, f"the end of the local save of iteration {save.iteration}")
+        name = (
+            started.save.stamp,
+            f"the end of the local save of iteration {started.save.iteration}",
+        )
         return LocalSaveRequest(comm, name, work, finish, self.timeout_s)
 
     def _finish(self, started: Started, written: Callable[[], ReplicationReport]) -> None:
@@ -218,7 +207,10 @@ class LocalCheckpointManager:
         """
         before = finish_save(started, written, self.session_id)
         if started.save == self._newest:
-            remove_outdated(started.comm.rank, self._directory, before, started.save, self._keep)
+            deadline = Deadline.after(ENDING * self.timeout_s)
+            remove_outdated(
+                started.comm.rank, self._directory, before, started.save, self._keep, deadline
+            )
 
     @raises_megatron_errors
     def find_latest(self) -> int:
@@ -228,13 +220,12 @@ class LocalCheckpointManager:
         -1, ``load`` tells by its error whether there was a checkpoint whose shards were lost.
         """
         comm = self.communicator("search for local checkpoints")
-        with time_limit(self.timeout_s, OPENING, then=WORK):
-            found = gather_inventory(comm, self._directory, self.session_id, begin=self._let_finish)
-        newest, missing = found.newest(), found.missing_text()
+        inventory = self._inventory(comm)
+        newest, missing = inventory.newest(), inventory.missing_text()
         if missing and comm.rank == 0:
             logger.warning("%s: incomplete local checkpoints: %s", self._directory, missing)
-        if found.foreign and comm.rank == 0:
-            logger.warning("%s", found.foreign)
+        if inventory.foreign and comm.rank == 0:
+            logger.warning("%s", inventory.foreign)
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors
@@ -259,24 +250,16 @@ class LocalCheckpointManager:
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         comm = self.communicator("load of a local checkpoint")
-        with time_limit(self.timeout_s, OPENING, then=WORK):
-            shards = load_newest(
-                comm,
-                self._directory,
-                self.session_id,
-                max_inflight_nbytes=self.max_bucket_bytes,
-                timeout_s=WORK * self.timeout_s,
-                at_least=at_least,
-                begin=self._let_finish,
-            )
+        inventory, limit = self._inventory(comm, at_least), self.max_bucket_bytes
+        shards = load_newest(comm, self._directory, inventory, limit, self.timeout_s)
+        info = shards[0].info
 
         def decode() -> Any:
-            states = [decode_shard(one, self._allowed, on_host=on_host) for one in shards]
-            info = shards[0].info
+            states = [decode_shard(shard, self._allowed, on_host=on_host) for shard in shards]
             return states[0] if info.world_size == comm.size else joined(states, info, comm.size)
 
         state = run_collectively(comm, decode)
-        own = LocalShardId(shards[0].info.shard_id.save, comm.rank)
+        own = LocalShardId(info.shard_id.save, comm.rank)
         logger.log(comm.report_level, "rank %s: loaded %s", own.global_rank, own)
         return state, (own.save.iteration, comm.rank, self.session_id)
 
@@ -292,9 +275,9 @@ class LocalCheckpointManager:
             purpose=f"{purpose} in session {self.session_id!r}" if self.session_id else purpose,
             detail=f"{detail} below {self.root_local_ckpt_dir}".lstrip(),
         )
-        found = list(comm.global_ranks)
-        if found != list(range(comm.size)):
-            raise PlanError(f"group: expected ranks 0 to {comm.size - 1} in order, found {found}")
+        ranks = list(comm.global_ranks)
+        if ranks != list(range(comm.size)):
+            raise PlanError(f"group: expected ranks 0 to {comm.size - 1} in order, found {ranks}")
         return comm
 
     def resumed_at(self, began: Resumed | None) -> None:
@@ -307,9 +290,8 @@ class LocalCheckpointManager:
         Raises:
             SaveTimeoutError: it does not end.
         """
-        if self._running is not None:
-            self._running.wait(limit_of_wait(self.timeout_s), "the save before")
-            self._running = None
+        self._let_finish()
+        self._running = None
 
     def _let_finish(self) -> None:
         """Return when a save that is still running has written all. Rank-local.
@@ -317,8 +299,11 @@ class LocalCheckpointManager:
         It uses the memory and the groups that the next one needs.
         """
         if self._running is not None:
-            with uncounted():
-                self._running.wait(limit_of_wait(self.timeout_s), "the save before")
+            self._running.wait(limit_of_wait(self.timeout_s), "the save before")
+
+    def _inventory(self, comm: Communicator, at_least: int = 0) -> Inventory:
+        where = self._directory, self.session_id
+        return gather_inventory(comm, *where, self.timeout_s, self._let_finish, at_least)
 
     def _prepare(
         self,
@@ -332,15 +317,17 @@ class LocalCheckpointManager:
         """What this rank brings to a save. Rank-local."""
         self._let_finish()
         _require_usable(strategy, is_async=is_async)
-        directory, clique, purpose = self._directory, Communicator([comm.rank]), "local save"
-        with time_limit(self.timeout_s, OPENING):
+        directory, clique = self._directory, Communicator([comm.rank])
+
+        def look() -> str:
             if self._running is None:  # else its files have no names yet
                 directory.remove_stale_files(comm.rank)
-            training_id = "" if comm.rank else run_with_limit(directory.training_id, directory)
-            if strategy is not None:
-                with uncounted():
-                    strategy.let_finish(WORK * self.timeout_s)
-                clique = strategy.communicator(purpose, f"of iteration {iteration}")
+            return "" if comm.rank else directory.training_id()
+
+        training_id = run_within(Deadline.after(OPENING * self.timeout_s), directory, look)
+        if strategy is not None:
+            strategy.let_finish(WORK * self.timeout_s)
+            clique = strategy.communicator("local save", f"of iteration {iteration}")
         try:
             number = operator.index(iteration)
         except TypeError:
@@ -348,13 +335,19 @@ class LocalCheckpointManager:
             raise PlanError(text) from None
         # A state may have begun to copy its tensors to the host.
         await_gpu(self.timeout_s, f"local save of iteration {number}")
-        split = split_state(state, comm.rank, self.session_id, self._allowed)
-        layout = ((split.pack.nbytes,), torch.uint8)
-        (image,) = self._memory.slots([layout], is_pinned=uses_cuda())
-        stamp = f"{time.time_ns():016x}{os.urandom(2).hex()}{training_id}"
-        bucket = (strategy or self).max_bucket_bytes
+        contents, layout = split_state(state, comm.rank, self.session_id, self._allowed)
+        slot = (layout.packs[0].nbytes,), torch.uint8
+        (image,) = self._memory.slots([slot], is_pinned=uses_cuda())
         return Prepared(
-            number, stamp, bool(is_async), split, image.tensor, clique, bucket, self.timeout_s
+            iteration=number,
+            stamp=f"{time.time_ns():016x}{os.urandom(2).hex()}{training_id}",
+            is_async=bool(is_async),
+            contents=contents,
+            layout=layout,
+            image=image.tensor,
+            clique=clique,
+            max_bucket_nbytes=(strategy or self).max_bucket_bytes,
+            timeout_s=self.timeout_s,
         )
 
 

@@ -6,15 +6,12 @@ import copy
 import json
 from collections.abc import Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.base import (
-    Communicator,
-    run_and_gather,
-    run_collectively,
-)
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
@@ -129,7 +126,6 @@ class MCoreTensorAwareStateDict(ListedTensors):
             PlanError: the algorithm is unknown, or the shards of all ranks do not fit together.
         """
         world = _communicator(None, "split of a state dict")
-
         made: list[tuple[StateDict, StateDict, MCoreTensorAwareStateDict]] = []
 
         def split() -> list[str | None]:
@@ -149,9 +145,9 @@ class MCoreTensorAwareStateDict(ListedTensors):
         if algo == "atomic":
             return whole, None
         group = _communicator(parallelization_group, "distribution of shards")
-        known = cached_metadata if is_unchanged else None
-        state, found = cls.distributed(group, common, sharded, known)
-        return state, replace(found, sharding=sharding)
+        before = cached_metadata if is_unchanged else None
+        state, distribution = cls.distributed(group, common, sharded, before)
+        return state, replace(distribution, sharding=sharding)
 
     @classmethod
     def distributed(
@@ -166,26 +162,24 @@ class MCoreTensorAwareStateDict(ListedTensors):
         ``common`` is what every rank holds alike. Without ``distribution`` the main rank of each
         shard is chosen.
         """
-        values = sharded_values(sharded)
-        everyone: list[Any] = []
-        if distribution is None:
-            everyone = run_and_gather(
-                comm, lambda: [message_of(v) for v in values if isinstance(v, ShardedTensor)]
+
+        def describe() -> list[Any]:
+            return [message_of(v) for v in sharded_values(sharded) if isinstance(v, ShardedTensor)]
+
+        known = distribution
+        if known is None:
+            held = list(map(tensor_specs, run_and_gather(comm, describe)))
+            known = ShardDistribution(build_distribution(held))
+        main_ranks = known.main_rank_for_shard
+
+        def keep(value: Any) -> Any:
+            is_own = (
+                not isinstance(value, ShardedTensor)
+                or main_ranks[shard_spec(value).id] == comm.rank
             )
+            return value if is_own else value.without_data()
 
-        def split() -> tuple[MCoreTensorAwareStateDict, ShardDistribution]:
-            held = map(tensor_specs, everyone)
-            found = distribution or ShardDistribution(build_distribution(list(held)))
-
-            def keep(value: Any) -> Any:
-                if not isinstance(value, ShardedTensor):
-                    return value
-                rank = found.main_rank_for_shard[shard_spec(value).id]
-                return value if rank == comm.rank else value.without_data()
-
-            return cls(common, mapped_values(keep, sharded)), found
-
-        return run_collectively(comm, split)
+        return run_collectively(comm, lambda: cls(common, mapped_values(keep, sharded))), known
 
     @raises_megatron_errors
     def to_state_dict(  # noqa: PLR0913, PLR0917 - Megatron's signature
@@ -253,41 +247,38 @@ class MCoreTensorAwareStateDict(ListedTensors):
     ) -> tuple[StateDict, set[str], set[str]]:
         """See ``to_state_dict`` and ``load_into``; with missing and unexpected keys. Collective."""
         comm = _communicator(None, "making of a state dict")
-        begun: list[tuple[StateDict, ...]] = []
-        options: list[Options] = []
+        begun: list[tuple[Any, ...]] = []
 
         def begin() -> bool:
-            found = options_from_environment()
-            options.append(found.with_changes(strict_dtype=strict_dtype or found.strict_dtype))
+            options = options_from_environment()
+            options = options.with_changes(strict_dtype=strict_dtype or options.strict_dtype)
             _require_algorithm(algo)
             self.require_tensors()
             wanted = {} if sharded_state_dict is None else sharded_state_dict
             state = mapped_values(lambda value: value, self.common_state_dict)
-            begun.append((state, *split_for_load(mapped_values(copy.copy, wanted))))
+            split = split_for_load(mapped_values(copy.copy, wanted))
+            begun.append((options, parsed_strict(strict), state, *split))
             return bool(wanted)
 
         is_any_wanted = any(run_and_gather(comm, begin))
-        ((state, sharded, nonpersistent, factories),) = begun
+        ((options, strictness, state, sharded, nonpersistent, factories),) = begun
         if not is_any_wanted:
             return state, set(), set()
-        strictness = run_collectively(comm, lambda: parsed_strict(strict))
         stored = _stored_keys(comm, self._bare) if needs_stored_keys(strictness) else {}
         outcome = check_load(comm, sharded, strictness, lambda: stored, validate_access_integrity)
-        held = self.sharded_state_dict
-        loaded = resharded(comm, held, outcome.sharded, options[0], fills=fills)
+        loaded = resharded(comm, self.sharded_state_dict, outcome.sharded, options, fills=fills)
         run_collectively(comm, lambda: merged(state, nonpersistent, loaded, factories=factories))
         return state, outcome.missing, outcome.unexpected
 
     @property
     def sharded_state_dict(self) -> StateDict:
         """The ShardedTensors and ShardedObjects, new ones each time; without data if hollow."""
-        tensors = None if self.is_hollow else self.require_tensors()
 
         def give(number: int) -> Any:
             value = self._bare[number]
             if isinstance(value, ShardedTensor) and value.data is not None:
                 value = copy.copy(value)
-                value.data = None if tensors is None else tensors[value.data]
+                value.data = None if self.is_hollow else self.require_tensors()[value.data]
             return value
 
         return mapped_values(give, self._numbers)
@@ -332,6 +323,5 @@ def _stored_keys(comm: Communicator, values: Sequence[Any]) -> StateDict:
         first = {name(value): value for value in reversed(values)}
         return [message_of(value) for value in first.values()]
 
-    everyone = run_and_gather(comm, describe)
-    found = (value_from_message(one) for messages in everyone for one in messages)
-    return {name(value): value for value in found}
+    stored = map(value_from_message, chain.from_iterable(run_and_gather(comm, describe)))
+    return {name(value): value for value in stored}

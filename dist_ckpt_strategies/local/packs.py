@@ -8,7 +8,7 @@ import datetime as dt
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,8 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_content
-from dist_ckpt_strategies.formats.pack import MAX_BLOCKS, Layout, PackLayout, PackLimits, lay_out
-from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads
-from dist_ckpt_strategies.formats.pack_verify import OpenedPack
+from dist_ckpt_strategies.formats.pack import MAX_BLOCKS, Layout, PackLimits, lay_out
+from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads, read_content
 from dist_ckpt_strategies.formats.pack_write import seal
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.plan import SaveId
@@ -53,7 +52,7 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.sharded.pack_async import copy_contents
 from dist_ckpt_strategies.sharded.pack_save import Contents
-from dist_ckpt_strategies.storage.io_pool import Deadline, limited
+from dist_ckpt_strategies.storage.io_pool import Deadline, run_within
 from dist_ckpt_strategies.storage.store import Bytes
 
 _NAME = "the local state"
@@ -63,38 +62,18 @@ _NUM_READERS = min(4, os.cpu_count() or 1)
 
 def default_local_allowed(allow: Allowed = ()) -> Allowed:
     """Classes and functions that a local state may hold: Megatron-Core's list, and ``allow``."""
-    plain = [
-        bytes,
-        frozenset,
-        slice,
-        dt.datetime,
-        dt.timedelta,
-        dt.timezone,
-        pathlib.PurePosixPath,
-    ]
-    states = [BasicTensorAwareStateDict, MCoreTensorAwareStateDict, TensorPlace]
+    times = dt.datetime, dt.timedelta, dt.timezone
+    plain = bytes, frozenset, slice, pathlib.PurePosixPath, *times
+    states = BasicTensorAwareStateDict, MCoreTensorAwareStateDict, TensorPlace
     return (*default_allowed(), *plain, *states, *allow)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitState:
-    """A state, its tensors apart, and the layout of the pack that it becomes."""
+def split_state(
+    state: Any, rank: int, session_id: str, allowed: Allowed
+) -> tuple[Contents, Layout]:
+    """What a state consists of, and the layout of its pack; the state is left as it is.
 
-    contents: Contents
-    layout: Layout
-
-    @property
-    def pack(self) -> PackLayout:
-        """The only one."""
-        return self.layout.packs[0]
-
-    def copy_to(self, image: torch.Tensor) -> None:
-        """Copy all of it to where it belongs in host memory for the pack; done on return."""
-        copy_contents(self.contents, self.layout, image)
-
-
-def split_state(state: Any, rank: int, session_id: str, allowed: Allowed) -> SplitState:
-    """Lay out the pack of a state, which is left as it is. ``rank`` is the global one.
+    ``rank`` is the global one.
 
     Raises:
         StrategyError: it is no TensorAwareStateDict.
@@ -118,7 +97,11 @@ def split_state(state: Any, rank: int, session_id: str, allowed: Allowed) -> Spl
     for name, tensor in zip(names, tensors, strict=True):
         require_plain(tensor, key=name)
     content = _description(state, names, allowed)
-    shards = tuple(map(_spec, names, tensors))
+    regions = [Region.whole(tuple(tensor.shape)) for tensor in tensors]
+    shards = tuple(
+        ShardSpec(ShardId(name, region), region.shape, DType.named(str(tensor.dtype), key=name))
+        for name, region, tensor in zip(names, regions, tensors, strict=True)
+    )
     layout = lay_out(
         shards,
         [(STATE, len(content))],
@@ -132,14 +115,7 @@ def split_state(state: Any, rank: int, session_id: str, allowed: Allowed) -> Spl
             "header of 50 MB; join some of them"
         )
     plain = tuple(tensor.detach() for tensor in tensors)
-    return SplitState(Contents(shards, plain, objects=((STATE, content),)), layout)
-
-
-def _spec(key: str, tensor: torch.Tensor) -> ShardSpec:
-    shape = tuple(tensor.shape)
-    return ShardSpec(
-        ShardId(key, Region.whole(shape)), shape, DType.named(str(tensor.dtype), key=key)
-    )
+    return Contents(shards, plain, objects=((STATE, content),)), layout
 
 
 def _description(state: Any, names: Sequence[str], allowed: Allowed) -> bytes:
@@ -164,10 +140,10 @@ def _kind_of(state: Any) -> str:
 
 def sealed_image(state: Any, rank: int, allowed: Allowed) -> torch.Tensor:
     """The pack of a state that is of no save, in new host memory."""
-    split = split_state(state, rank, "", allowed)
-    image = host_memory(split.pack.nbytes, is_pinned=False)
-    split.copy_to(image)
-    seal(split.pack, image.numpy(), str(SaveId(0, "0")), 1)
+    contents, layout = split_state(state, rank, "", allowed)
+    image = host_memory(layout.packs[0].nbytes, is_pinned=False)
+    copy_contents(contents, layout, image)
+    seal(layout.packs[0], image.numpy(), str(SaveId(0, "0")), 1)
     return image
 
 
@@ -218,17 +194,26 @@ def read_shard(place: Any, name: str, deadline: Deadline) -> LoadedShard:
         CorruptCheckpointError: it is damaged, or another shard than its name says.
         IncompleteCheckpointError: it is missing.
     """
-    pack, info = open_shard(place, name)
-    header = pack.header
+    pack, info = run_within(deadline, place.path(name), lambda: open_shard(place, name))
+    header, table = pack.header, pack.header.table
     if isinstance(place, ReceivedPack):
         memory = place.content[header.data_start :]
     else:
         memory = host_memory(header.nbytes - header.data_start, is_pinned=False).numpy()
-    targets = [
-        (n, start, first, memory[start : start + size]) for n, start, first, size in header.tensors
-    ]
-    _read(place, pack, targets, deadline)
-    table, tensors = header.table, {}
+    labels, starts, ranges, sizes = zip(*header.tensors, strict=True)
+    extents = np.array(sizes, np.int64).reshape(-1, 1)
+    reads = BlockReads(
+        packs={0: pack.record},
+        place=np.array([(0, *at) for at in zip(starts, ranges, strict=True)], np.int64),
+        extent=extents,
+        offset=0 * extents,
+        shape=extents,
+        targets=[memory[at : at + size] for at, size in zip(starts, sizes, strict=True)],
+        keys=labels,
+    )
+    tables = {pack.record: pack.digests}
+    begin_reads(place, reads, num_threads=_NUM_READERS, tables=tables).wait(deadline.left_s)
+    tensors = {}
     for row, (number, (_, start, _)) in enumerate(
         zip(table.array.tolist(), table.place.tolist(), strict=True)
     ):
@@ -239,22 +224,6 @@ def read_shard(place: Any, name: str, deadline: Deadline) -> LoadedShard:
     stored = dict(header.objects)[STATE]
     content = memory[stored.byte_offset : stored.byte_offset + stored.nbytes].tobytes()
     return LoadedShard(info, tensors, content)
-
-
-def _read(
-    place: Any,
-    pack: OpenedPack,
-    tensors: Iterable[tuple[str, int, int, Bytes]],
-    deadline: Deadline,
-) -> None:
-    """Fill memory from tensors of a pack: label, first byte and first range of each; verified."""
-    rows = list(tensors)
-    place_of = np.array([(0, start, first) for _, start, first, _ in rows], np.int64).reshape(-1, 3)
-    sizes = np.array([target.size for *_, target in rows], np.int64).reshape(-1, 1)
-    targets, labels = [target for *_, target in rows], [label for label, *_ in rows]
-    reads = BlockReads({0: pack.record}, place_of, sizes, 0 * sizes, sizes, targets, labels)
-    tables = {pack.record: pack.digests}
-    begin_reads(place, reads, num_threads=_NUM_READERS, tables=tables).wait(deadline.left_s)
 
 
 def decode_shard(shard: LoadedShard, allowed: Allowed, *, on_host: bool = True) -> Any:
@@ -306,18 +275,19 @@ def joined(states: Sequence[Any], info: ShardInfo, num_ranks: int) -> MCoreTenso
     return MCoreTensorAwareStateDict(states[0].common_state_dict, sharded)
 
 
-@limited
-def read_common(directory: ShardDirectory, allowed: Allowed, deadline: Deadline) -> Any:
-    """The common state of the newest save here, of any good shard; None if there is none."""
-    for found in sorted(directory.find(), key=lambda found: found.shard_id, reverse=True):
+def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
+    """The common state of the newest save here, of any good shard; None if there is none.
+
+    Blocks on storage.
+    """
+    place = directory.place
+    for file in sorted(directory.find(), key=lambda file: file.shard_id, reverse=True):
         with suppress(CheckpointError):
-            pack, _ = open_shard(directory.place, found.name)
-            stored = dict(pack.header.objects)[STATE]
-            content = np.empty(stored.nbytes, np.uint8)
-            where = (STATE.key, stored.byte_offset, stored.first_range, content)
-            _read(directory.place, pack, [where], deadline)
+            pack, _ = open_shard(place, file.name)
+            stored, tables = dict(pack.header.objects)[STATE], {pack.record: pack.digests}
+            content = read_content(place, pack.record, stored, STATE.key, tables)
             break
     else:
         return None
-    state = load_content(content.tobytes(), directory.place.path(found.name), _NAME, allowed)
-    return state["state"].common_state_dict
+    hollow = load_content(content, place.path(file.name), _NAME, allowed)
+    return hollow["state"].common_state_dict

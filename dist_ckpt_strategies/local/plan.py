@@ -1,14 +1,13 @@
-"""Pure plans: which ranks hold replicas for each other, and who sends which shard to whom."""
+"""Pure plans: who holds replicas for whom, who sends which shard to whom, which saves stay."""
 
 import re
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
-from dist_ckpt_strategies.core.array import DType, Region, Shape, ShardId, ShardSpec
-from dist_ckpt_strategies.errors import CoverageError, NoReplicasAvailableError, PlanError
+from dist_ckpt_strategies.core.array import ShardId, ShardSpec
+from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
 
 _TIME_DIGITS = 20
 _ID = re.compile(r"iter_(\d{7,99})_(\d{1,18})_local_([0-9a-f]{1,64})", re.ASCII)
@@ -82,36 +81,33 @@ def build_cliques(
 
     Source: the replication groups of NVIDIA's resiliency extension.
     """
-    for name, number in (
-        ("world_size", world_size),
-        ("replication_jump", replication_jump),
-        ("replication_factor", replication_factor),
-    ):
-        if number < 1:
-            raise PlanError(f"{name}: expected 1 or more, found {number}")
-    block = replication_jump * replication_factor
-    if world_size % block and not allow_uneven:
+    jump, factor = replication_jump, replication_factor
+    if min(world_size, jump, factor) < 1:
+        raise PlanError(
+            f"expected 1 or more, found world_size {world_size}, replication_jump {jump}, "
+            f"replication_factor {factor}"
+        )
+    num_blocks, num_left = divmod(world_size, jump * factor)
+    if num_left and not allow_uneven:
         raise PlanError(
             f"world size {world_size} is not divisible by replication_jump * replication_factor = "
-            f"{replication_jump} * {replication_factor} = {block}; choose others, or "
-            "allow_uneven=True for some larger cliques"
+            f"{jump} * {factor} = {jump * factor}; choose others, or allow_uneven=True for some "
+            "larger cliques"
         )
-    num_blocks = world_size // block
     if num_blocks == 0:
         raise PlanError(
-            f"{replication_factor} copies of each shard need as many nodes of {replication_jump} "
-            f"ranks (replication_jump); world size {world_size} makes "
-            f"{world_size // replication_jump}"
+            f"{factor} copies of each shard need as many nodes of {jump} ranks "
+            f"(replication_jump); world size {world_size} makes {world_size // jump}"
         )
-    starts = [a * block + b for a in range(num_blocks) for b in range(replication_jump)]
     cliques = [
-        [start + copy * replication_jump for copy in range(replication_factor)] for start in starts
+        [(block * factor + copy) * jump + place for copy in range(factor)]
+        for block in range(num_blocks)
+        for place in range(jump)
     ]
-    taken = {rank for clique in cliques for rank in clique}
-    left = [rank for rank in range(world_size) if rank not in taken]
-    for place, rank in enumerate(left, start=-len(left) % len(cliques)):
-        cliques[place % len(cliques)].append(rank)
-    return tuple(tuple(sorted(clique)) for clique in cliques)
+    for place in range(num_left):
+        number = (place - num_left) % len(cliques)
+        cliques[number].append(world_size - num_left + place)
+    return tuple(map(tuple, cliques))
 
 
 def build_retention(
@@ -120,20 +116,16 @@ def build_retention(
     """The saves to keep: the newest, and before it as many as there is to be.
 
     A save of a later iteration belongs to a run that went back since; kept, it would be taken for
-    the newest. ``complete`` are the saves whose shards are all there.
+    the newest. ``complete`` are the saves whose shards are all there; of one iteration the latest
+    counts.
     """
-    earlier = sorted(
-        (save for save in complete if save < newest and save.iteration < newest.iteration),
-        reverse=True,
-    )
-    one_each: dict[int, SaveId] = {}
-    for save in earlier:
-        one_each.setdefault(save.iteration, save)
-    return frozenset([newest, *list(one_each.values())[: num_kept - 1]])
+    earlier = (save for save in complete if save < newest and save.iteration < newest.iteration)
+    by_iteration = {save.iteration: save for save in sorted(earlier)}
+    kept = sorted(by_iteration.values(), reverse=True)[: num_kept - 1]
+    return frozenset([newest, *kept])
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One shard, from a rank that can read it to one that wants it; both may be the same."""
 
     id_: str
@@ -175,20 +167,19 @@ def build_exchange_plan(
     load: Counter[int] = Counter()
     for receiver in sorted(wanted):
         for shard_id in sorted(set(wanted[receiver])):
-            able = holders.get(shard_id, ())
-            if not able:
+            if shard_id not in holders:
                 raise NoReplicasAvailableError(
                     None,
                     f"no rank has a copy of {shard_id}, which rank {receiver} wants",
                     key=shard_id,
                 )
-            sender = _least_loaded(able, load, receiver)
+            sender = least_loaded(holders[shard_id], load, receiver)
             load[sender] += 1
             transfers.append(Transfer(shard_id, sender, receiver))
     return ExchangePlan(tuple(transfers), own_rank)
 
 
-def _least_loaded(able: Collection[int], load: Mapping[int, int], receiver: int) -> int:
+def least_loaded(able: Collection[int], load: Mapping[int, int], receiver: int) -> int:
     """The receiver itself if it is able, else the rank that sends least so far."""
     return receiver if receiver in able else min(able, key=lambda rank: (load[rank], rank))
 
@@ -202,13 +193,13 @@ class Completeness:
     missing: tuple[int, ...]
 
 
-def group_saves(found: Iterable[tuple[LocalShardId, int]]) -> tuple[Completeness, ...]:
+def group_saves(shards: Iterable[tuple[LocalShardId, int]]) -> tuple[Completeness, ...]:
     """What there is of each save, the newest first, given id and world size of each shard.
 
     Shards that state different world sizes are of different saves, the largest world first.
     """
     ranks: defaultdict[tuple[SaveId, int], set[int]] = defaultdict(set)
-    for shard_id, world_size in found:
+    for shard_id, world_size in shards:
         if shard_id.global_rank < world_size:
             ranks[shard_id.save, world_size].add(shard_id.global_rank)
     return tuple(
@@ -235,100 +226,3 @@ def build_distribution(held: Sequence[Sequence[ShardSpec]]) -> dict[ShardId, int
         main_ranks[shard] = min(holders[shard], key=lambda rank: (load[rank], rank))
         load[main_ranks[shard]] += nbytes[shard]
     return main_ranks
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSlice:
-    """A part of a shard, from a rank that holds it to one that wants something around it.
-
-    ``region`` is what the held shard, ``source``, and the wanted one, ``target``, share. Sender and
-    receiver, within the group, may be the same.
-    """
-
-    source: ShardId
-    target: ShardId
-    region: Region
-    dtype: DType
-    sender: int
-    receiver: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return self.region.numel * self.dtype.itemsize
-
-
-def build_reshard_plan(
-    held: Sequence[Sequence[ShardSpec]], wanted: Sequence[Sequence[ShardSpec]]
-) -> tuple[ShardSlice, ...]:
-    """Cover every wanted shard by parts of held ones, from the rank itself if possible.
-
-    For each rank there is what it holds, replicas are welcome, and what it wants and does not hold
-    as it is; array shapes are equal. Raises a CoverageError if no rank holds a part of something
-    that is wanted.
-    """
-    holders: defaultdict[str, dict[Region, list[int]]] = defaultdict(dict)
-    arrays: dict[str, tuple[Shape, DType]] = {}
-    for rank, specs in enumerate(held):
-        for spec in specs:
-            array = (spec.array_shape, spec.dtype)
-            if arrays.setdefault(spec.key, array) != array:
-                raise PlanError(f"{spec.key}: ranks hold it as {arrays[spec.key]} and as {array}")
-            holders[spec.key].setdefault(spec.region, []).append(rank)
-    regions = {key: _HeldArray(*arrays[key], of_key) for key, of_key in holders.items()}
-    load: Counter[int] = Counter()
-    slices: list[ShardSlice] = []
-    for rank, specs in enumerate(wanted):
-        for spec in sorted(specs, key=lambda spec: spec.id):
-            slices += _slices(spec, regions.get(spec.key), rank, load)
-    return tuple(slices)
-
-
-class _HeldArray:
-    """The regions of an array that some rank holds, sorted along the dim that divides it most."""
-
-    def __init__(self, shape: Shape, dtype: DType, holders: Mapping[Region, list[int]]) -> None:
-        self.dtype, self.holders = dtype, holders
-        dims = range(len(shape))
-        self._dim = max(dims, key=lambda d: len({r.offset[d] for r in holders}), default=None)
-        self._regions = sorted(holders, key=self._first)
-        self._starts = [self._first(region) for region in self._regions]
-        self._longest = max(self._end(r) - self._first(r) for r in holders)
-
-    def _first(self, region: Region) -> int:
-        return 0 if self._dim is None else region.offset[self._dim]
-
-    def _end(self, region: Region) -> int:
-        return 1 if self._dim is None else region.end[self._dim]
-
-    def near(self, region: Region) -> list[Region]:
-        """Every region that shares an element with this one, and perhaps others, sorted."""
-        first = bisect_right(self._starts, self._first(region) - self._longest)
-        return sorted(self._regions[first : bisect_left(self._starts, self._end(region))])
-
-
-def _slices(
-    spec: ShardSpec, held: _HeldArray | None, rank: int, load: Counter[int]
-) -> list[ShardSlice]:
-    """Parts of held shards that make up a wanted one: one held whole, else all that it meets."""
-    who = f"{spec.key}: rank {rank} wants {spec.region}"
-    if held is None:
-        raise CoverageError(f"{who}, but no local shard of the checkpoint has it", key=spec.key)
-    found = []
-    for source in [spec.region] if spec.region in held.holders else held.near(spec.region):
-        shared = source.intersect(spec.region)
-        if shared is None:
-            continue
-        sender = _least_loaded(held.holders[source], load, rank)
-        one = ShardSlice(ShardId(spec.key, source), spec.id, shared, held.dtype, sender, rank)
-        if sender != rank:
-            load[sender] += one.nbytes
-        found.append(one)
-    covered = sum(one.region.numel for one in found)
-    if covered != spec.region.numel:
-        raise CoverageError(
-            f"{who}, of {spec.region.numel} elements; the checkpoint's local shards hold {covered} "
-            "of them",
-            key=spec.key,
-        )
-    return found

@@ -36,7 +36,6 @@ from dist_ckpt_strategies.local.packs import (
     sealed_image,
 )
 from dist_ckpt_strategies.local.plan import (
-    Clique,
     ExchangePlan,
     Transfer,
     build_cliques,
@@ -50,19 +49,15 @@ from dist_ckpt_strategies.storage.io_pool import Deadline
 
 DEFAULT_BUCKET_NBYTES = 64 * MIB
 
+States = tuple[list[TensorAwareStateDict], list[str]]
+"""States and their ids."""
+
 
 class ReplicationStrategy(ABC):
     """How copies of states get to other ranks and back. Every method is collective."""
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether its process groups have not been destroyed. Rank-local."""
-        return True
-
     @abstractmethod
-    def replicate(
-        self, local_ckpt: TensorAwareStateDict, id_: str
-    ) -> tuple[list[TensorAwareStateDict], list[str]]:
+    def replicate(self, local_ckpt: TensorAwareStateDict, id_: str) -> States:
         """The states of all ranks that keep copies for each other, and their ids."""
 
     @abstractmethod
@@ -100,7 +95,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         max_bucket_bytes: int = DEFAULT_BUCKET_NBYTES,
         timeout_s: float | None = None,
     ) -> None:
-        self._group: ProcessGroup | None = getattr(local_group, "group", local_group)
+        self.local_group: ProcessGroup | None = getattr(local_group, "group", local_group)
         self.target_device = target_device
         self.max_bucket_bytes = max_bucket_bytes
         self._timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
@@ -138,61 +133,54 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         limit_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
         world = open_communicator(None, timeout_s=limit_s, purpose="making of cliques")
 
-        cliques: list[Clique] = []
+        def ask() -> list[Any]:
+            jump = replication_jump or local_world_size()
+            return [jump, replication_factor, bool(allow_uneven)]
 
-        def plan() -> list[Any]:
-            numbers = (replication_jump or local_world_size(), replication_factor)
-            cliques.extend(build_cliques(world.size, *numbers, allow_uneven=allow_uneven))
-            return [*numbers, bool(allow_uneven)]
-
-        asked = run_and_gather(world, plan)
-        for rank, found in enumerate(asked):
-            if found != asked[0]:
+        asked = run_and_gather(world, ask)
+        for rank, numbers in enumerate(asked):
+            if numbers != asked[0]:
                 raise PlanError(
                     f"rank {world.global_ranks[rank]} asks for other cliques than rank "
                     f"{world.global_ranks[0]}: give replication_jump, replication_factor and "
                     "allow_uneven alike"
                 )
+        cliques = build_cliques(world.size, *asked[0][:2], allow_uneven=allow_uneven)
         backend = "nccl" if target_device.startswith("cuda") else "gloo"
         group = new_group_of(cliques, backend=backend, timeout_s=limit_s)
         return cls(group, target_device, max_bucket_bytes=max_bucket_bytes, timeout_s=timeout_s)
 
     @property
     def is_alive(self) -> bool:
-        """See ReplicationStrategy. Without a group: as long as this process is alone."""
-        return not is_distributed() if self._group is None else is_alive(self._group)
-
-    @property
-    def local_group(self) -> ProcessGroup | None:
-        """The clique's process group."""
-        return self._group
+        """Whether the process group has not been destroyed; without one, this process is alone."""
+        return not is_distributed() if self.local_group is None else is_alive(self.local_group)
 
     @property
     def is_over_default_group(self) -> bool:
         """Whether the members meet in torch's default group, as training does."""
-        return is_default_group(self._group)
+        return is_default_group(self.local_group)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
         """The members, ascending."""
-        return group_ranks(self._group)
+        return group_ranks(self.local_group)
 
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
         """The clique, for one save or load; the purpose is equal on all ranks."""
-        device = payload_device(self._group) if self.target_device.startswith("cuda") else None
+        is_on_gpu = self.target_device.startswith("cuda")
         return open_communicator(
-            self._group,
+            self.local_group,
             timeout_s=self._timeout_s,
             purpose=purpose,
             detail=detail,
-            payload_device=device,
+            payload_device=payload_device(self.local_group) if is_on_gpu else None,
         )
 
     def note_use(self, work: BackgroundWork[Any]) -> None:
         """Have ``let_finish`` wait for a save in the background. Rank-local."""
         self._work = weakref.ref(work)
 
-    def let_finish(self, timeout_s: float) -> None:
+    def let_finish(self, timeout_s: float | None = None) -> None:
         """Return when no save in the background uses this strategy any more. Rank-local.
 
         Several managers may share a strategy: the messages of two saves must not mix. After
@@ -200,12 +188,11 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """
         work = None if self._work is None else self._work()
         if work is not None:
-            work.wait(timeout_s, "a save in the background with the same strategy")
+            limit_s = limit_of_wait(self._timeout_s) if timeout_s is None else timeout_s
+            work.wait(limit_s, "a save in the background with the same strategy")
 
     @raises_megatron_errors
-    def replicate(
-        self, local_ckpt: TensorAwareStateDict, id_: str
-    ) -> tuple[list[TensorAwareStateDict], list[str]]:
+    def replicate(self, local_ckpt: TensorAwareStateDict, id_: str) -> States:
         """The states of the clique's members, in the order of their ranks, and their ids.
 
         Collective over the clique. Takes the memory of the peers' states, and two buckets. Those
@@ -214,16 +201,13 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         comm = self.communicator("replication", f"of {id_}")
 
         def own_id() -> str:
-            self.let_finish(limit_of_wait(self._timeout_s))
+            self.let_finish()
             return str(id_)
 
         ids = run_and_gather(comm, own_id)
         names = [f"{id_} of rank {rank}" for rank, id_ in enumerate(ids)]
-        transfers = [
-            Transfer(name, sender, receiver)
-            for sender, name in enumerate(names)
-            for receiver in range(comm.size)
-        ]
+        ranks = range(comm.size)
+        transfers = [Transfer(names[sender], sender, rank) for sender in ranks for rank in ranks]
         states = self._exchange(comm, lambda: transfers, {names[comm.rank]: local_ckpt})
         return [states[name] for name in names], ids
 
@@ -239,18 +223,16 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         comm = self.communicator("plan of a retrieval")
 
         def ask() -> list[str]:
-            self.let_finish(limit_of_wait(self._timeout_s))
+            self.let_finish()
             return [str(id_) for id_ in wanted]
 
-        everyone = run_and_gather(comm, ask)
-        members = list(comm.global_ranks)
+        wishes = dict(zip(comm.global_ranks, run_and_gather(comm, ask), strict=True))
 
         def plan() -> ExchangePlan:
             # NVRx hands on a list of all ranks' as it was gathered.
-            ids: Any = globally_available_ids
-            found = ids if isinstance(ids, Mapping) else dict(enumerate(ids))
-            available = {rank: list(map(str, found.get(rank, ()))) for rank in members}
-            wishes = dict(zip(members, everyone, strict=True))
+            given: Any = globally_available_ids
+            by_rank = given if isinstance(given, Mapping) else dict(enumerate(given))
+            available = {rank: list(map(str, by_rank.get(rank, ()))) for rank in wishes}
             return build_exchange_plan(available, wishes, comm.global_ranks[comm.rank])
 
         return run_collectively(comm, plan)
@@ -290,7 +272,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         transfers: list[Transfer] = []
 
         def encode() -> dict[str, int]:
-            self.let_finish(limit_of_wait(self._timeout_s))
+            self.let_finish()
             transfers.extend(planned())
             for id_ in sorted({t.id_ for t in transfers if t.sender == comm.rank}):
                 if id_ not in states:
@@ -303,7 +285,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         def read(id_: str, start: int, buffer: torch.Tensor) -> torch.Tensor:
             return TensorBytes([images[id_]]).read(start, buffer)
 
-        def decode(received: Received) -> None:
+        def decode(received: Received, _: Deadline) -> None:
             deadline = Deadline.after(self._timeout_s)
             for t, memory in received.items():
                 pack = ReceivedPack(f"from rank {comm.global_ranks[t.sender]}", memory.numpy())
@@ -311,7 +293,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         sizes = run_and_gather(comm, encode)
         wanted = {t.id_: states[t.id_] for t in transfers if t.sender == t.receiver == comm.rank}
-        exchange_packs(comm, transfers, sizes, read, decode, self.max_bucket_bytes)
+        limit = self.max_bucket_bytes
+        exchange_packs(comm, transfers, sizes, read, decode, max_inflight_nbytes=limit)
         return wanted
 
 
@@ -330,13 +313,11 @@ class LazyReplicationStrategyBuilder(ReplicationStrategy, ABC, Generic[EagerT]):
 
         It is made again once torch.distributed has been destroyed and initialised again.
         """
-        if self._strategy is None or not self._strategy.is_alive:
+        if self._strategy is None or not getattr(self._strategy, "is_alive", True):
             self._strategy = self._eager_build()
         return self._strategy
 
-    def replicate(
-        self, local_ckpt: TensorAwareStateDict, id_: str
-    ) -> tuple[list[TensorAwareStateDict], list[str]]:
+    def replicate(self, local_ckpt: TensorAwareStateDict, id_: str) -> States:
         """See ReplicationStrategy."""
         return self.replication_strategy.replicate(local_ckpt, id_)
 

@@ -1,9 +1,16 @@
-"""Sharded values in another layout: what a rank does not hold comes from the memory of others."""
+"""Sharded values in another layout: what a rank does not hold comes from the memory of others.
+
+The wanted values, their matching with what is held, and how tensors are filled are as in a load of
+a global checkpoint.
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,16 +25,18 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, ShardId, ShardSpec
-from dist_ckpt_strategies.device import TensorBytes, require_plain, torch_dtype
-from dist_ckpt_strategies.errors import ArrayNotFoundError
-from dist_ckpt_strategies.local.plan import ShardSlice, build_reshard_plan
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, ShardId, ShardSpec
+from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable, overlaps
+from dist_ckpt_strategies.device import TensorBytes, torch_dtype
+from dist_ckpt_strategies.errors import ArrayNotFoundError, CoverageError, PlanError
+from dist_ckpt_strategies.local.plan import least_loaded
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
     message_of,
     object_from_message,
     object_id,
+    shard_data,
     shard_from_message,
     shard_spec,
     sharded_values,
@@ -41,6 +50,84 @@ from dist_ckpt_strategies.sharded.load import (
     require_fillable,
     warn_of_conversions,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSlice:
+    """A part of a shard, from a rank that holds it to one that wants something around it.
+
+    ``region`` is what the held shard, ``source``, and the wanted one, ``target``, share. Sender and
+    receiver, within the group, may be the same.
+    """
+
+    source: ShardId
+    target: ShardId
+    region: Region
+    sender: int
+    receiver: int
+
+
+def build_reshard_plan(
+    held: Sequence[Sequence[ShardSpec]], wanted: Sequence[Sequence[ShardSpec]]
+) -> list[ShardSlice]:
+    """Cover every wanted shard by parts of held ones, from the rank itself if possible.
+
+    For each rank there is what it holds, replicas are welcome, and what it wants and does not hold
+    as it is; array shapes are equal. A shard that is held whole comes from there, else it comes
+    from all that it meets.
+
+    Raises:
+        CoverageError: no rank holds a part of something that is wanted.
+        PlanError: ranks hold an array in different shapes or dtypes.
+    """
+    holders: defaultdict[ShardId, list[int]] = defaultdict(list)
+    arrays: dict[str, ArrayFacts] = {}
+    for rank, specs in enumerate(held):
+        for spec in specs:
+            facts = ArrayFacts(spec.dtype.value, spec.array_shape)
+            if arrays.setdefault(spec.key, facts) != facts:
+                raise PlanError(f"{spec.key}: ranks hold it as {arrays[spec.key]} and as {facts}")
+            holders[spec.id].append(rank)
+    wants = [
+        (spec, rank)
+        for rank, specs in enumerate(wanted)
+        for spec in sorted(specs, key=lambda spec: spec.id)
+    ]
+    load: Counter[int] = Counter()
+    slices: list[ShardSlice] = []
+    for (spec, rank), sources in zip(wants, _meeting(arrays, holders, wants), strict=True):
+        covered = 0
+        for source in sources:
+            region = source.region.intersect(spec.region)
+            if region is not None:
+                sender = least_loaded(holders[source], load, rank)
+                load[sender] += region.numel * spec.dtype.itemsize * (sender != rank)
+                covered += region.numel
+                slices.append(ShardSlice(source, spec.id, region, sender, rank))
+        if covered != spec.region.numel or spec.key not in arrays:
+            raise CoverageError(
+                f"{spec.key}: rank {rank} wants {spec.region}, of {spec.region.numel} elements; the"
+                f" checkpoint's local shards hold {covered} of them",
+                key=spec.key,
+            )
+    return slices
+
+
+def _meeting(
+    arrays: Mapping[str, ArrayFacts],
+    held: Collection[ShardId],
+    wants: Sequence[tuple[ShardSpec, int]],
+) -> list[list[ShardId]]:
+    """For each wanted shard the held ones that it takes: itself, or those that it may meet."""
+    blocks, keys = sorted(held), sorted(arrays)
+    table = BlockTable.of({key: arrays[key] for key in keys}, blocks, [(0, 0, 0)] * len(blocks))
+    sources = [[spec.id] if spec.id in held else [] for spec, _ in wants]
+    parts = [n for n, (spec, _) in enumerate(wants) if not sources[n] and spec.key in arrays]
+    regions = [wants[n][0].region for n in parts]
+    common = overlaps(table, [bisect_left(keys, wants[n][0].key) for n in parts], regions)
+    for row, number in zip(common.row.tolist(), common.of_region.tolist(), strict=True):
+        sources[parts[number]].append(blocks[row])
+    return sources
 
 
 def resharded(
@@ -59,28 +146,32 @@ def resharded(
     Warnings call the checkpoint ``name``. Errors are those of
     ``MCoreTensorAwareStateDict.to_state_dict``.
     """
-    held: dict[Any, Any] = {}
-    own: list[Any] = []
+    begun: list[tuple[dict[Any, Any], list[Message], list[Any]]] = []
 
-    def describe() -> list[Any]:
-        for value in sharded_values(held_state):
-            if isinstance(value, ShardedObject):
-                held[object_id(value)] = value.data
-            elif value.data is not None:
-                require_plain(value.data, key=value.key)
-                spec = shard_spec(value)
-                held[spec.id] = value.data.detach().reshape(spec.region.shape)
-                own.append(message_of(value))
-        return [message_of(v) for v in sharded_values(wanted) if _id_of(v) not in held]
+    def describe() -> list[Message]:
+        held, own = _taken_apart(held_state)
+        values = list(sharded_values(wanted))
+        begun.append((held, own, [v for v in values if isinstance(v, ShardedTensor)]))
+        return [message_of(value) for value in values if _id_of(value) not in held]
 
     missing = run_and_gather(comm, describe)
+    ((held, own, tensors),) = begun
     found = held | _retrieved_objects(comm, held, missing)
     is_any_missing = any(map(tensor_specs, missing))
     everyone = run_and_gather(comm, lambda: own) if is_any_missing else [own]
     shards = list(map(tensor_specs, everyone))
-    reads, converted, lacking = _matched(comm, held, shards, wanted, options, fills=fills)
+    reads: dict[int, ReadItem] = {}
+
+    def match() -> Message:
+        converted, lacking = _match(tensors, shards, held, reads, is_strict=options.strict_dtype)
+        if fills:
+            require_fillable(tensors)
+        return [converted, lacking]
+
+    converted, lacking = zip(*run_and_gather(comm, match), strict=True)
     if any(lacking):
-        found |= _retrieved(comm, held, shards, lacking, options.max_inflight_bytes)
+        wishes = list(map(tensor_specs, lacking))
+        found |= _retrieved_tensors(comm, held, shards, wishes, options.max_inflight_bytes)
 
     def give(value: Any) -> Any:
         if isinstance(value, ShardedObject):
@@ -88,8 +179,48 @@ def resharded(
         return _given(value, reads[id(value)], found, fills=fills)
 
     given = run_collectively(comm, lambda: mapped_values(give, wanted))
-    warn_of_conversions(comm, name, converted)
+    warn_of_conversions(comm, name, list(converted))
     return given
+
+
+def _taken_apart(state: StateDict) -> tuple[dict[Any, Any], list[Message]]:
+    """Tensors and objects that a state holds, by id, and messages about the tensors."""
+    held: dict[Any, Any] = {}
+    messages = []
+    for value in sharded_values(state):
+        if isinstance(value, ShardedObject):
+            held[object_id(value)] = value.data
+        elif value.data is not None:
+            held[shard_spec(value).id] = shard_data(value)
+            messages.append(message_of(value))
+    return held, messages
+
+
+def _match(
+    tensors: Sequence[Any],
+    shards: Sequence[Sequence[ShardSpec]],
+    held: Mapping[Any, Any],
+    reads: dict[int, ReadItem],
+    *,
+    is_strict: bool,
+) -> tuple[Conversions, list[Message]]:
+    """Note in ``reads`` how each ShardedTensor is filled, by ``id``; conversions, and what lacks.
+
+    ``shards`` is what each rank has, ``held`` what this one has.
+    """
+    stored = {
+        spec.key: ArraySpec(spec.key, spec.array_shape, spec.dtype, spec.array_shape)
+        for spec in chain.from_iterable(shards)
+    }
+    there = [tensor for tensor in tensors if tensor.key in stored]
+    items, converted = matched(there, map(shard_spec, there), stored, is_strict=is_strict)
+    reads.update(zip(map(id, there), items, strict=True))
+    lacking = [message_of(tensor) for tensor in tensors if tensor.key not in stored]
+    for array, source in ((read.array, read.source) for read in items):
+        if source is not None and (array.key, source) not in held:  # as message_of has it
+            where = [array.key, array.shape, source.offset, 0, array.dtype.value]
+            lacking.append([*where, source.shape, None, 0, False])
+    return converted, lacking
 
 
 def _given(
@@ -115,49 +246,10 @@ def _id_of(value: Any) -> ObjectId | ShardId:
 
 def tensor_specs(messages: Sequence[Any]) -> list[ShardSpec]:
     """The specs of the ShardedTensors among what ``message_of`` described."""
-    specs = map(shard_from_message, messages)
-    return [spec for spec in specs if spec is not None]
+    return [spec for spec in map(shard_from_message, messages) if spec is not None]
 
 
-def _matched(
-    comm: Communicator,
-    held: Mapping[Any, Any],
-    shards: Sequence[Sequence[ShardSpec]],
-    wanted: StateDict,
-    options: Options,
-    *,
-    fills: bool,
-) -> tuple[dict[int, ReadItem], list[Conversions], list[list[ShardSpec]]]:
-    """How ShardedTensors are filled, by ``id``; what each rank converts, and lacks. Collective.
-
-    ``held`` is what this rank has, ``shards`` what each rank has.
-    """
-    tensors = [value for value in sharded_values(wanted) if isinstance(value, ShardedTensor)]
-    stored = {
-        spec.key: ArraySpec(spec.key, spec.array_shape, spec.dtype, spec.array_shape)
-        for spec in chain.from_iterable(shards)
-    }
-    reads: dict[int, ReadItem] = {}
-
-    def match() -> Message:
-        there = [tensor for tensor in tensors if tensor.key in stored]
-        specs = map(shard_spec, there)
-        items, converted = matched(there, specs, stored, is_strict=options.strict_dtype)
-        reads.update(zip(map(id, there), items, strict=True))
-        if fills:
-            require_fillable(tensors)
-        lacking = [message_of(tensor) for tensor in tensors if tensor.key not in stored]
-        for array, source in ((read.array, read.source) for read in items):
-            if source is not None and (array.key, source) not in held:  # as message_of has it
-                where = [array.key, array.shape, source.offset, 0, array.dtype.value]
-                lacking.append([*where, source.shape, None, 0, False])
-        return [converted, lacking]
-
-    converted, lacking = zip(*run_and_gather(comm, match), strict=True)
-    return reads, list(converted), list(map(tensor_specs, lacking))
-
-
-def _retrieved(
+def _retrieved_tensors(
     comm: Communicator,
     held: Mapping[Any, Any],
     shards: Sequence[Sequence[ShardSpec]],
@@ -178,14 +270,15 @@ def _retrieved(
             dtype = torch_dtype(spec.dtype)
             found[spec.id] = torch.empty(spec.region.shape, dtype=dtype, device=device)
         outgoing, incoming = [], []
-        for one in slices:
-            key = one.target.key
-            if one.sender == comm.rank:
-                source = TensorBytes([_part(one, one.source, held)])
-                outgoing.append(Outgoing.of(key, one.receiver, source))
-            if one.receiver == comm.rank:
-                target = TensorBytes([_part(one, one.target, found)])
-                incoming.append(Incoming.of(key, one.sender, target, comm.device, key))
+        for part in slices:
+            key, region = part.target.key, part.region
+            if part.sender == comm.rank:
+                view = held[part.source][region.within(part.source.region).slices()]
+                outgoing.append(Outgoing.of(key, part.receiver, TensorBytes([view])))
+            if part.receiver == comm.rank:
+                view = found[part.target][region.within(part.target.region).slices()]
+                target = TensorBytes([view])
+                incoming.append(Incoming.of(key, part.sender, target, comm.device, key))
         return outgoing, incoming
 
     exchange(comm, prepare, max_inflight_nbytes=max_inflight_nbytes)
@@ -197,7 +290,7 @@ def _retrieved_objects(
 ) -> dict[Any, Any]:
     """Objects that some rank lacks, from the first rank that holds them. Collective."""
     wanted = {
-        object_from_message(message): rank
+        object_from_message(message): comm.global_ranks[rank]
         for rank, messages in reversed(list(enumerate(missing)))
         for message in messages
         if shard_from_message(message) is None
@@ -214,15 +307,10 @@ def _retrieved_objects(
             found.update(pickle.loads(content))  # noqa: S301 - of a rank of this job
         for name in sorted(wanted.keys() - found.keys()):
             raise ArrayNotFoundError(
-                f"{name.unique_key}: rank {comm.global_ranks[wanted[name]]} wants this object, "
-                "which no local shard of the checkpoint holds",
+                f"{name.unique_key}: rank {wanted[name]} wants this object, which no local shard "
+                "of the checkpoint holds",
                 key=name.key,
             )
         return found
 
     return run_collectively(comm, take)
-
-
-def _part(one: ShardSlice, shard: ShardId, tensors: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    """The elements of a slice, as a view of the tensor of a shard."""
-    return tensors[shard].detach()[one.region.within(shard.region).slices()]

@@ -1,48 +1,48 @@
-"""Retrieve packs at a load: from this node's disk, or from a rank that has a copy."""
+"""Retrieve the newest save that is whole: from this node's disk, or from ranks that have copies."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.device import TensorBytes, host_memory
-from dist_ckpt_strategies.errors import CheckpointError, StorageTimeoutError, as_checkpoint_error
-from dist_ckpt_strategies.formats.pack_write import SUFFIX
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    NoReplicasAvailableError,
+    NoUsableCheckpointError,
+    StorageTimeoutError,
+    as_checkpoint_error,
+)
+from dist_ckpt_strategies.local.inventory import Inventory
 from dist_ckpt_strategies.local.packs import LoadedShard, ReceivedPack, read_shard
-from dist_ckpt_strategies.local.plan import ExchangePlan, LocalShardId, Transfer
+from dist_ckpt_strategies.local.plan import (
+    ExchangePlan,
+    LocalShardId,
+    Transfer,
+    build_exchange_plan,
+)
+from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardFile
 from dist_ckpt_strategies.storage.files import Directory
-from dist_ckpt_strategies.storage.io_pool import Deadline
-
-
-class Copy(NamedTuple):
-    """A file whose description is good, in the directory of its holder, and its size."""
-
-    holder: int
-    shard_id: LocalShardId
-    world_size: int
-    nbytes: int
-
-    @property
-    def name(self) -> str:
-        """The file below the directory of the node."""
-        return f"{self.holder}/{self.shard_id}{SUFFIX}"
-
+from dist_ckpt_strategies.storage.io_pool import WORK, Deadline
 
 Received = dict[Transfer, torch.Tensor]
 """Packs of other ranks in host memory; nothing in them has been compared with a digest yet."""
 
 
-def exchange_packs(
+def exchange_packs(  # noqa: PLR0913
     comm: Communicator,
     transfers: Sequence[Transfer],
     sizes: Mapping[int, Mapping[str, int]] | Sequence[Mapping[str, int]],
     read: Callable[[str, int, torch.Tensor], torch.Tensor],
-    finish: Callable[[Received], Message],
+    finish: Callable[[Received, Deadline], Message],
+    *,
     max_inflight_nbytes: int,
+    storage_s: float | None = None,
 ) -> list[Message]:
     """Carry packs between ranks; returns what ``finish`` returned on every rank. Collective.
 
@@ -53,6 +53,7 @@ def exchange_packs(
         read: bytes of a pack of this rank, from a byte on: in the memory given or in other.
         finish: gets what arrived, and compares it.
         max_inflight_nbytes: bound on what travels at once in each direction.
+        storage_s: see ``exchange``.
     """
     received: Received = {}
 
@@ -69,23 +70,87 @@ def exchange_packs(
         return outgoing, incoming
 
     return exchange(
-        comm, prepare, lambda: finish(received), max_inflight_nbytes=max_inflight_nbytes
+        comm,
+        prepare,
+        partial(finish, received),
+        max_inflight_nbytes=max_inflight_nbytes,
+        storage_s=storage_s,
     )
 
 
-def run_retrieve(
+def load_newest(
+    comm: Communicator,
+    directory: ShardDirectory,
+    inventory: Inventory,
+    max_inflight_nbytes: int,
+    timeout_s: float,
+) -> list[LoadedShard]:
+    """This rank's shard of the newest save whose shards can all be read undamaged.
+
+    Collective. Copies that turn out to be damaged leave the ``inventory``, and others are used.
+    Where another number of ranks saved it, each rank gets some of the shards. Errors are those of
+    the manager's ``load``.
+    """
+    reasons = [*inventory.unread]
+    while True:
+        try:
+            readable, plan = _plan(inventory, reasons, directory)
+        except CheckpointError as error:  # on all ranks alike
+            error.at_rank(comm.rank)
+            raise
+        shards, bad = _run(comm, plan, readable, directory.place, max_inflight_nbytes, timeout_s)
+        if not bad:
+            return shards
+        reasons += bad.values()
+        for rank, id_ in bad:
+            copies = inventory.copies[inventory.nodes[rank]]
+            if readable[rank][id_] in copies:  # two ranks of a node may have read the same one
+                copies.remove(readable[rank][id_])
+
+
+def _plan(
+    inventory: Inventory, reasons: Sequence[str], directory: ShardDirectory
+) -> tuple[dict[int, dict[str, ShardFile]], ExchangePlan]:
+    """Copies of the shards of the newest save, by rank and id, and who reads which for whom."""
+    target, size = inventory.newest(), len(inventory.nodes)
+    if target is None:
+        missing = inventory.missing_text()
+        if not reasons and not (missing and inventory.has_finished):
+            text = f"no local checkpoint below {directory} on any node"
+            text += missing and f", but what a save that was killed has left: {missing}"
+            if inventory.foreign:
+                raise NoUsableCheckpointError(f"{text}; {inventory.foreign}", path=str(directory))
+            raise CheckpointNotFoundError(text, path=str(directory))
+        why = "; ".join(filter(None, [missing, *reasons]))
+        raise NoReplicasAvailableError(
+            None,
+            f"no local checkpoint is complete: {why}; start on the nodes that have the shards, or "
+            "remove those that are left to go without them",
+        )
+    readable = inventory.of_save(target)
+    num_shards = target.world_size  # another number than that of the ranks, if others saved it
+    wanted = {
+        rank: [
+            str(LocalShardId(target.save, number))
+            for number in range(rank % num_shards, num_shards, size)
+        ]
+        for rank in range(size)
+    }
+    return readable, build_exchange_plan(readable, wanted)
+
+
+def _run(
     comm: Communicator,
     plan: ExchangePlan,
-    copies: Mapping[int, Mapping[str, Copy]],
+    copies: Mapping[int, Mapping[str, ShardFile]],
     directory: Directory,
-    *,
     max_inflight_nbytes: int,
     timeout_s: float,
 ) -> tuple[list[LoadedShard], dict[tuple[int, str], str]]:
-    """Carry out a plan: read, send, receive, and compare every digest.
+    """Carry out a plan: read, send, receive, and compare every digest. Collective.
 
-    Collective: every rank of ``comm`` calls this for an equal plan, and equal ``copies`` of each
-    rank, by id, below its own ``directory``. A copy that is damaged or cannot be read is no error.
+    ``copies`` are those of each rank, by id, below its own ``directory``. A copy that is damaged or
+    cannot be read is no error.
 
     Returns what this rank wanted; and the same on every rank, why copies cannot be used: the
     reason by the rank that reads the copy, within the group, and by id. If there is any, what was
@@ -103,8 +168,7 @@ def run_retrieve(
                 return host
         return host.zero_()
 
-    def verify(received: Received) -> Message:
-        deadline = Deadline.after(timeout_s)
+    def verify(received: Received, deadline: Deadline) -> Message:
         for t in plan.entries:
             if t.receiver == comm.rank:
                 place: Any = directory
@@ -115,14 +179,22 @@ def run_retrieve(
         return [[*which, str(error)] for which, error in failures.items()]
 
     sizes = {
-        rank: {id_: copy.nbytes for id_, copy in some.items()} for rank, some in copies.items()
+        rank: {id_: copy.nbytes for id_, copy in by_id.items()} for rank, by_id in copies.items()
     }
-    answers = exchange_packs(comm, plan.entries, sizes, read, verify, max_inflight_nbytes)
+    answers = exchange_packs(
+        comm,
+        plan.entries,
+        sizes,
+        read,
+        verify,
+        max_inflight_nbytes=max_inflight_nbytes,
+        storage_s=WORK * timeout_s,
+    )
     # Of two reasons, that of the rank that reads the file, which names it.
     rows = sorted(
         (who == reader, reader, id_, why)
-        for who, found in enumerate(answers)
-        for reader, id_, why in found
+        for who, reasons in enumerate(answers)
+        for reader, id_, why in reasons
     )
     return shards, {(reader, id_): why for _, reader, id_, why in rows}
 

@@ -7,6 +7,7 @@ that the files get last. Between the first two, members of a clique send each ot
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,26 +22,34 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     PlanError,
+    StorageError,
 )
+from dist_ckpt_strategies.formats.pack import Layout
 from dist_ckpt_strategies.formats.pack_write import seal
 from dist_ckpt_strategies.local.inventory import Inventory, build_inventory, listing, nodes_of
-from dist_ckpt_strategies.local.packs import SplitState
 from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardWriter
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork, yield_to_training
+from dist_ckpt_strategies.sharded.pack_async import copy_contents
+from dist_ckpt_strategies.sharded.pack_save import Contents
 from dist_ckpt_strategies.storage.io_pool import (
+    CLEAN_UP,
+    ENDING,
     OPENING,
     WORK,
-    clean_up_limit,
-    restart_limit,
-    time_limit,
+    Deadline,
+    Job,
+    Transfer,
+    run_within,
 )
 
 logger = logging.getLogger(__name__)
 
-
 _HEAD_START_S = 0.01
 """Training is back from an asynchronous save before the rest of it asks for Python's lock."""
+
+
+_Background = BackgroundWork[ReplicationReport] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,8 @@ class Prepared:
     iteration: int
     stamp: str
     is_async: bool
-    split: SplitState
+    contents: Contents
+    layout: Layout
     image: torch.Tensor
     clique: Communicator
     max_bucket_nbytes: int
@@ -69,23 +79,25 @@ class Started:
         comm: all ranks.
         directory: of this rank's node.
         own: what this rank has brought.
-        save: the same on all ranks, and of no other save.
-        members: sizes of the packs of the clique's members, and the least bound of theirs.
-        nodes: see Inventory.
-        writers: a file for the pack of each member.
+        writers: a file for the pack of each member of the clique.
         rounds: messages with these packs.
         work: calls ``write_shards`` in the background; not begun yet.
+        save: the same on all ranks, and of no other save.
+        nodes: see Inventory.
+        sizes: of the packs of the clique's members.
+        bucket_nbytes: the least bound of theirs on what travels at once.
     """
 
     comm: Communicator
     directory: ShardDirectory
     own: Prepared
-    save: SaveId
-    members: tuple[Sequence[int], int]
-    nodes: Sequence[int]
     writers: Sequence[ShardWriter]
     rounds: Rounds
-    work: BackgroundWork[ReplicationReport] | None
+    work: _Background
+    save: SaveId
+    nodes: Sequence[int]
+    sizes: Sequence[int]
+    bucket_nbytes: int
 
 
 def start_save(
@@ -100,50 +112,43 @@ def start_save(
         PlanError: ranks save different iterations, or some in the background and others not.
         CheckpointError: ``prepare`` has raised on a rank, or a file cannot be made.
     """
-    mine: list[Prepared] = []
-    writers: list[ShardWriter] = []
-    rounds: list[Rounds] = []
-    works: list[BackgroundWork[ReplicationReport]] = []
+    made: list[tuple[Prepared, list[ShardWriter], Rounds, _Background]] = []
     started: list[Started] = []
+    folder = directory.holder_directory(comm.rank)
 
     def work() -> ReplicationReport:
         yield_to_training()
-        rounds[0].threads.submit_to_all(yield_to_training)
+        started[0].rounds.threads.submit_to_all(yield_to_training)
         time.sleep(_HEAD_START_S)
         return write_shards(started[0])
 
     def describe() -> Message:
-        own = prepare()
-        mine.append(own)
-        own.split.copy_to(own.image)
-        name = _begin_files(own, directory, comm.rank, writers)
-        rounds.append(_rounds(own, writers))
-        if own.is_async:
-            works.append(BackgroundWork(work, "local-save", own.image.numel()))
-        facts = own.iteration, own.stamp, own.is_async
-        return [*facts, own.image.numel(), own.max_bucket_nbytes, name]
+        own, writers, background = prepare(), list[ShardWriter](), None
+        copy_contents(own.contents, own.layout, own.image)
+        undo.callback(_abandon, writers, directory, own.timeout_s)
 
-    try:
+        def begin_files() -> str:
+            writers.extend(ShardWriter(folder) for _ in own.clique.global_ranks)
+            return directory.name()
+
+        name = run_within(Deadline.after(OPENING * own.timeout_s), directory, begin_files)
+        rounds = _rounds(own, writers)
+        undo.callback(rounds.threads.__exit__)
+        if own.is_async:
+            background = BackgroundWork(work, "local-save", own.image.numel())
+            undo.callback(background.call_off)
+        made.append((own, writers, rounds, background))
+        said = own.iteration, own.stamp, own.is_async, own.image.numel(), own.max_bucket_nbytes
+        return [*said, name]
+
+    with ExitStack() as undo:
         answers = run_and_gather(comm, describe)  # 1
         _require_alike(answers)
-    except BaseException:
-        _abandon(writers, rounds, works)
-        raise
-    (own,), save = mine, SaveId(*answers[0][:2])
-    *_, sizes, buckets, _ = zip(*(answers[r] for r in own.clique.global_ranks), strict=True)
-    where = comm, directory, own, save, (sizes, min(buckets)), nodes_of([a[-1] for a in answers])
-    started.append(Started(*where, writers, rounds[0], next(iter(works), None)))
+        undo.pop_all()
+    *_, sizes, buckets, _ = zip(*(answers[r] for r in made[0][0].clique.global_ranks), strict=True)
+    agreed = SaveId(*answers[0][:2]), nodes_of([name for *_, name in answers]), sizes, min(buckets)
+    started.append(Started(comm, directory, *made[0], *agreed))
     return started[0]
-
-
-def _begin_files(
-    own: Prepared, directory: ShardDirectory, holder: int, writers: list[ShardWriter]
-) -> str:
-    """Begin a file for each member of the clique; the name of the directory."""
-    with time_limit(own.timeout_s, OPENING):
-        for _ in own.clique.global_ranks:
-            writers.append(directory.create(holder))  # noqa: PERF401 - the next may fail
-        return directory.name()
 
 
 def _rounds(own: Prepared, writers: Sequence[ShardWriter]) -> Rounds:
@@ -180,17 +185,16 @@ def write_shards(started: Started) -> ReplicationReport:
     Raises:
         StorageError: a file cannot be written.
     """
-    began, own, rounds = time.monotonic(), started.own, started.rounds
-    sizes, bucket_nbytes = started.members
-    with time_limit(own.timeout_s, WORK):
-        seal(own.split.pack, own.image.numpy(), str(started.save), started.comm.size)
-        rounds.expect(sizes)
-        share = bucket_nbytes // max(1, len(sizes) - 1)
-        with rounds.threads:
-            rounds.run(max(1, min(share, MESSAGE_NBYTES)))
-        rounds.require_success()
-        for writer in started.writers:
-            writer.flush()
+    own, rounds, sizes = started.own, started.rounds, started.sizes
+    began, deadline = time.monotonic(), Deadline.after(WORK * own.timeout_s)
+    seal(own.layout.packs[0], own.image.numpy(), str(started.save), started.comm.size)
+    rounds.expect(sizes)
+    share = started.bucket_nbytes // max(1, len(sizes) - 1)
+    with rounds.threads:
+        rounds.run(max(1, min(share, MESSAGE_NBYTES)), deadline)
+    rounds.require_success()
+    flushes = [Job(None, writer, writer.flush) for writer in started.writers]
+    Transfer(flushes, len(flushes)).wait(deadline.left_s)
     own_nbytes = own.image.numel()
     return ReplicationReport(
         num_shards=len(sizes),
@@ -223,43 +227,48 @@ def finish_save(
         PeerError: the same on another rank.
     """
     comm, directory, save = started.comm, started.directory, started.save
-    members = started.own.clique.global_ranks
+    members, timeout_s = started.own.clique.global_ranks, started.own.timeout_s
 
     def describe() -> Message:
         report = written()
         text = "rank %s: local save of iteration %s: %s"
         logger.log(comm.report_level, text, comm.rank, save.iteration, report)
-        files = listing(directory, comm.rank, started.nodes, save.training_id)
-        return [started.rounds.sent_digests(), files]
+        deadline = Deadline.after(ENDING * timeout_s)
+        here = directory, comm.rank, started.nodes
+        return [
+            started.rounds.sent_digests(),
+            listing(*here, save.training_id, session_id, deadline),
+        ]
 
-    def publish() -> None:
-        started.rounds.compare([answers[rank][0] for rank in members])
+    def give_names() -> None:
         for rank, writer in zip(members, started.writers, strict=True):
             writer.appear(LocalShardId(save, rank))
 
+    def publish() -> None:
+        started.rounds.compare([answers[rank][0] for rank in members])
+        run_within(Deadline.after(ENDING * timeout_s), directory, give_names)
+
     try:
         answers = run_and_gather(comm, describe)  # 2
-        restart_limit()  # in the background, what others were waited for is not storage
         run_collectively(comm, publish)  # 3
     except (PeerLostError, PeerTimeoutError):
         raise
     except CheckpointError:
-        _abandon(started.writers, [started.rounds])
+        started.rounds.threads.__exit__()
+        _abandon(started.writers, directory, timeout_s)
         raise
     listed = [files for _, files in answers]
-    return build_inventory(directory, started.nodes, listed, save.training_id, session_id)
+    return build_inventory(directory, started.nodes, listed, save.training_id)
 
 
-def _abandon(
-    writers: Sequence[ShardWriter],
-    rounds: Sequence[Rounds],
-    works: Sequence[BackgroundWork[ReplicationReport]] = (),
-) -> None:
-    """End threads, and remove what was written. Rank-local."""
-    for work in works:
-        work.call_off()
-    for messages in rounds:
-        messages.threads.__exit__()
-    with clean_up_limit():
+def _abandon(writers: Sequence[ShardWriter], directory: ShardDirectory, timeout_s: float) -> None:
+    """Remove what was written. Rank-local."""
+
+    def remove() -> None:
         for writer in writers:
             writer.abandon()
+
+    try:
+        run_within(Deadline.after(CLEAN_UP * timeout_s), directory, remove)
+    except StorageError as error:
+        logger.warning("files of a local save that failed stay until the next one: %s", error)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -36,7 +35,7 @@ from dist_ckpt_strategies.storage.files import (
     sync_path,
     try_lock,
 )
-from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES, limited, raise_if_cancelled
+from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES, raise_if_cancelled
 
 STATE = ObjectId("state", (0,), (1,))
 """The object of a shard's pack that has all of the state but its tensors."""
@@ -44,7 +43,6 @@ STATE = ObjectId("state", (0,), (1,))
 SESSION_NOTE, KIND_NOTE = "session", "kind"
 """Fields of a shard's ``__metadata__``; its ``packs`` is the number of ranks of the save."""
 
-_EARLIER_SUFFIX = ".part"
 _MAX_WORLD_SIZE = 1 << 24
 
 _FINISHED_NAME = "finished"
@@ -83,19 +81,13 @@ def open_shard(place: Any, name: str) -> tuple[OpenedPack, ShardInfo]:
     and a CorruptCheckpointError if it is no local shard, or has another's name.
     """
     path = place.path(name)
-    if name.endswith(_EARLIER_SUFFIX):
-        raise CorruptCheckpointError(
-            f"{path} is a local checkpoint of an earlier release; expected {SUFFIX}, which this "
-            "release writes and reads; remove it",
-            path=path,
-        )
     pack = open_pack(place, name)
     header = pack.header
     session, kind = (header.metadata.get(note) for note in (SESSION_NOTE, KIND_NOTE))
     shard_id, named = LocalShardId.of(header.save_id, header.rank), parsed_name(name)
     if (
         shard_id is None
-        or (named is not None and named != shard_id)
+        or named not in {None, shard_id}
         or session is None
         or kind is None
         or not 0 < header.num_packs <= _MAX_WORLD_SIZE
@@ -106,34 +98,38 @@ def open_shard(place: Any, name: str) -> tuple[OpenedPack, ShardInfo]:
             f"{header.num_packs} ranks",
             path=path,
         )
-    num_tensors = len(header.table)
-    return pack, ShardInfo(shard_id, header.num_packs, session, kind, num_tensors)
+    return pack, ShardInfo(shard_id, header.num_packs, session, kind, len(header.table))
 
 
 def parsed_name(name: str) -> LocalShardId | None:
-    """The shard whose file has this name, in this release or before; None if it is of none."""
-    path = PurePosixPath(name)
-    return LocalShardId.parse(path.stem) if path.suffix in {SUFFIX, _EARLIER_SUFFIX} else None
+    """The shard whose file has this name; None if it is of none."""
+    file = name.rpartition("/")[2]
+    return LocalShardId.parse(file.removesuffix(SUFFIX)) if file.endswith(SUFFIX) else None
 
 
-@dataclass(frozen=True, slots=True)
-class FoundShard:
-    """A file whose name, which is relative to the directory, says that it is this shard."""
+class ShardFile(NamedTuple):
+    """A file that is named like a shard, in the directory of the global rank that keeps it.
 
+    ``world_size`` and ``nbytes`` are what its header says; 0 as long as that is not read.
+    """
+
+    holder: int
     shard_id: LocalShardId
-    name: str
+    world_size: int = 0
+    nbytes: int = 0
 
     @property
-    def holder(self) -> int:
-        """The global rank that keeps it."""
-        return int(self.name.partition("/")[0])
+    def name(self) -> str:
+        """The file below the directory of the node."""
+        return f"{self.holder}/{self.shard_id}{SUFFIX}"
 
 
 class ShardDirectory:
     """All shards below one directory of a node, whichever rank put them there.
 
-    The directory is made when something is written. What cannot be listed, made, written or removed
-    is a StorageError. ``training_root`` has the global checkpoints of the training, if it is known.
+    Its methods may block on storage: the caller runs them within a deadline. The directory is made
+    when something is written. What cannot be listed, made, written or removed is a StorageError.
+    ``training_root`` has the global checkpoints of the training, if it is known.
     """
 
     def __init__(self, root: Path, training_root: Location | None = None) -> None:
@@ -170,19 +166,18 @@ class ShardDirectory:
             self._training_id = text[:16]
         return self._training_id
 
-    def find(self, holders: Iterable[int] | None = None) -> list[FoundShard]:
+    def find(self, holders: Iterable[int] | None = None) -> list[ShardFile]:
         """Files named like shards, sorted by holder and name; by default those of all holders."""
         return [
-            FoundShard(shard_id, f"{holder}/{name}")
+            ShardFile(holder, shard_id)
             for holder in (self.holders() if holders is None else holders)
             for name in sorted(Directory(self.holder_directory(holder)).names())
             if (shard_id := parsed_name(name)) is not None
         ]
 
-    @limited
     def holders(self) -> list[int]:
         """Global ranks that have a directory here."""
-        names = filter(RANK.fullmatch, Directory(self.root).names())
+        names = filter(RANK.fullmatch, self.place.names())
         with file_errors(None, self.root):
             return sorted(int(name) for name in names if (self.root / name).is_dir())
 
@@ -190,12 +185,6 @@ class ShardDirectory:
         """Where a rank keeps its shards."""
         return self.root / str(global_rank)
 
-    @limited
-    def create(self, holder: int) -> ShardWriter:
-        """Begin to write a shard that a rank is to keep."""
-        return ShardWriter(self.holder_directory(holder))
-
-    @limited
     def remove_stale_files(self, holder: int) -> None:
         """Remove stale files of killed saves of this rank.
 
@@ -204,23 +193,27 @@ class ShardDirectory:
         directory = self.holder_directory(holder)
         with file_errors(None, directory):
             for name in Directory(directory).names(PARTIAL_PREFIX):
-                _remove_unlocked(directory / name)
+                raise_if_cancelled()
+                path = directory / name
+                try:
+                    with lock_unless_written(path) as is_ours:  # until it is removed
+                        if is_ours:
+                            path.unlink()
+                except FileNotFoundError:  # another manager was first, or it is a link to nothing
+                    path.unlink(missing_ok=True)
 
-    @limited
     def note_finished(self, holder: int, training_id: str) -> None:
         """Note that all ranks have ended a save: shards that are missing later were lost."""
         path = self.holder_directory(holder) / f"{_FINISHED_NAME}{training_id}"
         with file_errors(None, path):
             path.touch()
 
-    @limited
     def has_finished(self, holders: Iterable[int], training_id: str) -> bool:
         """Whether one of these directories says that a save of the training came to its end."""
         name = f"{_FINISHED_NAME}{training_id}"
         with file_errors(None, self.root):
             return any((self.holder_directory(one) / name).exists() for one in holders)
 
-    @limited
     def name(self) -> str:
         """The same for all ranks that see this directory, and for no other."""
         try:
@@ -233,9 +226,10 @@ class ShardDirectory:
 class ShardWriter:
     """A shard being written to a file that is locked until it has its name.
 
-    What cannot be made, written or removed is a StorageError. The file is closed once nothing
-    refers to the writer: a thread of a transfer that was given up may still be in a system call
-    with its number, which must not become another file's meanwhile.
+    Its methods may block on storage: the caller runs them within a deadline. What cannot be made,
+    written or removed is a StorageError. The file is closed once nothing refers to the writer: a
+    thread of a transfer that was given up may still be using the descriptor, which must not be
+    reused for another file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -258,17 +252,16 @@ class ShardWriter:
                 done += os.pwrite(self._handle, some.data, byte_offset + done)
         begin_writeback(self._handle, byte_offset, content.size)
 
-    @limited
     def flush(self) -> None:
         """Make the content durable."""
         with file_errors(None, self.path):
             os.fsync(self._handle)
 
-    @limited
     def appear(self, shard_id: LocalShardId) -> None:
         """Give the file the name of a shard, durably."""
         path = self.path.with_name(f"{shard_id}{SUFFIX}")
         with file_errors(None, path):
+            raise_if_cancelled()
             rename(self.path, path)  # locked until it has its name
             self.path = path
             try:
@@ -279,7 +272,6 @@ class ShardWriter:
             sync_path(path.parent)
             sync_path(path.parent.parent)
 
-    @limited
     def abandon(self) -> None:
         """Remove what was written, under whichever name it is there."""
         with file_errors(None, self.path):
@@ -303,17 +295,6 @@ def _begin_file(directory: Path) -> tuple[Path, int]:
         if is_there:
             return path, handle
         os.close(handle)  # taken for a stale file before it was locked
-
-
-def _remove_unlocked(path: Path) -> None:
-    """Remove a file unless it is being written."""
-    with suppress(FileNotFoundError):  # another manager was first
-        if not stat.S_ISREG(path.lstat().st_mode):
-            path.unlink()
-            return
-        with lock_unless_written(path) as is_ours:  # until it is removed
-            if is_ours:
-                path.unlink()
 
 
 @contextmanager

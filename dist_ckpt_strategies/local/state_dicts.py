@@ -106,10 +106,10 @@ class ListedTensors(TensorAwareStateDict):
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
         """See TensorAwareStateDict; PlanError if it is another number of tensors."""
         self._require_hollow()
-        found = list(tensor_data)
-        if len(found) != len(self._devices):
-            raise PlanError(f"expected {len(self._devices)} tensors, found {len(found)}")
-        self._tensors = found
+        tensors = list(tensor_data)
+        if len(tensors) != len(self._devices):
+            raise PlanError(f"expected {len(self._devices)} tensors, found {len(tensors)}")
+        self._tensors = tensors
 
     def init_tensors(self) -> None:
         """See TensorAwareStateDict."""
@@ -122,9 +122,10 @@ class ListedTensors(TensorAwareStateDict):
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
         """See TensorAwareStateDict."""
         del non_blocking
-        for name, tensor in zip(self.names, self.require_tensors(), strict=True):
+        tensors = self.require_tensors()
+        for name, tensor in zip(self.names, tensors, strict=True):
             require_plain(tensor, key=name)
-        self._tensors = [tensor.detach().to("cpu", copy=True) for tensor in self.require_tensors()]
+        self._tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
         """See TensorAwareStateDict."""
@@ -148,54 +149,45 @@ class BasicTensorAwareStateDict(ListedTensors):
     """
 
     def __init__(self, state_dict: Any) -> None:
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
 
-        def take(held: Any, place: str) -> Any:
-            if not isinstance(held, torch.Tensor):
-                return held
-            found[place if place not in found else f"{place} ({len(found)})"] = held
-            return TensorPlace(len(found) - 1)
+        def take(value: Any, place: str) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            tensors[place if place not in tensors else f"{place} ({len(tensors)})"] = value
+            return TensorPlace(len(tensors) - 1)
 
         self._hollow = _mapped(take, state_dict, "")
-        self._hold(found)
+        self._hold(tensors)
 
     @property
     def state_dict(self) -> Any:
         """The state with its tensors in their places; new containers each time."""
         tensors = self.require_tensors()
-        return _mapped(
-            lambda held, _: tensors[held] if isinstance(held, TensorPlace) else held,
-            self._hollow,
-            "",
-        )
+
+        def give(value: Any, _: str) -> Any:
+            return tensors[value] if isinstance(value, TensorPlace) else value
+
+        return _mapped(give, self._hollow, "")
 
     def values(self) -> ValuesView[Any]:
         """The values of the state dict's first level."""
-        found: ValuesView[Any] = self.state_dict.values()
-        return found
+        values: ValuesView[Any] = self.state_dict.values()
+        return values
 
 
 def _mapped(convert: Callable[[Any, str], Any], value: Any, where: str) -> Any:
-    """The same containers with every other value converted."""
+    """The same containers with every other value converted, given its place."""
 
     def below(key: Any, held: Any) -> Any:
         return _mapped(convert, held, f"{where}.{key}" if where else str(key))
 
     if isinstance(value, dict):
-        items = {key: below(key, held) for key, held in value.items()}
-        return items if type(value) is dict else _like(value, items)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(below(number, held) for number, held in enumerate(value)))
-    if type(value) in {list, tuple}:
-        return type(value)(below(number, held) for number, held in enumerate(value))
-    return convert(value, where)
-
-
-def _like(value: Any, items: dict[Any, Any]) -> Any:
-    """A dict of the same class with these items; its own code makes it, if it can copy itself."""
-    made = value.copy()
-    if type(made) is not type(value):
         made = copy.copy(value)
-    for key, held in items.items():
-        dict.__setitem__(made, key, held)  # a class's own way may do more, as a Counter's does
-    return made
+        for key, held in value.items():
+            dict.__setitem__(made, key, below(key, held))  # a class's own way may do more
+        return made
+    if type(value) in {list, tuple} or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = [below(number, held) for number, held in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return convert(value, where)

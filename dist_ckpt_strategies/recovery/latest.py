@@ -44,7 +44,7 @@ from dist_ckpt_strategies.storage.files import (
     Directory,
     file_errors,
 )
-from dist_ckpt_strategies.storage.io_pool import run_with_limit, time_limit
+from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within
 
 logger = logging.getLogger(__name__)
 
@@ -177,9 +177,8 @@ def load_latest(
     else:
         comm = open_communicator(None, timeout_s=timeout_s, purpose=purpose)
     attempts: list[Attempt] = []
-    with time_limit(timeout_s):  # as the first rank sees them, the newest first
-        find = partial(_seen_by, comm.rank, global_dirs, pattern)
-        everything: list[_Found] = run_and_gather(comm, find)[0]
+    find = partial(_seen_by, comm.rank, global_dirs, pattern, timeout_s)
+    everything: list[_Found] = run_and_gather(comm, find)[0]
     found, refused = _candidates(everything, at_most, comm.rank)
     if at_most is not None and local_manager is not None:
         newest, root = local_manager.find_latest(), str(local_manager.root_local_ckpt_dir)
@@ -222,10 +221,14 @@ def _candidates(
     return may, [Attempt(Tier.GLOBAL, number, name, why) for number, name, *_ in not_these]
 
 
-def _seen_by(rank: int, global_dirs: Sequence[str | Path], pattern: str | None) -> list[_Found]:
-    """All global checkpoints, as the first rank sees them; nothing on the others."""
-    name = ", ".join(map(str, global_dirs))
-    return [] if rank else run_with_limit(partial(global_checkpoints, global_dirs, pattern), name)
+def _seen_by(
+    rank: int, global_dirs: Sequence[str | Path], pattern: str | None, timeout_s: float
+) -> list[_Found]:
+    """All global checkpoints, the newest first, as the first rank sees them; else nothing."""
+    if rank:
+        return []
+    name, deadline = ", ".join(map(str, global_dirs)), Deadline.after(ALL * timeout_s)
+    return run_within(deadline, name, partial(global_checkpoints, global_dirs, pattern))
 
 
 def _from_local(
@@ -272,14 +275,13 @@ def _from_global(
 
     def look() -> Location:
         place = located(path, options_from_environment())
-        read_marker(place)
+        run_within(Deadline.after(ALL * timeout_s), path, lambda: read_marker(place))
         return place
 
     def load() -> Any:
         if load_global is None:
-            with time_limit(timeout_s):
-                check = partial(_require_whole, place)
-                return run_with_limit(check, place) if comm.rank == 0 else None
+            check = partial(_require_whole, place)
+            return None if comm.rank else run_within(Deadline.after(ALL * timeout_s), place, check)
         try:
             return load_global(place if isinstance(place, Path) else path)
         except CheckpointError:
@@ -290,8 +292,7 @@ def _from_global(
 
     try:
         # First: who cannot see it must not miss the collectives of the load that the others begin.
-        with time_limit(timeout_s):
-            place = run_collectively(comm, look)
+        place = run_collectively(comm, look)
         state = run_collectively(comm, load)
     except _NO_ANSWER:
         raise

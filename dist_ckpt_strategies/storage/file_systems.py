@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.storage.io_pool import limited
-
 Bytes = npt.NDArray[np.uint8]
 
 _BEGIN_WRITEBACK = 2
@@ -45,7 +43,6 @@ class PageCache:
     is_storage: bool
 
 
-@limited
 def page_cache_of(directory: Path) -> PageCache | None:
     """The page cache that a directory on a local file system is read through; None elsewhere.
 

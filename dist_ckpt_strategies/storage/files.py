@@ -25,7 +25,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.storage.io_pool import (
     MAX_SLICE_NBYTES,
     Job,
-    limited,
     raise_if_cancelled,
     storage_error,
 )
@@ -294,7 +293,6 @@ class Directory:
         """See Store."""
         return f"{self.root}/{name}"
 
-    @limited
     def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
         """See Store."""
         path = self.path(name)
@@ -334,7 +332,6 @@ class Directory:
             finally:
                 os.close(handle)
 
-    @limited
     def write(self, name: str, content: bytes, *, key: str | None = None) -> None:
         """See Store. Written beside under a name of its own, flushed, renamed; ``key`` for errors.
 
@@ -414,7 +411,6 @@ class Directory:
             finally:
                 os.close(handle)
 
-    @limited
     def create(self, name: str, content: bytes) -> bool:
         """Make a file unless there is one; whether it was made. At first it may be seen empty."""
         path = self.path(name)
@@ -429,14 +425,12 @@ class Directory:
                 raise
         return True
 
-    @limited
     def names(self, start: str = "") -> Sequence[str]:
         """What is right below the directory and has a name that starts with ``start``."""
         with file_errors(None, self.root), suppress(FileNotFoundError):
             return [name for name in os.listdir(self.root) if name.startswith(start)]  # noqa: PTH208
         return []
 
-    @limited
     def delete(self, names: Iterable[str]) -> None:
         """Delete files, and directories that are empty then; what is not there is passed over."""
         parents = set()

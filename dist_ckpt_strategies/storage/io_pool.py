@@ -1,8 +1,4 @@
-"""Calls that may block on storage: time limits, cancel flags, threads, and errors that name a file.
-
-The limit and the cancel flags are context variables: the strategies of Megatron-Core have no
-argument for them. Threads run in a copy of the context of the thread that starts them.
-"""
+"""Calls that may block on storage: deadlines, cancel flags, threads, errors that name a file."""
 
 from __future__ import annotations
 
@@ -15,13 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, contextmanager, suppress
-from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -31,15 +26,14 @@ from dist_ckpt_strategies.errors import (
 )
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 MAX_SLICE_NBYTES = 16 << 20
 """One system call moves at most this much, so that a transfer that was given up soon ends."""
 
-OPENING, WORK, ENDING, ALL = 1 / 4, 1 / 2, 1 / 4, 3 / 4
+OPENING, WORK, ENDING, ALL, CLEAN_UP = 1 / 4, 1 / 2, 1 / 4, 3 / 4, 1 / 8
 """Shares of ``timeout_s`` for storage: of a call before its first collective, and after it; of the
-end of a save in the background; of a call without such parts. Peers wait for all of ``timeout_s``:
-they learn of a failure before they give up on this rank."""
+end of a save; of a call without such parts; of what is removed after a failure. Peers wait for all
+of ``timeout_s``: they learn of a failure before they give up on this rank."""
 
 _LONGEST_WAIT_S = 1e9
 """Some 30 years, where there is no limit: more than that overflows."""
@@ -90,8 +84,8 @@ class Deadline:
     at: float
 
     @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """The end of so many seconds from now."""
+    def after(cls, seconds: float = _LONGEST_WAIT_S) -> Deadline:
+        """The end of so many seconds from now; by default there is no limit."""
         return cls(time.monotonic() + seconds)
 
     @property
@@ -100,20 +94,18 @@ class Deadline:
         return max(0.0, self.at - time.monotonic())
 
 
-@dataclass(order=True, slots=True)
-class _Limit:
-    """When a limit is over, its length in seconds, and that of the second part, if it has one."""
+class _Worker(Thread):
+    """A thread that works for a transfer, and for those whose jobs have started that one."""
 
-    deadline: float
-    seconds: float
-    next_s: float = 0.0
+    def __init__(self, target: Callable[[], None], flags: tuple[Event, ...]) -> None:
+        super().__init__(target=target, name="dist-ckpt-io", daemon=True)
+        self.flags = flags
 
 
-_limits: ContextVar[tuple[_Limit, ...]] = ContextVar("dist_ckpt_time_limits", default=())
-"""Those of the blocks around, the innermost last."""
-
-_cancel_flags: ContextVar[tuple[Event, ...]] = ContextVar("dist_ckpt_cancel_flags", default=())
-"""Of the transfer that this thread works for, and of those whose jobs started it."""
+def _cancel_flags() -> tuple[Event, ...]:
+    """Those of the transfers that this thread works for."""
+    thread = threading.current_thread()
+    return thread.flags if isinstance(thread, _Worker) else ()
 
 
 def raise_if_cancelled() -> None:
@@ -122,57 +114,8 @@ def raise_if_cancelled() -> None:
     Call it after every system call that may block, before anything else is changed. The error goes
     nowhere: the call that started the transfer has raised already.
     """
-    if any(flag.is_set() for flag in _cancel_flags.get()):
+    if any(flag.is_set() for flag in _cancel_flags()):
         raise StorageError("the transfer was given up")
-
-
-@contextmanager
-def time_limit(timeout_s: float, share: float = ALL, *, then: float = 0.0) -> Iterator[None]:
-    """All storage work that is waited for within the block shares one limit.
-
-    It is ``share`` of ``timeout_s``, for which peers wait; from ``restart_limit`` on, ``then`` of
-    it. An outer block with less time left prevails.
-    """
-    seconds = share * timeout_s
-    limit = _Limit(time.monotonic() + seconds, seconds, then * timeout_s)
-    token = _limits.set((*_limits.get(), limit))
-    try:
-        yield
-    finally:
-        _limits.reset(token)
-
-
-@contextmanager
-def clean_up_limit() -> Iterator[None]:
-    """What is left to do after a failure has a quarter of the limit, even where that is over."""
-    quarters = [limit.seconds / 4 for limit in _limits.get()[-1:]]
-    token = _limits.set(tuple(_Limit(time.monotonic() + seconds, seconds) for seconds in quarters))
-    try:
-        yield
-    finally:
-        _limits.reset(token)
-
-
-def restart_limit() -> None:
-    """Begin the second part of the innermost block's limit: the first collective is over.
-
-    What a rank waited for others to begin is not the storage's fault.
-    """
-    for limit in _limits.get()[-1:]:
-        if limit.next_s:
-            limit.deadline, limit.seconds = time.monotonic() + limit.next_s, limit.next_s
-
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """What is waited for within the block, such as an earlier save, has a limit of its own."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        waited = time.monotonic() - began
-        for limit in _limits.get():
-            limit.deadline += waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +155,11 @@ class Transfer:
         # Of each thread. One whose ``join`` was interrupted counts as ended, though it may run.
         self._ended: list[Event] = []
         self.lacking: StorageError | None = None
-        context = copy_context()
-        context.run(_cancel_flags.set, (*_cancel_flags.get(), self._cancelled))
+        flags = (*_cancel_flags(), self._cancelled)
         for _ in range(min(num_threads, len(self._jobs))):
             ended = Event()
-            run = partial(context.copy().run, self._work_off, ended)
-            thread = Thread(target=run, name="dist-ckpt-io", daemon=True)
             try:
-                thread.start()
+                _Worker(partial(self._work_off, ended), flags).start()
             except (RuntimeError, MemoryError) as error:
                 self.lacking = StorageError(
                     f"no thread for I/O can start: {error}; raise the limit of processes (ulimit "
@@ -232,7 +172,7 @@ class Transfer:
         """Return once all are done. Call it once.
 
         Args:
-            timeout_s: the limit where no ``time_limit`` block around ends earlier.
+            timeout_s: the longest wait, in seconds; by default there is no limit.
 
         Raises:
             StorageError: one that failed, naming key and file. Those under way have ended then,
@@ -244,17 +184,15 @@ class Transfer:
             if "interpreter shutdown" not in str(self.lacking):
                 raise self.lacking
             self._work_off(Event())  # from Python 3.12 on no thread starts at the end of a script
-        now = time.monotonic()
-        limit = min((*_limits.get(), _Limit(now + timeout_s, timeout_s)))
         try:
-            num_running = self.num_running_after(limit.deadline - now)
+            num_running = self.num_running_after(timeout_s)
         except BaseException:  # an interruption
             self._give_up()
             raise
         if num_running:
             running = list(self._running.values())
             self._give_up()
-            raise _no_answer(running, limit.seconds)
+            raise _no_answer(running, timeout_s)
         if self._failures:
             # The first, but rather that storage did not answer: no fall-back follows that.
             job, error = min(
@@ -313,8 +251,8 @@ def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
         more = f" (and {len(running) - 1} more)" if len(running) > 1 else ""
         lead = f"{key}: {path}{more}: " if key else f"{path}{more}: "
     return StorageTimeoutError(
-        f"{lead}storage did not answer within {limit_s:g} s; check this rank's disk or network, or "
-        "raise timeout_s",
+        f"{lead}storage did not answer within {round(limit_s, 2):g} s; check this rank's disk or "
+        "network, or raise timeout_s",
         key=key,
         path=path,
     )
@@ -337,34 +275,15 @@ def wait_in_turn(transfers: Iterable[Transfer], timeout_s: float) -> None:
     last.wait(timeout_s)
 
 
-def limited(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, which may block on storage, within the limit of the block around.
-
-    It runs on a thread of its own, except within another transfer's job, and outside of any
-    ``time_limit`` block. It must not use a device or a process group. Its first argument is the
-    file or directory to name where it does not answer: a StorageTimeoutError then. It ends where
-    it calls ``raise_if_cancelled``.
-    """
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not _limits.get() or _cancel_flags.get():
-            return function(*args, **kwargs)
-        found: list[T] = []
-        job = Job(None, args[0], lambda: found.append(function(*args, **kwargs)))
-        Transfer([job], 1).wait()
-        return found[0]
-
-    return run
-
-
-def run_with_limit(step: Callable[[], T], path: object) -> T:
-    """What a step returns, run like a ``limited`` function; ``path`` is named in messages."""
-    return limited(lambda _path: step())(path)
-
-
 def run_within(deadline: Deadline, path: object, step: Callable[[], T]) -> T:
-    """What a step returns that may block on storage; ``path`` is named where it takes too long."""
+    """What a step returns that may block on storage; it runs on a thread of its own.
+
+    It uses no device and no process group. A step that is given up ends where it calls
+    ``raise_if_cancelled``.
+
+    Raises:
+        StorageTimeoutError: it does not end in time; names ``path``.
+    """
     results: list[T] = []
     Transfer([Job(None, path, lambda: results.append(step()))], 1).wait(deadline.left_s)
     return results[0]
@@ -416,16 +335,15 @@ class OrderedQueues(AbstractContextManager["OrderedQueues"]):
             run()
 
 
-def settled(future: Future[T], path: object) -> T:
-    """What a call gives, within the limit of the block; StorageTimeoutError names ``path``."""
-    now = time.monotonic()
-    limit = min((*_limits.get(), _Limit(now + _LONGEST_WAIT_S, _LONGEST_WAIT_S)))
+def settled(future: Future[T], path: object, deadline: Deadline) -> T:
+    """What a call gives; StorageTimeoutError names ``path`` if it does not end in time."""
+    left_s = deadline.left_s
     try:
-        return future.result(timeout=limit.deadline - now)
+        return future.result(timeout=left_s)
     except FutureTimeoutError:
         if future.done():
             raise
-        raise _no_answer([Job(None, path, future.result)], limit.seconds) from None
+        raise _no_answer([Job(None, path, future.result)], left_s) from None
 
 
 class ByteBudget:

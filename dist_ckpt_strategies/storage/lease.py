@@ -32,6 +32,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import Directory
+from dist_ckpt_strategies.storage.io_pool import raise_if_cancelled
 from dist_ckpt_strategies.storage.processes import has_ended, process_name
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Lease:
         seen: tuple[int, dict[str, object]] = (0, {})
         while True:
             found = number, holder = self._current()
+            raise_if_cancelled()
             now = time.monotonic()
             if found != seen:
                 if number and number == seen[0]:
@@ -131,8 +133,10 @@ class Lease:
             if newest != number:
                 self._place.delete([self._file(number)])
             return False
+        raise_if_cancelled()
         names = self._place.names(LOCK_PREFIX)
         self._place.delete(name for name in names if _number_of(name) < number)
+        raise_if_cancelled()  # else nobody would give the lock back
         self._is_over.clear()
         self._thread = threading.Thread(target=self._beat, name="dist-ckpt-lease", daemon=True)
         self._thread.start()

@@ -47,7 +47,7 @@ from dist_ckpt_strategies.megatron.types import (
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
-from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within, time_limit
+from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within
 from dist_ckpt_strategies.strategies.registry import REGISTERED, Configured, require_own
 from dist_ckpt_strategies.tools.opened import open_at
 
@@ -179,8 +179,8 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
                 set_marker_aside(root)
             store_at(root).write(COMMON_NAME, content)
 
-        with time_limit(self.options.timeout_s):
-            run_on_first_rank(comm, write)
+        deadline = Deadline.after(ALL * self.options.timeout_s)
+        run_on_first_rank(comm, lambda: run_within(deadline, root, write))
 
     @raises_megatron_errors
     def save_sharded_objects(

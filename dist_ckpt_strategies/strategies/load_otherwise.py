@@ -19,6 +19,7 @@ from dist_ckpt_strategies.formats.locations import (
     located,
     require_path,
 )
+from dist_ckpt_strategies.local.common_state import restore_common
 from dist_ckpt_strategies.megatron.shards import StateDict, merged, sharded_values, split_objects
 from dist_ckpt_strategies.megatron.types import ShardedTensor, StrictHandling, handles_objects
 from dist_ckpt_strategies.sharded.checks import (
@@ -35,16 +36,11 @@ from dist_ckpt_strategies.sharded.load import (
 from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
     OPENING,
-    WORK,
     Deadline,
     run_within,
-    time_limit,
 )
 from dist_ckpt_strategies.strategies.call import inner_strategy
-from dist_ckpt_strategies.strategies.local_replicated import (
-    LocalReplicatedLoadShardedStrategy,
-    restore_common,
-)
+from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
@@ -161,11 +157,8 @@ def needs_common(answers: Sequence[Message]) -> bool:
 def restore_everywhere(comm: Communicator, request: Request) -> None:
     """Have every node hold the common state of local checkpoints. Collective."""
     place = request.checkpoint_dir
-    with time_limit(request.options.timeout_s, OPENING, then=WORK):
-        root = run_collectively(
-            comm, lambda: require_path(located(place, None), "local_replicated")
-        )
-        restore_common(comm, root, str(place))
+    root = run_collectively(comm, lambda: require_path(located(place, None), "local_replicated"))
+    restore_common(comm, root, str(place), request.options.timeout_s)
 
 
 def load_otherwise(

@@ -9,12 +9,11 @@ earlier save stay until the common state of the new one is in place.
 import logging
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
@@ -30,21 +29,26 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.commit import set_marker_aside
-from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
+from dist_ckpt_strategies.local.common_state import (
+    VERSION,
+    require_common_of,
+    restore_common,
+    sessions,
+    write_common,
+)
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.packs import default_local_allowed, read_common
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
 from dist_ckpt_strategies.local.reshard import resharded
-from dist_ckpt_strategies.local.scan import BACKEND, SESSION
+from dist_ckpt_strategies.local.scan import BACKEND
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -64,24 +68,21 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
-    MARKER_NAME,
     Directory,
     file_errors,
     make_directories,
-    read_file,
 )
 from dist_ckpt_strategies.storage.io_pool import (
+    ALL,
     OPENING,
     WORK,
     Deadline,
-    limited,
-    restart_limit,
-    run_with_limit,
-    time_limit,
+    raise_if_cancelled,
+    run_within,
 )
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 
-VERSION = 1
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +97,17 @@ class _OnNodes(Configured):
 
     def root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
         """The checkpoint's directory on this rank's node."""
-        found = Path(checkpoint_dir).absolute()
+        shared = Path(checkpoint_dir).absolute()
         if self._local.node_directory is None:
-            return found
-        return Path(self._local.node_directory(comm.global_ranks[comm.rank])) / found.name
+            return shared
+        return Path(self._local.node_directory(comm.global_ranks[comm.rank])) / shared.name
+
+    def _within(self, share: float, root: Path, step: Callable[[], T]) -> T:
+        """What a step returns that asks this node's disk. Rank-local."""
+        return run_within(Deadline.after(share * self.options.timeout_s), root, step)
 
     def _manager(
-        self,
-        root: Path,
-        digest: str,
-        cliques: LazyCliqueReplicationStrategy | None = None,
+        self, root: Path, digest: str, cliques: LazyCliqueReplicationStrategy | None = None
     ) -> LocalCheckpointManager:
         return LocalCheckpointManager(
             root,
@@ -189,61 +191,68 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         """
         comm = self.communicator("save", f"to {checkpoint_dir}")
         root = run_collectively(comm, lambda: self.root(checkpoint_dir, comm))
-        common_path = Path(common_dir or checkpoint_dir).absolute() / COMMON_NAME
-        found = None
+        place = Directory(Path(common_dir or checkpoint_dir).absolute())
+        sharded, common_object = sharded_state_dict, None
         if common_dir is None:
-            sharded_state_dict, found = split_common_object(sharded_state_dict)
+            sharded, common_object = split_common_object(sharded_state_dict)
 
         def prepare() -> bytes:
             with file_errors(None, root):
                 make_directories(root)
             if common_dir is None:
                 set_marker_aside(root)
-            return self._common_content(common_path, found) if comm.rank == 0 else b""
+            return b"" if comm.rank else self._common_content(place, common_object)
 
-        with time_limit(self.options.timeout_s, OPENING, then=WORK):
-            common = run_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
-            restart_limit()
-            described = run_and_gather(comm, lambda: _described(root, sharded_state_dict))
-        digest, nodes = xxh3_128_hexdigest(common), [node for node, *_ in described]
-        state = self._state(comm, sharded_state_dict, described)
-        iteration = _ITERATION.search(Path(checkpoint_dir).name)
+        def describe() -> list[Any]:
+            return [self._within(WORK, root, ShardDirectory(root).name), *_described(sharded)]
+
+        common, *_ = run_and_gather_bytes(comm, lambda: self._within(OPENING, root, prepare))
+        described = run_and_gather(comm, describe)
+        state = self._state(comm, sharded, described)
+        digest, iteration = xxh3_128_hexdigest(common), _ITERATION.search(root.name)
         manager = run_collectively(comm, lambda: self._manager(root, digest, self._cliques))
         manager.save(state, int(iteration[1]) if iteration else 0)
+        nodes = [node for node, *_ in described]
+        is_with_first = nodes[comm.rank] == nodes[0] and self._local.node_directory is None
+        is_first = nodes.index(nodes[comm.rank]) == comm.rank  # of its node
+        write = partial(self._within, ALL, root, partial(write_common, root, common))
+        run_collectively(comm, lambda: None if is_with_first else write())
+        if commit is not None:
+            run_on_first_rank(comm, commit)
+        run_collectively(comm, lambda: self._remove_others(root, digest) if is_first else None)
 
-        def complete() -> None:
-            is_first_node = nodes[comm.rank] == nodes[0] and self._local.node_directory is None
-            if not is_first_node:
-                _write_common(root, common)
-
-        with time_limit(self.options.timeout_s):
-            run_collectively(comm, complete)
-            if commit is not None:
-                run_on_first_rank(comm, commit)
-            run_collectively(comm, lambda: _remove_shards(root, comm, nodes, digest))
-
-    def _common_content(self, path: Path, found: Any | None) -> bytes:
+    def _common_content(self, place: Directory, common_object: Any | None) -> bytes:
         """The content of ``common.pt``, which is written first where it is an object."""
-        if found is not None:
-            content = dump_loadable(found.data, name=found.key, allow=self.allowed)
-            Directory(path.parent).write(path.name, content, key="common state")
-        with file_errors("common state", path):
-            return read_file(path)
+        if common_object is not None:
+            name, value = common_object.key, common_object.data
+            content = dump_loadable(value, name=name, allow=self.allowed)
+            place.write(COMMON_NAME, content, key="common state")
+        return place.read(COMMON_NAME)
+
+    def _remove_others(self, root: Path, digest: str) -> None:
+        """Remove the local shards of other saves on this node; a failure is logged."""
+
+        def remove() -> None:
+            for name in set(sessions(root)).difference({digest}):
+                raise_if_cancelled()
+                shutil.rmtree(root / name)
+
+        try:
+            self._within(ALL, root, remove)
+        except (OSError, StorageError) as error:
+            logger.warning("%s: local shards of an earlier save are still there: %s", root, error)
 
     def _state(
         self, comm: Communicator, sharded: StateDict, described: Sequence[Message]
     ) -> MCoreTensorAwareStateDict:
         """What this rank saves, with a list of all that the checkpoint holds. Collective."""
-        arrays = {key: found for _, some, _ in described for key, found in some.items()}
-        stored = {
-            "arrays": [[key, *arrays[key]] for key in sorted(arrays)],
-            "objects": sorted(name for *_, names in described for name in names),
-        }
-        common = {"stored": stored}
+        arrays = {key: facts for _, by_key, _ in described for key, facts in by_key.items()}
+        objects = sorted(name for *_, names in described for name in names)
+        listed = [[key, *arrays[key]] for key in sorted(arrays)]
+        common = {"stored": {"arrays": listed, "objects": objects}}
         if self._local.algo == "atomic":
             return run_collectively(comm, lambda: MCoreTensorAwareStateDict(common, sharded))
-        state, _ = MCoreTensorAwareStateDict.distributed(comm, common, sharded)
-        return state
+        return MCoreTensorAwareStateDict.distributed(comm, common, sharded)[0]
 
 
 class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type: ignore[misc]
@@ -293,27 +302,21 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         comm = self.communicator("load", f"from {checkpoint_dir}")
         common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
         root = run_collectively(comm, lambda: self.root(checkpoint_dir, comm))
-        with time_limit(self.options.timeout_s):
-            found = run_and_gather(
-                comm, lambda: [common_digest(common_path.parent), _sessions(root)]
-            )
-        digest = found[0][0]
+
+        def look() -> list[Any]:
+            return [common_digest(common_path.parent), sessions(root)]
+
+        seen = run_and_gather(comm, lambda: self._within(ALL, root, look))
+        digest = seen[0][0]
 
         def require_common() -> LocalCheckpointManager:
-            sessions = {name for _, names in found for name in names}
-            _require_common_of(sessions, common_path, found[comm.rank][0], digest)
+            known = {name for _, names in seen for name in names}
+            require_common_of(known, common_path, seen[comm.rank][0], digest)
             return self._manager(root, digest)
 
         state, _ = run_collectively(comm, require_common).load(on_host=True)
-
-        return resharded(
-            comm,
-            state.sharded_state_dict,
-            sharded_state_dict,
-            self.options,
-            fills=True,
-            name=checkpoint_dir,
-        )
+        held, wanted = state.sharded_state_dict, sharded_state_dict
+        return resharded(comm, held, wanted, self.options, fills=True, name=checkpoint_dir)
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
@@ -328,16 +331,16 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        comm = self.communicator("look at a checkpoint")
-        with time_limit(self.options.timeout_s):
-            root = self.root(checkpoint_dir, comm)
-            common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
+        root = self.root(checkpoint_dir, self.communicator("look at a checkpoint"))
+        common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
+        allowed = default_local_allowed(self._allow)
+
+        def read() -> Any:
             digest = common_digest(common_path.parent)
-            _require_common_of(_sessions(root), common_path, digest, digest)
-            allowed = default_local_allowed(self._allow)
-            common = read_common(
-                ShardDirectory(root / digest), allowed, Deadline.after(self.options.timeout_s)
-            )
+            require_common_of(sessions(root), common_path, digest, digest)
+            return read_common(ShardDirectory(root / digest), allowed)
+
+        common = self._within(ALL, root, read)
         if common is None:
             raise IncompleteCheckpointError(
                 f"{root}: this node has no local shard file of the checkpoint; call "
@@ -345,13 +348,9 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
                 path=str(root),
             )
         stored = common["stored"]
-        found: StateDict = {}
-        for key, shape, dtype in stored["arrays"]:
-            found[key] = metadata_tensor(key, tuple(shape), dtype)
-        for key, offset, shape in stored["objects"]:
-            name = ObjectId(key, tuple(offset), tuple(shape))
-            found[name.unique_key] = metadata_object(name)
-        return found
+        arrays = {key: metadata_tensor(key, tuple(shape), t) for key, shape, t in stored["arrays"]}
+        objects = [ObjectId(key, tuple(at), tuple(shape)) for key, at, shape in stored["objects"]]
+        return arrays | {name.unique_key: metadata_object(name) for name in objects}
 
     @raises_megatron_errors
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
@@ -391,39 +390,11 @@ def prepare_local_load(
     loader = LocalReplicatedLoadShardedStrategy(local=local, group=group, options=options)
     comm = loader.communicator("preparation", f"of {checkpoint_dir}")
     root = run_collectively(comm, lambda: loader.root(checkpoint_dir, comm))
-    with time_limit(loader.options.timeout_s, OPENING, then=WORK):
-        restore_common(comm, root, str(checkpoint_dir))
+    restore_common(comm, root, str(checkpoint_dir), loader.options.timeout_s)
 
 
-def restore_common(comm: Communicator, root: Path, name: str) -> None:
-    """Write the common state and the marker on every node that has lost them. Collective."""
-
-    def own() -> bytes:
-        sessions = _sessions(root)
-        with suppress(IncompleteCheckpointError):
-            content = Directory(root).read(COMMON_NAME) if is_finished(root) else b""
-            return content if not sessions or xxh3_128_hexdigest(content) in sessions else b""
-        return b""
-
-    everyone = run_and_gather_bytes(comm, partial(run_with_limit, own, root))
-    restart_limit()
-    common = next(filter(None, everyone), None)
-
-    def restore() -> None:
-        if common is None:
-            raise IncompleteCheckpointError(
-                f"{name}: no node has an undamaged {COMMON_NAME} and metadata.json; load an older "
-                "checkpoint",
-                path=name,
-            )
-        if everyone[comm.rank] != common:
-            _write_common(root, common)
-
-    run_collectively(comm, restore)
-
-
-def _described(root: Path, sharded: StateDict) -> list[Any]:
-    """The name of a directory, and the arrays and objects of a state dict, of JSON types."""
+def _described(sharded: StateDict) -> list[Any]:
+    """The arrays and objects of a state dict, of JSON types."""
     arrays, objects = {}, []
     for value in sharded_values(sharded):
         if isinstance(value, ShardedTensor):
@@ -432,45 +403,4 @@ def _described(root: Path, sharded: StateDict) -> list[Any]:
         elif is_main(value):
             name = object_id(value)
             objects.append([name.key, list(name.offset), list(name.shape)])
-    return [ShardDirectory(root).name(), arrays, objects]
-
-
-@limited
-def _write_common(root: Path, common: bytes) -> None:
-    """Write ``common.pt`` and the marker. All ranks of a node may: they write equal files."""
-    path = root / COMMON_NAME
-    with file_errors("common state", path):
-        make_directories(root)
-        if not (path.exists() and read_file(path) == common):
-            Directory(root).write(COMMON_NAME, common, key="common state")
-    Directory(root).write(MARKER_NAME, CheckpointMarker(BACKEND, VERSION).to_json())
-
-
-def _sessions(root: Path) -> list[str]:
-    """Digests of the common states of which local shards are on this node."""
-    return sorted(filter(SESSION.fullmatch, Directory(root).names()))
-
-
-def _remove_shards(root: Path, comm: Communicator, nodes: Sequence[Message], digest: str) -> None:
-    """Remove the local shards of other saves, on the first rank of each node."""
-    if nodes.index(nodes[comm.rank]) != comm.rank:
-        return
-    try:
-        for name in set(_sessions(root)).difference({digest}):
-            run_with_limit(partial(shutil.rmtree, root / name), root)
-    except (OSError, StorageError) as error:
-        logger.warning("%s: local shards of an earlier save are still there: %s", root, error)
-
-
-def _require_common_of(
-    sessions: Collection[str], common_path: Path, found: str, expected: str
-) -> None:
-    """Raise unless ``common.pt``, which Megatron-Core has read, belongs to the shards to load."""
-    if found == expected and (found in sessions or not sessions):
-        return
-    what = f"{expected}, as on the first rank" if found != expected else " or ".join(sessions)
-    raise CorruptCheckpointError(
-        f"common state: {common_path} has digest {found or '(no such file)'}, expected {what}; it "
-        "is damaged, or of another save; prepare_local_load restores it from another node",
-        path=str(common_path),
-    )
+    return [arrays, objects]

@@ -167,20 +167,6 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(newest: Path) -> None:
         assert loaded(newest.parents[1]) == OLD
 
 
-def test_a_file_of_an_earlier_release_is_refused_by_name(
-    newest: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    old = newest.with_suffix(".part")
-    newest.rename(old)
-    old.write_bytes(bytes(5000) + b"DCKPART4")
-
-    assert loaded(newest.parents[1]) == OLD
-    assert f"{old} is a local checkpoint of an earlier release" in caplog.text
-    save(newest.parents[1], NEW + 1)
-    save(newest.parents[1], NEW + 2)
-    assert not old.exists()
-
-
 def test_only_names_of_shards_below_names_of_ranks_are_found(newest: Path) -> None:
     root, content = newest.parents[1], newest.read_bytes()
     later = newest.name.replace("iter_0000002", "iter_0000009")

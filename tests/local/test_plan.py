@@ -14,10 +14,10 @@ from dist_ckpt_strategies.local.plan import (
     SaveId,
     build_cliques,
     build_exchange_plan,
-    build_reshard_plan,
     build_retention,
     group_saves,
 )
+from dist_ckpt_strategies.local.reshard import build_reshard_plan
 from tests.support.regions import Split, regions_in, spec_of, splits, times_covered
 
 WORLDS = st.integers(1, 8).flatmap(
