@@ -1,10 +1,14 @@
 """Every exception this package raises on purpose."""
 
 import difflib
+import sys
 import traceback
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class CheckpointError(Exception):
@@ -322,3 +326,40 @@ def forget_frames(error: BaseException) -> None:
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = one.__context__ = None
         one = one.__cause__
+
+
+def array_not_found(key: str, known: Sequence[str], root: object) -> ArrayNotFoundError:
+    """The error for a key that is none of those that a place holds."""
+    text = f"{key}: no such array among the {len(known)} in {root}{similar_text(key, known)}"
+    return ArrayNotFoundError(text, key=key, path=str(root))
+
+
+def as_megatron_error(error: CheckpointError) -> CheckpointError:
+    """The same error, of a class that is also Megatron-Core's ``CheckpointingException``.
+
+    The error itself where nothing has imported Megatron-Core: then no caller can expect that class.
+    """
+    core = sys.modules.get("megatron.core.dist_checkpointing.core")
+    theirs, kind = getattr(core, "CheckpointingException", None), type(error)
+    if theirs is None or issubclass(kind, theirs):
+        return error
+    adapted = joint_class(kind.__name__, (kind, theirs))
+    found: CheckpointError = adapted.__new__(adapted, *error.args)
+    found.args = error.args
+    found.__dict__.update(error.__dict__)
+    found.path = error.path  # an ImportError keeps it elsewhere
+    found.__traceback__ = error.__traceback__
+    return found
+
+
+def raises_megatron_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function: every CheckpointError that it raises is Megatron-Core's too."""
+
+    @wraps(function)
+    def adapted(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except CheckpointError as error:
+            raise as_megatron_error(error) from error.__cause__
+
+    return adapted

@@ -25,10 +25,7 @@ from dist_ckpt_strategies.cli.status import Status, status_of_issues
 from dist_ckpt_strategies.cli.summary import Summary, summary_of
 from dist_ckpt_strategies.comm.shared_work import Ranks, Watch
 from dist_ckpt_strategies.errors import some_of
-from dist_ckpt_strategies.formats.issues import (
-    Issue,
-    Scan,
-)
+from dist_ckpt_strategies.formats.issues import Issue, Scan
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, scan_local, verify_local

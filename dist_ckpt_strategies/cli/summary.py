@@ -7,17 +7,13 @@ from fnmatch import fnmatchcase
 from itertools import chain, groupby
 from typing import Any
 
-from dist_ckpt_strategies.cli.render import (
-    bytes_text,
-    counted,
-)
+from dist_ckpt_strategies.cli.render import bytes_text, counted
 from dist_ckpt_strategies.errors import ArrayNotFoundError, some_of
 from dist_ckpt_strategies.formats.issues import (
     Issue,
     Problem,
     Scan,
     ScannedArray,
-    ScannedObject,
     StaleFile,
     StaleKind,
 )
@@ -70,9 +66,10 @@ def summary_of(
     if isinstance(found, LocalScan):
         return _local_summary(found, keys)
     pattern = "*" if keys is None else keys
-    fields_of = _packed_fields if found.backend == _PACKS else _array_fields
-    arrays = [fields_of(one) for one in found.arrays if fnmatchcase(one.array.key, pattern)]
-    objects = [_object_fields(one) for one in found.objects if fnmatchcase(one.key, pattern)]
+    is_packed = found.backend == _PACKS
+    matching = [one for one in found.arrays if fnmatchcase(one.array.key, pattern)]
+    arrays = [_array_fields(one, is_packed=is_packed) for one in matching]
+    objects = [asdict(one) for one in found.objects if fnmatchcase(one.key, pattern)]
     num_keys = len(found.arrays) + len(found.objects)
     _require_match(found.root, f"{num_keys} keys", keys, arrays or objects)
     objects = objects if with_objects else []
@@ -83,7 +80,7 @@ def summary_of(
         "common": None if common is None else {"path": "common.pt", "nbytes": common},
         "num_arrays": len(found.arrays),
         "num_objects": len(found.objects),
-        "num_files": found.num_files,
+        "num_files": len(found.files),
         "nbytes": found.nbytes,
         "stale_files": list(map(asdict, found.stale_files)),
         "unfinished": found.is_unfinished,
@@ -105,43 +102,24 @@ def _require_match(root: object, what: str, pattern: str | None, found: object) 
         raise ArrayNotFoundError(f"{root}: none of its {what} matches {pattern!r}")
 
 
-def _array_fields(one: ScannedArray) -> dict[str, Any]:
+def _array_fields(one: ScannedArray, *, is_packed: bool) -> dict[str, Any]:
+    """Those of an array; in packs its blocks are the shards as they were saved."""
     array = one.array
-    return {
+    fields: dict[str, Any] = {
         "key": array.key,
         "shape": array.shape,
         "dtype": array.dtype.value,
-        "chunk_shape": array.chunk_shape,
         "nbytes": array.nbytes,
+    }
+    if is_packed:
+        return fields | {"num_blocks": one.num_chunks, "writers": one.writers}
+    return fields | {
+        "chunk_shape": array.chunk_shape,
         "num_chunks": one.num_chunks,
         "num_chunks_expected": array.num_chunks,
         "file_nbytes": one.file_nbytes,
         "separator": array.separator,
         "raw": array.is_raw,
-    }
-
-
-def _packed_fields(one: ScannedArray) -> dict[str, Any]:
-    """Those of an array in packs, whose blocks are the shards as they were saved."""
-    array = one.array
-    return {
-        "key": array.key,
-        "shape": array.shape,
-        "dtype": array.dtype.value,
-        "nbytes": array.nbytes,
-        "num_blocks": one.num_chunks,
-        "writers": one.writers,
-    }
-
-
-def _object_fields(one: ScannedObject) -> dict[str, Any]:
-    return {
-        "key": one.key,
-        "shape": one.shape,
-        "num_shards": one.num_shards,
-        "num_shards_expected": one.num_expected,
-        "file_nbytes": one.file_nbytes,
-        "writers": one.writers,
     }
 
 
@@ -167,7 +145,7 @@ def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
     yield from _stale_rows(found.stale_files)
     if found.others:
         yield "beside it", some_of(found.others)
-    yield "in all", f"{counted(found.num_files, 'file')}, {bytes_text(found.nbytes)}"
+    yield "in all", f"{counted(len(found.files), 'file')}, {bytes_text(found.nbytes)}"
 
 
 def _saved(facts: Mapping[str, Any]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dist_ckpt_strategies.core.array import ArraySpec, Shape
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     IncompleteCheckpointError,
@@ -15,16 +15,9 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
+from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location
+from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_text
-
-if TYPE_CHECKING:  # numpy and TensorStore take a while to import
-    from dist_ckpt_strategies.core.array import ArraySpec, Shape
-    from dist_ckpt_strategies.formats.locations import CheckpointMarker
-    from dist_ckpt_strategies.storage.bucket import Bucket
-    from dist_ckpt_strategies.storage.store import Store
-
-MAX_LISTED = 1000
-"""Missing files of one key that have an issue each; one issue stands for more of them."""
 
 NO_FILE = "no file"
 
@@ -110,7 +103,7 @@ class ScannedObject:
     key: str
     shape: Shape
     num_shards: int
-    num_expected: int
+    num_shards_expected: int
     file_nbytes: int
     writers: tuple[int, ...] = ()
 
@@ -122,15 +115,16 @@ class FileCheck:
     Attributes:
         key: None for a file of the whole checkpoint.
         name: of the file, below the checkpoint's directory.
-        run: returns what is wrong with it; raises where it cannot be read.
+        nbytes: that it should have.
         expected: what it should be, for messages.
+        run: returns what is wrong with its bytes; raises where they cannot be read.
     """
 
     key: str | None
     name: str
     nbytes: int
+    expected: str
     run: Callable[[], Iterable[Issue]]
-    expected: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,29 +138,36 @@ class Scan:
         backend: name and version of the sharded format; None where another package wrote the
             arrays, which are not looked for then.
         marker: None where it is missing or cannot be read.
-        common_nbytes: size of the common state's file; None where it is missing.
+        files: the size of each file by its path; None where a list of names does not tell.
+        num_threads: to run the checks with.
         stale_files: what killed processes have left, sorted by path; harmless.
-        nbytes: of all files; in an object store, of those whose size the index lists.
-        checks: gives the checks of all files that have digests or checksums of their own.
-        num_threads: to run them with.
+        checks: of all files that are part of it.
         facts: what the index of packs says of the save.
         others: names beside the checkpoint's own.
     """
 
-    root: Path | Bucket
+    root: Location
     backend: tuple[str, int] | None
     marker: CheckpointMarker | None
-    common_nbytes: int | None
-    arrays: tuple[ScannedArray, ...]
-    objects: tuple[ScannedObject, ...]
-    stale_files: tuple[StaleFile, ...]
-    issues: tuple[Issue, ...]
-    num_files: int
-    nbytes: int
-    checks: Callable[[], Iterator[FileCheck]] = field(repr=False, compare=False)
+    files: Mapping[str, int | None] = field(repr=False)
     num_threads: int = field(repr=False, compare=False)
+    arrays: tuple[ScannedArray, ...] = ()
+    objects: tuple[ScannedObject, ...] = ()
+    stale_files: tuple[StaleFile, ...] = ()
+    issues: tuple[Issue, ...] = ()
+    checks: tuple[FileCheck, ...] = field(default=(), repr=False, compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+
+    @property
+    def common_nbytes(self) -> int | None:
+        """Size of the common state's file; None where it is missing."""
+        return self.files.get(COMMON_NAME)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files, as far as it is known."""
+        return sum(filter(None, self.files.values()))
 
     @property
     def is_unfinished(self) -> bool:
@@ -204,7 +205,7 @@ def compared(check: FileCheck, files: Mapping[str, int | None]) -> Iterator[Issu
 
 
 def checked_marker(
-    store: Store, expected: tuple[str, int] | None = None
+    store: Place, expected: tuple[str, int] | None = None
 ) -> tuple[CheckpointMarker | None, list[Issue]]:
     """The marker of a checkpoint, if there is one, and what is wrong with it.
 
@@ -213,7 +214,9 @@ def checked_marker(
     Raises:
         StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.
     """
-    from dist_ckpt_strategies.formats.locations import CheckpointMarker  # noqa: PLC0415 - see above
+
+    def found(problem: Problem, expected: str, what: str) -> Issue:
+        return Issue(problem, None, MARKER_NAME, expected, what)
 
     try:
         marker = CheckpointMarker.from_json(store.read(MARKER_NAME))
@@ -221,22 +224,22 @@ def checked_marker(
         raise
     except IncompleteCheckpointError:
         text = "the last file that a save writes"
-        return None, [Issue(Problem.MISSING_MARKER, None, MARKER_NAME, text, NO_FILE)]
+        return None, [found(Problem.MISSING_MARKER, text, NO_FILE)]
     except StorageError as error:
         why = error.message.removeprefix(f"{store.path(MARKER_NAME)}: ")
         return None, [unreadable(None, MARKER_NAME, why)]
     except (ValueError, TypeError) as error:
-        text = "the fields of a marker as JSON"
-        return None, [Issue(Problem.DAMAGED, None, MARKER_NAME, text, str(error))]
-    issues: list[Issue] = []
-    if expected is None:
-        return marker, issues
-    for which, found, known in (
-        ("sharded", marker.sharded_format, expected),
-        ("common", marker.common_format, COMMON_FORMAT),
-    ):
-        if found != known:
-            text = f"{which} backend {known[0]} version {known[1]}"
-            what = f"{found[0]} version {found[1]}"
-            issues.append(Issue(Problem.UNKNOWN_BACKEND, None, MARKER_NAME, text, what))
-    return marker, issues
+        return None, [found(Problem.DAMAGED, "the fields of a marker as JSON", str(error))]
+    pairs = {
+        "sharded": (marker.sharded_format, expected),
+        "common": (marker.common_format, expected and COMMON_FORMAT),
+    }
+    return marker, [
+        found(
+            Problem.UNKNOWN_BACKEND,
+            f"{which} backend {wanted[0]} version {wanted[1]}",
+            f"{held[0]} version {held[1]}",
+        )
+        for which, (held, wanted) in pairs.items()
+        if wanted and held != wanted
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +16,7 @@ from dist_ckpt_strategies.errors import CheckpointError, some_of
 from dist_ckpt_strategies.formats.index import INDEX_NAME, SAVES, StoredObject, full_index_of
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
+    NO_FILE,
     FileCheck,
     Issue,
     Problem,
@@ -30,7 +31,7 @@ from dist_ckpt_strategies.formats.issues import (
 )
 from dist_ckpt_strategies.formats.locations import PACKS, Location
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, place_of
-from dist_ckpt_strategies.formats.pack_verify import WHOLE, pack_issues
+from dist_ckpt_strategies.formats.pack_verify import WHOLE, verify_pack
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.files import (
@@ -46,7 +47,7 @@ _FOLDERS = (FOLDER, SAVES)
 _TOP_NAMES = (INDEX_NAME, COMMON_NAME, MARKER_NAME)
 
 
-def scan_packs(location: Location, options: Options) -> Scan:
+def scan_packs(location: Location) -> Scan:
     """What a checkpoint of packs holds, and what is wrong with it, by names, sizes and index.
 
     Raises:
@@ -56,50 +57,50 @@ def scan_packs(location: Location, options: Options) -> Scan:
     store = place_of(location)
     files, others = _files_at(store)
     marker, issues = checked_marker(store, PACKS.sharded_format)
-    issues = [one for one in issues if one.problem is not Problem.MISSING_MARKER]
-    try:
-        checkpoint = PackCheckpoint(location, options)
-        index = checkpoint.index
-        packs = list(index.packs(range(index.num_packs)).values())
-        held: dict[int, list[str]] = defaultdict(list)
-        arrays = tuple(_arrays(checkpoint, packs, held))
-        objects = tuple(_objects(index.objects(), packs))
-        facts = index.facts
-    except NO_ANSWER:
-        raise
-    except CheckpointError as error:
-        issues.append(_bad_index(error, store))
-        packs, arrays, objects, facts, checkpoint, held = [], (), (), {}, None, {}
-    checks = [_check(store, pack, held.get(number, ())) for number, pack in enumerate(packs)]
-    checks += _full_index_check(checkpoint)
-    for check in checks:
-        issues += compared(check, files)
-    if checkpoint is not None and COMMON_NAME in files:
-        checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
-    elif checkpoint is not None and index.common is not None:
-        expected = "a copy of the common state in the packs, for Megatron-Core's own load"
-        issues.append(Issue(Problem.MISSING_FILE, None, COMMON_NAME, expected, "nothing"))
-    named = {check.name for check in checks} | {*_TOP_NAMES}
-    stale = [
-        StaleFile(StaleKind.PARTIAL, name, nbytes or 0)
-        for name, nbytes in sorted(files.items())
-        if checkpoint is not None and name not in named
-    ]
-    return Scan(
+    scan = Scan(
         root=location,
         backend=PACKS.sharded_format,
         marker=marker,
-        common_nbytes=files.get(COMMON_NAME),
-        arrays=arrays,
-        objects=objects,
-        stale_files=tuple(stale),
-        issues=sorted_by_key(issues),
-        num_files=len(files),
-        nbytes=sum(nbytes or 0 for nbytes in files.values()),
-        checks=lambda: iter(checks),
+        files=files,
         num_threads=store.num_readers,
-        facts=facts,
+        issues=tuple(one for one in issues if one.problem is not Problem.MISSING_MARKER),
         others=others,
+    )
+    try:
+        scan = _with_contents(scan, store, PackCheckpoint(location, Options()))
+    except NO_ANSWER:
+        raise
+    except CheckpointError as error:
+        scan = replace(scan, issues=(*scan.issues, _bad_index(error, store)))
+    return replace(scan, issues=sorted_by_key(scan.issues))
+
+
+def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan:
+    """The scan with what the index says, and whether that is there."""
+    index, files = checkpoint.index, scan.files
+    packs = index.packs(range(index.num_packs))
+    arrays, keys = _arrays(checkpoint, packs)
+    name, nbytes = full_index_of(index.save_id), index.nbytes
+    checks = [_pack_check(store, pack, keys[number]) for number, pack in packs.items()]
+    # Its parts are compared with their digests whenever they are read.
+    checks.append(FileCheck(None, name, nbytes, nbytes_text(nbytes), lambda: ()))
+    issues = [*scan.issues, *(issue for check in checks for issue in compared(check, files))]
+    if COMMON_NAME in files:
+        checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
+    elif index.common is not None:
+        expected = "a copy of the common state in the packs, for Megatron-Core's own load"
+        issues.append(Issue(Problem.MISSING_FILE, None, COMMON_NAME, expected, NO_FILE))
+    stale = files.keys() - {check.name for check in checks} - {*_TOP_NAMES}
+    return replace(
+        scan,
+        arrays=arrays,
+        objects=tuple(_objects(index.objects(), packs)),
+        stale_files=tuple(
+            StaleFile(StaleKind.PARTIAL, name, files[name] or 0) for name in sorted(stale)
+        ),
+        issues=tuple(issues),
+        checks=tuple(checks),
+        facts=index.facts,
     )
 
 
@@ -132,13 +133,11 @@ def _bad_index(error: CheckpointError, store: Place) -> Issue:
 
 
 def _arrays(
-    checkpoint: PackCheckpoint, packs: list[PackRecord], held: dict[int, list[str]]
-) -> Iterator[ScannedArray]:
-    """Each array, with its blocks and the ranks that have written them.
-
-    Adds it to ``held``, the keys by the number of the pack.
-    """
+    checkpoint: PackCheckpoint, packs: Mapping[int, PackRecord]
+) -> tuple[tuple[ScannedArray, ...], Mapping[int, list[str]]]:
+    """Each array, with the ranks that have written it; the keys in each pack, by its number."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    keys: dict[int, list[str]] = defaultdict(list)
     writers: dict[str, set[int]] = defaultdict(set)
     specs: dict[str, ArraySpec] = {}
     for table in checkpoint.index.tables():
@@ -152,13 +151,17 @@ def _arrays(
             counts[key][1] += int(nbytes[is_own].sum())
             for pack in np.unique(table.place[is_own, 0]).tolist():
                 writers[key].add(packs[pack].rank)
-                held[pack] += [key] if held[pack][-1:] != [key] else []
-    for key, spec in specs.items():
-        num_blocks, size = counts[key]
-        yield ScannedArray(spec, num_blocks, size, tuple(sorted(writers[key])))
+                keys[pack] += [key] if keys[pack][-1:] != [key] else []
+    scanned = (
+        ScannedArray(spec, counts[key][0], counts[key][1], tuple(sorted(writers[key])))
+        for key, spec in specs.items()
+    )
+    return tuple(scanned), keys
 
 
-def _objects(objects: Iterable[StoredObject], packs: list[PackRecord]) -> Iterator[ScannedObject]:
+def _objects(
+    objects: Iterable[StoredObject], packs: Mapping[int, PackRecord]
+) -> Iterator[ScannedObject]:
     for (key, shape), some in groupby(objects, lambda found: (found.id.key, found.id.shape)):
         shards = list(some)
         nbytes = sum(found.stored.nbytes for found in shards)
@@ -166,24 +169,16 @@ def _objects(objects: Iterable[StoredObject], packs: list[PackRecord]) -> Iterat
         yield ScannedObject(key, shape, len(shards), len(shards), nbytes, tuple(writers))
 
 
-def _check(store: Place, pack: PackRecord, keys: Sequence[str]) -> FileCheck:
-    name, holds = file_of(pack.name), f", with blocks of {some_of(keys)}" if keys else ""
+def _pack_check(store: Place, pack: PackRecord, keys: Sequence[str]) -> FileCheck:
+    holds = f", with blocks of {some_of(keys)}" if keys else ""
 
     def run() -> Iterator[Issue]:
-        for issue in pack_issues(store, pack):
+        for issue in verify_pack(store, pack.name, pack):
             is_of_all = issue.expected.startswith(WHOLE)
             yield replace(issue, expected=issue.expected + holds) if is_of_all else issue
 
     expected = f"{nbytes_text(pack.nbytes)}, written by rank {pack.rank}{holds}"
-    return FileCheck(None, name, pack.nbytes, run, expected)
-
-
-def _full_index_check(checkpoint: PackCheckpoint | None) -> list[FileCheck]:
-    """Its size; its parts are compared with their digests whenever they are read."""
-    if checkpoint is None:
-        return []
-    name, nbytes = full_index_of(checkpoint.index.save_id), checkpoint.index.nbytes
-    return [FileCheck(None, name, nbytes, lambda: (), nbytes_text(nbytes))]
+    return FileCheck(None, file_of(pack.name), pack.nbytes, expected, run)
 
 
 def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> FileCheck:
@@ -198,4 +193,4 @@ def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> File
             found = f"{nbytes_text(len(content))} that differ"
             yield Issue(Problem.DAMAGED, None, COMMON_NAME, expected, found)
 
-    return FileCheck(None, COMMON_NAME, nbytes, run)
+    return FileCheck(None, COMMON_NAME, nbytes, "", run)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from dist_ckpt_strategies.core.array import DType
+from dist_ckpt_strategies.core.array import DType, ObjectId
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.issues import NO_FILE, Issue, Problem
 from dist_ckpt_strategies.formats.pack import (
@@ -24,27 +25,11 @@ from dist_ckpt_strategies.formats.pack import (
 from dist_ckpt_strategies.formats.pack_header import PackHeader, header_nbytes, parse_header
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Place
-from dist_ckpt_strategies.storage.store import Bytes
 
 WHOLE = "a whole pack"
 """What issues expect that are about all of a pack."""
 
 _READ_NBYTES = 16 * RANGE_NBYTES
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a pack.
-
-    Attributes:
-        key: of the array, or of the shard of an object; None for what belongs to no key.
-        part: which part of it is stored, in words.
-        stored: where it is.
-    """
-
-    key: str | None
-    part: str
-    stored: StoredBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +45,6 @@ class OpenedPack:
     record: PackRecord
     header: PackHeader
     digests: Digests
-
-    def tensors(self) -> Iterator[StoredTensor]:
-        """All tensors in the order of the file, but for the table of digests."""
-        header, table, listed = self.header, self.header.table, []
-        sizes = [DType(facts.dtype).itemsize for facts in table.facts]
-        for row, (number, (_, start, first)) in enumerate(
-            zip(table.array.tolist(), table.place.tolist(), strict=True)
-        ):
-            region = table.region(row)
-            stored = StoredBytes(0, start, first, region.numel * sizes[number])
-            listed.append(StoredTensor(table.keys[number], str(region), stored))
-        listed += [StoredTensor(name.unique_key, "object", where) for name, where in header.objects]
-        if header.common is not None:
-            listed.append(StoredTensor(None, "common state", header.common))
-        yield from sorted(listed, key=lambda tensor: tensor.stored.byte_offset)
-        end = max((t.stored.byte_offset + t.stored.nbytes for t in listed), default=0)
-        padding = header.nbytes - table_nbytes(header.num_ranges) - header.data_start - end
-        if padding:
-            yield StoredTensor(None, PADDING, StoredBytes(0, end, header.num_ranges - 1, padding))
 
 
 def open_pack(store: Place, name: str, expected: PackRecord | None = None) -> OpenedPack:
@@ -144,39 +110,69 @@ def verify_pack(store: Place, name: str, expected: PackRecord | None = None) -> 
     except CorruptCheckpointError as error:
         yield Issue(Problem.DAMAGED, None, file_of(name), whole, error.message)
     else:
-        memory = np.empty(_READ_NBYTES, np.uint8)  # memory that was never touched is slow
-        for tensor in pack.tensors():
-            yield from damaged_ranges(store, pack.record, pack.digests, tensor, memory)
+        yield from _damaged_ranges(store, pack)
 
 
-def pack_issues(store: Place, pack: PackRecord) -> Iterator[Issue]:
-    """See ``verify_pack``; the pack as the index lists it."""
-    return verify_pack(store, pack.name, pack)
+def _damaged_ranges(store: Place, pack: OpenedPack) -> Iterator[Issue]:
+    """The ranges of a pack whose bytes do not have their digests, read some at a time."""
+    file, rank = file_of(pack.record.name), pack.record.rank
+    memory = np.empty(_READ_NBYTES, np.uint8)  # memory that was never touched is slow
+    ranges = list(_ranges(pack))
+    first = 0
+    while first < len(ranges):
+        stop, start, end = first, ranges[first].start, ranges[first].start
+        while stop < len(ranges) and ranges[stop].stop - start <= memory.size:
+            if ranges[stop].start != end:
+                break
+            end, stop = ranges[stop].stop, stop + 1
+        store.read_into(file, start, [memory[: end - start]])
+        for found in ranges[first:stop]:
+            digest = xxhash.xxh3_64_intdigest(memory[found.start - start : found.stop - start].data)
+            if digest != found.digest:
+                key, part = _named(pack.header, found.tensor)
+                where = f"{part}, written by rank {rank}: bytes {found.start} to {found.stop}"
+                expected = f"{where} with digest {found.digest:016x}"
+                yield Issue(Problem.DAMAGED, key, file, expected, f"digest {digest:016x}")
+        first = stop
 
 
-def damaged_ranges(
-    store: Place, record: PackRecord, digests: Digests, tensor: StoredTensor, memory: Bytes
-) -> Iterator[Issue]:
-    """The ranges of a tensor of a pack whose bytes do not have their digests.
+class _Range(NamedTuple):
+    """Bytes of the file, and the tensor that they are of: see ``_named``."""
 
-    Some ranges at a time are read into ``memory``.
-    """
-    file, stored = file_of(record.name), tensor.stored
-    start = record.data_start + stored.byte_offset
-    number = stored.first_range
-    for at in range(0, stored.nbytes, memory.size):
-        content = memory[: stored.nbytes - at]
-        store.read_into(file, start + at, [content])
-        for begin in range(0, content.size, RANGE_NBYTES):
-            piece = content[begin : begin + RANGE_NBYTES]
-            digest, first = xxhash.xxh3_64_intdigest(piece.data), start + at + begin
-            if digest != digests[number]:
-                yield Issue(
-                    Problem.DAMAGED,
-                    tensor.key,
-                    file,
-                    f"{tensor.part}, written by rank {record.rank}: bytes {first} to "
-                    f"{first + piece.size} with digest {digests[number]:016x}",
-                    f"digest {digest:016x}",
-                )
-            number += 1
+    start: int
+    stop: int
+    digest: int
+    tensor: int | ObjectId | str
+
+
+def _ranges(pack: OpenedPack) -> Iterator[_Range]:
+    """All ranges in the order of the file, but for the table of digests."""
+    header, table, digests = pack.header, pack.header.table, pack.digests.tolist()
+    sizes = np.array([DType(facts.dtype).itemsize for facts in table.facts], np.int64)
+    nbytes = (table.extent.prod(axis=1) * sizes[table.array]).tolist() if len(table) else []
+    listed: list[tuple[int, int, int, int | ObjectId | str]] = [
+        (start, size, first, row)
+        for row, ((_, start, first), size) in enumerate(
+            zip(table.place.tolist(), nbytes, strict=True)
+        )
+    ]
+    of_bytes: list[tuple[ObjectId | str, StoredBytes]] = [*header.objects]
+    if header.common is not None:
+        of_bytes.append(("common state", header.common))
+    listed += ((at.byte_offset, at.nbytes, at.first_range, name) for name, at in of_bytes)
+    listed.sort(key=lambda tensor: tensor[:2])
+    end = max((start + size for start, size, *_ in listed), default=0)
+    padding = header.nbytes - table_nbytes(header.num_ranges) - header.data_start - end
+    if padding:
+        listed.append((end, padding, header.num_ranges - 1, PADDING))
+    for start, size, number, tensor in listed:
+        begin, stop = header.data_start + start, header.data_start + start + size
+        for n, at in enumerate(range(begin, stop, RANGE_NBYTES), number):
+            yield _Range(at, min(at + RANGE_NBYTES, stop), digests[n], tensor)
+
+
+def _named(header: PackHeader, tensor: int | ObjectId | str) -> tuple[str | None, str]:
+    """The key and the part of it that a tensor is: a row of the table, an object, or neither."""
+    if isinstance(tensor, int):
+        return header.table.keys[header.table.array[tensor]], str(header.table.region(tensor))
+    return (None, tensor) if isinstance(tensor, str) else (tensor.unique_key, "object")

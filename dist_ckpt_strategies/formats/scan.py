@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
-from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -43,11 +42,7 @@ from dist_ckpt_strategies.formats.pack_scan import scan_packs
 from dist_ckpt_strategies.formats.pack_write import FOLDER as PACKS_FOLDER
 from dist_ckpt_strategies.formats.zarr2_scan import scan_zarr
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import (
-    MARKER_NAME,
-    reason,
-    require_directory,
-)
+from dist_ckpt_strategies.storage.files import MARKER_NAME, reason, require_directory
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
@@ -71,7 +66,7 @@ def scan(place: Location, watch: Watch | None = None) -> Scan:
         place = place.absolute()
         require_directory(place)
     if holds_packs(place):
-        return scan_packs(place, Options())
+        return scan_packs(place)
     named = None
     with suppress(StorageError):
         named = refuse_format2(place)
@@ -81,7 +76,7 @@ def scan(place: Location, watch: Watch | None = None) -> Scan:
             raise _not_packs(place, names)
     elif named not in {None, PACKS.sharded_format} or not (place / PACKS_FOLDER).is_dir():
         return scan_zarr(place, watch)
-    return scan_packs(place, Options())  # of a save that has not ended, or without its index
+    return scan_packs(place)  # of a save that has not ended, or without its index
 
 
 def verify(
@@ -100,7 +95,7 @@ def verify(
         StoreAccessError, StoreUnreachableError: an object store does not answer any more.
         PlanError: the ranks see different files.
     """
-    return sorted_by_key(run_checks(scan.issues, scan.checks(), scan.num_threads, watch, comm))
+    return sorted_by_key(run_checks(scan.issues, scan.checks, scan.num_threads, watch, comm))
 
 
 def run_checks(

@@ -10,23 +10,23 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dist_ckpt_strategies.comm.shared_work import Watch
-from dist_ckpt_strategies.core.array import UNKNOWN, ArraySpec, ObjectId, Shape
+from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId, Shape
 from dist_ckpt_strategies.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PlanError,
     StorageError,
 )
 from dist_ckpt_strategies.formats.issues import (
     COMMON_FORMAT,
-    MAX_LISTED,
     NO_FILE,
     FileCheck,
     Issue,
@@ -42,9 +42,7 @@ from dist_ckpt_strategies.formats.issues import (
     sorted_by_key,
     unreadable,
 )
-from dist_ckpt_strategies.formats.locations import (
-    other_contents,
-)
+from dist_ckpt_strategies.formats.locations import other_contents
 from dist_ckpt_strategies.formats.objects import OBJECT_SUFFIX, file_damage, shard_id
 from dist_ckpt_strategies.formats.zarr2 import LOCKS_SUFFIX, METADATA_NAME, parse_metadata
 from dist_ckpt_strategies.storage.files import (
@@ -55,13 +53,8 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     Directory,
     nbytes_text,
-    read_file,
-    reason,
 )
 from dist_ckpt_strategies.storage.folders import Folder, read_folder
-
-if TYPE_CHECKING:  # torch takes a while to import
-    pass
 
 _FORMAT1 = ("zarr", 1)
 
@@ -71,6 +64,9 @@ _NUM_THREADS = 8
 _READ_NBYTES = 2 << 20
 """So much stays in the processor's cache."""
 
+_MAX_LISTED = 1000
+"""Missing files of one key that have an issue each; one issue stands for more of them."""
+
 _CHUNK_NAME = re.compile(r"\d+(?:\.\d+)*", re.ASCII)
 _CHUNK_FOLDERS = re.compile(r"(?:/\d+)+\Z", re.ASCII)
 _SUFFIX = f"/{METADATA_NAME}"
@@ -78,46 +74,74 @@ _SUFFIX = f"/{METADATA_NAME}"
 _TEMPORARY_SUFFIXES = (".__lock", ".partial")
 """Files that TensorStore and zarr-python rename once they are whole."""
 
+Sizes = Mapping[str, int]
+"""The bytes of files, by their paths below the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An array, or a grid of objects: what is there of it, its files, and what is wrong."""
+
+    scanned: tuple[ScannedArray | ScannedObject, ...] = ()
+    checks: tuple[FileCheck, ...] = ()
+    issues: tuple[Issue, ...] = ()
+
 
 def scan_zarr(root: Path, watch: Watch | None) -> Scan:
     """What a directory holds, and what is wrong with it; see ``scan.scan``."""
-    top, (marker, issues) = read_folder(root, ""), checked_marker(Directory(root), _FORMAT1)
-    if top.failure:
-        raise StorageError(f"{root} cannot be listed: {top.failure}", path=str(root))
-    is_foreign = marker is not None and marker.sharded_format != _FORMAT1
+    store = Directory(root)
+    marker, issues = checked_marker(store, _FORMAT1)
     folders = list(_folders(root, watch))
-    issues += (unreadable(None, f.key or ".", f.failure) for f in folders if f.failure)
-    files: dict[str, int] = {}
-    stale: list[StaleFile] = []
-    for folder in () if is_foreign else folders:
-        _look_into(folder, files, stale, issues)
-    checks: list[FileCheck] = []
-    common_nbytes = top.files.get(COMMON_NAME)
-    if common_nbytes is not None:
-        checks.append(_archive(root, None, COMMON_NAME, common_nbytes))
+    if folders[0].failure:
+        raise StorageError(f"{root} cannot be listed: {folders[0].failure}", path=str(root))
+    issues += (unreadable(None, f.key, f.failure) for f in folders if f.failure)
+    is_foreign = marker is not None and marker.sharded_format != _FORMAT1
+    files, stale = _split([] if is_foreign else folders)
+    parts = []
+    if not is_foreign:
+        issues += chain.from_iterable(map(_no_files, folders))
+        known = {issue.path for issue in issues}
+        parts = [*_arrays(store, files, known), *_objects(root, files)]
+    listed = {folder.path_of(name): n for folder in folders for name, n in folder.files.items()}
+    if COMMON_NAME in listed:
+        parts.append(_Part(checks=(_archive(root, None, COMMON_NAME, listed[COMMON_NAME]),)))
     elif marker is None or marker.common_format == COMMON_FORMAT:
         issues.append(missing_common())
-    arrays = tuple(_compared_arrays(root, files, checks, issues))
-    objects = tuple(_compared_objects(root, files, checks, issues))
-    if marker is None and common_nbytes is None and not arrays and not objects:
-        is_damaged = stale or MARKER_NAME in top.files or issues[2:]  # beyond both that are missing
+    issues += chain.from_iterable(part.issues for part in parts)
+    if marker is None and not parts:
+        is_damaged = stale or MARKER_NAME in listed or issues[2:]  # beyond both that are missing
         if what := other_contents(root) or ("" if is_damaged else "it has no file of one"):
             raise CheckpointNotFoundError(f"{root} is no checkpoint: {what}", path=str(root))
-    issues += () if is_foreign else _emptied(folders, files)
+    issues += [] if is_foreign else _emptied(folders, files)
+    scanned = [one for part in parts for one in part.scanned]
     return Scan(
         root=root,
         backend=None if is_foreign else _FORMAT1,
         marker=marker,
-        common_nbytes=common_nbytes,
-        arrays=arrays,
-        objects=objects,
+        files=listed,
+        arrays=tuple(one for one in scanned if isinstance(one, ScannedArray)),
+        objects=tuple(one for one in scanned if isinstance(one, ScannedObject)),
         stale_files=tuple(sorted(stale, key=lambda one: one.path)),
         issues=sorted_by_key(issues),
-        num_files=sum(len(folder.files) for folder in folders),
-        nbytes=sum(folder.nbytes for folder in folders),
-        checks=lambda: iter(checks),
+        checks=tuple(check for part in parts for check in part.checks),
         num_threads=_NUM_THREADS,
     )
+
+
+def _split(folders: Iterable[Folder]) -> tuple[dict[str, int], list[StaleFile]]:
+    """The files of a checkpoint, and what killed processes have left beside them."""
+    files: dict[str, int] = {}
+    stale: list[StaleFile] = []
+    for folder in folders:
+        if kind := _stale_kind(folder):
+            stale.append(StaleFile(kind, folder.key, folder.nbytes))
+            continue
+        for name, nbytes in folder.files.items():
+            if name.startswith(PARTIAL_PREFIX) or name.endswith(_TEMPORARY_SUFFIXES):
+                stale.append(StaleFile(StaleKind.PARTIAL, folder.path_of(name), nbytes))
+            else:
+                files[folder.path_of(name)] = nbytes
+    return files, stale
 
 
 def _folders(root: Path, watch: Watch | None) -> Iterator[Folder]:
@@ -151,27 +175,16 @@ def _stale_kind(folder: Folder) -> StaleKind | None:
     return None
 
 
-def _look_into(
-    folder: Folder, files: dict[str, int], stale: list[StaleFile], issues: list[Issue]
-) -> None:
-    """Add the files of a directory, those that killed processes left, and what is no file."""
-    if kind := _stale_kind(folder):
-        stale.append(StaleFile(kind, folder.key, folder.nbytes))
+def _no_files(folder: Folder) -> Iterator[Issue]:
+    """An issue for what has the name of a file, and is none."""
+    if _stale_kind(folder):
         return
-    for name, size in folder.files.items():
-        path = folder.path_of(name)
-        if name.startswith(PARTIAL_PREFIX) or name.endswith(_TEMPORARY_SUFFIXES):
-            stale.append(StaleFile(StaleKind.PARTIAL, path, size))
-        else:
-            files[path] = size
-    issues += (
-        unreadable(folder.key, path, "a directory, or something else that is no file")
-        for path in map(folder.path_of, (*folder.folders, *folder.links, *folder.others))
-        if shard_id(path) or path.endswith(_SUFFIX)
-    )
+    for path in map(folder.path_of, (*folder.folders, *folder.links, *folder.others)):
+        if shard_id(path) or path.endswith(_SUFFIX):
+            yield unreadable(folder.key, path, "a directory, or something else that is no file")
 
 
-def _emptied(folders: Iterable[Folder], files: Mapping[str, int]) -> Iterator[Issue]:
+def _emptied(folders: Iterable[Folder], files: Sizes) -> Iterator[Issue]:
     """An issue for each empty directory: no save makes one, so its files may be lost."""
     for folder in folders:
         key = folder.key
@@ -187,56 +200,46 @@ def _emptied(folders: Iterable[Folder], files: Mapping[str, int]) -> Iterator[Is
             yield Issue(Problem.UNEXPECTED_FILE, None, key, expected, "an empty directory")
 
 
-def _compared_arrays(
-    root: Path, files: Mapping[str, int], checks: list[FileCheck], issues: list[Issue]
-) -> Iterator[ScannedArray]:
-    """The arrays, sorted by key; checks of their chunks, and what is wrong, join the lists."""
-    store, chunks = Directory(root), _chunks_by_key(files)
-    for key in sorted(p.removesuffix(_SUFFIX) for p in files if p.endswith(_SUFFIX)):
-        present, array = chunks.pop(key, {}), _read_metadata(root, key)
-        if isinstance(array, Issue):
-            issues.append(array)
-            continue
-        expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
-        path_of = array.chunk_file
-        found = list(_compared_grid(key, array.grid, path_of, present, expected, "chunks"))
-        for path, nbytes in sorted(present.items()):
-            size = array.chunk_nbytes if array.is_raw else max(nbytes, 1)
-            run = partial(_check_readable, store, path, size)
-            checks.append(FileCheck(key, path, size, run, expected))
-            issues += compared(checks[-1], files)
-        issues += found
-        yield ScannedArray(array, len(present), sum(present.values()))
-    known = {issue.path for issue in issues}
-    for key, named in chunks.items():
-        if key + _SUFFIX in known:
-            continue
-        text = f"{NO_FILE}; files that look like chunks: {len(named)}"
-        expected = "the array's metadata"
-        issues.append(Issue(Problem.MISSING_FILE, key, key + _SUFFIX, expected, text))
-
-
-def _chunks_by_key(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Sizes of files that look like chunks, by the key of their array and by path."""
-    found: dict[str, dict[str, int]] = defaultdict(dict)
+def _arrays(store: Directory, files: Sizes, known: set[str]) -> Iterator[_Part]:
+    """The arrays, sorted by key. Paths that are ``known`` have an issue already."""
+    chunks: dict[str, dict[str, int]] = defaultdict(dict)
     for path, nbytes in files.items():
         key, _, name = path.rpartition("/")
         if key and _CHUNK_NAME.fullmatch(name):
             if key + _SUFFIX not in files:  # w/0/1 belongs to the array above the numbers
                 key = _CHUNK_FOLDERS.sub("", key)
-            found[key][path] = nbytes
-    return found
+            chunks[key][path] = nbytes
+    for key in sorted(path.removesuffix(_SUFFIX) for path in files if path.endswith(_SUFFIX)):
+        yield _array(store, key, chunks.pop(key, {}))
+    for key, named in chunks.items():
+        if key + _SUFFIX not in known:
+            text = f"{NO_FILE}; files that look like chunks: {len(named)}"
+            expected = "the array's metadata"
+            issue = Issue(Problem.MISSING_FILE, key, key + _SUFFIX, expected, text)
+            yield _Part(issues=(issue,))
 
 
-def _read_metadata(root: Path, key: str) -> ArraySpec | Issue:
+def _array(store: Directory, key: str, present: Sizes) -> _Part:
+    """An array, of which these chunk files are there."""
     path = key + _SUFFIX
     try:
-        return parse_metadata(key, path, read_file(f"{root}/{path}", MAX_JSON_NBYTES))
-    except OSError as error:
-        return unreadable(key, path, reason(error))
-    except CheckpointError as error:
-        found = error.message.removeprefix(f"{key}: {path}").lstrip(": ")
-        return Issue(Problem.DAMAGED, key, path, "the metadata of a Zarr v2 array", found)
+        array = parse_metadata(key, path, store.read(path, 0, MAX_JSON_NBYTES))
+    except (CorruptCheckpointError, PlanError) as error:
+        text = error.message.removeprefix(f"{key}: {path}").lstrip(": ")
+        expected = "the metadata of a Zarr v2 array"
+        return _Part(issues=(Issue(Problem.DAMAGED, key, path, expected, text),))
+    except StorageError as error:
+        return _Part(issues=(unreadable(key, path, error.message),))
+    expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
+    inside, issues = _compared_grid(key, array.grid, array.chunk_file, present, expected)
+    checks = []
+    for name, nbytes in inside.items():
+        size = array.chunk_nbytes if array.is_raw else max(nbytes, 1)
+        run = partial(_check_readable, store, name, size)
+        checks.append(FileCheck(key, name, size, expected, run))
+        issues += compared(checks[-1], present)
+    scanned = ScannedArray(array, len(inside), sum(inside.values()))
+    return _Part((scanned,), tuple(checks), tuple(issues))
 
 
 def _check_readable(store: Directory, path: str, nbytes: int) -> Iterator[Issue]:
@@ -246,9 +249,7 @@ def _check_readable(store: Directory, path: str, nbytes: int) -> Iterator[Issue]
     return iter(())
 
 
-def _compared_objects(
-    root: Path, files: Mapping[str, int], checks: list[FileCheck], issues: list[Issue]
-) -> Iterator[ScannedObject]:
+def _objects(root: Path, files: Sizes) -> Iterator[_Part]:
     """The grids that files of objects make up, one for each shape that the files of a key state."""
     by_grid: dict[tuple[str, Shape], dict[str, int]] = defaultdict(dict)
     last: dict[tuple[str, Shape], int] = defaultdict(int)
@@ -257,52 +258,52 @@ def _compared_objects(
             by_grid[shard.key, shard.shape][path] = nbytes
             last[shard.key, shard.shape] = max(last[shard.key, shard.shape], shard.offset[-1])
     for (key, stated), present in sorted(by_grid.items()):
-        checks += (_archive(root, key, *one) for one in sorted(present.items()))
-        file_nbytes = sum(present.values())
         # In names of the older form the last number is left out: the largest offset tells it.
         shape = (*stated[:-1], last[key, stated] + 1) if stated[-1] == UNKNOWN else stated
-        num_shards = math.prod(shape)
 
         def path_of(offset: Shape, key: str = key, stated: Shape = stated) -> str:
             return ObjectId(key, offset, stated).unique_key + OBJECT_SUFFIX
 
-        expected = f"one of {num_shards} shards"
-        issues += _compared_grid(key, shape, path_of, present, expected, "shards")
-        yield ScannedObject(key, shape, len(present), num_shards, file_nbytes)
+        expected = f"one of {math.prod(shape)} shards"
+        inside, issues = _compared_grid(key, shape, path_of, present, expected)
+        nbytes = sum(present.values())
+        scanned = ScannedObject(key, shape, len(inside), math.prod(shape), nbytes)
+        checks = tuple(_archive(root, key, *one) for one in sorted(present.items()))
+        yield _Part((scanned,), checks, tuple(issues))
 
 
 def _compared_grid(
-    key: str,
-    grid: Shape,
-    path_of: Callable[[Shape], str],
-    present: dict[str, int],
-    expected: str,
-    what: str,
-) -> Iterator[Issue]:
-    """Issues for the files of a grid that are not there; files outside of it leave ``present``."""
+    key: str, grid: Shape, path_of: Callable[[Shape], str], present: Sizes, expected: str
+) -> tuple[dict[str, int], list[Issue]]:
+    """The files of a grid that are there, and issues for others that are not, or outside of it."""
     num_missing = math.prod(grid) - len(present)
-    if num_missing > MAX_LISTED:  # a damaged grid may be of any size
+    if num_missing > _MAX_LISTED:  # a damaged grid may be of any size
         found = f"{len(present)}; {num_missing} are missing"
-        yield Issue(Problem.MISSING_FILE, key, key, f"{math.prod(grid)} files", found)
-        return
-    paths = list(map(path_of, product(*map(range, grid))))
-    for path in paths:
-        if path not in present:
-            yield Issue(Problem.MISSING_FILE, key, path, expected, NO_FILE)
-    only = f"{what} of the grid {' x '.join(map(str, grid)) or '1'} only"
-    for path in sorted(present.keys() - set(paths)):
-        del present[path]
-        yield Issue(Problem.UNEXPECTED_FILE, key, path, only, "a file outside of it")
+        issue = Issue(Problem.MISSING_FILE, key, key, f"{math.prod(grid)} files", found)
+        return dict(sorted(present.items())), [issue]
+    paths = dict.fromkeys(map(path_of, product(*map(range, grid))))
+    only = f"files of the grid {' x '.join(map(str, grid)) or '1'} only"
+    issues = [
+        Issue(Problem.MISSING_FILE, key, path, expected, NO_FILE)
+        for path in paths
+        if path not in present
+    ]
+    issues += (
+        Issue(Problem.UNEXPECTED_FILE, key, path, only, "a file outside of it")
+        for path in sorted(present)
+        if path not in paths
+    )
+    return {path: nbytes for path, nbytes in sorted(present.items()) if path in paths}, issues
 
 
 def _archive(root: Path, key: str | None, path: str, nbytes: int) -> FileCheck:
     """A ``.pt`` file, to be compared with its own checksums; nothing is unpickled."""
+    expected = "an archive that fits its own checksums"
 
     def run() -> Iterator[Issue]:
         with (root / path).open("rb") as file:
             damage = file_damage(file)
         if damage is not None:
-            expected = "an archive that fits its own checksums"
             yield Issue(Problem.DAMAGED, key, path, expected, damage)
 
-    return FileCheck(key, path, nbytes, run)
+    return FileCheck(key, path, nbytes, expected, run)

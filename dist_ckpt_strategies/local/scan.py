@@ -145,7 +145,7 @@ def verify_local(
     ``formats.scan.verify``. ``watch`` is called with bytes.
     """
     checks = (
-        FileCheck(None, copy.path, copy.nbytes, partial(check_shard, scan.root, copy.path))
+        FileCheck(None, copy.path, copy.nbytes, "", partial(check_shard, scan.root, copy.path))
         for copy in scan.copies
     )
     num_threads = len(os.sched_getaffinity(0))

@@ -16,12 +16,11 @@ What is missing, be it the whole module, gets a stand-in of the same name and at
 import hashlib
 import json
 import types
-from collections.abc import Callable
 from enum import Enum
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,11 +32,11 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
-    CheckpointError,
     IncompatibleVersionError,
     MissingDependencyError,
     StrategyError,
-    joint_class,
+    as_megatron_error,
+    raises_megatron_errors,
 )
 from dist_ckpt_strategies.megatron import needs_megatron_core
 
@@ -57,11 +56,10 @@ __all__ = [
     "ShardedTensor",
     "StrategyAction",
     "StrictHandling",
+    "as_megatron_error",
+    "raises_megatron_errors",
 ]
-"""What other modules take from here of Megatron-Core's."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
+"""What other modules take from here: Megatron-Core's, and what makes our errors be its own."""
 
 TENSOR_AWARE_CLASS = (
     "megatron.core.dist_checkpointing.tensor_aware_state_dict.MCoreTensorAwareStateDict"
@@ -266,30 +264,3 @@ def require_psutil(backend: str, version: int) -> None:
         raise MissingDependencyError(
             "Megatron-Core's torch_dist save needs psutil; pip install psutil, or save packs"
         )
-
-
-def as_megatron_error(error: CheckpointError) -> CheckpointError:
-    """The same error, of a class that is also a ``CheckpointingException``."""
-    kind: Any = type(error)
-    if issubclass(kind, CheckpointingException):
-        return error
-    adapted = joint_class(kind.__name__, (kind, CheckpointingException))
-    found: CheckpointError = adapted.__new__(adapted, *error.args)
-    found.args = error.args
-    found.__dict__.update(error.__dict__)
-    found.path = error.path  # an ImportError keeps it elsewhere
-    found.__traceback__ = error.__traceback__
-    return found
-
-
-def raises_megatron_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function: every CheckpointError that it raises is Megatron-Core's too."""
-
-    @wraps(function)
-    def adapted(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except CheckpointError as error:
-            raise as_megatron_error(error) from error.__cause__
-
-    return adapted

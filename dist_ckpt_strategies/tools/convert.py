@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,14 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StorageTimeoutError,
     StrategyError,
+    raises_megatron_errors,
 )
 from dist_ckpt_strategies.formats.index import SAVES
 from dist_ckpt_strategies.formats.locations import Location, is_finished, located, require_path
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.formats.pack import UNVERIFIED
+from dist_ckpt_strategies.formats.pack_checkpoint import place_of
+from dist_ckpt_strategies.formats.pack_commit import new_save_id
 from dist_ckpt_strategies.formats.pack_write import FOLDER
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
@@ -36,19 +39,22 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
 )
-from dist_ckpt_strategies.tools.megatron_core import raises_megatron_errors, with_default_allowed
-from dist_ckpt_strategies.tools.opened import OpenedCheckpoint, RegionRead
+from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.options import ConvertOptions, resolved
 from dist_ckpt_strategies.tools.pack_writer import PackWriter
 from dist_ckpt_strategies.tools.plan_convert import (
+    ConvertPlan,
     FileTask,
     Format,
+    RegionRead,
     SourceArray,
     build_convert_plan,
 )
 from dist_ckpt_strategies.tools.rescue import find_readable, read_all, rescued_common
+from dist_ckpt_strategies.tools.safetensors import SafetensorsWriter
 from dist_ckpt_strategies.tools.upgrade import upgraded_common, upgraded_keys
-from dist_ckpt_strategies.tools.writers import SafetensorsWriter, TargetWriter, ZarrWriter
+from dist_ckpt_strategies.tools.writers import TargetWriter, Zarr1Writer, stage
+from dist_ckpt_strategies.tools.zarr3 import Zarr3Writer
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
@@ -136,8 +142,10 @@ def convert(  # noqa: PLR0913
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """
-    conversion = _Conversion(options, allow, comm, keys, skip_damaged=skip_damaged)
-    return conversion.run(source, target, Format.of(to), watch)
+    conversion = _Conversion(
+        options or ConvertOptions(), Ranks(comm), watch, keys, skip_damaged=skip_damaged
+    )
+    return conversion.run(source, target, Format.of(to), allow)
 
 
 @raises_megatron_errors
@@ -156,7 +164,8 @@ def copy(  # noqa: PLR0913
     Reads the bytes of these alone, and the common state. Bytes of packs are compared with their
     digests, which are copied. Otherwise as ``convert``.
     """
-    return _Conversion(options, allow, comm, keys).run(source, target, None, watch)
+    conversion = _Conversion(options or ConvertOptions(), Ranks(comm), watch, keys)
+    return conversion.run(source, target, None, allow)
 
 
 @raises_megatron_errors
@@ -182,136 +191,68 @@ def upgrade(  # noqa: PLR0913
     chosen = None if to is None else Format.of(to)
     if chosen is Format.SAFETENSORS:
         raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
-    return _Conversion(options, allow, comm, is_upgrade=True).run(source, target, chosen, watch)
+    conversion = _Conversion(options or ConvertOptions(), Ranks(comm), watch, is_upgrade=True)
+    return conversion.run(source, target, chosen, allow)
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is converted; ``common``, the file of the common state, on the first rank."""
+
+    arrays: Sequence[SourceArray]
+    objects: Sequence[ObjectId]
+    common: bytes = b""
+    missing: tuple[Missing, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _Conversion:
-    """One conversion, on all ranks that share it."""
+    """What a conversion does beside reading and writing, and the ranks that share it."""
 
-    def __init__(
-        self,
-        options: ConvertOptions | None,
-        allow: Allowed,
-        comm: Communicator | None,
-        keys: str | None = None,
-        *,
-        is_upgrade: bool = False,
-        skip_damaged: bool = False,
-    ) -> None:
-        self.options, self.ranks = options or ConvertOptions(), Ranks(comm)
-        self.allow, self.keys = allow, keys
-        self.is_upgrade, self.skip_damaged = is_upgrade, skip_damaged
+    options: ConvertOptions
+    ranks: Ranks
+    watch: Watch | None
+    keys: str | None = None
+    skip_damaged: bool = False
+    is_upgrade: bool = False
 
     def run(
-        self, source: str | Path, target: str | Path, to: Format | None, watch: Watch | None
+        self, source: str | Path, target: str | Path, to: Format | None, allow: Allowed
     ) -> ConvertReport:
-        """Plan, write to a place of its own, and move that into the target. Collective."""
+        """Plan, write to a place of its own, and make that the target. Collective."""
         started, ranks = time.monotonic(), self.ranks
         is_unverified = self.options.storage.verify is Verify.OFF and to is Format.PACK
         verify = Verify.OFF if is_unverified else Verify.READ
-        opened = ranks.run(lambda: self.options.open(source, self.allow, verify))
-        to = to or opened.kind
-        root = ranks.run(lambda: self._place(opened, target, to))
-        chosen = self._chosen(opened, to, watch)
-        writer = ranks.run(lambda: self._writer(opened, root, to, chosen, is_unverified))
-        plan = writer.plan
+        opened = ranks.run(lambda: self.options.open(source, allow, verify))
+        kind = to or opened.kind
+        root = ranks.run(lambda: self._target(opened, target, kind))
+        chosen = ranks.run(lambda: opened.unchanged(lambda: self._choose(opened, kind)))
+        if self.skip_damaged:
+            chosen = self._without_damage(opened, chosen, has_common=kind is not Format.SAFETENSORS)
+        features = [UNVERIFIED] if is_unverified else sorted(opened.features)
+        plan = ranks.run(lambda: self._plan(chosen, root, kind, features))
         ranks.require_alike([task.nbytes for task in plan.tasks])
 
         def begin() -> str:
-            _require_free(writer, "" if self.is_upgrade else opened.root)
-            return writer.begin()
+            _require_free(root, kind, "" if self.is_upgrade else opened.root)
+            if isinstance(root, Path) and kind is not Format.PACK:
+                return stage(root)
+            return new_save_id(place_of(root))
 
         save_id = ranks.run_on_first(begin)
-        of_rank = plan.arrays[ranks.rank :: ranks.size]
-        ranks.run(lambda: writer.open(save_id, of_rank))
+        writer = ranks.run(lambda: self._writer(opened, root, save_id, plan))
         try:
-            self._write(opened, writer, chosen.common, watch)
+            save = self._write(opened, writer, chosen.common)
         except StorageTimeoutError:
             raise  # a thread may still write
         except StorageError:
             writer.abandon()
             raise
-        ranks.run_on_first(writer.commit)
-        seconds = time.monotonic() - started
+        ranks.run_on_first(lambda: writer.commit(save))
         counts = len(plan.arrays), len(plan.objects), plan.nbytes
-        return ConvertReport(*counts, seconds, chosen.missing)
+        return ConvertReport(*counts, time.monotonic() - started, chosen.missing)
 
-    def _write(
-        self, opened: OpenedCheckpoint, writer: TargetWriter, common: bytes, watch: Watch | None
-    ) -> None:
-        """Write all of it, durably. Collective."""
-        tasks = writer.plan.tasks
-
-        def write(task: FileTask, count: Count) -> Any:
-            def read(reads: Sequence[RegionRead]) -> None:
-                opened.read_into(reads)
-                count(sum(target.nbytes for *_, target in reads))
-
-            return opened.unchanged(lambda: writer.write(task, read))
-
-        records = self.ranks.share(
-            tasks,
-            lambda task: task.nbytes,
-            write,
-            num_threads=self.options.threads,
-            watch=watch,
-        )
-
-        def flush() -> list[tuple[int, Any]]:
-            writer.flush([tasks[number] for number in records])
-            return list(records.items())
-
-        gathered = self.ranks.gather(flush)
-
-        def finish() -> None:
-            of_tasks = dict(chain.from_iterable(gathered))
-            opened.unchanged(lambda: writer.finish(of_tasks, opened, common))
-
-        self.ranks.run_on_first(finish)
-
-    def _chosen(self, opened: OpenedCheckpoint, to: Format, watch: Watch | None) -> _Chosen:
-        """What is converted, without what is damaged if that is skipped. Collective."""
-        pattern = "*" if self.keys is None else self.keys
-        is_model = to is Format.SAFETENSORS
-
-        def choose() -> _Chosen:
-            wanted = [key for key in opened if fnmatchcase(key, pattern)]
-            wanted = [key for key in wanted if not (is_model and _OPTIMIZER.match(key))]
-            objects = [one for one in opened.object_ids if fnmatchcase(one.key, pattern)]
-            objects = [] if is_model else objects
-            if not wanted and (is_model or (self.keys is not None and not objects)):
-                of_keys = "" if self.keys is None else f" whose keys match {self.keys!r}"
-                what = "no arrays of a model" if is_model else "nothing"
-                raise ArrayNotFoundError(f"{opened.root}: {what}{of_keys} among its {len(opened)}")
-            if not self.skip_damaged:
-                common = b"" if is_model or self.ranks.rank else opened.common_content()
-                return _Chosen(opened.find(wanted), objects, self._common(opened, common))
-            arrays, damaged = find_readable(opened, wanted)
-            return _Chosen(arrays, objects, missing=tuple(Missing(*row) for row in damaged.items()))
-
-        chosen = self.ranks.run(lambda: opened.unchanged(choose))
-        if not self.skip_damaged:
-            return chosen
-        bounds = self.options.threads, self.options.block_nbytes
-        damage = read_all(self.ranks, opened, chosen.arrays, chosen.objects, bounds, watch)
-        common, why = self.ranks.run(lambda: rescued_common(opened, is_wanted=not is_model))
-        listed = {*chosen.missing, *(Missing(*row) for row in (*damage, *why))}
-        gone = {one.key for one in listed}
-        return _Chosen(
-            [array for array in chosen.arrays if array.key not in gone],
-            [one for one in chosen.objects if one.unique_key not in gone],
-            self._common(opened, common),
-            tuple(sorted(listed, key=lambda one: (one.key, one.why))),
-        )
-
-    def _common(self, opened: OpenedCheckpoint, content: bytes) -> bytes:
-        path = f"{opened.root}/{COMMON_NAME}"
-        is_upgraded = self.is_upgrade and self.ranks.rank == 0
-        if not is_upgraded:
-            return content
-        return upgraded_common(content, path, with_default_allowed(self.allow))
-
-    def _place(self, opened: OpenedCheckpoint, target: str | Path, to: Format) -> Location:
+    def _target(self, opened: OpenedCheckpoint, target: str | Path, to: Format) -> Location:
         """The target's address, which has been checked."""
         options = self.options.storage
         root = located(target, options)
@@ -326,57 +267,116 @@ class _Conversion:
             )
         return root
 
-    def _writer(
+    def _choose(self, opened: OpenedCheckpoint, to: Format) -> _Chosen:
+        """What is wanted; without arrays whose descriptions are damaged, if that is skipped."""
+        pattern, is_model = self.keys or "*", to is Format.SAFETENSORS
+        wanted = [key for key in opened if fnmatchcase(key, pattern)]
+        objects = [one for one in opened.object_ids if fnmatchcase(one.key, pattern)]
+        if is_model:
+            wanted, objects = [key for key in wanted if not _OPTIMIZER.match(key)], []
+        if not wanted and (is_model or (self.keys is not None and not objects)):
+            of_keys = "" if self.keys is None else f" whose keys match {self.keys!r}"
+            what = "no arrays of a model" if is_model else "nothing"
+            raise ArrayNotFoundError(f"{opened.root}: {what}{of_keys} among its {len(opened)}")
+        if self.skip_damaged:
+            arrays, damaged = find_readable(opened, wanted)
+            return _Chosen(arrays, objects, missing=tuple(starmap(Missing, damaged.items())))
+        common = b"" if is_model or self.ranks.rank else opened.common_content()
+        return _Chosen(opened.find(wanted), objects, self._common(opened, common))
+
+    def _without_damage(
         self,
         opened: OpenedCheckpoint,
-        root: Location,
-        to: Format,
         chosen: _Chosen,
-        is_unverified: bool,  # noqa: FBT001
-    ) -> TargetWriter:
-        """Plan what is written; nothing is written yet."""
-        options, block_nbytes = self.options.storage, self.options.block_nbytes
-        keys = [array.key for array in chosen.arrays]
-        features = [UNVERIFIED] if is_unverified else sorted(opened.features)
-        plan = build_convert_plan(
+        *,
+        has_common: bool,
+    ) -> _Chosen:
+        """What can be read of what is wanted, all of which is read. Collective."""
+        bounds = self.options.threads, self.options.block_nbytes
+        damage = read_all(self.ranks, opened, chosen.arrays, chosen.objects, bounds, self.watch)
+        common, why = self.ranks.run(lambda: rescued_common(opened, is_wanted=has_common))
+        missing = {*chosen.missing, *starmap(Missing, (*damage, *why))}
+        gone = {one.key for one in missing}
+        return _Chosen(
+            [array for array in chosen.arrays if array.key not in gone],
+            [one for one in chosen.objects if one.unique_key not in gone],
+            self._common(opened, common),
+            tuple(sorted(missing, key=lambda one: (one.key, one.why))),
+        )
+
+    def _common(self, opened: OpenedCheckpoint, content: bytes) -> bytes:
+        if not self.is_upgrade or self.ranks.rank:
+            return content
+        return upgraded_common(content, f"{opened.root}/{COMMON_NAME}", opened.allowed)
+
+    def _plan(
+        self, chosen: _Chosen, root: Location, to: Format, features: Sequence[str]
+    ) -> ConvertPlan:
+        options = self.options
+        limit = options.chunk_nbytes if to is Format.ZARR3 else None
+        return build_convert_plan(
             chosen.arrays,
             to,
-            upgraded_keys(keys) if self.is_upgrade else {},
+            upgraded_keys([array.key for array in chosen.arrays]) if self.is_upgrade else {},
             chosen.objects,
-            file_nbytes=self.options.max_file_bytes or _FILE_NBYTES.get(to, 512 * MIB),
-            object_nbytes=block_nbytes if isinstance(root, Bucket) else None,
+            file_nbytes=options.max_file_bytes or _FILE_NBYTES.get(to, 512 * MIB),
+            max_block_nbytes=options.block_nbytes if isinstance(root, Bucket) else limit,
             features=features,
         )
-        if to is Format.PACK:
-            digests = {} if is_unverified else opened.block_digests(keys)
-            return PackWriter(root, plan, block_nbytes, features, digests)
-        if to is Format.TORCH_DIST:
-            from dist_ckpt_strategies.tools.torch_dist_writer import (  # noqa: PLC0415 - torch
-                TorchDistWriter,
-            )
 
-            allow = with_default_allowed(self.allow)
-            return TorchDistWriter(root, plan, block_nbytes, options, allow)
-        writer = SafetensorsWriter if to is Format.SAFETENSORS else ZarrWriter
-        return writer(root, plan, block_nbytes, options)
+    def _writer(
+        self, opened: OpenedCheckpoint, root: Location, save_id: str, plan: ConvertPlan
+    ) -> TargetWriter:
+        to, block_nbytes = plan.target, self.options.block_nbytes
+        if to is Format.PACK:
+            sources = (item.source.key for task in plan.tasks for item in task.items)
+            keys = () if UNVERIFIED in plan.features else sorted(set(sources))
+            digests = opened.block_digests(keys)
+            return PackWriter(place_of(root), save_id, plan, block_nbytes, digests)
+        assert isinstance(root, Path)  # noqa: S101 - see ``_target``
+        if to is Format.TORCH_DIST:
+            from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415 - torch
+
+            return TorchDistWriter(root, save_id, plan, block_nbytes, opened.allowed)
+        return _WRITERS[to](root, save_id, plan, block_nbytes)
+
+    def _write(self, opened: OpenedCheckpoint, writer: TargetWriter, common: bytes) -> Any:
+        """Write all of it, durably; what the commit needs, on the first rank. Collective."""
+
+        def write(task: FileTask, count: Count) -> Any:
+            def read(reads: Sequence[RegionRead]) -> None:
+                opened.read_into(reads)
+                count(sum(target.nbytes for *_, target in reads))
+
+            return opened.unchanged(lambda: writer.write(task, read))
+
+        records = self.ranks.share(
+            writer.plan.tasks,
+            lambda task: task.nbytes,
+            write,
+            num_threads=self.options.threads,
+            watch=self.watch,
+        )
+        gathered = self.ranks.gather(lambda: list(records.items()))
+        objects = ((one, opened.object_content(one)) for one in writer.plan.objects)
+
+        def finish() -> Any:
+            of_tasks = dict(chain.from_iterable(gathered))
+            return opened.unchanged(lambda: writer.finish(of_tasks, objects, common))
+
+        return self.ranks.run(lambda: finish() if self.ranks.rank == 0 else None)
 
 
 _FILE_NBYTES = {Format.SAFETENSORS: 5 * 10**9}
+_WRITERS: Mapping[Format, Callable[[Path, str, ConvertPlan, int], TargetWriter]] = {
+    Format.ZARR1: Zarr1Writer,
+    Format.ZARR3: Zarr3Writer,
+    Format.SAFETENSORS: SafetensorsWriter,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What is converted; ``common``, the file of the common state, on the first rank."""
-
-    arrays: Sequence[SourceArray]
-    objects: Sequence[ObjectId]
-    common: bytes = b""
-    missing: tuple[Missing, ...] = ()
-
-
-def _require_free(writer: TargetWriter, source: Location | str) -> None:
+def _require_free(root: Location, to: Format, source: Location | str) -> None:
     """Raise unless there is nothing, or what an unfinished conversion left."""
-    root = writer.root
     stale: tuple[str, ...] = (PARTIAL_PREFIX, REMOVED_PREFIX)
     if isinstance(root, Bucket):
         root.require_bucket()
@@ -384,7 +384,7 @@ def _require_free(writer: TargetWriter, source: Location | str) -> None:
     else:
         with file_errors(None, root):
             names = os.listdir(root) if root.exists() else ()  # noqa: PTH208
-    if isinstance(writer, PackWriter):
+    if to is Format.PACK:
         stale = (*stale, FOLDER, SAVES, LOCK_NAME)
     if not all(name.startswith(stale) for name in names):
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""

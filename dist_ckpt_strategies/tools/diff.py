@@ -15,16 +15,15 @@ import numpy as np
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
 from dist_ckpt_strategies.core.array import ObjectId, Region, Shape
-from dist_ckpt_strategies.errors import ArrayNotFoundError
+from dist_ckpt_strategies.errors import ArrayNotFoundError, raises_megatron_errors
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.store import HostArray
-from dist_ckpt_strategies.tools.megatron_core import raises_megatron_errors, with_default_allowed
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.options import ConvertOptions
 from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks
-from dist_ckpt_strategies.tools.rescue import damage_in, find_readable
+from dist_ckpt_strategies.tools.rescue import find_readable, tried
 from dist_ckpt_strategies.tools.upgrade import renamed_keys, upgraded_common
 from dist_ckpt_strategies.tools.writers import Memory, bytes_of
 
@@ -150,8 +149,9 @@ def diff(  # noqa: PLR0913
         StorageError: one of them is missing, cannot be read, or has a damaged index.
         UnsafeObjectError: an object that differs needs a class that is not allowed.
     """
-    comparison = _Comparison(options or ConvertOptions(), allow, Ranks(comm))
-    return comparison.run(a, b, keys, watch)
+    ranks, chosen = Ranks(comm), options or ConvertOptions()
+    opened = ranks.run(lambda: [chosen.open(name, allow) for name in (a, b)])
+    return _Comparison(ranks, chosen, *opened).run(keys, watch)
 
 
 Pair = tuple[SourceArray, SourceArray]
@@ -159,44 +159,40 @@ Pair = tuple[SourceArray, SourceArray]
 
 
 class _Comparison:
-    """One comparison, on all ranks of a communicator."""
+    """Two opened checkpoints, on all ranks that compare them."""
 
-    def __init__(self, options: ConvertOptions, allow: Allowed, ranks: Ranks) -> None:
-        self._options, self._allow, self._ranks = options, allow, ranks
+    def __init__(
+        self, ranks: Ranks, options: ConvertOptions, a: OpenedCheckpoint, b: OpenedCheckpoint
+    ) -> None:
+        self._ranks, self._options, self._a, self._b = ranks, options, a, b
         self._memory = Memory()
 
-    def run(
-        self, a: str | Path, b: str | Path, keys: str | None, watch: Watch | None
-    ) -> DiffReport:
+    def run(self, keys: str | None, watch: Watch | None) -> DiffReport:
         """Compare the keys, then the elements, then the objects. Collective."""
-        self._a, self._b = self._ranks.run(
-            lambda: [self._options.open(name, self._allow) for name in (a, b)]
-        )
         pairs, differences, num_renamed = self._ranks.run(
             lambda: self._unchanged(lambda: self._paired(keys))
         )
-        same: list[Pair] = []
-        for one, other in pairs:
-            misfit = _misfit(one, other)
-            if misfit is None:
-                same.append((one, other))
-            else:
-                differences.append(misfit)
+        misfits = [_misfit(*pair) for pair in pairs]
+        same = [pair for pair, misfit in zip(pairs, misfits, strict=True) if misfit is None]
+        differences += filter(None, misfits)
         differences += self._compared(same, watch)
         differences.sort(key=lambda difference: (difference.key, difference.difference))
-        counts = len(pairs), 0, sum(one.nbytes for one, _ in same), num_renamed
-        if keys is not None:
-            return DiffReport(tuple(differences), (), *counts)
-
-        def objects() -> list[Any]:
-            found = self._unchanged(lambda: list(self._objects(num_renamed > 0)))
-            return list(map(astuple, found))
-
-        fields = self._ranks.run_on_first(objects)
-        differing = (ObjectDifference(key, Difference(what), *rest) for key, what, *rest in fields)
-        num_objects = len({*self._a.object_ids} & {*self._b.object_ids})
-        report = DiffReport(tuple(differences), tuple(differing), *counts)
-        return replace(report, num_objects=num_objects)
+        rows: list[Any] = []
+        num_objects = 0
+        if keys is None:
+            is_upgraded = num_renamed > 0
+            rows = self._ranks.run_on_first(
+                lambda: self._unchanged(lambda: [*map(astuple, self._objects(is_upgraded))])
+            )
+            num_objects = len({*self._a.object_ids} & {*self._b.object_ids})
+        return DiffReport(
+            tuple(differences),
+            tuple(ObjectDifference(key, Difference(what), *rest) for key, what, *rest in rows),
+            len(pairs),
+            num_objects,
+            sum(one.nbytes for one, _ in same),
+            num_renamed,
+        )
 
     def _unchanged(self, step: Callable[[], Any]) -> Any:
         """What a step reads of both, each of which is still the save that was opened."""
@@ -269,12 +265,8 @@ class _Comparison:
         for block in blocks(region, one.dtype.itemsize, self._options.block_nbytes):
             mine = self._memory.array(block.shape, one.dtype, "a")
             theirs = self._memory.array(block.shape, one.dtype, "b")
-            reads = ((self._a, one.key, mine), (self._b, other.key, theirs))
-            damage = (
-                damage_in(partial(opened.read_into, [(key, block, memory)]))
-                for opened, key, memory in reads
-            )
-            a, b = map("; ".join, damage)
+            _, a = tried(partial(self._a.read_into, [(one.key, block, mine)]))
+            _, b = tried(partial(self._b.read_into, [(other.key, block, theirs)]))
             count(mine.nbytes)
             if a or b:
                 differences.append(ArrayDifference(one.key, Difference.DAMAGED, a, b))
@@ -298,33 +290,29 @@ class _Comparison:
         self, key: str, object_id: ObjectId | None, *, is_upgraded: bool = False
     ) -> Iterator[ObjectDifference]:
         """How an object differs, or the common state."""
-        contents: list[bytes] = []
 
-        def read(opened: OpenedCheckpoint) -> None:
-            content = opened.object_content(object_id) if object_id else opened.common_content()
-            contents.append(content)
+        def read(opened: OpenedCheckpoint) -> bytes:
+            return opened.object_content(object_id) if object_id else opened.common_content()
 
         sides = (self._a, self._b)
-        why = ["; ".join(damage_in(partial(read, opened))) for opened in sides]
-        if any(why):
-            yield ObjectDifference(key, Difference.DAMAGED, "", *why)
-        elif contents[0] != contents[1]:
+        (mine, a), (theirs, b) = (tried(partial(read, opened)) for opened in sides)
+        if mine is None or theirs is None:
+            yield ObjectDifference(key, Difference.DAMAGED, "", a, b)
+        elif mine != theirs:
             from dist_ckpt_strategies.tools.diff_values import (  # noqa: PLC0415 - torch
                 differing_places,
             )
 
-            allow = with_default_allowed(self._allow)
-            paths = [f"{opened.root}/{key}" for opened in sides]
-            if is_upgraded:
-                contents = [
-                    upgraded_common(content, path, allow, is_required=False)
-                    for content, path in zip(contents, paths, strict=True)
-                ]
-            a, b = (
-                load_content(content, path, key, allow)
-                for content, path in zip(contents, paths, strict=True)
-            )
-            for place in islice(differing_places(a, b), _MAX_PLACES):
+            values = []
+            for opened, stored in ((self._a, mine), (self._b, theirs)):
+                path, allow = f"{opened.root}/{key}", opened.allowed
+                content = (
+                    upgraded_common(stored, path, allow, is_required=False)
+                    if is_upgraded
+                    else stored
+                )
+                values.append(load_content(content, path, key, allow))
+            for place in islice(differing_places(*values), _MAX_PLACES):
                 yield ObjectDifference(key, Difference.VALUES, *place)
 
 

@@ -22,6 +22,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
+    raises_megatron_errors,
     similar_text,
 )
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
@@ -38,8 +39,7 @@ from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory, file_errors
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
-from dist_ckpt_strategies.tools.megatron_core import raises_megatron_errors, with_default_allowed
-from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
+from dist_ckpt_strategies.tools.plan_convert import Format, RegionRead, SourceArray
 from dist_ckpt_strategies.tools.safetensors import SafetensorsCheckpoint, holds_safetensors
 from dist_ckpt_strategies.tools.zarr3 import Zarr3Checkpoint
 
@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     )
 
 T = TypeVar("T")
-
-RegionRead = tuple[str, Region, HostArray]
-"""The key of an array, a region of it, and memory of the region's shape, which may be strided."""
 
 _SPARSE_NBYTES = 1 << 20
 """What a slice with a step reads at once, with the elements between those that are wanted."""
@@ -115,7 +112,7 @@ def _stored(root: Location, options: Options, allow: Allowed) -> tuple[Format, S
     if kinds[backend] is Format.TORCH_DIST:
         from dist_ckpt_strategies.tools.torch_dist import TorchDistCheckpoint  # noqa: PLC0415
 
-        return Format.TORCH_DIST, TorchDistCheckpoint(root, with_default_allowed(allow))
+        return Format.TORCH_DIST, TorchDistCheckpoint(root, _with_defaults(allow))
     kind = Format1Checkpoint if kinds[backend] is Format.ZARR1 else Zarr3Checkpoint
     return kinds[backend], kind(root, options)
 
@@ -133,6 +130,13 @@ def _backend(root: Location) -> tuple[str, int]:
             f"{root}: common state of format {marker.common_format}, expected ('torch', 1)"
         )
     return marker.sharded_format
+
+
+def _with_defaults(allow: Allowed) -> Allowed:
+    """These classes, and those that any checkpoint may need when it is unpickled."""
+    from dist_ckpt_strategies.megatron.types import default_allowed  # noqa: PLC0415 - slow
+
+    return [*default_allowed(), *allow]
 
 
 class OpenedCheckpoint(Mapping[str, "LazyArray"]):
@@ -163,7 +167,7 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
         self.root, self.kind = root, kind
         self._stored, self._options, self._allow = stored, options, allow
         self._specs: dict[str, ArraySpec] = {}
-        self.objects: Mapping[str, Any] = _Objects(self, allow)
+        self.objects: Mapping[str, Any] = _Objects(self)
 
     @property
     def format(self) -> tuple[str, int]:
@@ -181,18 +185,14 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
         return self._stored.features if isinstance(self._stored, PackCheckpoint) else ()
 
     @cached_property
+    @raises_megatron_errors
     def common(self) -> dict[str, Any]:
         """The common state: all that is neither a sharded tensor nor a ShardedObject."""
-        path = f"{self.root}/{COMMON_NAME}"
-
-        @raises_megatron_errors
-        def load() -> dict[str, Any]:
-            content = self.unchanged(self.common_content)
-            allow = with_default_allowed(self._allow)
-            state: dict[str, Any] = load_content(content, path, "common state", allow)
-            return state
-
-        return load()
+        content = self.unchanged(self.common_content)
+        state: dict[str, Any] = load_content(
+            content, f"{self.root}/{COMMON_NAME}", "common state", self.allowed
+        )
+        return state
 
     @raises_megatron_errors
     def __getitem__(self, key: str) -> LazyArray:
@@ -217,6 +217,11 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
         return tuple(sorted(self._stored.keys()))
 
     # What the tools read
+
+    @cached_property
+    def allowed(self) -> Allowed:
+        """The classes that objects may be unpickled to."""
+        return _with_defaults(self._allow)
 
     def unchanged(self, step: Callable[[], T]) -> T:
         """What a step reads of it; a StorageError where another save has replaced it meanwhile."""
@@ -287,8 +292,8 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
 class _Objects(Mapping[str, Any]):
     """Objects by unique key."""
 
-    def __init__(self, opened: OpenedCheckpoint, allow: Allowed) -> None:
-        self._opened, self._allow = opened, allow
+    def __init__(self, opened: OpenedCheckpoint) -> None:
+        self._opened = opened
 
     @cached_property
     def _ids(self) -> dict[str, ObjectId]:
@@ -305,8 +310,7 @@ class _Objects(Mapping[str, Any]):
                 path=str(opened.root),
             )
         content = opened.unchanged(lambda: opened.object_content(self._ids[key]))
-        allow = with_default_allowed(self._allow)
-        return load_content(content, f"{opened.root}/{key}", key, allow)
+        return load_content(content, f"{opened.root}/{key}", key, opened.allowed)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._ids)

@@ -64,6 +64,13 @@ class ConvertOptions:
         return max(_LEAST_BLOCK_NBYTES, min(_LARGEST_BLOCK_NBYTES, share))
 
     @property
+    def chunk_nbytes(self) -> int:
+        """Largest chunk of Zarr v3: what a block has with all threads, however many are used."""
+        max_nbytes = self.max_memory_bytes or self.storage.max_inflight_bytes
+        share = max(_LEAST_BLOCK_NBYTES, max_nbytes // (_BUFFERS * _MAX_THREADS))
+        return min(self.block_nbytes, share)
+
+    @property
     def storage(self) -> Options:
         """How files are read and written."""
         return self.options or options_from_environment()

@@ -1,6 +1,5 @@
 """Write a converted checkpoint as packs. Each task is one pack; nothing is staged or renamed."""
 
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
+from dist_ckpt_strategies.core.array import DType, ObjectId, Region
 from dist_ckpt_strategies.errors import CheckpointExistsError
 from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.index import StoredObject, array_segments, build_full_index
-from dist_ckpt_strategies.formats.locations import Location
-from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, lay_out
-from dist_ckpt_strategies.formats.pack_checkpoint import place_of
-from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, new_save_id, read_pointer
+from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, PackLimits, lay_out
+from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, read_pointer
 from dist_ckpt_strategies.formats.pack_read import runs
 from dist_ckpt_strategies.formats.pack_write import (
     FOLDER,
@@ -27,11 +24,21 @@ from dist_ckpt_strategies.formats.pack_write import (
     new_pack_name,
     write_pack,
 )
+from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.storage.store import Bytes
-from dist_ckpt_strategies.tools.opened import OpenedCheckpoint, RegionRead
-from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem, groups
-from dist_ckpt_strategies.tools.writers import Read, TargetWriter, object_batches
+from dist_ckpt_strategies.tools.plan_convert import (
+    ConvertPlan,
+    FileTask,
+    RegionRead,
+    WriteItem,
+    groups,
+)
+from dist_ckpt_strategies.tools.writers import Objects, Read, TargetWriter
+
+_MAX_OBJECTS = 10_000
+_MAX_OBJECTS_NBYTES = 64 << 20
+"""Of one pack, which is in memory when it is written; a larger object goes alone."""
 
 
 class PackWriter(TargetWriter):
@@ -43,33 +50,20 @@ class PackWriter(TargetWriter):
 
     def __init__(
         self,
-        root: Location,
+        store: Place,
+        save_id: str,
         plan: ConvertPlan,
         block_nbytes: int,
-        features: Sequence[str],
         digests: Mapping[tuple[str, Region], Digests],
     ) -> None:
-        super().__init__(root, plan, block_nbytes)
-        assert plan.layout is not None  # noqa: S101 - as the plan for packs has it
-        self._store, self._layout, self._features = place_of(root), plan.layout, features
-        self._digests = digests
-        self._lock = threading.Lock()
-        self._save_id = ""
+        super().__init__(plan, block_nbytes)
+        self._store, self._save_id, self._digests = store, save_id, digests
         self._files: list[str] = []
-        self._save: NewSave | None = None
-
-    def begin(self) -> str:
-        """See TargetWriter."""
-        return new_save_id(self._store)
-
-    def open(self, save_id: str, arrays: Sequence[ArraySpec]) -> None:
-        """See TargetWriter."""
-        del arrays
-        self._save_id = save_id
 
     def write(self, task: FileTask, read: Read) -> list[Any]:
         """See TargetWriter. Gives the fields of the pack's record."""
-        pack = self._layout.packs[int(task.name)]
+        assert self.plan.layout is not None  # noqa: S101 - as the plan for packs has it
+        pack = self.plan.layout.packs[int(task.name)]
         stored = [self._digests.get((item.source.key, item.region)) for item in task.items]
         known = [digests for digests in stored if digests is not None]
         digests = np.concatenate(known) if stored and len(known) == len(stored) else None
@@ -82,8 +76,7 @@ class PackWriter(TargetWriter):
         digests: Digests | None = None,
     ) -> PackRecord:
         name = new_pack_name()
-        with self._lock:
-            self._files.append(file_of(name))
+        self._files.append(file_of(name))
         return write_pack(
             self._store, name, pack, contents, save_id=self._save_id, rank=0, digests=digests
         )
@@ -92,8 +85,7 @@ class PackWriter(TargetWriter):
         """The bytes of a pack's blocks, some ranges of one or many small ones at a time."""
         nbytes = max(1, self._block_nbytes // RANGE_NBYTES) * RANGE_NBYTES
         for batch in groups((part for item in task.items for part in _parts(item, nbytes)), nbytes):
-            size = sum(part.nbytes for part in batch)
-            memory = self._memory.array((size,), DType.UINT8)
+            memory = self._memory.array((sum(part.nbytes for part in batch),), DType.UINT8)
             contents: list[Bytes] = []
             reads: list[RegionRead] = []
             done = 0
@@ -104,34 +96,36 @@ class PackWriter(TargetWriter):
             read(reads)
             yield contents
 
-    def finish(self, records: Mapping[int, Any], source: OpenedCheckpoint, common: bytes) -> None:
+    def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> NewSave:
         """See TargetWriter."""
+        assert self.plan.layout is not None  # noqa: S101 - as above
+        features = self.plan.features
         packs = [PackRecord(*fields) for _, fields in sorted(records.items())]
-        objects: list[StoredObject] = []
-        stored_common = None
-        for batch in object_batches(source, self.plan.objects):
-            sizes = [(object_id, len(content)) for object_id, content in batch.items()]
-            of_common = [common] if stored_common is None else []
-            nbytes = len(common) if of_common else None
-            layout = lay_out((), sizes, nbytes, features=self._features)
-            number = len(packs)
-            for pack in layout.packs:
-                contents = [np.frombuffer(c, np.uint8) for c in (*batch.values(), *of_common)]
-                packs.append(self._write(pack, [contents]))
-            objects += (StoredObject(i, replace(s, pack=number)) for i, s in layout.objects)
+        listed: list[StoredObject] = []
+        where = None
+        for batch in _batches(objects):
+            contents = [content for _, content in batch] + ([] if where else [common])
+            layout = lay_out(
+                (),
+                [(object_id, len(content)) for object_id, content in batch],
+                None if where else len(common),
+                limits=PackLimits(sum(map(len, contents))),
+                features=features,
+            )
+            memory = [np.frombuffer(content, np.uint8) for content in contents]
+            packs += [self._write(pack, [memory]) for pack in layout.packs]  # of which there is one
+            number = len(packs) - 1
+            listed += (StoredObject(i, replace(s, pack=number)) for i, s in layout.objects)
             if layout.common is not None:
-                stored_common = replace(layout.common, pack=number)
-        facts = {"ranks": 1, "created": time.time(), "features": [*self._features]}
-        segments = array_segments(self._layout.table)
-        index, pointer = build_full_index(
-            self._save_id, segments, objects, packs, stored_common, facts
-        )
-        self._save = NewSave(pointer, index, packs, common)
+                where = replace(layout.common, pack=number)
+        facts = {"ranks": 1, "created": time.time(), "features": [*features]}
+        segments = array_segments(self.plan.layout.table)
+        index, pointer = build_full_index(self._save_id, segments, listed, packs, where, facts)
+        return NewSave(pointer, index, packs, common)
 
-    def commit(self) -> None:
+    def commit(self, save: NewSave) -> None:
         """See TargetWriter."""
-        assert self._save is not None  # noqa: S101 - ``finish`` has made it
-        failure = commit(self._store, self._save, self._require_free)
+        failure = commit(self._store, save, self._require_free)
         if failure is not None:
             raise failure
 
@@ -140,9 +134,9 @@ class PackWriter(TargetWriter):
         require_own_place()
         if read_pointer(self._store) is not None:
             raise CheckpointExistsError(
-                f"{self.root} holds a checkpoint that another process has saved meanwhile; name "
+                f"{self._store} holds a checkpoint that another process has saved meanwhile; name "
                 "another directory",
-                path=str(self.root),
+                path=str(self._store),
             )
 
     def abandon(self) -> None:
@@ -151,6 +145,19 @@ class PackWriter(TargetWriter):
         if isinstance(self._store, Directory):
             with suppress(OSError):  # not empty
                 (self._store.root / FOLDER).rmdir()
+
+
+def _batches(objects: Objects) -> Iterator[list[tuple[ObjectId, bytes]]]:
+    """What objects go into one pack; the last batch may be empty."""
+    batch: list[tuple[ObjectId, bytes]] = []
+    nbytes = 0
+    for object_id, content in objects:
+        if batch and (nbytes + len(content) > _MAX_OBJECTS_NBYTES or len(batch) == _MAX_OBJECTS):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append((object_id, content))
+        nbytes += len(content)
+    yield batch
 
 
 @dataclass(frozen=True, slots=True)

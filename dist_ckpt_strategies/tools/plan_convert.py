@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
+from operator import floordiv
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
@@ -26,8 +29,12 @@ from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.pack import SAFETENSORS_NAMES, Layout, PackLimits, lay_out
+from dist_ckpt_strategies.storage.store import HostArray
 
 T = TypeVar("T", bound=Any)
+
+RegionRead = tuple[str, Region, HostArray]
+"""The key of an array, a region of it, and memory of the region's shape, which may be strided."""
 
 _MAX_CHUNK_NBYTES = 64 << 20
 """Of an array whose stored regions lie on no regular grid."""
@@ -167,7 +174,7 @@ class FileTask:
 class ConvertPlan:
     """The arrays of the target, sorted by key, its objects, and what is written of the arrays.
 
-    ``layout`` is that of packs, one for each task.
+    ``layout`` is that of packs, one for each task; ``features`` are theirs.
     """
 
     target: Format
@@ -175,6 +182,7 @@ class ConvertPlan:
     objects: tuple[ObjectId, ...]
     tasks: tuple[FileTask, ...]
     layout: Layout | None = None
+    features: tuple[str, ...] = ()
 
     @property
     def keys(self) -> list[str]:
@@ -194,14 +202,14 @@ def build_convert_plan(  # noqa: PLR0913
     objects: Sequence[ObjectId] = (),
     *,
     file_nbytes: int,
-    object_nbytes: int | None = None,
+    max_block_nbytes: int | None = None,
     features: Sequence[str] = (),
 ) -> ConvertPlan:
     """Choose chunks and files: the source's own grid, where it has one.
 
     ``renames`` has keys in the target, by those in the source, where they differ. A file of several
-    arrays has about ``file_nbytes``. No chunk, and no block of a pack, has more than
-    ``object_nbytes``, which an object of a store takes. ``features`` are those of packs.
+    arrays has about ``file_nbytes``. ``max_block_nbytes`` limits the blocks of packs and the chunks
+    of Zarr v3. ``features`` are those of packs.
 
     Raises CoverageError if the shards of an array do not make it up, and PlanError if the target
     cannot hold an array, or two would have one key.
@@ -210,7 +218,29 @@ def build_convert_plan(  # noqa: PLR0913
         ((renames.get(source.key, source.key), source) for source in sources),
         key=lambda pair: pair[0],
     )
-    keys = [key for key, _ in named]
+    _require_keys(target, [key for key, _ in named], objects)
+    require_whole(sources)
+    pairs = [(source, _target_array(key, source, target)) for key, source in named]
+    layout = None
+    if target is Format.PACK:
+        layout, tasks = _packs(pairs, file_nbytes, max_block_nbytes, features)
+    elif target is Format.SAFETENSORS:
+        tasks = list(_safetensors_tasks(pairs, file_nbytes))
+    elif target is Format.TORCH_DIST:
+        items = [WriteItem(*pair, region) for pair in pairs for region in pair[0].regions()]
+        files = enumerate(groups(items, file_nbytes))
+        tasks = [FileTask(f"__0_{number}.distcp", tuple(group)) for number, group in files]
+    else:
+        limit = max_block_nbytes or sys.maxsize
+        cells = [array.chunk_shape for _, array in pairs]
+        pairs = [(source, _with_smaller_chunks(array, limit)) for source, array in pairs]
+        of_arrays = (_chunk_tasks(*found) for found in zip(pairs, cells, strict=True))
+        tasks = list(chain.from_iterable(of_arrays))
+    arrays = tuple(array for _, array in pairs)
+    return ConvertPlan(target, arrays, tuple(objects), tuple(tasks), layout, tuple(features))
+
+
+def _require_keys(target: Format, keys: Sequence[str], objects: Sequence[ObjectId]) -> None:
     for one, other in pairwise(keys):
         if one == other:
             raise PlanError(f"{one}: two arrays of the source would have this key", key=one)
@@ -219,55 +249,33 @@ def build_convert_plan(  # noqa: PLR0913
     for key in keys if target is Format.ZARR3 else ():
         if "zarr.json" in key.split("/"):
             raise PlanError(f"{key}: Zarr v3 has a file of its own named zarr.json", key=key)
-    require_whole(sources)
-    arrays = [(source, _target_array(key, source, target)) for key, source in named]
-    layout = None
-    if target is Format.PACK:
-        items = [
-            WriteItem(*pair, block)
-            for pair in arrays
-            for region in pair[0].regions()
-            for block in _cut(region, pair[0].dtype.itemsize, object_nbytes)
-        ]
-        layout = _pack_layout(items, object_nbytes or file_nbytes, features)
-        tasks = [
-            FileTask(str(number), tuple(items[source] for source in pack.sources if source >= 0))
-            for number, pack in enumerate(layout.packs)
-        ]
-    else:
-        tasks = list(_tasks(arrays, target, file_nbytes))
-    described = tuple(array for _, array in arrays)
-    return ConvertPlan(target, described, tuple(objects), tuple(tasks), layout)
 
 
-def _tasks(
-    arrays: Sequence[tuple[SourceArray, ArraySpec]], target: Format, file_nbytes: int
-) -> Iterator[FileTask]:
-    if target is Format.SAFETENSORS:
-        wholes = [WriteItem(*pair, Region.whole(pair[1].shape)) for pair in arrays]
-        yield from _safetensors_tasks(wholes, file_nbytes)
-    elif target is Format.TORCH_DIST:
-        items = [WriteItem(*pair, region) for pair in arrays for region in pair[0].regions()]
-        for number, group in enumerate(groups(items, file_nbytes)):
-            yield FileTask(f"__0_{number}.distcp", tuple(group))
-    else:
-        for source, array in arrays:
-            for index in array.chunk_indices():
-                item = WriteItem(source, array, array.chunk_region(index))
-                yield FileTask(array.chunk_file(index), (item,))
+Pair = tuple[SourceArray, ArraySpec]
+"""An array as the source and as the target have it."""
 
 
-def _cut(region: Region, itemsize: int, max_nbytes: int | None) -> Iterator[Region]:
-    return iter([region]) if max_nbytes is None else blocks(region, itemsize, max_nbytes)
-
-
-def _pack_layout(items: Sequence[WriteItem], file_nbytes: int, features: Sequence[str]) -> Layout:
-    """The packs of a conversion, which are all written in the name of rank 0."""
+def _packs(
+    pairs: Sequence[Pair], file_nbytes: int, max_block_nbytes: int | None, features: Sequence[str]
+) -> tuple[Layout, list[FileTask]]:
+    """Packs, all of them written in the name of rank 0, and the blocks of each."""
+    items = [
+        WriteItem(*pair, block)
+        for pair in pairs
+        for region in pair[0].regions()
+        for block in blocks(region, pair[0].dtype.itemsize, max_block_nbytes or sys.maxsize)
+    ]
     shards = [
         ShardSpec(ShardId(item.array.key, item.region), item.array.shape, item.array.dtype)
         for item in items
     ]
-    return lay_out(shards, limits=PackLimits(file_nbytes), features=features)
+    limits = PackLimits(max_block_nbytes or file_nbytes)
+    layout = lay_out(shards, limits=limits, features=features)
+    tasks = [
+        FileTask(str(number), tuple(items[source] for source in pack.sources if source >= 0))
+        for number, pack in enumerate(layout.packs)
+    ]
+    return layout, tasks
 
 
 def blocks(region: Region, itemsize: int, max_nbytes: int) -> Iterator[Region]:
@@ -301,6 +309,23 @@ def contiguous_runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
         yield sum(o * s for o, s in zip(run.offset, steps, strict=True)), run.numel
 
 
+def _with_smaller_chunks(array: ArraySpec, max_nbytes: int) -> ArraySpec:
+    whole = Region.whole(array.chunk_shape)
+    return replace(array, chunk_shape=next(blocks(whole, array.dtype.itemsize, max_nbytes)).shape)
+
+
+def _chunk_tasks(pair: Pair, cell: Shape) -> Iterator[FileTask]:
+    """The chunks of an array; those that begin in one cell, a region of the source, together."""
+    together: dict[Shape, list[WriteItem]] = defaultdict(list)
+    array = pair[1]
+    for index in array.chunk_indices():
+        region = array.chunk_region(index)
+        number = tuple(map(floordiv, region.offset, cell))
+        together[number].append(WriteItem(*pair, region))
+    for number, items in together.items():
+        yield FileTask(array.chunk_file(number), tuple(items))
+
+
 def _target_array(key: str, source: SourceArray, target: Format) -> ArraySpec:
     """The array with the target's chunk grid: that of the source, or else rows of the array."""
     if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
@@ -326,11 +351,13 @@ def _target_array(key: str, source: SourceArray, target: Format) -> ArraySpec:
     return ArraySpec(key, shape, source.dtype, chunk)
 
 
-def _safetensors_tasks(wholes: Sequence[WriteItem], file_nbytes: int) -> Iterator[FileTask]:
+def _safetensors_tasks(pairs: Sequence[Pair], file_nbytes: int) -> Iterator[FileTask]:
     """Whole arrays, the widest elements first, which keeps them aligned."""
-    files = list(groups(wholes, file_nbytes))
-    for number, file in enumerate(files):
-        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+    files = list(
+        groups([WriteItem(*pair, Region.whole(pair[1].shape)) for pair in pairs], file_nbytes)
+    )
+    for number, file in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         byte_offset = 0
         for whole in sorted(file, key=lambda item: (-item.array.dtype.itemsize, item.array.key)):
             for region in whole.source.regions():

@@ -20,19 +20,11 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.commit import (
-    OLD_MARKER_NAME,
-    remove_contents,
-)
+from dist_ckpt_strategies.formats.commit import OLD_MARKER_NAME, remove_contents
 from dist_ckpt_strategies.formats.course import read_course
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
-from dist_ckpt_strategies.formats.locations import (
-    Location,
-    holds_packs,
-    located,
-    require_something,
-)
+from dist_ckpt_strategies.formats.locations import Location, holds_packs, located, require_something
 from dist_ckpt_strategies.formats.pack_checkpoint import place_of
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.storage.bucket import Place
@@ -55,6 +47,7 @@ from dist_ckpt_strategies.tools.prune_packs import (
     remove_lock,
     remove_packs,
     remove_stale,
+    written_s,
 )
 
 _NUMBER = re.compile(r"(\d+)\D*\Z")
@@ -189,7 +182,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
             if gone := remove_stale(place_of(_below(location, decision.name)), older_than_s):
                 removed.append(replace(decision, files=gone))
         else:
-            now, _ = _look_at(location, decision.name, time.time())
+            now, *_ = _look_at(location, decision.name, time.time())
             may_run = now.status is Status.UNFINISHED and now.age_s < older_than_s
             if now.status is decision.status and not may_run:  # no save has begun there since
                 stays = _remove(location, decision.name, older_than_s)
@@ -273,8 +266,7 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
         raise PlanError(f"{root} is a checkpoint itself; name the directory that holds it")
     course = read_course(store)
     now_s = time.time()  # one for all: equal times of change make equal ages
-    looks = [_look_at(root, name, now_s) for name in names]
-    found = [one for of_name in looks for one in of_name if one is not None]
+    found = [decision for name in names for decision in _look_at(root, name, now_s)]
     tracked_s = min((one.age_s for one in found if one.iteration == course.newest), default=inf)
     return [
         replace(
@@ -288,62 +280,66 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
     ]
 
 
-def _look_at(root: Location, name: str, now_s: float) -> tuple[PruneDecision, PruneDecision | None]:
-    """What one of them is, and packs of killed saves in it beside a checkpoint, if any."""
+def _look_at(root: Location, name: str, now_s: float) -> list[PruneDecision]:
+    """What one of them is; then, if it is a checkpoint, packs of killed saves beside it."""
     number = _NUMBER.search(name)
     if number is None:
-        return PruneDecision(name, None, Status.OTHER, 0.0), None
-    iteration, place, stale = int(number[1]), _below(root, name), None
+        return [PruneDecision(name, None, Status.OTHER, 0.0)]
+    iteration, place = int(number[1]), _below(root, name)
     status, nbytes, changed_s = Status.OTHER, None, 0.0
     try:
-        packs = look_at_packs(place_of(place))
-        has_stale = packs is not None and bool(packs.stale)
-        if packs is not None and packs.is_complete is not None:
+        store = place_of(place)
+        packs = look_at_packs(store)
+        stale_s = written_s(store, packs, packs.stale)
+        if packs.is_committed:
             status = Status.COMPLETE if packs.is_complete else Status.DAMAGED
-            nbytes, changed_s = packs.nbytes, packs.changed_s
+            nbytes, changed_s = sum(packs.named.values()) or None, packs.committed_s
         elif isinstance(place, Path):
-            status, nbytes, changed_s = _directory_status(place, has_stale)
-        elif packs is not None and has_stale:
-            status, nbytes, changed_s = Status.UNFINISHED, None, packs.stale_changed_s
-        if packs is not None and has_stale and status is not Status.UNFINISHED:
-            age_s = max(0.0, now_s - packs.stale_changed_s)
-            stale = PruneDecision(
-                name, iteration, Status.UNFINISHED, age_s, packs.stale_nbytes, files=packs.stale
-            )
+            status, nbytes, changed_s = _directory_status(place, has_stale=bool(packs.stale))
+        elif packs.stale:
+            status, changed_s = Status.UNFINISHED, stale_s
     except NO_ANSWER:
         raise
     except (OSError, StorageError) as error:
         why = error.message if isinstance(error, StorageError) else reason(error)
-        return PruneDecision(name, iteration, Status.UNREADABLE, 0.0, why=why), None
-    return PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes), stale
+        return [PruneDecision(name, iteration, Status.UNREADABLE, 0.0, why=why)]
+    found = [PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)]
+    if packs.stale and status is not Status.UNFINISHED:
+        age_s, kind = max(0.0, now_s - stale_s), Status.UNFINISHED
+        found.append(
+            PruneDecision(name, iteration, kind, age_s, packs.stale_nbytes, files=packs.stale)
+        )
+    return found
 
 
 def _below(root: Location, name: str) -> Location:
     return root / name if isinstance(root, Path) else root.below(name)
 
 
-def _directory_status(directory: Path, has_stale: bool) -> tuple[Status, int | None, float]:  # noqa: FBT001
+def _directory_status(directory: Path, *, has_stale: bool) -> tuple[Status, int | None, float]:
     """What a directory is in which no packs count, the bytes in it, and when it became that."""
     marker = directory / MARKER_NAME
     if marker.exists():
         return *_scanned(directory), marker.stat().st_mtime
-    with os.scandir(directory) as found:
-        entries = list(found)
+    folders = list(folders_below(directory, [""]))
+    top = folders[0]
+    is_killed = OLD_MARKER_NAME in top.files or any(
+        name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) for name in top.folders
+    )
     # A save that was killed early, or has failed, leaves no files, and a prune its directories.
-    has_files = any({*names} - {LOCK_NAME} for _, _, names in os.walk(directory))
+    has_files = any({*folder.files} - {LOCK_NAME} for folder in folders)
     is_empty = not has_files and _OF_A_TRAINING.fullmatch(directory.name)
-    if not (has_stale or is_empty or any(map(_is_stale, entries))):
+    if not (has_stale or is_empty or is_killed):
         return Status.OTHER, None, 0.0
-    nbytes, changed_s = 0, 0.0
-    for folder in folders_below(directory, [""]):
+    changed_s = 0.0
+    for folder in folders:
         if folder.failure:
             path = folder.key or "."
             raise StorageError(f"{path}: {folder.failure}", path=path)
-        nbytes += folder.nbytes
         for name in ("", *folder.files):
             with suppress(OSError):  # it has gone meanwhile
                 changed_s = max(changed_s, os.lstat(directory / folder.path_of(name)).st_mtime)
-    return Status.UNFINISHED, nbytes, changed_s
+    return Status.UNFINISHED, sum(folder.nbytes for folder in folders), changed_s
 
 
 def _scanned(directory: Path) -> tuple[Status, int | None]:
@@ -362,20 +358,13 @@ def _scanned(directory: Path) -> tuple[Status, int | None]:
     return Status.DAMAGED if is_damaged else Status.COMPLETE, found.nbytes
 
 
-def _is_stale(entry: os.DirEntry[str]) -> bool:
-    """Whether a killed save left this: a staging directory, removed files, an old marker."""
-    if entry.name == OLD_MARKER_NAME:
-        return True
-    return entry.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and entry.is_dir()
-
-
 def _remove(root: Location, name: str, older_than_s: float) -> tuple[str, ...]:
     """Remove a checkpoint, its index or marker first; names of what is no part of it, and stays."""
     place = _below(root, name)
     has_packs, store = holds_packs(place), place_of(place)
     if has_packs:  # after it the index, without either of which it is no damaged one
         store.delete([MARKER_NAME])
-    if look_at_packs(store) is not None:
+    if look_at_packs(store).listed:
         remove_packs(store, older_than_s)
     if isinstance(place, Path) and not has_packs:
         remove_contents(place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -44,55 +44,48 @@ class FoundPacks:
     """Packs and indexes in a place.
 
     Attributes:
-        is_complete: whether the index is whole and every file that it names is there; None where
-            there is no index and no marker, which no save has been committed for.
-        named: the files that the index names, the index first; the index alone if it is damaged.
-        nbytes: of these.
-        changed_s: when the save was committed; in a bucket, when it began.
-        stale: files that the index does not name, sorted; none where that cannot be told.
-        stale_nbytes: of these; None in a bucket.
-        stale_changed_s: when the newest of them was written; in a bucket, when its save began.
+        listed: size in bytes and time of change of each file, as far as the place tells.
+        named: the files that the index names, and their sizes; none if it is lost or damaged.
+        is_committed: whether there is an index, or a marker that says so.
     """
 
-    is_complete: bool | None
-    named: tuple[str, ...]
-    nbytes: int | None
-    changed_s: float
-    stale: tuple[str, ...] = ()
-    stale_nbytes: int | None = None
-    stale_changed_s: float = 0.0
+    listed: Mapping[str, tuple[int | None, float | None]]
+    named: Mapping[str, int]
+    is_committed: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the index is whole, and every file that it names is there."""
+        sizes = ((self.listed.get(name, (-1, 0.0))[0], n) for name, n in self.named.items())
+        return bool(self.named) and all(size in {None, nbytes} for size, nbytes in sizes)
+
+    @property
+    def committed_s(self) -> float:
+        """When the index was written; 0 where the place does not tell."""
+        return self.listed.get(INDEX_NAME, (0, 0.0))[1] or 0.0
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Files that the index does not name, sorted; none where that cannot be told."""
+        if self.is_committed and not self.named:
+            return ()
+        return tuple(sorted(self.listed.keys() - self.named.keys() - {INDEX_NAME}))
+
+    @property
+    def stale_nbytes(self) -> int | None:
+        """Bytes of these, where the place tells."""
+        sizes = [self.listed[name][0] for name in self.stale]
+        return None if None in sizes else sum(filter(None, sizes))
 
 
-def look_at_packs(store: Place) -> FoundPacks | None:
-    """What there is of packs; None where there is nothing. Changes nothing."""
-    listed = _listed(store)
-    if not listed:
-        return None
-    begun_s = listed.pop(INDEX_NAME, (None, None))[1]
-    sizes: dict[str, int] = {}
-    is_complete: bool | None = None
-    if begun_s is None and _says_packs(store):
-        is_complete = False
-    elif begun_s is not None:
+def look_at_packs(store: Place) -> FoundPacks:
+    """What there is of packs. Changes nothing."""
+    listed, named = _listed(store), {}
+    if INDEX_NAME in listed:
         with suppress(CorruptCheckpointError, IncompleteCheckpointError):
-            sizes = _named_sizes(store)
-        is_complete = bool(sizes) and all(
-            listed.get(name, (-1, 0.0))[0] in {None, nbytes} for name, nbytes in sizes.items()
-        )
-    named = (INDEX_NAME, *sizes) if begun_s is not None else ()
-    if is_complete is False and not sizes:
-        return FoundPacks(is_complete, named, None, begun_s or 0.0)
-    stale = tuple(sorted(listed.keys() - sizes.keys()))
-    known = [listed[name][0] for name in stale]
-    return FoundPacks(
-        is_complete,
-        named,
-        sum(sizes.values()),
-        begun_s or 0.0,
-        stale,
-        None if None in known else sum(filter(None, known)),
-        max((_written_s(store, name, listed[name][1]) for name in stale), default=0.0),
-    )
+            named = _named_sizes(store)
+    is_committed = INDEX_NAME in listed or (bool(listed) and _says_packs(store))
+    return FoundPacks(listed, named, is_committed)
 
 
 def remove_stale(store: Place, older_than_s: float) -> tuple[str, ...]:
@@ -102,7 +95,7 @@ def remove_stale(store: Place, older_than_s: float) -> tuple[str, ...]:
     """
     with store.locked():
         found = look_at_packs(store)
-        if found is None or time.time() - found.stale_changed_s < older_than_s:
+        if time.time() - written_s(store, found, found.stale) < older_than_s:
             return ()
         store.delete(found.stale)
         return found.stale
@@ -115,15 +108,11 @@ def remove_packs(store: Place, older_than_s: float) -> None:
     """
     with store.locked():
         found = look_at_packs(store)
-        if found is None:
-            return
-        store.delete(found.named[:1])
-        store.delete([COMMON_NAME, *found.named[1:]])
-        if not found.named[1:]:
-            left = _listed(store)
-            newest_s = max((_written_s(store, n, at) for n, (_, at) in left.items()), default=0.0)
-            if time.time() - newest_s >= older_than_s:
-                store.delete(sorted(left))
+        store.delete([INDEX_NAME])
+        store.delete([COMMON_NAME, *found.named])
+        left = sorted(found.listed.keys() - {INDEX_NAME})
+        if not found.named and time.time() - written_s(store, found, left) >= older_than_s:
+            store.delete(left)
 
 
 def remove_lock(directory: Directory) -> None:
@@ -138,20 +127,18 @@ def _says_packs(store: Place) -> bool:
     return False
 
 
-def _listed(store: Place) -> dict[str, tuple[int | None, float | None]]:
+def _listed(store: Place) -> Mapping[str, tuple[int | None, float | None]]:
     """Files of packs: size in bytes and time of change, as far as the place tells."""
     if not isinstance(store, Directory):
         names: Iterable[str] = (*store.names(f"{FOLDER}/"), *store.names(f"{SAVES}/"))
-        found: dict[str, tuple[int | None, float | None]] = {
-            name: (None, None) for name in names if _OURS.fullmatch(name)
-        }
-        return found | ({INDEX_NAME: (None, 0.0)} if store.has(INDEX_NAME) else {})
+        index = {INDEX_NAME: (None, None)} if store.has(INDEX_NAME) else {}
+        return {name: (None, None) for name in names if _OURS.fullmatch(name)} | index
     inner: list[str] = []
-    found = {}
     for folder in folders_below(store.root, [FOLDER, SAVES]):
         if folder.failure:
             raise StorageError(f"{folder.key}: {folder.failure}", path=folder.key)
         inner += map(folder.path_of, folder.files)
+    found: dict[str, tuple[int | None, float | None]] = {}
     for name in (*inner, *(store.names(PARTIAL_PREFIX) if inner else ()), INDEX_NAME):
         path = store.root / name
         with file_errors(None, path), suppress(FileNotFoundError):
@@ -172,10 +159,15 @@ def _named_sizes(store: Place) -> dict[str, int]:
     return {full_index_of(pointer.save_id): nbytes} | {file_of(p.name): p.nbytes for p in packs}
 
 
-def _written_s(store: Place, name: str, changed_s: float | None) -> float:
-    """When a file was written; in a bucket when its save began, and now where it does not say."""
-    if changed_s is not None:
-        return changed_s
+def written_s(store: Place, found: FoundPacks, names: Iterable[str]) -> float:
+    """When the newest of these files was written; 0 if there are none.
+
+    In a bucket that is when its save began, and now where a file does not say that.
+    """
+    return max((found.listed[name][1] or _begun_s(store, name) for name in names), default=0.0)
+
+
+def _begun_s(store: Place, name: str) -> float:
     save_id = name.split("/")[1] if name.startswith(f"{SAVES}/") else ""
     with suppress(CorruptCheckpointError, IncompleteCheckpointError, ValueError, LookupError):
         if name.startswith(f"{FOLDER}/"):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TypeVar
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
 from dist_ckpt_strategies.core.array import ObjectId, Region
@@ -23,18 +23,19 @@ from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks, require_whole
 from dist_ckpt_strategies.tools.writers import Memory
 
+T = TypeVar("T")
+
 _NO_DAMAGE = (*NO_ANSWER, StorageTimeoutError, CheckpointChangedError, UnsafeObjectError)
 
 
-def damage_in(step: Callable[[], Any]) -> list[str]:
-    """Why a step could not read what it reads, if something there is missing or damaged."""
+def tried(step: Callable[[], T]) -> tuple[T | None, str]:
+    """What a step reads; or None, and why: something there is missing or damaged."""
     try:
-        step()
+        return step(), ""
     except _NO_DAMAGE:
         raise
     except (StorageError, CoverageError) as error:
-        return [error.message]
-    return []
+        return None, error.message
 
 
 def find_readable(
@@ -51,7 +52,8 @@ def find_readable(
     try:
         return find(wanted), {}
     except CheckpointError:  # one by one tells which
-        damaged = {key: why for key in wanted for why in damage_in(partial(find, [key]))}
+        reasons = {key: tried(partial(find, [key]))[1] for key in wanted}
+        damaged = {key: why for key, why in reasons.items() if why}
         return find([key for key in wanted if key not in damaged]), damaged
 
 
@@ -74,9 +76,9 @@ def read_all(
         damage = []
         for block in blocks(region, array.dtype.itemsize, max_nbytes):
             elements = memory.array(block.shape, array.dtype)
-            damage += damage_in(partial(opened.read_into, [(array.key, block, elements)]))
+            damage.append(tried(partial(opened.read_into, [(array.key, block, elements)]))[1])
             count(elements.nbytes)
-        return damage
+        return [why for why in damage if why]
 
     tasks = [(array, region) for array in arrays for region in array.regions()]
     results = ranks.share(
@@ -90,8 +92,8 @@ def read_all(
     def damaged() -> list[tuple[str, str]]:
         rows = [(tasks[number][0].key, why) for number in results for why in results[number]]
         for one in objects if ranks.rank == 0 else ():
-            content = partial(opened.object_content, one)
-            rows += [(one.unique_key, why) for why in damage_in(content)]
+            _, why = tried(partial(opened.object_content, one))
+            rows += [(one.unique_key, why)] if why else []
         return rows
 
     gathered = ranks.gather(lambda: opened.unchanged(damaged))
@@ -104,16 +106,16 @@ def rescued_common(
     """The file of the common state, of packs also their copy of it; an empty one, and why."""
     if not is_wanted:
         return b"", []
-    damage = damage_in(opened.common_content)
-    if not damage:
-        return opened.common_content(), []
-    content = b""
-
-    def read_copy() -> None:
-        nonlocal content
-        content = store_at(opened.root).read(COMMON_NAME)
-        require_archive(content, f"{opened.root}/{COMMON_NAME}", "common state")
-
-    if not damage_in(read_copy):
+    content, why = tried(opened.common_content)
+    if content is not None:
         return content, []
-    return dump_object({}, name="common state"), [(COMMON_NAME, why) for why in damage]
+
+    def read_copy() -> bytes:
+        copy = store_at(opened.root).read(COMMON_NAME)
+        require_archive(copy, f"{opened.root}/{COMMON_NAME}", "common state")
+        return copy
+
+    content, _ = tried(read_copy)
+    if content is not None:
+        return content, []
+    return dump_object({}, name="common state"), [(COMMON_NAME, why)]

@@ -4,8 +4,9 @@ Each file is the size of a JSON header, the header, and the elements of each ten
 """
 
 import json
+import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -14,18 +15,28 @@ from typing import Any
 import numpy as np
 
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, Shape
+from dist_ckpt_strategies.core.blocks import padded
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
-    similar_text,
+    array_not_found,
 )
+from dist_ckpt_strategies.formats.locations import OpenedSave
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.pack import LENGTH, MAX_HEADER_NBYTES
 from dist_ckpt_strategies.formats.pack_header import MALFORMED
-from dist_ckpt_strategies.storage.files import MARKER_NAME, Directory, file_errors
+from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads
+from dist_ckpt_strategies.storage.files import (
+    LOCK_NAME,
+    MARKER_NAME,
+    Directory,
+    file_errors,
+    write_buffered,
+)
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead
-from dist_ckpt_strategies.tools.plan_convert import SAFETENSORS_DTYPES, contiguous_runs
+from dist_ckpt_strategies.tools.plan_convert import SAFETENSORS_DTYPES, FileTask, contiguous_runs
+from dist_ckpt_strategies.tools.writers import Objects, Read, StagedWriter, bytes_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -42,26 +53,12 @@ def holds_safetensors(root: Path) -> bool:
 
 
 class SafetensorsCheckpoint:
-    """A model's arrays, to be read as those of a checkpoint: there are no objects or common state.
-
-    Attributes:
-        save: what consumers read through; files that change meanwhile are not noticed.
-        identity: empty, since nothing tells.
-    """
-
-    identity = ""
+    """A model's arrays, to be read like a checkpoint's; no objects, an empty common state."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._files = root, Directory(root)
-
-    @property
-    def save(self) -> "SafetensorsCheckpoint":
-        """See the class."""
-        return self
-
-    def read(self, step: Any) -> Any:
-        """What a step gives."""
-        return step()
+        self.save = OpenedSave(root)
+        self.identity = self.save.identity
 
     @cached_property
     def _places(self) -> dict[str, tuple[ArraySpec, str, int]]:
@@ -92,9 +89,7 @@ class SafetensorsCheckpoint:
         """The arrays of these keys, sorted by key; ArrayNotFoundError names a missing one."""
         for key in sorted(keys):
             if key not in self._places:
-                text = f"{key}: no such array among the {len(self._places)} in {self._root}"
-                text += similar_text(key, list(self._places))
-                raise ArrayNotFoundError(text, key=key, path=str(self._root))
+                raise array_not_found(key, list(self._places), self._root)
         return {key: self._places[key][0] for key in sorted(keys)}
 
     def blocks(self, key: str) -> Iterator[tuple[Region, int]]:
@@ -102,18 +97,22 @@ class SafetensorsCheckpoint:
         yield Region.whole(self._places[key][0].shape), 0
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
-        """Read regions of arrays, on this thread; all is done when it returns."""
-        for read in reads:
-            spec, name, start = self._places[read.array.key]
-            whole = np.empty(read.region.shape, spec.dtype.numpy)
-            memory: Any = whole.reshape(-1).view(np.uint8)
-            done = 0
-            for first, count in contiguous_runs(read.region, spec.shape):
-                run = memory[done : done + count * spec.dtype.itemsize]
-                self._files.read_into(name, start + first * spec.dtype.itemsize, [run])
-                done += run.size
-            read.target[...] = whole
-        return Transfer((), 0)
+        """Begin to read regions of arrays, which have no digests."""
+        width = max((read.region.ndim for read in reads), default=0)
+        names, place = {}, np.zeros((len(reads), 3), np.int64)
+        for number, read in enumerate(reads):
+            _, names[number], place[number, 1] = self._places[read.array.key]
+            place[number, 0] = number
+        blocks = BlockReads(
+            names,
+            place,
+            padded([read.array.shape for read in reads], width, 1),
+            padded([read.region.offset for read in reads], width, 0),
+            padded([read.region.shape for read in reads], width, 1),
+            [read.target for read in reads],
+            [read.array.key for read in reads],
+        )
+        return begin_reads(self._files, blocks, num_threads=self._files.num_readers)
 
     def object_ids(self) -> Iterator[ObjectId]:
         """None."""
@@ -147,3 +146,70 @@ def _spec(key: str, shape: Shape, dtype: str, nbytes: int) -> ArraySpec:
     if spec.nbytes != nbytes:
         raise ValueError(f"{key}: {nbytes} bytes, expected {spec.nbytes}")
     return spec
+
+
+class SafetensorsWriter(StagedWriter):
+    """Writes files of safetensors and their index; see TargetWriter."""
+
+    @cached_property
+    def _headers(self) -> dict[str, bytes]:
+        """The beginning of each file: the size of its description, and the description."""
+        files: dict[str, dict[str, Any]] = {}
+        for task in self.plan.tasks:
+            (item,) = task.items
+            files.setdefault(task.name, {"__metadata__": {"format": "pt"}})[task.key] = {
+                "dtype": SAFETENSORS_DTYPES[item.array.dtype],
+                "shape": item.array.shape,
+                "data_offsets": [item.byte_offset, item.byte_offset + item.array.nbytes],
+            }
+        headers = {}
+        for name, fields in files.items():
+            content = json.dumps(fields, separators=(",", ":")).encode()
+            content += b" " * (-len(content) % LENGTH.size)
+            headers[name] = LENGTH.pack(len(content)) + content
+        return headers
+
+    def write(self, task: FileTask, read: Read) -> None:
+        """See TargetWriter. Other threads and ranks write to the same file."""
+        (item,) = task.items
+        path, itemsize = self.files.path(task.name), item.array.dtype.itemsize
+        start = len(self._headers[task.name]) + item.byte_offset
+        with file_errors(task.key, path), _opened(path) as handle:
+            for block in item.blocks(self._block_nbytes):
+                content, done = bytes_of(self._block(item, block, read)), 0
+                for first, count in contiguous_runs(block, item.array.shape):
+                    run = content[done : done + count * itemsize]
+                    os.lseek(handle, start + first * itemsize, os.SEEK_SET)
+                    write_buffered(handle, run)
+                    done += run.size
+            os.fsync(handle)
+
+    def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> None:
+        """See TargetWriter. By the index the files are known to be complete."""
+        del records, objects, common
+        for name, header in self._headers.items():
+            path = self.files.path(name)
+            with file_errors(None, path), _opened(path) as handle:
+                write_buffered(handle, np.frombuffer(header, np.uint8))
+                os.fsync(handle)
+        weights = {task.key: task.name for task in self.plan.tasks}
+        index = {
+            "metadata": {"total_size": self.plan.nbytes},
+            "weight_map": {key: weights[key] for key in sorted(weights)},
+        }
+        self.files.write(INDEX_NAME, json.dumps(index, indent=2).encode())
+
+    def commit(self, save: None) -> None:
+        """See TargetWriter. The file of the lock is no part of a model."""
+        super().commit(save)
+        Directory(self._root).delete([LOCK_NAME])
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """A file of several writers, made if need be."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        yield handle
+    finally:
+        os.close(handle)

@@ -10,39 +10,44 @@ Source: torch.distributed.checkpoint; Megatron-Core 0.16.1.
 import io
 import pickle
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region, Shape
-from dist_ckpt_strategies.device import to_host
+from dist_ckpt_strategies.device import as_tensor, to_host, torch_dtype
 from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleVersionError,
     UnsafeObjectError,
-    similar_text,
+    array_not_found,
 )
 from dist_ckpt_strategies.formats.locations import OpenedSave
-from dist_ckpt_strategies.formats.objects import (
-    Allowed,
-    dump_object,
-    load_content,
-)
+from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, dump_object, load_content
 from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
     file_errors,
+    new_file,
     read_file,
+    write_buffered,
 )
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
+from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask
+from dist_ckpt_strategies.tools.writers import Objects, Read, StagedWriter
 
 METADATA_NAME = ".metadata"
 
@@ -177,12 +182,7 @@ class TorchDistCheckpoint:
         specs = {}
         for key in sorted(keys):
             if key not in self._arrays:
-                raise ArrayNotFoundError(
-                    f"{key}: no such array among the {len(self._arrays)} in {self._root}"
-                    f"{similar_text(key, list(self._arrays))}",
-                    key=key,
-                    path=str(self._root),
-                )
+                raise array_not_found(key, list(self._arrays), self._root)
             shape, dtype, _ = self._arrays[key]
             specs[key] = ArraySpec(key, shape, dtype, tuple(max(1, size) for size in shape))
         return specs
@@ -263,3 +263,67 @@ def _writer(name: str) -> int:
     """The rank that wrote a file, by its name; 0 where that does not say."""
     number = name.removeprefix("__").partition("_")[0]
     return int(number) if number.isdecimal() else 0
+
+
+class TorchDistWriter(StagedWriter):
+    """Writes torch_dist; see TargetWriter. A shard larger than a block is cut.
+
+    Objects are unpickled, because each goes into a list.
+    """
+
+    def __init__(
+        self, root: Path, save_id: str, plan: ConvertPlan, block_nbytes: int, allow: Allowed
+    ) -> None:
+        super().__init__(root, save_id, plan, block_nbytes)
+        self._allow = allow
+
+    def write(self, task: FileTask, read: Read) -> list[list[Any]]:
+        """See TargetWriter. Gives item, offset, shape and end in the file of each shard."""
+        shards: list[list[Any]] = []
+        path = self.files.path(task.name)
+        with (
+            file_errors(task.key, path),
+            new_file(path) as handle,
+            open(handle, "wb", closefd=False) as file,
+        ):
+            for number, item in enumerate(task.items):
+                for block in item.blocks(self._block_nbytes):
+                    torch.save(as_tensor(self._block(item, block, read), item.array.dtype), file)
+                    shards.append([number, block.offset, block.shape, file.tell()])
+        return shards
+
+    def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> None:
+        """See TargetWriter."""
+        arrays = {
+            array.key: TensorStorageMetadata(
+                TensorProperties(dtype=torch_dtype(array.dtype)), torch.Size(array.shape), []
+            )
+            for array in self.plan.arrays
+        }
+        metadata = Metadata({**arrays}, storage_data={})
+        for number, shards in sorted(records.items()):
+            task, start = self.plan.tasks[number], 0
+            for item, offset, shape, end in shards:
+                key = task.items[item].array.key
+                chunks = arrays[key].chunks
+                chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+                index = MetadataIndex(key, torch.Size(offset), len(chunks) - 1)
+                metadata.storage_data[index] = _StorageInfo(task.name, start, end - start)
+                start = end
+        self._write_listed(objects, metadata)
+        self.files.write(COMMON_NAME, common)
+        self.files.write(METADATA_NAME, pickle.dumps(metadata))
+
+    def _write_listed(self, objects: Objects, metadata: Metadata) -> None:
+        name = f"__0_{len(self.plan.tasks)}.distcp"
+        path, byte_offset = self.files.path(name), 0
+        with file_errors(None, path), new_file(path) as handle:
+            for object_id, content in objects:
+                key = object_id.unique_key
+                value = load_content(content, path, key, self._allow)
+                dumped = dump_loadable([value], name=key, allow=self._allow)
+                write_buffered(handle, np.frombuffer(dumped, np.uint8))
+                metadata.state_dict_metadata[key] = BytesStorageMetadata()
+                info = _StorageInfo(name, byte_offset, len(dumped))
+                metadata.storage_data[MetadataIndex(key)] = info
+                byte_offset += len(dumped)

@@ -293,6 +293,9 @@ def test_memory_is_bounded_whatever_the_arrays_size(
     assert ROWS * COLUMNS * 4 == 8 * MEMORY_NBYTES
     of_shards = ROWS * COLUMNS * 4 if source == "torch_dist" else 0  # one, read whole
     assert peak_nbytes < 2 * MEMORY_NBYTES + of_shards
+    chunks = zarr.open_array(tmp_path / "zarr@3" / "w", mode="r").chunks
+    assert chunks == (MEMORY_NBYTES // 32 // (COLUMNS * 4), COLUMNS)
+    assert diff(large / source, tmp_path / "zarr@3").is_equal
 
 
 def write_with_common_object(root: Path, weight: torch.Tensor, common: dict[str, Any]) -> None:

@@ -128,8 +128,8 @@ def flip_middle(path: Path, _at: int) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path, int], None]]] = [
-    ("zarr@3/w1/0.1", unlink),
-    ("zarr@3/w1/0.1", os.truncate),
+    ("zarr@3/w1/c/0/1", unlink),
+    ("zarr@3/w1/c/0/1", os.truncate),
     ("zarr@3/common.pt", flip_at),
     ("zarr@1/w1/0.1", os.truncate),
     ("zarr@1/w1/0.1", unlink),

@@ -78,7 +78,7 @@ def damage(root: Path, name: str) -> None:
         flip_at(path, path.read_bytes().rindex(b"data.pkl") - 30)
         (root / "common.pt").unlink()
     else:
-        os.truncate(root / BROKEN / "0.0", 100)
+        os.truncate(root / BROKEN / ("c/0/0" if name == "zarr@3" else "0.0"), 100)
         flip_at(root / "rng" / "shard_0_1.pt", 70)
         flip_at(root / "common.pt", 70)
 
