@@ -211,6 +211,7 @@ class Megatron:
         else:
             dist_ckpt_strategies.register()
         self._shards = shards
+        self._rank = rank_from_environment()[0]
         self.backend = backend
         self._loader = loader
 
@@ -234,7 +235,7 @@ class Megatron:
                 shard.key,
                 shard.tensor,
                 (shard.axis, shard.part, shard.num_parts),
-                replica_id=rank_from_environment()[0] // shard.num_parts,
+                replica_id=self._rank // shard.num_parts,
             )
             for shard in self._shards
         }
