@@ -49,7 +49,7 @@ from dist_ckpt_strategies.errors import (
     error_from_peer,
     text_of,
 )
-from dist_ckpt_strategies.storage.processes import has_ended, process_name
+from dist_ckpt_strategies.storage.host import has_ended, process_name
 
 _DEVICE_PAUSE_S = 0.0002
 

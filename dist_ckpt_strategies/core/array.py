@@ -58,21 +58,6 @@ class Region(NamedTuple):
             for a, b, e, f in zip(self.offset, other.offset, self.end, other.end, strict=True)
         )
 
-    def without(self, other: Region) -> Iterator[Region]:
-        """Regions that together are this one less ``other``; no two of them share an element."""
-        hole = self.intersect(other)
-        if hole is None:
-            yield self
-            return
-        low, high = list(self.offset), list(self.end)
-        for dim in range(self.ndim):
-            for start, stop in ((low[dim], hole.offset[dim]), (hole.end[dim], high[dim])):
-                if start < stop:
-                    offset = (*low[:dim], start, *low[dim + 1 :])
-                    end = (*high[:dim], stop, *high[dim + 1 :])
-                    yield Region(offset, tuple(map(operator.sub, end, offset)))
-            low[dim], high[dim] = hole.offset[dim], hole.end[dim]
-
     def cells(self, cell: Shape) -> Iterator[Shape]:
         """Indices, in C order, of the cells of a regular grid that share an element with it."""
         if 0 in self.shape:
@@ -193,13 +178,6 @@ class ArraySpec:
         offset = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
         return Region(offset, self.chunk_shape)
 
-    def chunk_at(self, region: Region) -> Shape | None:
-        """The index of the chunk whose whole region is ``region``; None where no chunk's is."""
-        chunk = self.chunk_shape
-        if region.shape != chunk or any(map(operator.mod, region.offset, chunk)):
-            return None
-        return tuple(map(operator.floordiv, region.offset, chunk))
-
     def chunk_indices(self) -> Iterator[Shape]:
         """Every chunk of the grid, in C order."""
         return product(*map(range, self.grid))
@@ -298,13 +276,15 @@ class ShardSpec:
         return self.region.numel * self.dtype.itemsize
 
 
-RESERVED_NAMES = frozenset({"common.pt", "metadata.json"})
 _MAX_COMPONENT_NBYTES = 255
 _FILES_OF_AN_ARRAY = re.compile(r"\.zarray|\.zattrs|\.zgroup|\d+(\.\d+)*")
-_READERS_NAMES = re.compile(r"\.zarray|metadata\.json|common\.pt|shard_\d+(\.\d+)*_\d+(\.\d+)*\.pt")
+_TAKEN = re.compile(
+    r"\.zarray|metadata\.json|common\.pt|shard_\d+(\.\d+)*_\d+(\.\d+)*\.pt"
+    r"|\.(removed|partial)-.*|.*\.__lock",
+    re.DOTALL,
+)
 """A directory of such a name would be taken for the file that marks an array, a checkpoint, an
-object."""
-_LEAVING_PREFIXES = (".removed-", ".partial-")
+object, or for something on its way out."""
 
 
 def require_storable_keys(array_keys: Collection[str], object_keys: Collection[str]) -> None:
@@ -322,36 +302,22 @@ def require_storable_keys(array_keys: Collection[str], object_keys: Collection[s
 
 
 def _problem(key: str) -> str | None:
-    parts = key.split("/")
-    checks = {
-        "it is empty": not key,
-        "it holds a NUL character": "\0" in key,
-        "it holds a backslash, which TensorStore takes for '/'": "\\" in key,
-        "it starts or ends with '/' or holds an empty, '.' or '..' component": any(
-            part in {"", ".", ".."} for part in parts
-        ),
-        f"'{parts[0]}' is a file of every checkpoint": parts[0] in RESERVED_NAMES,
-        "a component ends in '.__lock'": any(part.endswith(".__lock") for part in parts),
-        "a component is the name of a file that marks an array, object or checkpoint": any(
-            _READERS_NAMES.fullmatch(part) for part in parts
-        ),
-        "a component is the name of something on its way out": any(
-            part.startswith(_LEAVING_PREFIXES) for part in parts
-        ),
-    }
-    return next((text for text, wrong in checks.items() if wrong), None) or _too_long(parts)
-
-
-def _too_long(parts: list[str]) -> str | None:
-    try:
-        sizes = [len(part.encode()) for part in parts]
-    except UnicodeEncodeError:
-        return "it cannot be encoded as UTF-8"
-    if max(sizes) > _MAX_COMPONENT_NBYTES:
-        return (
-            f"a component has {max(sizes)} bytes, file systems take {_MAX_COMPONENT_NBYTES}; "
-            "shorten it or split it with '/'"
-        )
+    for part in key.split("/"):
+        if part in {"", ".", ".."}:
+            return "it is empty, starts or ends with '/', or has an empty, '.' or '..' component"
+        if "\0" in part or "\\" in part:
+            return "it holds a NUL character, or a backslash, which TensorStore takes for '/'"
+        if _TAKEN.fullmatch(part):
+            return f"{part!r} is the name of a file of a checkpoint, or of one on its way out"
+        try:
+            nbytes = len(part.encode())
+        except UnicodeEncodeError:
+            return "it cannot be encoded as UTF-8"
+        if nbytes > _MAX_COMPONENT_NBYTES:
+            return (
+                f"a component has {nbytes} bytes, file systems take {_MAX_COMPONENT_NBYTES}; "
+                "shorten it or split it with '/'"
+            )
     return None
 
 

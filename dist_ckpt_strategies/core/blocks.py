@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Self
@@ -191,10 +191,6 @@ class Overlaps:
     extent: Column
 
 
-_PAIRS = 1 << 20
-"""Blocks and regions that are compared at once."""
-
-
 def overlaps(table: BlockTable, arrays: Sequence[int], regions: Sequence[Region]) -> Overlaps:
     """What regions of arrays share with the blocks of a table, sorted by array and origin.
 
@@ -207,21 +203,12 @@ def overlaps(table: BlockTable, arrays: Sequence[int], regions: Sequence[Region]
     low = padded([region.offset for region in regions], width, 0)
     high = low + padded([region.shape for region in regions], width, 1)
     first, stop = _candidates(table, array, low, high)
-    stop = np.maximum(first, stop)  # a region without elements has none
-    before = np.concatenate([[0], np.cumsum(stop - first)])
     parts: list[tuple[Column, ...]] = []
-    start = 0
-    while start < len(array):
-        end = max(start + 1, int(np.searchsorted(before, before[start] + _PAIRS, "right")) - 1)
-        count = (stop - first)[start:end]
-        region = np.repeat(np.arange(start, end), count)
-        row = np.arange(len(region)) + np.repeat((first - before[:-1])[start:end], count)
-        row += before[start]
+    for region, row in pairs(first, stop):
         origin = np.maximum(table.origin[row], low[region])
         extent = np.minimum(table.origin[row] + table.extent[row], high[region]) - origin
         shared = (extent > 0).all(axis=1)
         parts.append((row[shared], region[shared], origin[shared], extent[shared]))
-        start = end
     rows, of_region, origins, extents = zip(*parts, strict=True) if parts else ([], [], [], [])
     return Overlaps(
         _joined([*rows]),
@@ -229,6 +216,23 @@ def overlaps(table: BlockTable, arrays: Sequence[int], regions: Sequence[Region]
         _joined([*origins], width),
         _joined([*extents], width),
     )
+
+
+_PAIRS = 1 << 20
+"""Compared at once."""
+
+
+def pairs(first: Column, stop: Column) -> Iterator[tuple[Column, Column]]:
+    """Each number with its partners ``first`` to ``stop``, as two columns, part by part."""
+    count = stop - first
+    before = np.concatenate([[0], np.cumsum(count)])
+    start = 0
+    while start < len(count):
+        end = max(start + 1, int(np.searchsorted(before, before[start] + _PAIRS, "right")) - 1)
+        number = np.repeat(np.arange(start, end), count[start:end])
+        shift = (first - before[:-1])[start:end] + before[start]
+        yield number, np.arange(len(number)) + np.repeat(shift, count[start:end])
+        start = end
 
 
 def _candidates(
@@ -248,7 +252,7 @@ def _candidates(
     lowest = np.maximum(0, low[:, 0] - height[array] + 1)
     first = np.searchsorted(places, array * span + lowest, "left")
     stop = np.searchsorted(places, array * span + high[:, 0], "left")
-    return first, np.maximum(first, stop)  # an array without elements has blocks without height
+    return first, np.maximum(first, stop)  # a block or a region may be without elements
 
 
 def with_objects(table: BlockTable, objects: Sequence[ObjectId]) -> BlockTable:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.core.array import Shape
-from dist_ckpt_strategies.core.blocks import BlockTable, Column
+from dist_ckpt_strategies.core.blocks import BlockTable, Column, pairs
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, some_of
 
 _Mask = npt.NDArray[np.bool_]
@@ -34,12 +34,6 @@ _MAX_SIZE = np.iinfo(np.int64).max
 
 _NO_BLOCKS = -1
 """The number of an array that only copies hold."""
-
-_FEW_BLOCKS = 32
-"""So many blocks are compared with each other."""
-
-_MAX_PART = 0.75
-"""Parts that leave more than this of the blocks in one are too little progress."""
 
 _MAX_LISTED = 16
 
@@ -218,51 +212,25 @@ def _require_partition(
 
 
 def _first_overlap(low: Column, high: Column) -> tuple[int, int] | None:
-    """Two of the blocks ``[low, high)`` that share an element.
+    """Two of the blocks ``[low, high)``, which are sorted by origin, that share an element.
 
-    Blocks that a plane separates from all others need not be compared with these. Where no plane
-    separates any, such as in a pinwheel, a plane cuts them: two that share an element do so on one
-    side of it, too.
+    Along the dim with most origins each is compared with those that begin before it ends.
     """
-    groups: list[tuple[Column, Column, Column]] = [(np.arange(len(low)), low, high)]
-    while groups:
-        rows, low, high = groups.pop()
-        if len(rows) <= _FEW_BLOCKS:
-            meets = (low[:, None] < high[None]) & (low[None] < high[:, None])
-            pairs = np.argwhere(np.triu(meets.all(axis=2), 1))
-            if len(pairs):
-                return int(rows[pairs[0, 0]]), int(rows[pairs[0, 1]])
-            continue
-        if (low == low[0]).all():
-            return int(rows[0]), int(rows[1])
-        order, starts = max(
-            (_separated(low[:, dim], high[:, dim]) for dim in range(low.shape[1])),
-            key=lambda sweep: len(sweep[1]),
-        )
-        lengths = np.diff(starts, append=len(rows))
-        if lengths.max() <= _MAX_PART * len(rows):
-            for start, length in zip(starts[lengths > 1], lengths[lengths > 1], strict=True):
-                part = order[start : start + length]
-                groups.append((rows[part], low[part], high[part]))
-            continue
-        origins = [np.unique(column) for column in low.T]
-        dim = max(range(len(origins)), key=lambda d: len(origins[d]))
-        plane = origins[dim][len(origins[dim]) // 2]
-        is_left, is_right = low[:, dim] < plane, high[:, dim] > plane
-        left_high, right_low = high[is_left], low[is_right]
-        left_high[:, dim] = np.minimum(left_high[:, dim], plane)
-        right_low[:, dim] = np.maximum(right_low[:, dim], plane)
-        groups.append((rows[is_right], right_low, high[is_right]))
-        groups.append((rows[is_left], low[is_left], left_high))
+    doubled = np.flatnonzero((low[1:] == low[:-1]).all(axis=1))
+    if len(doubled):
+        return int(doubled[0]), int(doubled[0]) + 1
+    if len(low) <= 1:
+        return None
+    dim = max(range(low.shape[1]), key=lambda dim: len(np.unique(low[:, dim])))
+    order = np.argsort(low[:, dim], kind="stable")
+    low, high = low[order], high[order]
+    stop = np.searchsorted(low[:, dim], high[:, dim])
+    for one, other in pairs(np.arange(1, len(low) + 1), stop):
+        meets = ((low[one] < high[other]) & (low[other] < high[one])).all(axis=1)
+        if meets.any():
+            first = np.argmax(meets)
+            return int(order[one[first]]), int(order[other[first]])
     return None
-
-
-def _separated(low: Column, high: Column) -> tuple[Column, Column]:
-    """Intervals by their origin, and the first of each run that begins where all before end."""
-    order = np.argsort(low, kind="stable")
-    ends = np.maximum.accumulate(high[order])
-    starts = np.flatnonzero(low[order][1:] >= ends[:-1]) + 1
-    return order, np.concatenate([[0], starts])
 
 
 def _first_gap(shape: Shape, low: Column, high: Column) -> Shape:

@@ -4,7 +4,6 @@ A raw chunk is a block in a file of its own, read as the blocks of packs are; ot
 TensorStore.
 """
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -22,11 +21,10 @@ from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
-    similar_text,
 )
 from dist_ckpt_strategies.formats.locations import OpenedSave, refuse_format2
 from dist_ckpt_strategies.formats.objects import object_ids, object_path
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, no_such_array
 from dist_ckpt_strategies.formats.pack_read import READ_NBYTES, BlockReads, read_jobs
 from dist_ckpt_strategies.formats.zarr2 import (
     METADATA_NAME,
@@ -43,7 +41,6 @@ from dist_ckpt_strategies.storage.files import (
     require_directory,
 )
 from dist_ckpt_strategies.storage.io_pool import (
-    ByteBudget,
     Job,
     Transfer,
     raise_if_cancelled,
@@ -76,42 +73,36 @@ class Format1Checkpoint:
         self.save = save or OpenedSave(root)
         refuse_format2(root)
         self.identity = f"{self.save.identity} {common_digest(root)}"
-        self._budget = ByteBudget(options.max_inflight_bytes)
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """Begin to read regions of arrays that ``find`` has given. There are no digests.
 
         Takes ``max_inflight_bytes`` for chunks that are decoded; a larger one goes alone.
         """
-        blocks: list[tuple[str, str, Shape, Region, HostArray]] = []
+        raw: list[tuple[str, str, Shape, Region, HostArray]] = []
+        sizes: dict[str, int] = {}
         jobs: list[Job] = []
+        nbytes = READ_NBYTES
         for read in reads:
             array = read.array
+            whole: Any = read.target
             for index in read.region.cells(array.chunk_shape):
                 chunk, name = array.chunk_region(index), array.chunk_file(index)
                 common = read.region.intersect(chunk)
                 assert common is not None  # noqa: S101 - cells yields only chunks that overlap
-                whole: Any = read.target
                 target = whole[(*common.within(read.region).slices(), ...)]
                 if array.is_raw:
-                    blocks.append((name, array.key, chunk.shape, common.within(chunk), target))
+                    raw.append((name, array.key, chunk.shape, common.within(chunk), target))
+                    sizes[self._store.path(name)] = array.chunk_nbytes
                 else:
+                    nbytes = max(nbytes, 2 * array.chunk_nbytes)
                     path = self._store.path(name)
                     decode = partial(self._decode, array, index, path, common, target)
                     jobs.append(Job(array.key, path, decode))
-        if blocks:
-            names, keys, shapes, boxes, targets = zip(*blocks, strict=True)
-            sizes = {
-                self._store.path(name): target.itemsize * math.prod(shape)
-                for name, shape, target in zip(names, shapes, targets, strict=True)
-            }
-            for job in read_jobs(
-                self._store, _block_reads(names, keys, shapes, boxes, targets), {}
-            ):
-                path = str(job.path)
-                run = partial(_read_chunk, str(job.key), path, sizes[path], job)
-                jobs.append(Job(job.key, path, run))
-        return Transfer(jobs, self._num_threads)
+        for job in read_jobs(self._store, _block_reads(raw), {}) if raw else ():
+            run = partial(_read_chunk, job, sizes[str(job.path)])
+            jobs.append(Job(job.key, job.path, run))
+        return Transfer(jobs, self._num_threads(nbytes))
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """The arrays of these keys, sorted by key. One metadata file is read for each.
@@ -129,11 +120,13 @@ class Format1Checkpoint:
                 with file_errors(key, path):
                     content = read_file(path, MAX_JSON_NBYTES)
             except IncompleteCheckpointError as error:
-                raise self._not_found(key) from error
+                require_directory(self._root)
+                keys = list(array_keys(self._root))
+                raise no_such_array(key, keys, str(self._root)) from error
             found[key] = parse_metadata(key, path, content)
 
         jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
-        Transfer(jobs, self._num_threads).wait(self._options.timeout_s)
+        Transfer(jobs, self._num_threads()).wait(self._options.timeout_s)
         return {key: found[key] for key in paths}  # threads finish in any order
 
     def keys(self) -> Iterator[str]:
@@ -158,48 +151,30 @@ class Format1Checkpoint:
         with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
             return read_file(path)
 
-    @property
-    def _num_threads(self) -> int:
-        in_memory = self._options.max_inflight_bytes // READ_NBYTES
-        return max(1, min(self._store.num_readers, in_memory))
+    def _num_threads(self, nbytes: int = READ_NBYTES) -> int:
+        """Threads that each hold so many bytes."""
+        return max(1, min(self._store.num_readers, self._options.max_inflight_bytes // nbytes))
 
     def _decode(
         self, array: ArraySpec, index: Shape, path: str, region: Region, target: HostArray
     ) -> None:
         """Copy a region, of the array, out of one chunk that is not raw."""
         _chunk_nbytes(array.key, path)
-        with self._budget.held(2 * array.chunk_nbytes):
-            raise_if_cancelled()
-            elements = decode_chunk(self._root, array, index, region)
-            raise_if_cancelled()
-            np.copyto(target, elements)
-
-    def _not_found(self, key: str) -> ArrayNotFoundError:
-        root = self._root
-        require_directory(root)
-        keys = list(array_keys(root))
-        return ArrayNotFoundError(
-            f"{key}: no such array among the {len(keys)} in {root}{similar_text(key, keys)}",
-            key=key,
-            path=str(root / key),
-        )
+        elements = decode_chunk(self._root, array, index, region)
+        raise_if_cancelled()
+        np.copyto(target, elements)
 
 
 StoredCheckpoint = Format1Checkpoint | PackCheckpoint
 """A checkpoint of a format of this package, of which arrays are read by region."""
 
 
-def _block_reads(
-    names: Sequence[str],
-    keys: Sequence[str],
-    shapes: Sequence[Shape],
-    boxes: Sequence[Region],
-    targets: Sequence[HostArray],
-) -> BlockReads:
-    """Parts of blocks that are a file each: each a number of its own, for ``read_jobs``."""
+def _block_reads(parts: Sequence[tuple[str, str, Shape, Region, HostArray]]) -> BlockReads:
+    """Parts of blocks that are a file each: name, key, shape, what is wanted, and where."""
+    names, keys, shapes, boxes, targets = zip(*parts, strict=True)
     width = max(map(len, shapes))
     place = np.zeros((len(names), 3), np.int64)
-    place[:, 0] = np.arange(len(names))
+    place[:, 0] = np.arange(len(names))  # a file each
     return BlockReads(
         dict(enumerate(names)),
         place,
@@ -211,8 +186,9 @@ def _block_reads(
     )
 
 
-def _read_chunk(key: str, path: str, nbytes: int, job: Job) -> None:
+def _read_chunk(job: Job, nbytes: int) -> None:
     """Read a part of a raw chunk, unless its file has another size than ``nbytes``."""
+    key, path = str(job.key), str(job.path)
     found = _chunk_nbytes(key, path)
     if found != nbytes:
         text = f"{key}: chunk file {path} has {found} bytes, expected {nbytes}"

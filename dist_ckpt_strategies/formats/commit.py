@@ -31,6 +31,7 @@ from dist_ckpt_strategies.storage.files import (
     is_elsewhere,
     make_directories,
     rename,
+    set_aside,
     sync_path,
 )
 from dist_ckpt_strategies.storage.io_pool import raise_if_cancelled
@@ -52,11 +53,7 @@ def set_marker_aside(root: Path) -> None:
 
     That it has held a checkpoint is still known afterwards. Several ranks may do it at once.
     """
-    path = root / MARKER_NAME
-    with file_errors(None, path), suppress(FileNotFoundError):
-        raise_if_cancelled()
-        rename(path, root / OLD_MARKER_NAME)
-        sync_path(root)
+    set_aside(root, MARKER_NAME)
 
 
 def staging_of(root: Path, save_id: str) -> Directory:
@@ -125,7 +122,8 @@ def commit_staged(
         if keys is not None or overwrite:
             is_meant = overwrite or (had_marker and marker is None)
             _require_replaceable(root, keys or (), overwrite=is_meant)
-            going = _contents(root, with_torch_dist=had_marker)
+            going = _contents(root)
+            going += _files_of_torch_dist(root) if had_marker else []
         _require_no_other_checkpoint(root, keys or ())
         replaced = {f"{root}/{name}" for name in going}
         for source in sources:
@@ -171,15 +169,26 @@ def give_up(staging: Path) -> None:
 def remove_contents(root: Path) -> None:
     """Remove a checkpoint's files, the marker first, and what killed saves have left of others."""
     set_marker_aside(root)
-    trash = root / f"{REMOVED_PREFIX}{uuid4().hex}"  # beside that of a call that was killed
     with file_errors(None, root):
-        trash.mkdir()
-        _move_out(root, _contents(root, with_torch_dist=False), trash)
+        _remove(root, _contents(root))
         (root / COMMON_NAME).unlink(missing_ok=True)
-        (root / OLD_MARKER_NAME).unlink(missing_ok=True)
         for path in root.iterdir():
             if path.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def remove_keys(root: Path, key_prefix: str) -> None:
+    """Remove the arrays and objects whose key starts with a prefix; of a link only the link."""
+    with file_errors(None, root):
+        _remove(root, _contents(root, key_prefix))
+
+
+def _remove(root: Path, names: Collection[str]) -> None:
+    trash = root / f"{REMOVED_PREFIX}{uuid4().hex}"  # beside that of a call that was killed
+    trash.mkdir()
+    _move_out(root, names, trash)
+    sync_path(root)
+    shutil.rmtree(trash)
 
 
 def require_own_place() -> None:
@@ -228,19 +237,26 @@ def _require_no_other_checkpoint(root: Path, keys: Iterable[str]) -> None:
             )
 
 
-def _contents(root: Path, *, with_torch_dist: bool) -> list[str]:
+def _contents(root: Path, key_prefix: str = "") -> list[str]:
     """The arrays and objects in a directory, with Megatron-Core's locks: paths below it.
 
-    Neither what is in other checkpoints below it or behind links, nor files of any other kind, but
-    for those of torch_dist, where the marker of another format would orphan them.
+    Neither what is in other checkpoints below it or behind links, nor files of any other kind.
     """
-    names = [str(object_path(root, found).relative_to(root)) for found in object_ids(root)]
+    names = [
+        str(object_path(root, found).relative_to(root))
+        for found in object_ids(root)
+        if found.key.startswith(key_prefix)
+    ]
     for key in sorted(array_keys(root), key=len, reverse=True):
-        names += [key, *lock_directories(root, key)]
-    if with_torch_dist:
-        found = map(root.joinpath, filter(_OF_TORCH_DIST.fullmatch, sorted(os.listdir(root))))  # noqa: PTH208
-        names += [path.name for path in found if path.is_file() and not path.is_symlink()]
+        if key.startswith(key_prefix):
+            names += [key, *lock_directories(root, key)]
     return names
+
+
+def _files_of_torch_dist(root: Path) -> list[str]:
+    """The files that the marker of another format would orphan."""
+    named = sorted(filter(_OF_TORCH_DIST.fullmatch, os.listdir(root)))  # noqa: PTH208
+    return [name for name in named if (root / name).is_file() and not (root / name).is_symlink()]
 
 
 def _moves(source: str, target: str, going: Collection[str] = ()) -> Iterator[tuple[str, str]]:

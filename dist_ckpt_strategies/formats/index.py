@@ -155,12 +155,8 @@ def array_segments(table: BlockTable) -> list[tuple[bytes, list[Any]]]:
             ends = part.origin + part.extent
             ndim = len(part.facts[0].shape)
             box = [part.origin.min(0)[:ndim].tolist(), ends.max(0)[:ndim].tolist()]
-        segments.append((_compressed(part.to_bytes()), [part.keys[0], len(part), box]))
+        segments.append((zlib.compress(part.to_bytes(), _LEVEL), [part.keys[0], len(part), box]))
     return segments
-
-
-def _compressed(content: bytes) -> bytes:
-    return zlib.compress(content, _LEVEL)
 
 
 def build_full_index(
@@ -187,22 +183,30 @@ def build_full_index(
         content.extend(segment)
         return [len(content) - len(segment), len(segment), xxhash.xxh3_128_hexdigest(segment)]
 
+    blocks = [[*said, *add(segment)] for segment, said in arrays]
     ordered = sorted(objects, key=lambda found: found.id)
+    listed = []
+    for start in range(0, len(ordered), _OBJECTS):
+        part = ordered[start : start + _OBJECTS]
+        rows = [[o.id.key, o.id.offset, o.id.shape, *astuple(o.stored)] for o in part]
+        segment = zlib.compress(json.dumps(rows).encode(), _LEVEL)
+        listed.append([part[0].id.key, len(part), *add(segment)])
+    records = np.array(
+        [(bytes.fromhex(p.name), bytes.fromhex(p.digest), *astuple(p)[2:]) for p in packs],
+        _PACK_RECORD,
+    )
     root = {
         "save_id": save_id,
         "version": VERSION,
         **facts,
-        "common": None if common is None else _where(common),
-        "arrays": [[*said, *add(segment)] for segment, said in arrays],
-        "objects": [
-            [some[0].id.key, len(some), *add(_compressed(_objects_content(some)))]
-            for start in range(0, len(ordered), _OBJECTS)
-            for some in [ordered[start : start + _OBJECTS]]
-        ],
+        "common": None if common is None else astuple(common),
+        "arrays": blocks,
+        "objects": listed,
         "num_packs": len(packs),
         "packs": [
-            add(_compressed(_records_content(packs[start : start + _RECORDS])))
+            add(zlib.compress(rows.tobytes(), _LEVEL))
             for start in range(0, len(packs), _RECORDS)
+            for rows in [records[start : start + _RECORDS]]
         ],
     }
     described = json.dumps(root, separators=(",", ":")).encode()
@@ -210,32 +214,13 @@ def build_full_index(
     return bytes(content), Pointer.of(save_id, bytes(content), "")
 
 
-def _where(stored: StoredBytes) -> list[int]:
-    return [stored.pack, stored.byte_offset, stored.first_range, stored.nbytes]
-
-
-def _objects_content(objects: Sequence[StoredObject]) -> bytes:
-    return json.dumps(
-        [[o.id.key, o.id.offset, o.id.shape, *_where(o.stored)] for o in objects]
-    ).encode()
-
-
-def _records_content(packs: Sequence[PackRecord]) -> bytes:
-    """Records of packs in the index."""
-    rows = [(bytes.fromhex(p.name), bytes.fromhex(p.digest), *astuple(p)[2:]) for p in packs]
-    return np.array(rows, _PACK_RECORD).tobytes()
-
-
 def _record_in(content: bytes, number: int) -> PackRecord:
-    """One of the records that ``_records_content`` made bytes of."""
+    """One of the records of a segment of packs."""
     name, digest, *numbers = np.frombuffer(content, _PACK_RECORD)[number].tolist()
     return PackRecord(name.hex(), digest.hex(), *numbers)
 
 
 # Read by every rank
-
-ReadPart = Callable[[int, int], bytes]
-"""Some bytes of the full index: the first, and how many."""
 
 
 class FullIndex:
@@ -243,7 +228,7 @@ class FullIndex:
 
     Args:
         pointer: what ``index`` says.
-        read: reads bytes of the file.
+        read: bytes of the file, by the first and how many.
         path: for messages.
 
     Attributes:
@@ -255,7 +240,7 @@ class FullIndex:
         CorruptCheckpointError: a part is not what was written.
     """
 
-    def __init__(self, pointer: Pointer, read: ReadPart, path: str) -> None:
+    def __init__(self, pointer: Pointer, read: Callable[[int, int], bytes], path: str) -> None:
         self._read, self._path = read, path
         self.save_id = pointer.save_id
         self.nbytes = pointer.byte_offset + pointer.nbytes + _LENGTH.size
@@ -280,27 +265,19 @@ class FullIndex:
         """The blocks of some arrays.
 
         Raises:
-            ArrayNotFoundError: there is no such array; names similar ones.
+            ArrayNotFoundError: there is no such array.
         """
         wanted = sorted(set(keys))
         firsts = [segment[0] for segment in self.facts["arrays"]]
         numbers = {n for key in wanted for n in _numbers(firsts, key)}
-        self._load(sorted(numbers))
-        table, _, _ = merged(_of_keys(self._tables[n], wanted) for n in sorted(numbers))
-        found = set(table.keys)
-        missing = [key for key in wanted if key not in found]
-        if missing:
-            raise ArrayNotFoundError(
-                f"{missing[0]}: no such array in {self._path}", key=missing[0], path=self._path
-            )
-        return table
-
-    def _load(self, numbers: Sequence[int]) -> None:
-        """Read segments of arrays that are not there yet, those that follow each other at once."""
-        missing = [n for n in numbers if n not in self._tables]
+        missing = [n for n in sorted(numbers) if n not in self._tables]
         parts = [self.facts["arrays"][n][3:] for n in missing]
         for n, content in zip(missing, self._parts(parts), strict=True):
             self._tables[n] = BlockTable.from_bytes(zlib.decompress(content))
+        table, _, _ = merged(_of_keys(self._tables[n], wanted) for n in sorted(numbers))
+        for key in sorted(set(wanted).difference(table.keys)):
+            raise ArrayNotFoundError(f"{key}: no such array in {self._path}", key=key)
+        return table
 
     def tables(self) -> Iterator[BlockTable]:
         """The blocks of all arrays, segment by segment, by key and origin; none of them is kept."""

@@ -28,7 +28,7 @@ from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.pack_commit import current_pointer
 from dist_ckpt_strategies.formats.pack_write import FOLDER as PACKS_FOLDER
 from dist_ckpt_strategies.formats.zarr2 import array_keys
-from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket
+from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket, Place
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -40,7 +40,6 @@ from dist_ckpt_strategies.storage.files import (
     require_directory,
 )
 from dist_ckpt_strategies.storage.io_pool import Deadline, run_within
-from dist_ckpt_strategies.storage.store import Store
 
 T = TypeVar("T")
 
@@ -53,10 +52,6 @@ FORMAT2_REFUSED = (
     "of it"
 )
 _FORMAT2_INDEX = "manifest/index.json"
-
-SAVE_PREFIX = "save-"
-SAVE_FIELD = "save"
-_SAVE_ID = re.compile(r"[0-9]{17}-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +138,7 @@ def located(
     return Bucket.parse(text, stores or store_options_from_environment())
 
 
-def store_at(location: Location) -> Store:
+def place_of(location: Location) -> Place:
     """The files at a location."""
     return location if isinstance(location, Bucket) else Directory(location)
 
@@ -172,46 +167,41 @@ def read_marker(location: Location) -> CheckpointMarker:
         IncompatibleVersionError: it is of format ("zarr", 2).
         BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
-    return PACKS if holds_packs(location) else _read_marker(location)
-
-
-def _read_marker(location: Location) -> CheckpointMarker:
-    store = Directory(location) if isinstance(location, Path) else location.place()
-    path, what = store.path(MARKER_NAME), ""
+    if holds_packs(location):
+        return PACKS
+    store = place_of(location)
+    path = store.path(MARKER_NAME)
     try:
-        content = store.read(MARKER_NAME, 0, MAX_JSON_NBYTES if isinstance(location, Path) else -1)
-    except IncompleteCheckpointError:
-        if isinstance(location, Bucket):
-            require_something(location)
-        else:
-            require_directory(location)
-            with file_errors(None, location):
-                _refuse_format2(location, b"")
-                what = f"; {_what_is_there(location)}"
+        content = _marker_content(store)
+    except StorageError:
+        require_something(location)
+        raise
+    if content is None:
+        require_something(location)
+    _refuse_format2(location, content or b"")
+    if content is None:
         raise IncompleteCheckpointError(
             f"{location} is not a distributed checkpoint, or is incomplete: {path}, the last file "
-            f"of a save, is missing{what}",
+            f"of a save, is missing{_what_is_there(location)}",
             path=path,
-        ) from None
-    except StorageError:
-        if isinstance(location, Path):
-            require_directory(location)
-        raise
-    _refuse_format2(location, content)
-    if isinstance(store, Bucket):
+        )
+    if isinstance(location, Bucket):
         path = store.path(PACKS_INDEX)
         raise IncompleteCheckpointError(
             f"{location} is incomplete: {MARKER_NAME} is there, but {path} is missing", path=path
         )
     try:
-        found = CheckpointMarker.from_json(content)
-        if found.sharded_backend == "torch_dist" and isinstance(location, Path):
-            found = _corrected(found, location)
+        marker = CheckpointMarker.from_json(content)
     except (ValueError, TypeError) as error:
         raise IncompleteCheckpointError(
             f"{location} is incomplete: {path} is not whole ({error})", path=path
         ) from error
-    return found
+    # Megatron-Core 0.17 and later have a FullyParallelSaveStrategyWrapper call whatever it saves
+    # torch_dist, unless it is given ``backend`` and ``version``.
+    is_torch_dist = marker.sharded_backend != "torch_dist" or (location / ".metadata").exists()
+    if not is_torch_dist and any(array_keys(location)):
+        return replace(marker, sharded_backend="zarr")
+    return marker
 
 
 PACKS = CheckpointMarker("safetensors")
@@ -223,42 +213,24 @@ def holds_packs(location: Location) -> bool:
     A save of torch.distributed.checkpoint that came later has left its own index beside it; then
     the marker says which of the two counts.
     """
-    if isinstance(location, Bucket):
-        return location.place().has(PACKS_INDEX)
-    with file_errors(None, location):
-        if not (location / PACKS_INDEX).exists():
-            return False
-        if not (location / ".metadata").exists():
-            return True
-        with suppress(OSError, ValueError, TypeError):
-            marker = CheckpointMarker.from_json((location / MARKER_NAME).read_bytes())
-            return marker.sharded_format == PACKS.sharded_format
+    store = place_of(location)
+    if not store.has(PACKS_INDEX):
+        return False
+    if isinstance(store, Bucket) or not store.has(".metadata"):
+        return True
+    with suppress(StorageError, ValueError, TypeError):
+        marker = CheckpointMarker.from_json(store.read(MARKER_NAME))
+        return marker.sharded_format == PACKS.sharded_format
     return False
-
-
-def _corrected(marker: CheckpointMarker, root: Path) -> CheckpointMarker:
-    """The marker, which says torch_dist, with the format that lies there.
-
-    Megatron-Core 0.17 and later have a FullyParallelSaveStrategyWrapper call whatever it saves
-    torch_dist, unless it is given ``backend`` and ``version``.
-    """
-    if (root / ".metadata").exists():
-        return marker
-    return (
-        marker if next(array_keys(root), None) is None else replace(marker, sharded_backend="zarr")
-    )
 
 
 def refuse_format2(location: Location) -> Any:
     """The format that the marker names, if it does; IncompatibleVersionError for ("zarr", 2)."""
-    store, marker = location.place() if isinstance(location, Bucket) else Directory(location), b""
-    with suppress(IncompleteCheckpointError):
-        marker = store.read(MARKER_NAME, 0, -1 if isinstance(store, Bucket) else MAX_JSON_NBYTES)
-    return _refuse_format2(location, marker)
+    return _refuse_format2(location, _marker_content(place_of(location)) or b"")
 
 
 def _refuse_format2(location: Location, marker: bytes) -> Any:
-    """See ``refuse_format2``. The marker may be lost, or not tell; see ``_corrected``."""
+    """See ``refuse_format2``. The marker may be lost, or not tell; see ``read_marker``."""
     named = None
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         fields = json.loads(marker)
@@ -272,18 +244,28 @@ def _refuse_format2(location: Location, marker: bytes) -> Any:
     return named
 
 
-def _what_is_there(root: Path) -> str:
-    """What a directory without a marker holds, in words."""
-    if (root / PACKS_FOLDER).is_dir():
-        return (
-            f"a save began, as packs, and has not come to its end, or {PACKS_INDEX} is lost; then "
-            "`dist-ckpt rebuild-index` makes it anew from the packs"
-        )
-    if any(root.glob(f"{PARTIAL_PREFIX}*/")):
-        return "a save began and has not come to its end"
-    if other := other_contents(root):
-        return other
-    return f"{COMMON_NAME} {'is there' if (root / COMMON_NAME).exists() else 'is missing too'}"
+def _marker_content(store: Place) -> bytes | None:
+    """The content of the marker; None where there is none."""
+    with suppress(IncompleteCheckpointError):  # a bucket reads no more than there is
+        return store.read(MARKER_NAME, 0, -1 if isinstance(store, Bucket) else MAX_JSON_NBYTES)
+    return None
+
+
+def _what_is_there(location: Location) -> str:
+    """What a place without a marker holds, in words that follow."""
+    if isinstance(location, Bucket):
+        return ""
+    with file_errors(None, location):
+        if (location / PACKS_FOLDER).is_dir():
+            return (
+                f"; a save began, as packs, and has not come to its end, or {PACKS_INDEX} is lost; "
+                "then `dist-ckpt rebuild-index` makes it anew from the packs"
+            )
+        if any(location.glob(f"{PARTIAL_PREFIX}*/")):
+            return "; a save began and has not come to its end"
+        has_common = (location / COMMON_NAME).exists()
+        missing = f"{COMMON_NAME} {'is there' if has_common else 'is missing too'}"
+        return f"; {other_contents(location) or missing}"
 
 
 def other_contents(root: Path) -> str:
@@ -310,11 +292,9 @@ def holds_checkpoints(inner: Sequence[str]) -> str:
 
 def is_finished(location: Location) -> bool:
     """Whether there is a checkpoint with a whole marker."""
-    if isinstance(location, Path):
-        with file_errors(None, location):
-            names = (MARKER_NAME, PACKS_INDEX)
-            if not any((location / name).exists() for name in names):
-                return False
+    files = place_of(location)
+    if isinstance(files, Directory) and not (files.has(MARKER_NAME) or files.has(PACKS_INDEX)):
+        return False
     try:
         read_marker(location)
     except (CheckpointNotFoundError, IncompleteCheckpointError):
@@ -322,18 +302,6 @@ def is_finished(location: Location) -> bool:
     except IncompatibleVersionError:  # whole, and not to be read by this release
         return True
     return True
-
-
-def _status(root: Path) -> tuple[bool, int, int] | None:
-    """Whether there is a marker; inode and time in ns of it, or else of the directory."""
-    refused = (FileNotFoundError, NotADirectoryError, PermissionError)
-    for path in (root / MARKER_NAME, root):
-        with file_errors(None, path), suppress(*refused):
-            handle = os.open(path, READ_AT_ONCE)  # an NFS client then asks its server
-            found = os.fstat(handle)
-            os.close(handle)
-            return path != root, found.st_ino, found.st_mtime_ns
-    return None
 
 
 class OpenedSave:
@@ -348,20 +316,7 @@ class OpenedSave:
 
     def __init__(self, root: Location) -> None:
         self.root, self.has_packs = root, holds_packs(root)
-        self._state = self._look()
-        if isinstance(self._state, str):
-            self.identity = self._state
-        else:
-            self.identity = str(self._state[-1]) if self._state and self._state[0] else ""
-
-    def _look(self) -> str | tuple[bool, int, int] | None:
-        """What tells it from another: the digest of its index, or what its marker's file is."""
-        root = self.root
-        if self.has_packs:
-            store = root.place() if isinstance(root, Bucket) else Directory(root)
-            pointer = current_pointer(store)
-            return pointer.digest if pointer else ""
-        return None if isinstance(root, Bucket) else _status(root)
+        self.identity, self._state = _look(root, self.has_packs)
 
     def require_current(self, limit_s: float | None = None) -> None:
         """Raise CheckpointChangedError where it has been replaced or removed since.
@@ -370,10 +325,10 @@ class OpenedSave:
         """
         root = self.root
         if limit_s is None:
-            state = self._look()
+            state = _look(root, self.has_packs)
         else:
-            state = run_within(Deadline.after(limit_s), root, self._look)
-        if state != self._state:
+            state = run_within(Deadline.after(limit_s), root, lambda: _look(root, self.has_packs))
+        if state != (self.identity, self._state):
             raise CheckpointChangedError(
                 f"{root}: another save replaced this checkpoint while it was read, or it was "
                 "removed; what was read may be of both saves; load it again",
@@ -393,10 +348,29 @@ class OpenedSave:
         return found
 
 
-def require_something(bucket: Bucket) -> None:
-    """Raise CheckpointNotFoundError where there is nothing at all."""
-    if not bucket.names():
+def _look(root: Location, has_packs: bool) -> tuple[str, str]:  # noqa: FBT001
+    """The identity of the save that is there, and what else tells it from another one."""
+    if has_packs:
+        pointer = current_pointer(place_of(root))
+        return (pointer.digest if pointer else ""), ""
+    if isinstance(root, Path):
+        for path in (root / MARKER_NAME, root):
+            refused = (FileNotFoundError, NotADirectoryError, PermissionError)
+            with file_errors(None, path), suppress(*refused):
+                handle = os.open(path, READ_AT_ONCE)  # an NFS client then asks its server
+                status = os.fstat(handle)
+                os.close(handle)
+                identity = "" if path == root else str(status.st_mtime_ns)
+                return identity, f"{status.st_ino} {status.st_mtime_ns}"
+    return "", ""
+
+
+def require_something(location: Location) -> None:
+    """Raise CheckpointNotFoundError where there is no directory, or nothing at all in a bucket."""
+    if isinstance(location, Path):
+        require_directory(location)
+    elif not location.names():
         what = "there is no checkpoint"
-        if not bucket.reports_missing_buckets:
-            what += f", or no bucket {bucket.bucket!r}: listings do not show it"
-        raise CheckpointNotFoundError(f"{bucket}: {what}", path=str(bucket))
+        if not location.reports_missing_buckets:
+            what += f", or no bucket {location.bucket!r}: listings do not show it"
+        raise CheckpointNotFoundError(f"{location}: {what}", path=str(location))

@@ -4,20 +4,16 @@ The only place that unpickles, and never freely. Loads torch only where that is 
 """
 
 import io
-import json
-import math
 import pickle
 import re
 import struct
 import threading
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -33,17 +29,8 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.zarr2 import entries_below
-from dist_ckpt_strategies.storage.files import file_errors
-from dist_ckpt_strategies.storage.folders import remove_empty
 
 OBJECT_SUFFIX = ".pt"
-
-_PLAIN_LEAD = b"json:"
-"""No pickle and no archive starts like this."""
-
-_MAX_PLAIN_DEPTH = 100
-_LEAST_LONG_INT = 10**4300
-"""Python neither prints nor parses an int of more digits."""
 
 _REFUSED_FLAGS = 0x2061
 """Encrypted, patched, masked: torch's reader refuses such entries."""
@@ -64,11 +51,8 @@ _NOT_A_MEMBER = re.compile(r"(\S+) is not a valid (\w+)$")
 Allowed = Sequence[Any]
 """Classes and functions that may be unpickled, or (class, "module.name it was pickled as")."""
 
-
-_ALLOWING = threading.Lock()
-_NUM_USERS: Counter[Any] = Counter()
-_HELD: dict[Any, Any] = {}
-"""What is on torch's list because of us, with the context that takes it off again."""
+_CHANGES_LIST = threading.Lock()
+"""Held while torch's list of allowed classes changes."""
 
 
 def object_ids(root: Path) -> Iterator[ObjectId]:
@@ -107,14 +91,6 @@ def object_path(root: Path, object_id: ObjectId) -> Path:
     path = root / (object_id.unique_key + OBJECT_SUFFIX)
     older = root / (older_id.unique_key + OBJECT_SUFFIX)
     return path if path.exists() or not older.exists() else older
-
-
-def remove_object(root: Path, object_id: ObjectId) -> None:
-    """Remove one shard of an object, durably; directories that it leaves empty go too."""
-    path = object_path(root, object_id)
-    with file_errors(object_id.key, path):
-        path.unlink(missing_ok=True)
-        remove_empty(path.parent, root)
 
 
 def file_damage(file: IO[bytes]) -> str | None:
@@ -159,39 +135,6 @@ def require_archive(content: bytes, path: Path | str, name: str) -> None:
     """Raise CorruptCheckpointError unless it is an archive that fits its own checksums."""
     if damage := file_damage(io.BytesIO(content)):
         raise _corrupt(name, path, damage)
-
-
-def is_plain(obj: Any, max_depth: int = _MAX_PLAIN_DEPTH) -> bool:
-    """Whether JSON gives an object back as it is; one that contains itself is too deep."""
-    if type(obj) is dict:
-        return all(type(key) is str for key in obj) and is_plain([*obj.values()], max_depth)
-    if type(obj) is list:
-        return max_depth > 0 and all(map(is_plain, obj, repeat(max_depth - 1)))
-    if type(obj) is int:
-        return abs(obj) < _LEAST_LONG_INT
-    return obj is None or type(obj) in {bool, str} or (type(obj) is float and math.isfinite(obj))
-
-
-def plain_content(obj: Any) -> bytes:
-    """What stands for an object that JSON gives back as it is."""
-    return _PLAIN_LEAD + json.dumps(obj, allow_nan=False).encode()
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """A value that JSON gives back as it is."""
-
-    value: Any
-
-
-def plain_value(content: bytes) -> Plain | None:
-    """The value that ``plain_content`` stands for; None of what is pickled, or damaged."""
-    if not content.startswith(_PLAIN_LEAD):
-        return None
-    try:
-        return Plain(json.loads(content[len(_PLAIN_LEAD) :]))
-    except (ValueError, RecursionError):
-        return None
 
 
 def leaves(obj: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -270,47 +213,30 @@ def _unpickled(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def _not_allowed_in(content: bytes) -> list[str]:
-    """Names that torch's list does not hold; none of a file that is too old or broken to list."""
-    import torch  # noqa: PLC0415 - takes a while, and scans go without
-
-    names: list[str] = []
-    with suppress(Exception):
-        names += torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-    return names
-
-
 @contextmanager
 def allowing(allow: Allowed) -> Iterator[None]:
     """Within the block these may be unpickled; what others allow stays allowed after it.
 
     torch's list is one for the process, and its own context manager takes off, on leaving, also
-    what others have put there meanwhile, or another thread still needs.
+    what others have put there, or another thread still needs: so each call has entries of its own.
 
     Raises:
         StrategyError: something in it is neither a class, a function, nor such a tuple.
     """
     import torch  # noqa: PLC0415 - takes a while, and scans go without
 
-    wanted = {_by_name(found) for found in allow}
-    with _ALLOWING:
-        for found in wanted.difference(_HELD):
-            context: Any = torch.serialization.safe_globals([_Entry(found)])
-            context.__enter__()
-            _HELD[found] = context
-        _NUM_USERS.update(wanted)
+    context: Any = torch.serialization.safe_globals([_Entry(_by_name(item)) for item in allow])
+    with _CHANGES_LIST:
+        context.__enter__()
     try:
         yield
     finally:
-        with _ALLOWING:
-            _NUM_USERS.subtract(wanted)
-            for found in [found for found in wanted if _NUM_USERS[found] == 0]:
-                del _NUM_USERS[found]
-                _HELD.pop(found).__exit__(None, None, None)
+        with _CHANGES_LIST:
+            context.__exit__(None, None, None)
 
 
 class _Entry(tuple[Any, str]):
-    """An entry of ours in torch's list: equal to no other, so that it goes without taking one."""
+    """An entry in torch's list that is equal to no other, so that it goes without taking one."""
 
     __slots__ = ()
     __eq__ = object.__eq__
@@ -332,17 +258,13 @@ def _by_name(found: Any) -> tuple[Any, str]:
 
 
 def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
-    """The object that ``dump_object`` or ``plain_content`` made bytes of, its tensors on the CPU.
+    """The object that ``dump_object`` made bytes of, its tensors on the CPU.
 
     Raises:
         UnsafeObjectError: it needs a class that is not in ``allow``.
         CorruptCheckpointError: they are not what ``torch.save`` wrote.
         IncompatibleVersionError: it needs a member of an enum that the installed release lacks.
     """
-    if content.startswith(_PLAIN_LEAD):
-        plain = plain_value(content)
-        if plain is not None:
-            return plain.value
     require_archive(content, path, name)
     with allowing(allow):
         try:
@@ -369,9 +291,14 @@ def _unsafe_error(
     error: Exception, content: bytes, name: str, path: Path | str | None = None
 ) -> UnsafeObjectError | None:
     """The error for classes that are not allowed; None where it has another reason."""
+    import torch  # noqa: PLC0415 - takes a while, and scans go without
+
     if not isinstance(error, pickle.UnpicklingError):
         return None
-    missing = _not_allowed_in(content) or _UNSAFE.findall(str(error))
+    missing: list[str] = []
+    with suppress(Exception):  # a file that is too old or broken to list its classes
+        missing += torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+    missing = missing or _UNSAFE.findall(str(error))
     if not missing:
         return None
     classes = ", ".join(sorted(missing))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -23,9 +22,9 @@ from dist_ckpt_strategies.errors import (
     some_of,
 )
 from dist_ckpt_strategies.formats.index import INDEX_NAME, StoredObject
-from dist_ckpt_strategies.formats.locations import Location, require_something
+from dist_ckpt_strategies.formats.locations import Location, place_of, require_something
 from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, StoredBytes, num_ranges
-from dist_ckpt_strategies.formats.pack_commit import current_save, read_pointer
+from dist_ckpt_strategies.formats.pack_commit import current_save, missing_packs, read_pointer
 from dist_ckpt_strategies.formats.pack_read import (
     READ_NBYTES,
     BlockReads,
@@ -35,19 +34,13 @@ from dist_ckpt_strategies.formats.pack_read import (
     read_table,
 )
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
-from dist_ckpt_strategies.storage.bucket import Bucket, Place
-from dist_ckpt_strategies.storage.files import Directory, require_directory
+from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer, run_within
 from dist_ckpt_strategies.storage.store import ArrayRead
 
 T = TypeVar("T")
 
 COMMON = "common state"
-
-
-def place_of(location: Location) -> Place:
-    """The files at a location."""
-    return location.place() if isinstance(location, Bucket) else Directory(location)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +74,7 @@ class PackCheckpoint:
         self.root, self._store, self._options = location, place_of(location), options
         opened = current_save(self._store)
         if opened is None:
-            if isinstance(location, Path):
-                require_directory(location)
-            else:
-                require_something(location)
+            require_something(location)
             raise IncompleteCheckpointError(
                 f"{self._store.path(INDEX_NAME)} does not exist: there are no packs, or a save has "
                 "not ended, or it is lost; dist-ckpt rebuild-index makes it anew from the packs",
@@ -154,7 +144,7 @@ class PackCheckpoint:
         try:
             table = self.index.find(wanted)
         except ArrayNotFoundError as error:
-            raise self._not_found(str(error.key)) from error
+            raise no_such_array(str(error.key), list(self.keys()), str(self._store)) from error
         packs = self.index.packs(np.unique(table.place[:, 0]).tolist())
         self._last = _LookUp(table, {key: n for n, key in enumerate(table.keys)}, packs)
         return self._last
@@ -231,24 +221,16 @@ class PackCheckpoint:
         num_copies = 2 if isinstance(self._store, Bucket) else 1
         return self._options.max_inflight_bytes // num_copies
 
-    def _not_found(self, key: str) -> ArrayNotFoundError:
-        keys = list(self.keys())
-        return ArrayNotFoundError(
-            f"{key}: no such array among the {len(keys)} in {self._store}{similar_text(key, keys)}",
-            key=key,
-            path=str(self._store),
-        )
-
     def require_files(self) -> None:
         """Raise an IncompleteCheckpointError unless all packs are there, as far as sizes tell."""
-        for pack in self.index.packs(range(self.index.num_packs)).values():
+        packs = list(self.index.packs(range(self.index.num_packs)).values())
+        for pack in missing_packs(self._store, packs)[:1]:
             path = self._store.path(file_of(pack.name))
-            if not self._store.has_bytes(file_of(pack.name), pack.nbytes):
-                raise IncompleteCheckpointError(
-                    f"{path}, written by rank {pack.rank}, is missing or has another size than "
-                    f"{pack.nbytes} bytes",
-                    path=path,
-                )
+            raise IncompleteCheckpointError(
+                f"{path}, written by rank {pack.rank}, is missing or has another size than "
+                f"{pack.nbytes} bytes",
+                path=path,
+            )
 
     def object_ids(self) -> Iterator[ObjectId]:
         """All shards of objects, sorted."""
@@ -295,3 +277,12 @@ class PackCheckpoint:
 
     def _file(self, stored: StoredBytes) -> str:
         return self._store.path(file_of(self.index.packs([stored.pack])[stored.pack].name))
+
+
+def no_such_array(key: str, keys: Sequence[str], place: str) -> ArrayNotFoundError:
+    """The error for an array that is not among those of a checkpoint; names similar ones."""
+    return ArrayNotFoundError(
+        f"{key}: no such array among the {len(keys)} in {place}{similar_text(key, keys)}",
+        key=key,
+        path=place,
+    )

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -39,13 +38,10 @@ from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     LOCK_NAME,
     MARKER_NAME,
-    REMOVED_PREFIX,
     Directory,
-    file_errors,
-    sync_path,
+    set_aside,
 )
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
-from dist_ckpt_strategies.storage.store import Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -153,18 +149,14 @@ def commit(
         _require_packs(store, save.packs)
         name = full_index_of(save.pointer.save_id)
         try:
-            store.write_pieces(name, [[_bytes(save.full_index)]])
+            store.write_pieces(name, [[np.frombuffer(save.full_index, np.uint8)]])
             raise_if_cancelled()
             if save.marker is None:
                 set_other_format_aside(store)
             store.write(INDEX_NAME, save.pointer.to_bytes())
         except StorageError as error:
             raise_if_cancelled()
-            is_there = _names(store, save.pointer)
-            if is_there is None:
-                text = f"whether the save is committed cannot be told: {error.message}"
-                raise StorageTimeoutError(text, path=error.path) from error
-            if not is_there:
+            if not _is_named(store, save.pointer, error):
                 delete_files(store, [name])
                 raise
             logger.exception("%s: the new index is there, but may not be durable", store)
@@ -211,16 +203,13 @@ def warn_of_another_format(store: Place) -> bool:
     return False
 
 
-def _bytes(content: bytes) -> Bytes:
-    return np.frombuffer(content, np.uint8)
-
-
-def _names(store: Place, pointer: Pointer) -> bool | None:
-    """Whether ``index`` names a save; None where that cannot be read."""
+def _is_named(store: Place, pointer: Pointer, error: StorageError) -> bool:
+    """Whether ``index`` names a save although it could not be written, for that error."""
     try:
         return read_pointer(store) == pointer
     except CheckpointError:
-        return None
+        text = f"whether the save is committed cannot be told: {error.message}"
+        raise StorageTimeoutError(text, path=error.path) from error
 
 
 def set_other_format_aside(store: Place) -> None:
@@ -228,61 +217,60 @@ def set_other_format_aside(store: Place) -> None:
 
     Megatron-Core writes the new marker after all else.
     """
-    if not isinstance(store, Directory) or not warn_of_another_format(store):
-        return
-    for name in (MARKER_NAME, ".metadata"):
-        path = Path(store.path(name))
-        with file_errors(None, path), suppress(FileNotFoundError):
-            path.rename(path.with_name(f"{REMOVED_PREFIX}{name.removeprefix('.')}"))
-    with file_errors(None, store.root):
-        sync_path(store.root)
+    if isinstance(store, Directory) and warn_of_another_format(store):
+        set_aside(store.root, MARKER_NAME, ".metadata")
 
 
 def _files_replaced(store: Place, new: NewSave) -> list[str]:
     """The files of the save that is there; none if its index is damaged.
+
+    First the full index, without which it counts no more: in a bucket ``index`` may name it once
+    more, by a request that is carried out late.
 
     Raises a StorageError if that save began after the new one. An index that was rebuilt of the new
     one's packs is none.
     """
     try:
         pointer = read_pointer(store)
-        files = [] if pointer is None else files_of(store, pointer)
+        if pointer is None:
+            return []
+        index = open_full_index(store, pointer)
+        files = [file_of(pack.name) for pack in index.packs(range(index.num_packs)).values()]
     except (CorruptCheckpointError, IncompleteCheckpointError) as error:
         logger.warning("%s: files of the save that is replaced stay: %s", store, error)
         return []
-    is_later = pointer is not None and pointer.save_id > new.pointer.save_id
+    is_later = pointer.save_id > new.pointer.save_id
     if is_later and not {file_of(pack.name) for pack in new.packs}.issubset(files):
         raise StorageError(
             f"{store}: another save to it started before this one ended, and was committed; "
             "nothing became visible; save again from one job at a time",
             path=str(store),
         )
-    return files
-
-
-def files_of(store: Place, pointer: Pointer) -> list[str]:
-    """The files of a save in the order of removal: the full index, without which it counts no more.
-
-    In a bucket ``index`` may name it once more, by a request that is carried out late.
-    """
-    index = open_full_index(store, pointer)
-    packs = index.packs(range(index.num_packs)).values()
-    return [full_index_of(pointer.save_id), *(file_of(pack.name) for pack in packs)]
+    return [full_index_of(pointer.save_id), *files]
 
 
 def _require_packs(store: Place, packs: Sequence[PackRecord]) -> None:
-    def require(pack: PackRecord) -> None:
-        name = file_of(pack.name)
-        if not store.has_bytes(name, pack.nbytes):
-            raise IncompleteCheckpointError(
-                f"{store.path(name)}, which rank {pack.rank} has written, is gone or has another "
-                "size; nothing was committed; save again, from all ranks to one directory on a "
-                "file system that they share",
-                path=store.path(name),
-            )
+    for pack in missing_packs(store, packs)[:1]:
+        path = store.path(file_of(pack.name))
+        raise IncompleteCheckpointError(
+            f"{path}, which rank {pack.rank} has written, is gone or has another size; nothing was "
+            "committed; save again, from all ranks to one directory on a file system that they "
+            "share",
+            path=path,
+        )
 
-    jobs = [Job("", store.path(file_of(pack.name)), partial(require, pack)) for pack in packs]
-    Transfer(jobs, min(_NUM_THREADS, len(jobs))).wait()
+
+def missing_packs(store: Place, packs: Sequence[PackRecord]) -> list[PackRecord]:
+    """Those of the packs that are gone, or have another size."""
+    missing: list[PackRecord] = []
+
+    def look(pack: PackRecord) -> None:
+        if not store.has_bytes(file_of(pack.name), pack.nbytes):
+            missing.append(pack)
+
+    jobs = [Job("", store.path(file_of(pack.name)), partial(look, pack)) for pack in packs]
+    Transfer(jobs, _NUM_THREADS).wait()
+    return sorted(missing, key=lambda pack: (pack.rank, pack.name))
 
 
 def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:
@@ -308,7 +296,8 @@ def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:
         names = {name.split("/")[1] for name in store.names(f"{SAVES}/")}
         for save_id in sorted(names, reverse=True):
             with suppress(StorageError):
-                pointer = pointer_to(store, save_id)
+                name = full_index_of(save_id)
+                pointer = Pointer.of(save_id, store.read(name), store.path(name))
                 return pointer, open_full_index(store, pointer)
         raise
 
@@ -317,10 +306,3 @@ def current_pointer(store: Place) -> Pointer | None:
     """What ``index`` says; in a bucket, what it would say of the save that counts."""
     found = current_save(store) if isinstance(store, Bucket) else None
     return found[0] if found else read_pointer(store)
-
-
-def pointer_to(store: Place, save_id: str) -> Pointer:
-    """What ``index`` says where a save counts, by its full index alone."""
-    name = full_index_of(save_id)
-    content = store.read(name)
-    return Pointer.of(save_id, content, store.path(name))

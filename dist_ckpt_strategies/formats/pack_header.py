@@ -172,7 +172,8 @@ def _after(end: int, first_range: int, name: str, offsets: Sequence[int]) -> Sto
 def _block(
     tensor: dict[str, Any], origin: Shape, array_shape: Any, stated: str | None
 ) -> tuple[ArrayFacts, Region]:
-    dtype, shape = _dtype_of(tensor["dtype"], stated), tuple(map(_size, tensor["shape"]))
+    dtype = _DTYPES[tensor["dtype"]] if stated is None else DType(stated)
+    shape = tuple(map(_size, tensor["shape"]))
     if dtype not in SAFETENSORS_NAMES and dtype.itemsize > 1:
         shape = shape[:-1]
     start, stop = tensor["data_offsets"]
@@ -192,9 +193,3 @@ def _size(number: Any) -> int:
 
 def _numbers(text: str) -> Shape:
     return tuple(map(int, text.split("."))) if text else ()
-
-
-def _dtype_of(name: str, stated: str | None) -> DType:
-    if stated is not None:
-        return DType(stated)
-    return _DTYPES[name]

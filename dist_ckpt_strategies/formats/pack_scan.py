@@ -29,8 +29,8 @@ from dist_ckpt_strategies.formats.issues import (
     compared,
     sorted_by_key,
 )
-from dist_ckpt_strategies.formats.locations import PACKS, Location
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, place_of
+from dist_ckpt_strategies.formats.locations import PACKS, Location, place_of
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.formats.pack_verify import WHOLE, verify_pack
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place

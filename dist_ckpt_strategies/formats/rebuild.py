@@ -27,37 +27,27 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     some_of,
 )
-from dist_ckpt_strategies.formats.index import (
-    INDEX_NAME,
-    StoredObject,
-    array_segments,
-    build_full_index,
-)
+from dist_ckpt_strategies.formats.index import INDEX_NAME, array_segments
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
     CheckpointMarker,
     Location,
+    place_of,
     require_something,
 )
-from dist_ckpt_strategies.formats.pack import StoredBytes
-from dist_ckpt_strategies.formats.pack_checkpoint import place_of
 from dist_ckpt_strategies.formats.pack_commit import (
-    MARKER_CONTENT,
-    NewSave,
     commit,
+    missing_packs,
     new_save_id,
     open_full_index,
     read_pointer,
 )
 from dist_ckpt_strategies.formats.pack_read import read_content
+from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save, joined_tables
 from dist_ckpt_strategies.formats.pack_verify import OpenedPack, open_pack
-from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
+from dist_ckpt_strategies.formats.pack_write import FOLDER, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
-from dist_ckpt_strategies.storage.files import (
-    MARKER_NAME,
-    Directory,
-    require_directory,
-)
+from dist_ckpt_strategies.storage.files import MARKER_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 
 _FILE = re.compile(rf"{FOLDER}/([0-9a-f]{{2}})/(\1[0-9a-f]{{14}})\.safetensors")
@@ -81,17 +71,6 @@ class RebuiltIndex:
     num_arrays: int
     num_objects: int
     passed_over: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _WholeSave:
-    """A save whose packs are whole, and the content of its common state, if it has one."""
-
-    packs: tuple[PackRecord, ...]
-    arrays: BlockTable
-    objects: tuple[StoredObject, ...]
-    common: StoredBytes | None
-    common_content: bytes | None
 
 
 def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | None:
@@ -121,10 +100,7 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
         return None
     names = pack_names(store)
     if not names:
-        if isinstance(location, Bucket):
-            require_something(location)
-        else:
-            require_directory(location)
+        require_something(location)
         raise IncompleteCheckpointError(f"{location} holds no packs", path=str(location))
     opened, damaged = _opened(store, names)
     groups = defaultdict(list)
@@ -133,14 +109,14 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     why: list[str] = []
     for save_id in sorted(groups, reverse=True):
         try:
-            save = _whole_save(store, groups[save_id])
+            table, summaries, common = _whole_save(store, groups[save_id])
         except (PlanError, CorruptCheckpointError, IncompleteCheckpointError) as error:
             why.append(f"save {save_id or 'without an id'}: {plain_text(error.message)}")
             continue
-        _commit(store, save, seen)
-        keys, objects = len(save.arrays.keys), len(save.objects)
+        _commit(store, table, summaries, common, seen)
+        num_objects = sum(len(summary.objects) for summary in summaries)
         passed_over = (*why, *damaged)
-        return RebuiltIndex(save_id, len(save.packs), keys, objects, passed_over)
+        return RebuiltIndex(save_id, len(summaries), len(table.keys), num_objects, passed_over)
     raise IncompleteCheckpointError(
         f"{location}: no save is whole: {some_of([*why, *damaged], 20)}", path=str(location)
     )
@@ -186,18 +162,9 @@ def _is_whole(store: Place) -> bool:
         for _ in index.tables():
             pass
         index.objects()
-        packs = index.packs(range(index.num_packs)).values()
+        return not missing_packs(store, list(index.packs(range(index.num_packs)).values()))
     except (CorruptCheckpointError, IncompleteCheckpointError):
         return False
-    missing: list[PackRecord] = []
-
-    def look(pack: PackRecord) -> None:
-        if not store.has_bytes(file_of(pack.name), pack.nbytes):
-            missing.append(pack)
-
-    jobs = [Job("", store.path(file_of(pack.name)), partial(look, pack)) for pack in packs]
-    Transfer(jobs, _NUM_THREADS).wait()
-    return not missing
 
 
 def _opened(store: Place, names: Sequence[str]) -> tuple[list[OpenedPack], list[str]]:
@@ -220,8 +187,10 @@ def _opened(store: Place, names: Sequence[str]) -> tuple[list[OpenedPack], list[
     return sorted(opened, key=lambda p: (p.record.rank, p.record.name)), sorted(damaged)
 
 
-def _whole_save(store: Place, packs: Sequence[OpenedPack]) -> _WholeSave:
-    """The save that these packs are of.
+def _whole_save(
+    store: Place, packs: Sequence[OpenedPack]
+) -> tuple[BlockTable, list[PackSummary], bytes | None]:
+    """The save that these packs are of: its blocks, what each pack has, and the common state.
 
     Raises:
         IncompleteCheckpointError: a pack is missing.
@@ -242,36 +211,34 @@ def _whole_save(store: Place, packs: Sequence[OpenedPack]) -> _WholeSave:
     for key, one, other in differing:
         raise PlanError(f"{key}: ranks {ranks[one]} and {ranks[other]} describe it differently")
     require_coverage(proved, ranks[sources])
-    arrays, sources, _ = merged(header.table for header in headers)
-    arrays.place[:, 0] = sources
-    commons = [(n, h.common) for n, h in enumerate(headers) if h.common is not None]
-    if len(commons) > 1:
+    table, _, _ = joined_tables([header.table for header in headers], [1] * len(headers))
+    summaries = [PackSummary((p.record,), p.header.objects, p.header.common) for p in packs]
+    contents = [
+        read_content(store, pack.record, pack.header.common, "common state", {})
+        for pack in packs
+        if pack.header.common is not None
+    ]
+    if len(contents) > 1:
         raise PlanError("several packs hold a common state")
-    common = content = None
-    for number, stored in commons:
-        common = replace(stored, pack=number)
-        content = read_content(store, packs[number].record, stored, "common state", {})
-    objects = tuple(
-        StoredObject(name, replace(stored, pack=number))
-        for number, header in enumerate(headers)
-        for name, stored in header.objects
-    )
-    return _WholeSave(tuple(p.record for p in packs), arrays, objects, common, content)
+    return table, summaries, contents[0] if contents else None
 
 
-def _commit(store: Place, save: _WholeSave, seen: bytes | None) -> None:
+def _commit(
+    store: Place,
+    table: BlockTable,
+    summaries: Sequence[PackSummary],
+    common: bytes | None,
+    seen: bytes | None,
+) -> None:
     """Make a save the content of a place, unless its index is another than was seen."""
 
     def require_unchanged() -> None:
         if _content(store) != seen:
             raise CheckpointChangedError(f"{store}: a save has replaced {INDEX_NAME}; begin anew")
 
-    facts = {"ranks": len({pack.rank for pack in save.packs}), "created": time.time()}
-    segments = array_segments(save.arrays)
-    full_index, pointer = build_full_index(
-        new_save_id(store), segments, save.objects, save.packs, save.common, facts
-    )
-    content = save.common_content
-    marker = None if content is None else MARKER_CONTENT
-    new = NewSave(pointer, full_index, save.packs, content, marker)
-    commit(store, new, require_unchanged, deletes_replaced=False)
+    ranks = {pack.rank for summary in summaries for pack in summary.packs}
+    facts = {"ranks": len(ranks), "created": time.time()}
+    save = build_save(new_save_id(store), array_segments(table), summaries, facts)
+    marker = None if common is None else save.marker
+    save = replace(save, common=common, marker=marker)
+    commit(store, save, require_unchanged, deletes_replaced=False)

@@ -71,7 +71,7 @@ def scan(place: Location, watch: Watch | None = None) -> Scan:
     with suppress(StorageError):
         named = refuse_format2(place)
     if isinstance(place, Bucket):
-        names = place.place().names()
+        names = place.names()
         if not any(name.startswith(f"{PACKS_FOLDER}/") for name in names):
             raise _not_packs(place, names)
     elif named not in {None, PACKS.sharded_format} or not (place / PACKS_FOLDER).is_dir():

@@ -8,8 +8,6 @@ Source: the Zarr v2 specification; checkpoints written by Megatron-Core 0.12.3 a
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -20,7 +18,6 @@ import numpy as np
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
 from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     PlanError,
@@ -32,7 +29,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     is_elsewhere,
 )
-from dist_ckpt_strategies.storage.folders import is_directory, remove_empty
+from dist_ckpt_strategies.storage.folders import is_directory
 from dist_ckpt_strategies.storage.store import HostArray
 
 METADATA_NAME = ".zarray"
@@ -112,21 +109,6 @@ def _shape(numbers: Any, *, least: int) -> Shape:
     if not isinstance(numbers, list) or any(type(n) is not int or n < least for n in numbers):
         raise ValueError(f"{numbers!r}, expected a list of whole numbers, each at least {least}")
     return tuple(numbers)
-
-
-def remove_array(root: Path, key: str) -> None:
-    """Remove an array; it is gone at once, its files follow. Of a link only the link goes."""
-    directory = root / key
-    doomed = directory.with_name(REMOVED_PREFIX + uuid.uuid4().hex)
-    with file_errors(key, directory, not_found=ArrayNotFoundError):
-        directory.rename(doomed)
-        if doomed.is_symlink():
-            doomed.unlink()
-        else:
-            shutil.rmtree(doomed)
-        for locks in lock_directories(root, key):
-            shutil.rmtree(root / locks)
-        remove_empty(directory.parent, root)
 
 
 def lock_directories(root: Path, key: str) -> Iterator[str]:

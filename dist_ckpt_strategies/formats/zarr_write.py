@@ -31,7 +31,6 @@ from dist_ckpt_strategies.storage.files import (
     Directory,
     file_errors,
     new_file,
-    sync_jobs,
     sync_path,
     write_vector,
 )
@@ -142,14 +141,16 @@ def sync_files(
 
     After all are written: a file system that keeps a journal flushes much of it with the first.
     """
-    named = list(names)
-    if not named:
-        return
-    paths = [(key, store.path(name)) for key, name in named]
-    jobs = [Job(key, path, partial(sync_path, path)) for key, path in paths]
-    Transfer(jobs, num_threads).wait(deadline.left_s)
-    folders = {name.rpartition("/")[0]: key for key, name in named if "/" in name}
-    Transfer(sync_jobs(store.root, folders), num_threads).wait(deadline.left_s)
+    files = {store.path(name): key for key, name in names}
+    folders: dict[str, str] = {}
+    for path, key in files.items():
+        folder = path.rpartition("/")[0]
+        while len(folder) >= len(str(store.root)) and folder not in folders:
+            folders[folder] = key
+            folder = folder.rpartition("/")[0]
+    for paths in (files, folders):
+        jobs = [Job(key, path, partial(sync_path, path)) for path, key in paths.items()]
+        Transfer(jobs, num_threads).wait(deadline.left_s)
 
 
 def expected_files(table: BlockTable) -> Iterator[tuple[str, int | None]]:

@@ -25,7 +25,6 @@ from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.pack_verify import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_write import SUFFIX
 from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
-from dist_ckpt_strategies.storage.file_systems import Bytes, begin_writeback, directory_name
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     Directory,
@@ -35,7 +34,9 @@ from dist_ckpt_strategies.storage.files import (
     sync_path,
     try_lock,
 )
+from dist_ckpt_strategies.storage.host import begin_writeback, directory_name
 from dist_ckpt_strategies.storage.io_pool import MAX_SLICE_NBYTES, raise_if_cancelled
+from dist_ckpt_strategies.storage.store import Bytes
 
 STATE = ObjectId("state", (0,), (1,))
 """The object of a shard's pack that has all of the state but its tensors."""

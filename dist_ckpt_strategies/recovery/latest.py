@@ -27,7 +27,6 @@ from dist_ckpt_strategies.formats.course import TRACKER_NAME, Course, read_cours
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import Problem
 from dist_ckpt_strategies.formats.locations import (
-    SAVE_PREFIX,
     Location,
     holds_packs,
     located,
@@ -51,7 +50,7 @@ logger = logging.getLogger(__name__)
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 _NONE = -1
 
-_OF_A_SAVE = (PARTIAL_PREFIX, REMOVED_PREFIX, SAVE_PREFIX)
+_OF_A_SAVE = (PARTIAL_PREFIX, REMOVED_PREFIX)
 """What is in a checkpoint whose save has not ended: no checkpoints of their own."""
 
 _OF_A_ROOT = (".dist-ckpt-", TRACKER_NAME)

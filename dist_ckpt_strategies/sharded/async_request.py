@@ -29,7 +29,7 @@ from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import PlanError, SaveTimeoutError
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.storage.files import file_errors
-from dist_ckpt_strategies.storage.processes import lower_priority
+from dist_ckpt_strategies.storage.host import lower_priority
 
 logger = logging.getLogger(__name__)
 

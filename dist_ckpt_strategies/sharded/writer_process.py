@@ -19,7 +19,7 @@ from typing import Any
 
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
-from dist_ckpt_strategies.storage.processes import lower_priority
+from dist_ckpt_strategies.storage.host import lower_priority
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.storage.files import Directory
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.storage.file_systems import Bytes
+    from dist_ckpt_strategies.storage.store import Bytes
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _REFUSED = frozenset("?#\\*[]\0")
@@ -64,27 +64,24 @@ _SHARE_OF_PROBE = 0.125
 
 @dataclass(frozen=True)
 class Bucket:
-    """What lies below ``scheme://bucket/path``; see Store. Names have ``/`` between their parts.
+    """The objects below ``scheme://bucket/path``; see Directory for its methods.
 
     Nothing is asked of the store before the first request.
 
     Attributes:
         scheme: one of SCHEMES.
         prefix: what the names of all its objects start with: empty, or with a ``/`` at the end.
-        is_place: whether the files of a checkpoint lie right below the URL; False where that has
-            to be looked up (locations.current_place).
-        num_readers: see Store; each has one request for data under way.
+        num_readers: see Directory; each has one request for data under way.
     """
 
     scheme: str
     bucket: str
     prefix: str
     options: StoreOptions
-    is_place: bool = False
     num_readers = 16
 
     def __str__(self) -> str:
-        """See Store."""
+        """See Directory."""
         return f"{self.scheme}://{self.bucket}/{self.prefix}"[:-1]
 
     @staticmethod
@@ -120,18 +117,14 @@ class Bucket:
 
     def below(self, name: str) -> Bucket:
         """What lies below this, under a name without a ``/``."""
-        return replace(self, prefix=f"{self.prefix}{name}/", is_place=False)
-
-    def place(self, name: str = "") -> Bucket:
-        """What lies below this, or below a name, as the place of a checkpoint's files."""
-        return replace(self, prefix=f"{self.prefix}{name}/" if name else self.prefix, is_place=True)
+        return replace(self, prefix=f"{self.prefix}{name}/")
 
     def path(self, name: str) -> str:
-        """See Store."""
+        """See Directory."""
         return f"{self}/{name}"
 
     def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
-        """See Store.
+        """See Directory.
 
         Raises:
             CorruptCheckpointError: it ends before.
@@ -164,7 +157,7 @@ class Bucket:
             content = content[target.size :]
 
     def write(self, name: str, content: bytes) -> None:
-        """See Store. It is durable once the store has acknowledged it."""
+        """See Directory. It is durable once the store has acknowledged it."""
         if len(content) > MAX_PUT_NBYTES:
             raise StorageError(
                 f"{self.path(name)}: {len(content)} bytes, and an object takes {MAX_PUT_NBYTES} in "
@@ -191,8 +184,7 @@ class Bucket:
     def has(self, name: str) -> bool:
         """Whether there is an object of that name."""
         request = self._store.read(name, byte_range=slice(0, 0))
-        found = self._result(request, Operation.READ, self.path(name))
-        is_there: bool = found.state != "missing"
+        is_there: bool = self._result(request, Operation.READ, self.path(name)).state != "missing"
         if not is_there:
             self.require_bucket()
         return is_there

@@ -8,10 +8,9 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,14 +22,12 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.storage.io_pool import (
-    MAX_SLICE_NBYTES,
-    Job,
     raise_if_cancelled,
     storage_error,
 )
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.storage.file_systems import Bytes
+    from dist_ckpt_strategies.storage.store import Bytes
 
 MARKER_NAME = "metadata.json"
 """The last file of a checkpoint; a directory below that has one is a checkpoint of its own."""
@@ -168,6 +165,18 @@ def rename(source: Path | str, target: Path | str, key: str | None = None) -> No
         ) from error
 
 
+def set_aside(root: Path, *names: str) -> None:
+    """Have files of a directory count no more, durably; they stay, under names that tell it.
+
+    Several processes may do it at once.
+    """
+    for name in names:
+        with file_errors(None, root / name), suppress(FileNotFoundError):
+            raise_if_cancelled()
+            rename(root / name, root / f"{REMOVED_PREFIX}{name.removeprefix('.')}")
+            sync_path(root)
+
+
 @contextmanager
 def new_file(path: str, *, is_flushed: bool = True) -> Iterator[int]:
     """A file that is not there yet, open for writing, flushed in the end; its directory is made.
@@ -188,21 +197,6 @@ def new_file(path: str, *, is_flushed: bool = True) -> Iterator[int]:
         os.close(handle)
 
 
-def sync_jobs(root: Path, names: Mapping[str, str]) -> list[Job]:
-    """What makes the names of files in directories durable, and those of the directories.
-
-    ``names``: directories below ``root``, with the key of what is in each, for messages. The root
-    and all directories between are included.
-    """
-    found = {str(root): ""}
-    for name, key in names.items():
-        path = f"{root}/{name}"
-        while path not in found:
-            found[path] = key
-            path = path[: path.rindex("/")]
-    return [Job(key, path, partial(sync_path, path)) for path, key in found.items()]
-
-
 _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 """What file systems answer that have no locks; files of theirs count as not locked."""
 
@@ -220,27 +214,6 @@ def try_lock(handle: int, *, waits: bool = False) -> bool:
         if error.errno not in _UNKNOWN:
             raise
     return True
-
-
-def pread_into(handle: int, byte_offset: int, target: Bytes) -> int:
-    """Fill ``target`` from a position of the file; returns the bytes that there were."""
-    done = 0
-    while done < target.size:
-        raise_if_cancelled()
-        some = target[done : done + MAX_SLICE_NBYTES]
-        got = os.preadv(handle, [some.data], byte_offset + done)
-        if got == 0:
-            break
-        done += got
-    return done
-
-
-def write_buffered(handle: int, content: Bytes) -> None:
-    """Write every byte after what was written last, a slice at a time."""
-    done = 0
-    while done < content.size:
-        raise_if_cancelled()
-        done += os.write(handle, content[done : done + MAX_SLICE_NBYTES].data)
 
 
 def write_vector(handle: int, buffers: Sequence[Bytes]) -> None:
@@ -276,25 +249,32 @@ def _rest(buffers: list[Bytes], done: int) -> list[Bytes]:
 
 @dataclass(frozen=True)
 class Directory:
-    """A directory of a file system; see Store."""
+    """The files below a directory of a file system; Bucket has the same methods.
+
+    Names have ``/`` between their parts. Each method raises a StorageError that names the file.
+    """
 
     root: Path
 
     @property
     def num_readers(self) -> int:
-        """See Store: one thread for each processor."""
+        """Threads that are best used to read many files: one for each processor."""
         return len(os.sched_getaffinity(0))
 
     def __str__(self) -> str:
-        """See Store."""
+        """The directory as its user calls it."""
         return str(self.root)
 
     def path(self, name: str) -> str:
-        """See Store."""
+        """A file as its user calls it."""
         return f"{self.root}/{name}"
 
     def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
-        """See Store."""
+        """The content of a file, from a byte on: to its end, or as many bytes as it has of these.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+        """
         path = self.path(name)
         with file_errors(None, path):
             return read_file(path, nbytes, byte_offset)
@@ -333,10 +313,7 @@ class Directory:
                 os.close(handle)
 
     def write(self, name: str, content: bytes, *, key: str | None = None) -> None:
-        """See Store. Written beside under a name of its own, flushed, renamed; ``key`` for errors.
-
-        Then the directory is flushed.
-        """
+        """Make a file, whole and durable, or replace it; ``key`` is named in errors."""
         path = Path(self.path(name))
         partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
         with file_errors(key, path):
@@ -378,10 +355,14 @@ class Directory:
         with file_errors(None, self.path(name)):
             sync_path(self.path(name))
 
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+        return self.has_bytes(name, None)
+
     def has_bytes(self, name: str, nbytes: int | None) -> bool:
         """Whether there is a file of that size, or of any."""
         path = self.path(name)
-        with file_errors(None, path), suppress(FileNotFoundError):
+        with file_errors(None, path), suppress(FileNotFoundError, NotADirectoryError):
             found = os.stat(path).st_size  # noqa: PTH116 - 10,000 times
             return nbytes in {None, found}
         return False

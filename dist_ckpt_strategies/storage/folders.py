@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dist_ckpt_strategies.storage.files import reason, sync_path
+from dist_ckpt_strategies.storage.files import reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,3 @@ def is_directory(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         return False
-
-
-def remove_empty(directory: Path, root: Path) -> None:
-    """Remove a directory and those above it, up to ``root``, as far as nothing is in them."""
-    while directory != root and not (directory.exists() and any(directory.iterdir())):
-        if directory.exists():
-            directory.rmdir()
-        directory = directory.parent
-    sync_path(directory)

@@ -7,10 +7,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -258,23 +258,6 @@ def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
     )
 
 
-def wait_in_turn(transfers: Iterable[Transfer], timeout_s: float) -> None:
-    """Wait for transfers, each of which is begun while the one before is under way.
-
-    After a failure too the last is waited for: it uses memory that is about to be freed.
-    """
-    last = Transfer((), 0)
-    try:
-        for transfer in transfers:
-            before, last = last, transfer
-            before.wait(timeout_s)
-    except BaseException:
-        with suppress(CheckpointError):  # the first failure is the one to report
-            last.wait(timeout_s)
-        raise
-    last.wait(timeout_s)
-
-
 def run_within(deadline: Deadline, path: object, step: Callable[[], T]) -> T:
     """What a step returns that may block on storage; it runs on a thread of its own.
 
@@ -344,25 +327,3 @@ def settled(future: Future[T], path: object, deadline: Deadline) -> T:
         if future.done():
             raise
         raise _no_answer([Job(None, path, future.result)], left_s) from None
-
-
-class ByteBudget:
-    """At most so many bytes at the same time; a single larger demand is let through alone."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._held = 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def held(self, nbytes: int) -> Iterator[None]:
-        """Within the block these bytes count; entering waits for others to leave."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._held or self._held + nbytes <= self._nbytes)
-            self._held += nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held -= nbytes
-                self._changed.notify_all()

@@ -32,8 +32,8 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import Directory
+from dist_ckpt_strategies.storage.host import has_ended, process_name
 from dist_ckpt_strategies.storage.io_pool import raise_if_cancelled
-from dist_ckpt_strategies.storage.processes import has_ended, process_name
 
 logger = logging.getLogger(__name__)
 

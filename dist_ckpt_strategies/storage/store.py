@@ -1,7 +1,4 @@
-"""What the package asks of a place that holds checkpoints: a directory, or a bucket.
-
-Arrays are read and written by region; small files have names below the checkpoint's root.
-"""
+"""Regions of stored arrays to be read, and the memory that they are read into."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,39 +30,4 @@ class ArrayReader(Protocol):
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """Issue all reads at once. A missing chunk is an error, never zeros."""
-        ...
-
-
-class Store(Protocol):
-    """A directory, or what stands for one. Names have ``/`` between their parts.
-
-    Every method raises StorageError, naming the file, where storage fails.
-
-    Attributes:
-        num_readers: threads that are best used to read many files.
-    """
-
-    @property
-    def num_readers(self) -> int:
-        """See the class."""
-        ...
-
-    def __str__(self) -> str:
-        """The directory as its user calls it."""
-        ...
-
-    def path(self, name: str) -> str:
-        """A file as its user calls it."""
-        ...
-
-    def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
-        """The content of a file, from a byte on: to its end, or as many bytes as it has of these.
-
-        Raises:
-            IncompleteCheckpointError: it is missing.
-        """
-        ...
-
-    def write(self, name: str, content: bytes) -> None:
-        """Make a file, whole and durable, or replace it."""
         ...

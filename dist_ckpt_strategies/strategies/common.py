@@ -21,8 +21,8 @@ from dist_ckpt_strategies.formats.locations import (
     OpenedSave,
     holds_packs,
     located,
+    place_of,
     require_path,
-    store_at,
 )
 from dist_ckpt_strategies.formats.objects import (
     OBJECT_SUFFIX,
@@ -31,7 +31,7 @@ from dist_ckpt_strategies.formats.objects import (
     load_content,
     object_ids,
 )
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, place_of
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
@@ -177,7 +177,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
             content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed)
             if isinstance(root, Path) and not holds_packs(root):  # they hold their own copy
                 set_marker_aside(root)
-            store_at(root).write(COMMON_NAME, content)
+            place_of(root).write(COMMON_NAME, content)
 
         deadline = Deadline.after(ALL * self.options.timeout_s)
         run_on_first_rank(comm, lambda: run_within(deadline, root, write))

@@ -11,9 +11,8 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import DuplicateWriterError
-from dist_ckpt_strategies.formats.locations import located
+from dist_ckpt_strategies.formats.locations import located, place_of
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
-from dist_ckpt_strategies.formats.pack_checkpoint import place_of
 from dist_ckpt_strategies.megatron.shards import StateDict, held_by
 from dist_ckpt_strategies.megatron.types import (
     AsyncSaveShardedStrategy,

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.commit import require_own_place
-from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located
-from dist_ckpt_strategies.formats.pack_checkpoint import place_of
+from dist_ckpt_strategies.formats.locations import Location, OpenedSave, located, place_of
 from dist_ckpt_strategies.formats.pack_commit import set_other_format_aside
 from dist_ckpt_strategies.formats.pack_remove import remove_keys
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors

@@ -15,7 +15,7 @@ from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
     StoredCheckpoint,
 )
-from dist_ckpt_strategies.formats.commit import require_own_place, set_marker_aside
+from dist_ckpt_strategies.formats.commit import remove_keys, require_own_place, set_marker_aside
 from dist_ckpt_strategies.formats.locations import (
     FORMAT2,
     FORMAT2_REFUSED,
@@ -26,8 +26,7 @@ from dist_ckpt_strategies.formats.locations import (
     located,
     require_path,
 )
-from dist_ckpt_strategies.formats.objects import Allowed, object_ids, remove_object
-from dist_ckpt_strategies.formats.zarr2 import array_keys, remove_array
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.formats.zarr_write import require_on_grid
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import (
@@ -251,11 +250,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         """Remove the arrays and objects whose key starts with a prefix. One rank calls it."""
         root = Path(checkpoint_dir).absolute()
         require_directory(root)
-        keys = [key for key in array_keys(root) if key.startswith(key_prefix)]
-        for key in sorted(keys, key=len, reverse=True):
-            remove_array(root, key)
-        for name in [name for name in object_ids(root) if name.key.startswith(key_prefix)]:
-            remove_object(root, name)
+        remove_keys(root, key_prefix)
 
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_version: str) -> None:

@@ -25,10 +25,15 @@ from dist_ckpt_strategies.errors import (
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.formats.index import SAVES
-from dist_ckpt_strategies.formats.locations import Location, is_finished, located, require_path
+from dist_ckpt_strategies.formats.locations import (
+    Location,
+    is_finished,
+    located,
+    place_of,
+    require_path,
+)
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.formats.pack import UNVERIFIED
-from dist_ckpt_strategies.formats.pack_checkpoint import place_of
 from dist_ckpt_strategies.formats.pack_commit import new_save_id
 from dist_ckpt_strategies.formats.pack_write import FOLDER
 from dist_ckpt_strategies.storage.bucket import Bucket

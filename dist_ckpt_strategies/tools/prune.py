@@ -24,8 +24,13 @@ from dist_ckpt_strategies.formats.commit import OLD_MARKER_NAME, remove_contents
 from dist_ckpt_strategies.formats.course import read_course
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
-from dist_ckpt_strategies.formats.locations import Location, holds_packs, located, require_something
-from dist_ckpt_strategies.formats.pack_checkpoint import place_of
+from dist_ckpt_strategies.formats.locations import (
+    Location,
+    holds_packs,
+    located,
+    place_of,
+    require_something,
+)
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import (

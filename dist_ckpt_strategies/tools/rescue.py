@@ -16,7 +16,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.issues import NO_ANSWER
-from dist_ckpt_strategies.formats.locations import store_at
+from dist_ckpt_strategies.formats.locations import place_of
 from dist_ckpt_strategies.formats.objects import dump_object, require_archive
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
@@ -111,7 +111,7 @@ def rescued_common(
         return content, []
 
     def read_copy() -> bytes:
-        copy = store_at(opened.root).read(COMMON_NAME)
+        copy = place_of(opened.root).read(COMMON_NAME)
         require_archive(copy, f"{opened.root}/{COMMON_NAME}", "common state")
         return copy
 

@@ -31,7 +31,7 @@ from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     Directory,
     file_errors,
-    write_buffered,
+    write_vector,
 )
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead
@@ -180,7 +180,7 @@ class SafetensorsWriter(StagedWriter):
                 for first, count in contiguous_runs(block, item.array.shape):
                     run = content[done : done + count * itemsize]
                     os.lseek(handle, start + first * itemsize, os.SEEK_SET)
-                    write_buffered(handle, run)
+                    write_vector(handle, [run])
                     done += run.size
             os.fsync(handle)
 
@@ -190,7 +190,7 @@ class SafetensorsWriter(StagedWriter):
         for name, header in self._headers.items():
             path = self.files.path(name)
             with file_errors(None, path), _opened(path) as handle:
-                write_buffered(handle, np.frombuffer(header, np.uint8))
+                write_vector(handle, [np.frombuffer(header, np.uint8)])
                 os.fsync(handle)
         weights = {task.key: task.name for task in self.plan.tasks}
         index = {

@@ -42,7 +42,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     new_file,
     read_file,
-    write_buffered,
+    write_vector,
 )
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
@@ -322,7 +322,7 @@ class TorchDistWriter(StagedWriter):
                 key = object_id.unique_key
                 value = load_content(content, path, key, self._allow)
                 dumped = dump_loadable([value], name=key, allow=self._allow)
-                write_buffered(handle, np.frombuffer(dumped, np.uint8))
+                write_vector(handle, [np.frombuffer(dumped, np.uint8)])
                 metadata.state_dict_metadata[key] = BytesStorageMetadata()
                 info = _StorageInfo(name, byte_offset, len(dumped))
                 metadata.storage_data[MetadataIndex(key)] = info

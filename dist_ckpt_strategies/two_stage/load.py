@@ -33,7 +33,7 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.checks import require_same_checkpoint
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
-from dist_ckpt_strategies.storage.file_systems import PageCache, available_nbytes, page_cache_of
+from dist_ckpt_strategies.storage.host import PageCache, available_nbytes, page_cache_of
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
 from dist_ckpt_strategies.storage.store import ArrayReader
 from dist_ckpt_strategies.two_stage.broadcast import run_group_plan
