@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from configparser import Error as ConfigParserError
 from configparser import RawConfigParser
 from dataclasses import dataclass, fields, replace
@@ -208,12 +208,14 @@ def options_from_environment() -> Options:
     Raises:
         StrategyError: a value does not parse, or is out of range.
     """
-    return _options_set_by(tuple(map(os.environ.get, _VARIABLES.values())))
+    return _options(tuple(map(os.environ.get, _VARIABLES.values())))
 
 
 @lru_cache(maxsize=8)
-def _options_set_by(values: tuple[str | None, ...]) -> Options:  # noqa: ARG001 - the cache's key
-    return Options(**_set_by_variables(Options, {f: (name,) for f, name in _VARIABLES.items()}))
+def _options(texts: tuple[str | None, ...]) -> Options:
+    """The options that these values of ``_VARIABLES`` give."""
+    given = zip(_VARIABLES.items(), texts, strict=True)
+    return Options(**_parsed_fields(Options, {f: (v, text) for (f, v), text in given if text}))
 
 
 def store_options_from_environment(**defaults: Any) -> StoreOptions:
@@ -225,7 +227,12 @@ def store_options_from_environment(**defaults: Any) -> StoreOptions:
     Raises:
         StrategyError: a value does not parse, or is out of range; names the variable.
     """
-    return StoreOptions(**(defaults | _set_by_variables(StoreOptions, _STORE_VARIABLES)))
+    given: dict[str, tuple[str, str]] = {}
+    for field, variables in _STORE_VARIABLES.items():
+        name = next((name for name in variables if os.environ.get(name)), None)
+        if name is not None:
+            given[field] = name, os.environ[name]
+    return StoreOptions(**(defaults | _parsed_fields(StoreOptions, given)))
 
 
 def aws_profile() -> tuple[str, str, str]:
@@ -270,19 +277,17 @@ def with_profile(options: StoreOptions) -> StoreOptions:
         raise StrategyError(f"{path}: [{section}]: {error.message}") from None
 
 
-def _set_by_variables(kind: type[Any], variables: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The fields of options that variables set: of each field the first one that is not empty."""
+def _parsed_fields(kind: type[Any], given: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Fields of options, each by a variable and its text; errors name the variable."""
     found: dict[str, Any] = {}
-    for field in fields(kind):
-        name = next((name for name in variables.get(field.name, ()) if os.environ.get(name)), None)
-        if name is not None:
-            parsers: dict[type[Any], Callable[[str], Any]] = {bool: _switch, int: int, float: float}
-            parse = parsers.get(type(field.default), str)
-            found[field.name] = _parsed(name, os.environ[name], parse)
-            try:
-                kind(**{field.name: found[field.name]})
-            except StrategyError as error:
-                raise StrategyError(f"{name}: {error.message}") from None
+    parsers: dict[type[Any], Callable[[str], Any]] = {bool: _switch, int: int, float: float}
+    defaults = {field.name: field.default for field in fields(kind)}
+    for name, (variable, text) in given.items():
+        found[name] = parsed(variable, text, parsers.get(type(defaults[name]), str))
+        try:
+            kind(**{name: found[name]})
+        except StrategyError as error:
+            raise StrategyError(f"{variable}: {error.message}") from None
     return found
 
 
@@ -308,74 +313,13 @@ def local_rank() -> int | None:
     Raises StrategyError if it is no number.
     """
     text = os.environ.get("LOCAL_RANK")
-    return _parsed("LOCAL_RANK", text, int) if text else None
+    return parsed("LOCAL_RANK", text, int) if text else None
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How this process finds the rendezvous of its job.
-
-    Attributes:
-        address: host and port of the launcher's store; None: there is none, a world of one.
-        worker: what the launcher calls this process.
-        rank: its place as torchrun says; None where the elastic agent assigns it.
-        attempt: how often the launcher has restarted all of them.
-        heartbeat_pipe: file descriptor and inode that heartbeats go to; None: no process listens.
-        heartbeat_s: seconds between two of them.
-    """
-
-    address: tuple[str, int] | None = None
-    worker: str = "0"
-    rank: int | None = None
-    attempt: int = 0
-    heartbeat_pipe: tuple[int, int] | None = None
-    heartbeat_s: float = 1.0
-
-
-RENDEZVOUS, WORKER = _PREFIX + "RENDEZVOUS", _PREFIX + "WORKER"
-HEARTBEAT_PIPE, HEARTBEAT_S = _PREFIX + "HEARTBEAT_PIPE", _PREFIX + "HEARTBEAT_S"
+RENDEZVOUS = _PREFIX + "RENDEZVOUS"
 JOB = _PREFIX + "JOB"  # a random id, equal in all workers of a launcher's job
 PLACE = _PREFIX + "PLACE"
 """``KEY=NODE``: the node of this process owns its place as long as that key names it."""
-_TORCHRUN = _PREFIX + "TORCHRUN"
-_STORE_ADDRESS = _PREFIX + "STORE_ADDRESS"
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
-
-def launch_from_environment() -> Launch:
-    """How this process was started: by ``dist-ckpt run``, by torchrun, or on its own.
-
-    Raises:
-        StrategyError: in another way, as one of several; or a variable makes no sense.
-    """
-    source = os.environ
-    if source.get(RENDEZVOUS):
-        pipe = source.get(HEARTBEAT_PIPE)
-        return Launch(
-            _parsed(RENDEZVOUS, source[RENDEZVOUS], _address),
-            source.get(WORKER, ""),
-            heartbeat_pipe=None if not pipe else _parsed(HEARTBEAT_PIPE, pipe, _pipe),
-            heartbeat_s=_parsed(HEARTBEAT_S, source.get(HEARTBEAT_S, "1"), float),
-        )
-    if source.get(_AGENT_STORE) == "True":
-        # Each attempt in place gives these variables other values; the first ones are torchrun's.
-        count = source.get("TORCHELASTIC_RESTART_COUNT", "0")
-        address = f"{source.get('MASTER_ADDR', '')}:{source.get('MASTER_PORT', '')}"
-        count, _, address = source.setdefault(_TORCHRUN, f"{count}@{address}").partition("@")
-        rank = _parsed("RANK", source.get("RANK", ""), int)
-        return Launch(
-            _parsed("MASTER_ADDR:MASTER_PORT", address, _address),
-            str(rank),
-            rank=rank,
-            attempt=_parsed("TORCHELASTIC_RESTART_COUNT", count, int),
-        )
-    if source.get("WORLD_SIZE", "1") in {"", "1"}:
-        return Launch()
-    raise StrategyError(
-        f"WORLD_SIZE is {source['WORLD_SIZE']}, but nothing here coordinates restarts: start the "
-        "script with dist-ckpt run or torchrun, or give HPWrapper an hp_api_factory"
-    )
 
 
 def place_from_environment() -> tuple[tuple[str, int], str, str] | None:
@@ -388,23 +332,7 @@ def place_from_environment() -> tuple[tuple[str, int], str, str] | None:
     if not text:
         return None
     key, _, node = text.partition("=")
-    return _parsed(RENDEZVOUS, os.environ.get(RENDEZVOUS, ""), _address), key, node
-
-
-def claim_store_address() -> tuple[str, int] | None:
-    """Host and port for the store of process groups that no other process hosts; None if one does.
-
-    From then on ``init_process_group`` looks for one that is there, and rank 0 hosts none itself.
-
-    Raises:
-        StrategyError: MASTER_PORT is no number.
-    """
-    source = os.environ
-    host, port = source.get("MASTER_ADDR"), source.get("MASTER_PORT")
-    if host and port and source.get(_AGENT_STORE) != "True":
-        source |= {_STORE_ADDRESS: f"{host}:{port}", _AGENT_STORE: "True"}
-    found = source.get(_STORE_ADDRESS)
-    return None if found is None else _parsed(_STORE_ADDRESS, found, _address)
+    return parsed(RENDEZVOUS, os.environ.get(RENDEZVOUS, ""), parse_address), key, node
 
 
 def update_environment(changes: Mapping[str, str]) -> None:
@@ -412,39 +340,17 @@ def update_environment(changes: Mapping[str, str]) -> None:
     os.environ.update(changes)
 
 
-def outlive_nccl_errors() -> None:
-    """Have NCCL's watchdog leave this process alive when it loses contact with another rank.
-
-    By default it ends the process, and with it the state in its memory. Process groups read the
-    variable when they are made. torchrun sets it to 1 where it is unset.
-
-    Raises:
-        StrategyError: the variable asks for something else.
-    """
-    found = os.environ.get(_NCCL_ERROR_HANDLING, "0")
-    if found not in {"0", "1"}:
-        raise StrategyError(
-            f"{_NCCL_ERROR_HANDLING}={found}: NCCL would end every process when one rank is lost; "
-            "leave it unset, or set it to 0"
-        )
-    os.environ[_NCCL_ERROR_HANDLING] = "0"
-
-
 def environment() -> dict[str, str]:
     """A copy of the environment, for processes to start."""
     return dict(os.environ)
 
 
-def _address(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port."""
     host, _, port = text.rpartition(":")
     if not host:
         raise ValueError(text)
     return host, int(port)
-
-
-def _pipe(text: str) -> tuple[int, int]:
-    fd, _, inode = text.partition(":")
-    return int(fd), int(inode)
 
 
 def rank_from_environment() -> tuple[int, int]:
@@ -456,7 +362,7 @@ def rank_from_environment() -> tuple[int, int]:
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not (rank or size):
         return 0, 1
-    return _parsed("RANK", rank, int), _parsed("WORLD_SIZE", size, int)
+    return parsed("RANK", rank, int), parsed("WORLD_SIZE", size, int)
 
 
 def _switch(text: str) -> bool:
@@ -465,7 +371,8 @@ def _switch(text: str) -> bool:
     return text == "1"
 
 
-def _parsed(name: str, text: str, parse: Callable[[str], T]) -> T:
+def parsed(name: str, text: str, parse: Callable[[str], T]) -> T:
+    """The value of a variable; a StrategyError if ``parse`` raises a ValueError."""
     try:
         return parse(text)
     except ValueError:
@@ -474,5 +381,5 @@ def _parsed(name: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 _EXPECTED: Mapping[Callable[[str], Any], str] = MappingProxyType(
-    {_switch: "0 or 1", _address: "host:port", _pipe: "fd:inode"}
+    {_switch: "0 or 1", parse_address: "host:port"}
 )

@@ -45,8 +45,12 @@ class CheckpointError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle: also the classes that ``joint_class`` makes, which no module holds."""
         classes = vars(type(self)).get("joins", (type(self),))
-        state = {**self.__dict__, "path": self.path}
-        return _restored, (type(self).__name__, classes, self.args, state)
+        return built_error, (type(self).__name__, classes, self.args, self.state)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All its fields; an ImportError keeps ``path`` elsewhere than others."""
+        return {**self.__dict__, "path": self.path}
 
 
 @lru_cache(maxsize=64)
@@ -56,10 +60,13 @@ def joint_class(name: str, bases: tuple[type, ...]) -> Any:
     return type(name, bases, {"__module__": __name__, "joins": importable})
 
 
-def _restored(
+def built_error(
     name: str, classes: tuple[Any, ...], args: tuple[Any, ...], state: dict[str, Any]
 ) -> Any:
-    """The error that was pickled."""
+    """An error that is each of the classes, with these fields, whatever they take when called.
+
+    Raises a TypeError if no class can be all of them.
+    """
     cls = classes[0] if len(classes) == 1 else joint_class(name, classes)
     error = cls.__new__(cls, *args)
     error.args = args
@@ -255,23 +262,21 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
         ours, path = StorageError, str(error.filename)
         text = f"{path}: {error.strerror}"
     message = f"{type(error).__name__}: {text}"
+    state = {"key": None, "path": path, "global_rank": None}
+    found: CheckpointError
     try:
-        cls = joint_class(type(error).__name__, (ours, type(error)))
-        found: CheckpointError = cls.__new__(cls, message)
-        found.args = (message,)
+        found = built_error(type(error).__name__, (ours, type(error)), (message,), state)
     except TypeError:  # no class can be both, as with MemoryError
-        found = ours(message)
-    found.key, found.path, found.global_rank = None, path, None
+        found = built_error("", (ours,), (message,), state)
     found.__cause__ = error
     return found
 
 
-def _family(root: type[CheckpointError]) -> dict[str, type[CheckpointError]]:
-    members = {root.__name__: root}
-    for child in root.__subclasses__():
-        if child.__module__ == __name__ and "joins" not in vars(child):
-            members.update(_family(child))
-    return members
+def _public_class(name: str) -> type[CheckpointError] | None:
+    """The class of that name in this module."""
+    found = globals().get(name)
+    is_one = isinstance(found, type) and issubclass(found, CheckpointError)
+    return found if is_one else None
 
 
 def error_from_peer(
@@ -294,7 +299,7 @@ def error_from_peer(
         key: array or object at fault.
         path: file at fault.
     """
-    cause = _family(CheckpointError).get(kind, PeerError)
+    cause = _public_class(kind) or PeerError
     if issubclass(cause, PeerError):
         return cause(global_rank, reason, key=key, path=path)
     error: PeerError = joint_class(f"Peer{kind}", (PeerError, cause))(
@@ -308,8 +313,7 @@ def kind_of(error: CheckpointError) -> str:
 
     Classes that an adapter made come down to ours, and what a peer reported to what it reported.
     """
-    ours = _family(CheckpointError)
-    known = [cls for cls in type(error).__mro__ if ours.get(cls.__name__) is cls]
+    known = [cls for cls in type(error).__mro__ if _public_class(cls.__name__) is cls]
     reported = [cls for cls in known if cls not in {PeerError, CheckpointError}]
     return (reported or known)[0].__name__
 
@@ -343,13 +347,9 @@ def as_megatron_error(error: CheckpointError) -> CheckpointError:
     theirs, kind = getattr(core, "CheckpointingException", None), type(error)
     if theirs is None or issubclass(kind, theirs):
         return error
-    adapted = joint_class(kind.__name__, (kind, theirs))
-    found: CheckpointError = adapted.__new__(adapted, *error.args)
-    found.args = error.args
-    found.__dict__.update(error.__dict__)
-    found.path = error.path  # an ImportError keeps it elsewhere
-    found.__traceback__ = error.__traceback__
-    return found
+    adapted: CheckpointError
+    adapted = built_error(kind.__name__, (kind, theirs), error.args, error.state)
+    return adapted.with_traceback(error.__traceback__)
 
 
 def raises_megatron_errors(function: Callable[P, T]) -> Callable[P, T]:

@@ -10,10 +10,10 @@ from dist_ckpt_strategies.config import (
     Options,
     StoreOptions,
     options_from_environment,
-    outlive_nccl_errors,
     store_options_from_environment,
 )
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.inprocess.launch import outlive_nccl_errors
 
 
 @pytest.fixture(autouse=True)

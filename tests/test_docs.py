@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies import base
 import dist_ckpt_strategies
 from dist_ckpt_strategies import Options, config, errors
 from dist_ckpt_strategies.cli.app import app
+from dist_ckpt_strategies.inprocess import launch
 from tests.support.pages import PAGES, ROOT, blocks_of
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -110,7 +111,7 @@ def test_the_page_of_all_commands_is_current() -> None:
 
 def known_variables() -> set[str]:
     """Every variable of ours that the package reads."""
-    source = Path(config.__file__).read_text()
+    source = "".join(Path(str(module.__file__)).read_text() for module in (config, launch))
     named = re.findall(r'"(DIST_CKPT_\w+)"', source)
     made = [f"DIST_CKPT_{name}" for name in re.findall(r'_PREFIX \+ "(\w+)"', source)]
     of_options = {f"DIST_CKPT_{one.name.upper()}" for one in fields(Options)}

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from dist_ckpt_strategies.formats.objects import load_content
 from dist_ckpt_strategies.formats.pack import PackLimits
 from dist_ckpt_strategies.sharded.pack_save import Contents
-from dist_ckpt_strategies.strategies.own_save import contents_of
+from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from tests.support.checkpoints import flip_at
 from tests.support.layouts import empties, irregular, random_layouts, scattered
 from tests.support.packs import save_packs
@@ -65,7 +65,8 @@ def contents(rank: int, name: str) -> Contents:
     }
     named = {f"object {key}": value for key, value in objects.items()}
     common = pickle.dumps(name) if rank == 0 else None
-    return contents_of(state_of(rank, LAYOUTS[name]) | named, common, (), copies_common=True)
+    state = state_of(rank, LAYOUTS[name]) | named
+    return PackSaveShardedStrategy().contents(state, common, copies_common=True)
 
 
 @pytest.fixture(params=[(name, n) for name in LAYOUTS for n in (None, 700)], ids=str)

@@ -13,7 +13,6 @@ from typing import Any
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import (
     environment,
-    launch_from_environment,
     options_from_environment,
     update_environment,
 )
@@ -24,6 +23,7 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
+from dist_ckpt_strategies.inprocess.launch import launch_from_environment
 from dist_ckpt_strategies.inprocess.rendezvous import (
     Fault,
     FaultMode,

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from dist_ckpt_strategies.comm.job_store import host_store
-from dist_ckpt_strategies.config import claim_store_address, update_environment
+from dist_ckpt_strategies.config import update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
@@ -15,6 +15,7 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
+from dist_ckpt_strategies.inprocess.launch import claim_store_address
 from dist_ckpt_strategies.inprocess.rendezvous import (
     Fault,
     FaultMode,

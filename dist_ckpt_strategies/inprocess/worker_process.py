@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from dist_ckpt_strategies.config import HEARTBEAT_PIPE, HEARTBEAT_S, WORKER, Launch
+from dist_ckpt_strategies.inprocess.launch import HEARTBEAT_PIPE, HEARTBEAT_S, WORKER, Launch
 from dist_ckpt_strategies.inprocess.node_guard import kill_session
 
 _HEARTBEAT_THREAD = "dist-ckpt-heartbeat"

@@ -19,7 +19,7 @@ import torch
 
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
 from dist_ckpt_strategies.comm.teardown import rendezvous_by_attempt
-from dist_ckpt_strategies.config import outlive_nccl_errors, require_in_range, update_environment
+from dist_ckpt_strategies.config import require_in_range, update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
@@ -39,6 +39,7 @@ from dist_ckpt_strategies.inprocess.finalize import (
     release_free_memory,
 )
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
+from dist_ckpt_strategies.inprocess.launch import outlive_nccl_errors
 from dist_ckpt_strategies.inprocess.rendezvous import RendezvousClient
 from dist_ckpt_strategies.inprocess.store_rendezvous import (
     StoreRendezvous,

@@ -26,7 +26,6 @@ from dist_ckpt_strategies.megatron.shards import (
     mapped_values,
     merged,
     message_of,
-    needs_stored_keys,
     parsed_strict,
     shard_data,
     shard_spec,
@@ -264,7 +263,8 @@ class MCoreTensorAwareStateDict(ListedTensors):
         ((options, strictness, state, sharded, nonpersistent, factories),) = begun
         if not is_any_wanted:
             return state, set(), set()
-        stored = _stored_keys(comm, self._bare) if needs_stored_keys(strictness) else {}
+        needs_stored = StrictHandling.requires_explicit_ckpt_mismatch_check(strictness)
+        stored = _stored_keys(comm, self._bare) if needs_stored else {}
         outcome = check_load(comm, sharded, strictness, lambda: stored, validate_access_integrity)
         loaded = resharded(comm, self.sharded_state_dict, outcome.sharded, options, fills=fills)
         run_collectively(comm, lambda: merged(state, nonpersistent, loaded, factories=factories))

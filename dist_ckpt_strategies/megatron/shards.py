@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_outplace,
     extract_matching_values,
@@ -75,9 +74,9 @@ def is_main(value: Any) -> bool:
 
 def shard_spec(tensor: Any) -> ShardSpec:
     """The spec of a ShardedTensor; errors as of ``message_of``."""
-    found = shard_from_message(message_of(tensor))
-    assert found is not None  # noqa: S101 - it is no ShardedObject
-    return found
+    spec = shard_from_message(message_of(tensor))
+    assert spec is not None  # noqa: S101 - it is no ShardedObject
+    return spec
 
 
 def shard_data(tensor: Any) -> torch.Tensor:
@@ -100,44 +99,6 @@ def shard_data(tensor: Any) -> torch.Tensor:
     return data[(None,) * tensor.prepend_axis_num]
 
 
-class Held(NamedTuple):
-    """What a rank holds of a state dict, taken apart for a save.
-
-    Attributes:
-        shards: main replicas of arrays.
-        tensors: their data, shaped like their regions.
-        copies: other replicas of arrays.
-        objects: main replicas of objects.
-        object_copies: names of other replicas of objects.
-    """
-
-    shards: list[ShardSpec]
-    tensors: list[torch.Tensor]
-    copies: list[ShardSpec]
-    objects: list[tuple[ObjectId, Any]]
-    object_copies: list[ObjectId]
-
-
-def held_by(state_dict: StateDict) -> Held:
-    """What a rank holds of a sharded state dict. Errors are those of message_of and shard_data."""
-    held = Held([], [], [], [], [])
-    for value in sharded_values(state_dict):
-        message = message_of(value)
-        spec = shard_from_message(message)
-        if spec is None:
-            name = object_from_message(message)
-            if is_main_message(message):
-                held.objects.append((name, value.data))
-            else:
-                held.object_copies.append(name)
-        elif spec.is_main:
-            held.shards.append(spec)
-            held.tensors.append(shard_data(value))
-        else:
-            held.copies.append(spec)
-    return held
-
-
 def object_id(sharded_object: Any) -> ObjectId:
     """The name of a ShardedObject; errors are those of ``message_of``."""
     return object_from_message(message_of(sharded_object))
@@ -149,9 +110,9 @@ def metadata_tensor(key: str, shape: Shape, dtype: str) -> Any:
     return ShardedTensor(key, None, getattr(torch, dtype), shape, shape, zeros, ones)
 
 
-def metadata_object(found: ObjectId) -> Any:
+def metadata_object(name: ObjectId) -> Any:
     """A ShardedObject without data that stands for a stored one."""
-    return ShardedObject(found.key, None, found.shape, found.offset)
+    return ShardedObject(name.key, None, name.shape, name.offset)
 
 
 def message_of(value: Any) -> Message:
@@ -197,8 +158,8 @@ def digest_of(messages: Sequence[Any]) -> str:
 def value_from_message(message: Message) -> Any:
     """The ShardedTensor or ShardedObject, without data, that ``message_of`` described."""
     # JSON has no tuples.
-    found: Any = (tuple(field) if isinstance(field, list) else field for field in message)
-    key, shape, offset, replica_id, *of_tensor = found
+    fields: Any = (tuple(field) if isinstance(field, list) else field for field in message)
+    key, shape, offset, replica_id, *of_tensor = fields
     if not of_tensor:
         return ShardedObject(key, None, shape, offset, replica_id)
     dtype, local_shape, fragments, prepend, may_mismatch = of_tensor
@@ -281,9 +242,7 @@ def split_for_save(
 
     Values that are not persistent are in neither. Raises a PlanError if it is no dict.
     """
-    if not isinstance(state_dict, dict):
-        raise _no_dict(state_dict)
-    require_readable(nested_values(state_dict), ShardedTensorFactory)  # they are applied
+    _require_divisible(state_dict)
     whole = mapped_values(lambda value: value, state_dict)  # factories are replaced in place
     if content_metadata is not None:
         whole[CONTENT_METADATA_KEY] = content_metadata
@@ -345,22 +304,19 @@ def split_for_load(state_dict: StateDict) -> tuple[StateDict, StateDict, StateDi
 
     Raises a PlanError if it is no dict.
     """
-    if not isinstance(state_dict, dict):
-        raise _no_dict(state_dict)
-    require_readable(nested_values(state_dict), ShardedTensorFactory)
+    _require_divisible(state_dict)
     force_all_tensors_to_non_fp8(state_dict)
     sharded, nonpersistent, factories = load_preprocess(state_dict)
     sharded, _ = extract_sharded_base(sharded)
     return sharded, nonpersistent, factories
 
 
-def _no_dict(found: object) -> PlanError:
-    return PlanError(f"expected a dict as sharded state dict, found a {type(found).__name__}")
-
-
-def needs_stored_keys(strict: StrictHandling) -> bool:
-    """Whether the strictness compares with the keys in the checkpoint."""
-    return bool(StrictHandling.requires_explicit_ckpt_mismatch_check(strict))
+def _require_divisible(state_dict: object) -> None:
+    """Raise a PlanError unless it is a dict, whose factories can be applied."""
+    if not isinstance(state_dict, dict):
+        kind = type(state_dict).__name__
+        raise PlanError(f"expected a dict as sharded state dict, found a {kind}")
+    require_readable(nested_values(state_dict), ShardedTensorFactory)
 
 
 def apply_strictness(
@@ -424,16 +380,3 @@ def merged(base: StateDict, *others: StateDict, factories: StateDict | None = No
     if factories:
         apply_factory_merges(base, factories)
     return base
-
-
-def parallel_sizes() -> dict[str, int]:
-    """Sizes of the kinds of parallelism, by name; empty where Megatron-Core was not set up."""
-    if not parallel_state.model_parallel_is_initialized():
-        return {}
-    return {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "data": parallel_state.get_data_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-        "expert": parallel_state.get_expert_model_parallel_world_size(),
-    }

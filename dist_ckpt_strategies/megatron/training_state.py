@@ -44,21 +44,21 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     Raises a StrategyError if one is none, or keeps state in a way that cannot be moved from here.
     """
     found = [
-        one
-        for one in getattr(optimizer, "chained_optimizers", [optimizer])
-        if not one.is_stub_optimizer
+        part
+        for part in getattr(optimizer, "chained_optimizers", [optimizer])
+        if not part.is_stub_optimizer
     ]
-    for one in found:
-        if not isinstance(one, DistributedOptimizer):
+    for part in found:
+        if not isinstance(part, DistributedOptimizer):
             raise StrategyError(
-                f"{type(one).__name__}: expected Megatron-Core's DistributedOptimizer; set "
+                f"{type(part).__name__}: expected Megatron-Core's DistributedOptimizer; set "
                 "use_distributed_optimizer=True"
             )
-        if type(one.optimizer).__name__ not in _FUSED:
+        if type(part.optimizer).__name__ not in _FUSED:
             raise StrategyError(
-                f"{type(one.optimizer).__name__}: expected a fused Adam, one of {sorted(_FUSED)}"
+                f"{type(part.optimizer).__name__}: expected a fused Adam, one of {sorted(_FUSED)}"
             )
-        if one.grad_scaler is not None and one.config.loss_scale is None and one.config.fp16:
+        if part.grad_scaler is not None and part.config.loss_scale is None and part.config.fp16:
             raise StrategyError(
                 "a dynamic loss scale changes before the step commit; use bfloat16, or a fixed "
                 "loss_scale"
@@ -68,9 +68,9 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
 
 def make_moments(optimizers: Sequence[Any]) -> None:
     """Let every optimizer have its moments, as zeros where it has none yet."""
-    for one in optimizers:
-        for param in _main_params(one):
-            state = one.optimizer.state[param]
+    for part in optimizers:
+        for param in _main_params(part):
+            state = part.optimizer.state[param]
             for name in ("exp_avg", "exp_avg_sq"):
                 state.setdefault(name, torch.zeros_like(param))
 
@@ -78,10 +78,10 @@ def make_moments(optimizers: Sequence[Any]) -> None:
 def shard_tensors(optimizers: Sequence[Any]) -> Tensors:
     """This rank's main parameters and moments."""
     found: Tensors = {}
-    for number, one in enumerate(optimizers):
-        for index, param in enumerate(_main_params(one)):
+    for number, part in enumerate(optimizers):
+        for index, param in enumerate(_main_params(part)):
             found[f"{number}/{index}/main"] = param
-            for name, value in one.optimizer.state[param].items():
+            for name, value in part.optimizer.state[param].items():
                 if isinstance(value, torch.Tensor):
                     found[f"{number}/{index}/{name}"] = value
     return found
@@ -106,15 +106,15 @@ def buffers_of(chunks: Sequence[Any]) -> Tensors:
 def group_values(optimizers: Sequence[Any]) -> list[list[dict[str, Any]]]:
     """What the optimizers' groups say beside their parameters: rates, and the step."""
     return [
-        [{k: v for k, v in group.items() if k != "params"} for group in one.optimizer.param_groups]
-        for one in optimizers
+        [{k: v for k, v in group.items() if k != "params"} for group in part.optimizer.param_groups]
+        for part in optimizers
     ]
 
 
 def set_group_values(optimizers: Sequence[Any], values: Sequence[Sequence[Any]]) -> None:
     """Take over what ``group_values`` gave."""
-    for one, of_it in zip(optimizers, values, strict=True):
-        for group, found in zip(one.optimizer.param_groups, of_it, strict=True):
+    for part, of_it in zip(optimizers, values, strict=True):
+        for group, found in zip(part.optimizer.param_groups, of_it, strict=True):
             for key in [key for key in group if key != "params" and key not in found]:
                 del group[key]
             for key, value in found.items():
@@ -129,24 +129,24 @@ def finish_gradients(optimizer: Any, optimizers: Sequence[Any]) -> bool:
     if optimizer.prepare_grads():
         return False
     norm = optimizer.get_grad_norm()
-    for one in optimizers:
-        if one.config.clip_grad > 0.0:
+    for part in optimizers:
+        if part.config.clip_grad > 0.0:
             clip_grad_by_total_norm_fp32(
-                one.get_parameters(), max_norm=one.config.clip_grad, total_norm=norm
+                part.get_parameters(), max_norm=part.config.clip_grad, total_norm=norm
             )
     return True
 
 
 def update_shards(optimizers: Sequence[Any]) -> None:
     """Step every optimizer, and copy main parameters to the model's; no rank is asked."""
-    for one in optimizers:
-        MixedPrecisionOptimizer.step_with_ready_grads(one)
+    for part in optimizers:
+        MixedPrecisionOptimizer.step_with_ready_grads(part)
 
 
 def gather_parameters(optimizers: Sequence[Any], chunks: Sequence[Any]) -> None:
     """Gather the model's parameters from the shards. Collective over each instance."""
-    for one in optimizers:
-        one._copy_main_params_to_model_params()  # noqa: SLF001 - Megatron has no other way
+    for part in optimizers:
+        part._copy_main_params_to_model_params()  # noqa: SLF001 - Megatron has no other way
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
 

@@ -158,10 +158,10 @@ def split_common_object(state_dict: dict[Any, Any]) -> tuple[dict[Any, Any], Any
 
     ``common.pt`` is what takes its place: every release of Megatron-Core loads that.
     """
-    found = state_dict.get(COMMON_OBJECT.key)
-    if not isinstance(found, ShardedObject) or found.unique_key != COMMON_OBJECT.unique_key:
+    common = state_dict.get(COMMON_OBJECT.key)
+    if not isinstance(common, ShardedObject) or common.unique_key != COMMON_OBJECT.unique_key:
         return state_dict, None
-    return {k: v for k, v in state_dict.items() if k != COMMON_OBJECT.key}, found
+    return {k: v for k, v in state_dict.items() if k != COMMON_OBJECT.key}, common
 
 
 def tensor_aware_class() -> Any:

@@ -1,10 +1,12 @@
 """What is to be saved or loaded, checked among the ranks before anything is written or read."""
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,17 +20,24 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.core.coverage import require_coverage
-from dist_ckpt_strategies.errors import CheckpointChangedError, PlanError, some_of
+from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    IncompleteCheckpointError,
+    PlanError,
+    some_of,
+)
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
+from dist_ckpt_strategies.formats.locations import OpenedSave, located
 from dist_ckpt_strategies.formats.objects import dump_object, leaves
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     StrictOutcome,
     apply_strictness,
     message_of,
-    needs_stored_keys,
     require_valid_sharding,
     shard_spec,
     sharded_values,
@@ -36,8 +45,13 @@ from dist_ckpt_strategies.megatron.shards import (
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor, StrictHandling
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
+from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
 
 logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.5
+_VIEW_S = 90.0
+"""How long an NFS client may keep an old view of a directory, and some more."""
 
 _MAX_SHOWN, _MAX_TEXT, _MAX_ELEMENTS = 5, 80, 1000
 
@@ -59,6 +73,47 @@ def require_same_checkpoint(comm: Communicator, name: object, identities: Sequen
             "an old copy: load again",
             path=str(name),
         )
+
+
+def has_changed(
+    comm: Communicator,
+    checkpoint_dir: str | Path,
+    options: Options,
+    before: str | None,
+    failure: CheckpointError,
+) -> bool:
+    """Whether another save has replaced packs since, which explains a failure. Collective.
+
+    Ranks may have failed for different reasons. Returns as soon as all of them see the same save,
+    which a network file system may take a while for. ``before`` is the identity of the packs that
+    this rank has opened; None: of none.
+    """
+    is_explained = isinstance(failure, CheckpointChangedError | IncompleteCheckpointError)
+    if not any(run_and_gather(comm, lambda: is_explained)):
+        return False
+    over = Deadline.after(min(_VIEW_S, options.timeout_s / 2))
+
+    def look() -> Message:
+        deadline = Deadline.after(OPENING * options.timeout_s)
+        seen = run_within(deadline, checkpoint_dir, lambda: _seen(checkpoint_dir, options))
+        return [seen, before, over.left_s == 0]
+
+    while True:
+        now, was, are_over = zip(*run_and_gather(comm, look), strict=True)
+        if None in now or None in was or any(are_over):
+            return False
+        if len(set(now)) == 1:
+            return set(now) != set(was)
+        time.sleep(_PAUSE_S)
+
+
+def _seen(address: str | Path, options: Options) -> str | None:
+    """The identity of the packs at a place; None where there are none."""
+    root = located(address, options)
+    if isinstance(root, Path) and root.is_dir():
+        list(root.iterdir())  # an NFS client then asks its server
+    save = OpenedSave(root)
+    return save.identity if save.has_packs else None
 
 
 def require_validated(comm: Communicator, messages: Sequence[Message]) -> None:
@@ -141,7 +196,7 @@ def check_load(
     stored: list[StateDict] = []
 
     def describe() -> Message:
-        if needs_stored_keys(strict):
+        if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
             stored.append(stored_keys())
         return _messages(state) if needs_all else None
 

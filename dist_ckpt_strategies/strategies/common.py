@@ -48,11 +48,11 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within
-from dist_ckpt_strategies.strategies.registry import REGISTERED, Configured, require_own
+from dist_ckpt_strategies.strategies.configured import Configured, require_own
+from dist_ckpt_strategies.strategies.registry import REGISTERED
 from dist_ckpt_strategies.tools.opened import open_at
 
-BACKEND = "torch"
-VERSION = 1
+TORCH = BACKEND, VERSION = "torch", 1
 
 COMMON_STATE = "common state"
 """What messages call it."""
@@ -67,16 +67,15 @@ def common_read_last(root: Location) -> OpenedSave | None:
     Raises:
         CheckpointChangedError: another save has replaced that. The next call opens the new one.
     """
-    for key, registered in REGISTERED.items():
-        strategy = registered.strategy
-        if key.action is StrategyAction.LOAD_COMMON and isinstance(
-            strategy, TorchCommonLoadStrategy
-        ):
-            save, strategy.opened = strategy.opened, None
-            if save is not None and save.root == root:
-                save.require_current()
-                return save
-    return None
+    key: Any = (StrategyAction.LOAD_COMMON, *TORCH)
+    strategy = REGISTERED[key].strategy if key in REGISTERED else None
+    if not isinstance(strategy, TorchCommonLoadStrategy):
+        return None
+    save, strategy.opened = strategy.opened, None
+    if save is None or save.root != root:
+        return None
+    save.require_current()
+    return save
 
 
 def open_packs(root: Location, options: Options, save: OpenedSave | None) -> PackCheckpoint:
@@ -120,17 +119,14 @@ def common_content(root: Location, options: Options, allow: Allowed, packs: Any 
     if packs is not None and packs.index.common is not None:
         content: bytes = packs.common_content()
         return content
-    store = place_of(root)
     try:
-        return store.read(COMMON_NAME)
+        return place_of(root).read(COMMON_NAME)
     except IncompleteCheckpointError as missing:
         try:
             return open_at(root, options, allow).common_content()
         except (CheckpointNotFoundError, IncompatibleVersionError, IncompleteCheckpointError):
             raise missing from None
 
-
-_ATTEMPTS = 3
 
 _OBJECT_FILES = "one file for each ShardedObject"
 
@@ -232,26 +228,20 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
             CorruptCheckpointError: it is damaged.
         """
         root = located(checkpoint_dir, self.options)
-        deadline = Deadline.after(ALL * self.options.timeout_s)
-        self.opened, content = run_within(deadline, root, lambda: self._opened(root))
-        return self.common_state(root, content)
+        deadline, options = Deadline.after(ALL * self.options.timeout_s), self.options
 
-    def _opened(self, root: Location) -> tuple[OpenedSave, bytes]:
-        """The save at a place, and its common state.
-
-        It is opened again where another save replaces it meanwhile: in Megatron-Core's own load the
-        other ranks would wait for this one.
-        """
-        options = self.options
-        for attempts_left in reversed(range(_ATTEMPTS)):
+        def read(attempts_left: int = 2) -> tuple[OpenedSave, bytes]:
             save = OpenedSave(root)
             try:
                 packs = open_packs(root, options, save) if save.has_packs else None
                 return save, common_content(root, options, self.allowed, packs)
-            except CheckpointChangedError:
+            except CheckpointChangedError:  # in Megatron-Core's load others wait for this rank
                 if not attempts_left:
                     raise
-        raise AssertionError("the last attempt returns or raises")
+                return read(attempts_left - 1)
+
+        self.opened, content = run_within(deadline, root, read)
+        return self.common_state(root, content)
 
     def common_state(self, root: Location, content: bytes) -> StateDict:
         """The common state in what ``common_content`` has returned."""
@@ -285,7 +275,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """ShardedObjects without data, by unique key, for all that is stored. Rank-local."""
         root = self._directory(checkpoint_dir)
-        return {found.unique_key: metadata_object(found) for found in object_ids(root)}
+        return {name.unique_key: metadata_object(name) for name in object_ids(root)}
 
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:

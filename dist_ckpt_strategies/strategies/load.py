@@ -1,14 +1,15 @@
 """``load`` with Megatron-Core's signature; every rank raises where one fails."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
+from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, group_ranks
 from dist_ckpt_strategies.config import Options, Verify
+from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -18,46 +19,117 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
+from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.locations import (
+    PACKS,
     CheckpointMarker,
     Location,
     OpenedSave,
     located,
     read_marker,
+    require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing
+from dist_ckpt_strategies.local.common_state import restore_common
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     merged,
     parsed_strict,
+    sharded_values,
     split_for_load,
+    split_objects,
 )
 from dist_ckpt_strategies.megatron.types import (
+    ShardedTensor,
     StrategyAction,
     StrictHandling,
+    handles_objects,
     raises_megatron_errors,
     require_reads,
 )
-from dist_ckpt_strategies.sharded.load import finish_load
+from dist_ckpt_strategies.sharded.checks import (
+    check_load,
+    different_strategies,
+    has_changed,
+    require_same_checkpoint,
+)
+from dist_ckpt_strategies.sharded.load import (
+    LoadPlan,
+    conversions,
+    finish_load,
+    require_fillable,
+)
 from dist_ckpt_strategies.storage.files import MARKER_NAME
-from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
-from dist_ckpt_strategies.strategies.call import inner_strategy, opened_call
+from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     common_content,
     open_packs,
 )
-from dist_ckpt_strategies.strategies.load_otherwise import (
-    Load,
-    Request,
-    described,
-    load_otherwise,
-    needs_common,
-    restore_everywhere,
-    with_options,
+from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
+from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
+from dist_ckpt_strategies.strategies.registry import (
+    StrategyChoice,
+    inner_strategy,
+    open_call,
+    resolve,
 )
-from dist_ckpt_strategies.strategies.registry import StrategyChoice, resolve
-from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+
+Loaded = StateDict | tuple[StateDict, set[str], set[str]]
+"""What ``load`` returns."""
+
+_ATTEMPTS = 3
+
+_LOCAL, _OTHER = "local", "other"
+"""What a rank answers whose load does not go straight to a strategy of this package.
+
+Unless a strategy of this package compares it, the digest of the common state follows a colon.
+"""
+
+_OWN: tuple[Any, ...] = (OwnLoadShardedStrategy.load, TwoStageDataParallelLoadShardedStrategy.load)
+"""Their ``load`` takes what the common state was read of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What ``open_call`` returns, and the arguments of ``load``.
+
+    ``strategy`` counts only where the caller ``has_chosen`` it; else the checkpoint names one.
+    """
+
+    comm: Communicator
+    options: Options
+    strategy: Any
+    base: Any
+    invalid: Exception | None
+    state: StateDict
+    checkpoint_dir: str | Path
+    has_chosen: bool
+    common_strategy: StrategyChoice
+    validates: bool
+    strict: str | StrictHandling
+    verify: str | None
+    strict_dtype: bool
+    timeout_s: float | None
+    process_group: ProcessGroup | None
+
+
+class _Load(NamedTuple):
+    """What one rank is about to load, and by which strategies.
+
+    ``finish`` makes the result of what is loaded. There is a plan where a strategy of this package
+    loads with the ranks and the limit of this call.
+    """
+
+    root: Location
+    save: OpenedSave
+    sharded: Any
+    common: Any
+    wanted: StateDict
+    strict: StrictHandling
+    finish: Callable[..., StateDict]
+    plan: LoadPlan | None
 
 
 @raises_megatron_errors
@@ -75,7 +147,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     timeout_s: float | None = None,
     verify: str | None = None,
     strict_dtype: bool = False,
-) -> StateDict | tuple[StateDict, set[str], set[str]]:
+) -> Loaded:
     """Load a checkpoint into the layout that a sharded state dict describes.
 
     Collective over the world. After an error the tensors are undefined until they are loaded again.
@@ -113,33 +185,30 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
-    opened = opened_call(action, sharded_strategy, detail, timeout_s, allow, process_group)
-    comm, options, chosen, base, invalid = opened
-    request = Request(
+    call = _Call(
+        *open_call(action, sharded_strategy, detail, timeout_s, allow, process_group),
         sharded_state_dict,
         checkpoint_dir,
-        options,
-        sharded_strategy and chosen,
+        bool(sharded_strategy),
         common_strategy,
-        getattr(base, "group", None),
         validate_access_integrity,
         strict,
         Verify.READ if verify_integrity else verify,
         strict_dtype,
         timeout_s,
         process_group,
-        invalid,
     )
     for _ in range(_ATTEMPTS):
         saves: list[OpenedSave] = []
         try:
-            with allowing(() if invalid else allow):
-                return _load(comm, request, saves)
+            with allowing(() if call.invalid else allow):
+                return _load(call, saves)
         except (PeerTimeoutError, PeerLostError):
             raise  # ranks are out of step: there is no collective any more
         except CheckpointError as error:
             failure = error
-        if not _has_changed(comm, request, saves, failure):
+        before = next((save.identity for save in reversed(saves) if save.has_packs), None)
+        if not has_changed(call.comm, checkpoint_dir, call.options, before, failure):
             raise failure
     raise CheckpointChangedError(
         f"{checkpoint_dir}: other saves replaced this checkpoint while it was read, {_ATTEMPTS} "
@@ -148,89 +217,65 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     ) from failure
 
 
-_ATTEMPTS = 3
-_PAUSE_S = 0.5
-_VIEW_S = 90.0
-"""How long an NFS client may keep an old view of a directory, and some more."""
-
-
-def _load(
-    comm: Communicator, request: Request, saves: list[OpenedSave]
-) -> StateDict | tuple[StateDict, set[str], set[str]]:
+def _load(call: _Call, saves: list[OpenedSave]) -> Loaded:
     """What ``load`` returns; what this rank opens is added to ``saves``. Collective."""
-    loads: list[Load] = []
-    split: list[tuple[StateDict, ...]] = []
+    comm = call.comm
+    loads: list[_Load] = []
 
     def describe(*, is_last: bool) -> Message:
-        if request.invalid is not None:
-            raise request.invalid
-        if not split:  # factories take their own time
-            split.append(split_for_load(request.state))
-        begun = _begun_if_there(comm, request, split[0], saves, is_last=is_last)
-        if begun is None:
-            return None
-        loads.append(begun)
-        return described(begun, request) if begun.plan is None else begun.plan.said(begun.validated)
+        try:
+            loads.append(_begun(call, saves))
+        except (CheckpointNotFoundError, IncompleteCheckpointError):
+            if is_last:
+                raise
+            return None  # a second look may find it: another node has it
+        return _described(call, loads[-1])
 
     answers = run_and_gather(comm, lambda: describe(is_last=False))  # 1
-    if needs_common(answers):
-        restore_everywhere(comm, request)
-    if needs_common(answers) or None in answers:
+    local = {a for a in answers if isinstance(a, str) and a.startswith(_LOCAL)}
+    if None in answers or len(local) > 1:
+        if local:
+            _restore_everywhere(call)
         answers = run_and_gather(comm, lambda: describe(is_last=True))
     begun = loads[-1]
-    if begun.plan is None or any(isinstance(answer, str) for answer in answers):
-        return load_otherwise(comm, request, begun, answers)
+    if begun.plan is None or not all(isinstance(answer, list) for answer in answers):
+        return _load_otherwise(call, begun, answers)
+    sharded = begun.sharded
     return finish_load(  # 2
         comm,
         begun.plan,
         answers,
-        request.checkpoint_dir,
-        begun.sharded.options,
-        begun.sharded.allowed,
-        validated=begun.validated,
+        call.checkpoint_dir,
+        sharded.options,
+        sharded.allowed,
+        validated=sharded.validated if call.validates else None,
         finish=begun.finish,
     )
 
 
-def _begun_if_there(
-    comm: Communicator,
-    request: Request,
-    split: tuple[StateDict, ...],
-    saves: list[OpenedSave],
-    *,
-    is_last: bool,
-) -> Load | None:
-    """See ``_begun``; None where the checkpoint is not found on this rank, unless ``is_last``.
-
-    A second look may find it: another node has it.
-    """
-    place = located(request.checkpoint_dir, request.options)
-    try:
-        return _begun(comm, request, split, place, saves)
-    except (CheckpointNotFoundError, IncompleteCheckpointError):
-        if is_last or not isinstance(place, Path):
-            raise
-        return None
-
-
-def _begun(
-    comm: Communicator,
-    request: Request,
-    split: tuple[StateDict, ...],
-    place: Location,
-    saves: list[OpenedSave],
-) -> Load:
+def _begun(call: _Call, saves: list[OpenedSave]) -> _Load:
     """What this rank is about to load, and by which strategies. Rank-local; errors as of ``load``.
 
     A strategy with other ranks or another limit than this call is called as it is.
     """
-    limit_s = OPENING * request.options.timeout_s
+    if call.invalid is not None:
+        raise call.invalid
+    wanted, nonpersistent, factories = split_for_load(call.state)
+    root, options = located(call.checkpoint_dir, call.options), call.options
+    limit_s = OPENING * options.timeout_s  # factories take their own time
     deadline = Deadline.after(limit_s)
-    root, save, marker = run_within(deadline, place, lambda: _opened(place))
+    save, marker = run_within(deadline, root, lambda: (OpenedSave(root), read_marker(root)))
     saves.append(save)
-    sharded, loader = _strategies(comm, request, root, marker)
-    strict = parsed_strict(request.strict)
-    is_direct = _is_direct(sharded, request, strict)
+    sharded, loader = _strategies(call, root, marker)
+    strict = parsed_strict(call.strict)
+    is_direct = (
+        isinstance(sharded, OwnLoadShardedStrategy)
+        and type(sharded).load is OwnLoadShardedStrategy.load
+        and sharded.group == getattr(call.base, "group", None)
+        and sharded.options.timeout_s == options.timeout_s
+        and not StrictHandling.requires_explicit_ckpt_mismatch_check(strict)
+        and not StrictHandling.requires_global_app_metadata(strict)
+    )
     is_own = type(loader) is TorchCommonLoadStrategy
 
     def read() -> tuple[Any, bytes]:
@@ -238,7 +283,7 @@ def _begun(
         if is_direct:
             checkpoint = sharded.open_checkpoint(root, sharded.options, save)
         if save.has_packs and is_own:
-            packs = checkpoint or open_packs(root, request.options, save)
+            packs = checkpoint or open_packs(root, options, save)
         content = common_content(root, loader.options, loader.allowed, packs) if is_own else b""
         return checkpoint, content
 
@@ -248,108 +293,131 @@ def _begun(
     else:  # its time is its own
         common = loader.load_common(root)
         deadline = Deadline.after(limit_s)
-    wanted, nonpersistent, factories = split
     plan = sharded.plan(wanted, checkpoint, deadline) if is_direct else None
     finish = partial(merged, merged(common, nonpersistent), factories=factories)
-    validated = sharded.validated if is_direct and request.validates else None
-    return Load(root, save, sharded, loader, wanted, strict, finish, plan, validated)
+    return _Load(root, save, sharded, loader, wanted, strict, finish, plan)
 
 
-def _strategies(
-    comm: Communicator, request: Request, root: Location, marker: CheckpointMarker
-) -> tuple[Any, Any]:
-    """The strategies for what is sharded, with the caller's options, and for the common state."""
-    stored, action = marker.sharded_format, StrategyAction.LOAD_SHARDED
-    more = request.timeout_s, request.process_group
-    sharded = _fitting(root, action, request.chosen, stored, *more)
-    if request.process_group is not None:
-        _require_group(sharded, comm)
-    if request.verify is not None or request.strict_dtype:
-        sharded = with_options(sharded, request, stored)
-    action = StrategyAction.LOAD_COMMON
-    return sharded, _fitting(root, action, request.common_strategy, marker.common_format)
+def _strategies(call: _Call, root: Location, marker: CheckpointMarker) -> tuple[Any, Any]:
+    """The strategies for what is sharded, with the caller's options, and for the common state.
 
-
-def _is_direct(sharded: Any, request: Request, strict: StrictHandling) -> bool:
-    """Whether a strategy of this package loads with the ranks and the limit of this call."""
-    return (
-        isinstance(sharded, ZarrLoadShardedStrategy)
-        and type(sharded).load is ZarrLoadShardedStrategy.load
-        and (sharded.group, sharded.options.timeout_s) == (request.group, request.options.timeout_s)
-        and not StrictHandling.requires_explicit_ckpt_mismatch_check(strict)
-        and not StrictHandling.requires_global_app_metadata(strict)
-    )
-
-
-def _opened(place: Location) -> tuple[Location, OpenedSave, CheckpointMarker]:
-    """The save at a place, and of which formats it is. Rank-local; blocks on storage."""
-    return place, OpenedSave(place), read_marker(place)
-
-
-def _fitting(
-    root: Location,
-    action: StrategyAction,
-    choice: StrategyChoice,
-    stored: tuple[str, int],
-    *more: Any,
-) -> Any:
-    """The strategy that loads: the caller's, which has to read what is stored, or the marker's.
-
-    Errors about the stored formats name ``metadata.json``. ``more`` is what ``resolve`` takes too.
+    The caller's have to read what is stored; errors about that name ``metadata.json``.
     """
-    found = choice and resolve(action, choice, stored, *more)
+    stored, action = marker.sharded_format, StrategyAction.LOAD_SHARDED
+    common_format, common_action = marker.common_format, StrategyAction.LOAD_COMMON
+    chosen = call.strategy if call.has_chosen else None
+    common = call.common_strategy and resolve(common_action, call.common_strategy, common_format)
     try:
-        if not found:
-            return resolve(action, None, stored, *more)
-        require_reads(inner_strategy(found), *stored)
+        if chosen is None:
+            chosen = resolve(action, None, stored, call.timeout_s, call.process_group)
+        else:
+            require_reads(inner_strategy(chosen), *stored)
+        if not common:
+            common = resolve(common_action, None, common_format)
+        else:
+            require_reads(inner_strategy(common), *common_format)
     except StrategyError as error:
         path = f"{root}/{MARKER_NAME}"
         raise type(error)(f"{path}: {error.message}", path=path) from error
-    return found
-
-
-def _require_group(strategy: Any, comm: Communicator) -> None:
-    own = group_ranks(getattr(inner_strategy(strategy), "group", None))
-    if own != tuple(sorted(comm.global_ranks)):
+    if call.process_group is not None:
+        ranks = group_ranks(getattr(inner_strategy(chosen), "group", None))
+        if ranks != tuple(sorted(call.comm.global_ranks)):
+            raise StrategyError(
+                f"process_group: its {call.comm.size} ranks are not the {len(ranks)} that the "
+                "strategy loads with; pass a strategy made with group=process_group"
+            )
+    has_digests = stored == PACKS.sharded_format and isinstance(chosen, OwnLoadShardedStrategy)
+    if call.verify is not None and not has_digests:
         raise StrategyError(
-            f"process_group: its {comm.size} ranks are not the {len(own)} that the strategy loads "
-            "with; pass a strategy made with group=process_group"
+            f"verify={call.verify!r}: digests are kept by format "
+            f"{PACKS.sharded_format}, which {type(chosen).__name__} does not read itself, "
+            f"found {stored}; set verify on the strategy that does, or in its options"
         )
+    is_changed = call.verify is not None or call.strict_dtype
+    if is_changed and hasattr(chosen, "with_options"):
+        chosen = chosen.with_options(verify=call.verify, strict_dtype=call.strict_dtype or None)
+    return chosen, common
 
 
-def _has_changed(
-    comm: Communicator, request: Request, saves: Sequence[OpenedSave], failure: CheckpointError
-) -> bool:
-    """Whether another save has replaced packs since, which explains a failure. Collective.
+def _described(call: _Call, begun: _Load) -> Message:
+    """What the other ranks have to know: a text, or what a plan says. Rank-local.
 
-    Ranks may have failed for different reasons. Returns as soon as all of them see the same save,
-    which a network file system may take a while for.
+    Raises:
+        PlanError, ShapeMismatchError: the data of a ShardedTensor cannot be filled.
+        DTypeMismatchError: another dtype is stored, ``strict_dtype`` is set, and the strategy
+            has no such option.
     """
-    timeout_s = request.options.timeout_s
-    is_explained = isinstance(failure, CheckpointChangedError | IncompleteCheckpointError)
-    if not any(run_and_gather(comm, lambda: is_explained)):
-        return False
-    before = next((save.identity for save in reversed(saves) if save.has_packs), None)
-    over = Deadline.after(min(_VIEW_S, timeout_s / 2))
-
-    def look() -> Message:
-        deadline, place = Deadline.after(OPENING * timeout_s), request.checkpoint_dir
-        seen = run_within(deadline, place, lambda: _seen(place, request.options))
-        return [seen, before, over.left_s == 0]
-
-    while True:
-        now, was, are_over = zip(*run_and_gather(comm, look), strict=True)
-        if None in now or None in was or any(are_over):
-            return False
-        if len(set(now)) == 1:
-            return set(now) != set(was)
-        time.sleep(_PAUSE_S)
+    if begun.plan is not None:
+        return begun.plan.said(begun.sharded.validated if call.validates else None)
+    values = list(sharded_values(begun.wanted))
+    require_fillable(values)
+    base, root = inner_strategy(begun.sharded), begun.root
+    if call.strict_dtype and not hasattr(begun.sharded, "with_options"):
+        arrays = begun.sharded.load_tensors_metadata(root).values()
+        stored = {array.key: str(array.dtype).removeprefix("torch.") for array in arrays}
+        tensors = [value for value in values if isinstance(value, ShardedTensor)]
+        conversions(tensors, stored, is_strict=True)
+    if isinstance(base, OwnLoadShardedStrategy):
+        return _OTHER
+    path = require_path(root, type(base).__name__)
+    deadline = Deadline.after(OPENING * call.options.timeout_s)
+    digest = run_within(deadline, path, lambda: common_digest(path))
+    is_local = isinstance(begun.sharded, LocalReplicatedLoadShardedStrategy)
+    return f"{_LOCAL if is_local else _OTHER}:{digest}"
 
 
-def _seen(address: str | Path, options: Options) -> str | None:
-    """The identity of the packs at a place; None where there are none."""
-    root = located(address, options)
-    if isinstance(root, Path) and root.is_dir():
-        list(root.iterdir())  # an NFS client then asks its server
-    save = OpenedSave(root)
-    return save.identity if save.has_packs else None
+def _restore_everywhere(call: _Call) -> None:
+    """Have every node hold the common state of local checkpoints. Collective."""
+    comm, place = call.comm, call.checkpoint_dir
+    root = run_collectively(comm, lambda: require_path(located(place, None), "local_replicated"))
+    restore_common(comm, root, str(place), call.options.timeout_s)
+
+
+def _load_otherwise(call: _Call, begun: _Load, answers: Sequence[Message]) -> Loaded:
+    """Load where not every rank has a plan; what ``load`` returns. Collective.
+
+    Raises:
+        PlanError: ranks load by strategies of different kinds.
+        CheckpointChangedError: the common state that they have read differs, or another save has
+            replaced the checkpoint.
+    """
+    comm = call.comm
+    kinds = [a.partition(":")[0] if isinstance(a, str) else "zarr" for a in answers]
+    if len(set(kinds)) > 1:
+        raise different_strategies(comm, "a load", kinds)
+    digests = [a.partition(":")[2] for a in answers if isinstance(a, str)]
+    require_same_checkpoint(comm, call.checkpoint_dir, digests)
+    strict, stored_keys = begun.strict, partial(_stored_keys, begun)
+    outcome = check_load(comm, begun.wanted, strict, stored_keys, call.validates)
+
+    limit_s = ENDING * call.options.timeout_s
+    read = lambda: begun.finish(*_called(comm, begun, outcome.sharded))  # noqa: E731
+    result = run_collectively(comm, lambda: begun.save.read(read, limit_s))
+    if StrictHandling.requires_returning_mismatch_keys(strict):
+        return result, outcome.missing, outcome.unexpected
+    return result
+
+
+def _stored_keys(begun: _Load) -> StateDict:
+    """What is stored, but for the object that is the common state, which no caller requests."""
+    keys: StateDict = begun.sharded.load_sharded_metadata(begun.root)
+    if not handles_objects(begun.sharded):
+        keys = merged(keys, begun.common.load_sharded_metadata(begun.root))
+    if all(value.key != COMMON_OBJECT.key for value in sharded_values(begun.wanted)):
+        keys.pop(COMMON_OBJECT.unique_key, None)
+    return keys
+
+
+def _called(comm: Communicator, begun: _Load, state: StateDict) -> tuple[StateDict, ...]:
+    """What the strategies load: objects apart, where the sharded one does not take them.
+
+    Collective. The caller runs it within an error check.
+    """
+    sharded, root = begun.sharded, begun.root
+    if type(sharded).load in _OWN:
+        return (sharded.load(state, root, save=begun.save),)
+    if handles_objects(sharded):
+        return (sharded.load(state, root),)
+    objects, tensors = run_collectively(comm, lambda: split_objects(state))
+    loaded = run_collectively(comm, lambda: begun.common.load_sharded_objects(objects, root))
+    return loaded, sharded.load(tensors, root)

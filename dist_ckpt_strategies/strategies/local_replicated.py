@@ -80,7 +80,7 @@ from dist_ckpt_strategies.storage.io_pool import (
     raise_if_cancelled,
     run_within,
 )
-from dist_ckpt_strategies.strategies.registry import Configured, require_own
+from dist_ckpt_strategies.strategies.configured import Configured, require_own
 
 T = TypeVar("T")
 

@@ -1,21 +1,36 @@
-"""What the save strategies of this package's formats share: ``finish_save(start_save(...))``."""
+"""Save strategies of this package's formats: Megatron-Core's methods over ``sharded``'s functions.
+
+What differs between the formats is in ``safetensors`` and ``zarr``.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from dist_ckpt_strategies.comm.base import Communicator
+import torch
+
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
 from dist_ckpt_strategies.errors import DuplicateWriterError
+from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.locations import located, place_of
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
-from dist_ckpt_strategies.megatron.shards import StateDict, held_by
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    is_main,
+    object_id,
+    shard_data,
+    shard_spec,
+    sharded_values,
+)
 from dist_ckpt_strategies.megatron.types import (
     AsyncSaveShardedStrategy,
+    ShardedTensor,
     hash_folders,
     raises_megatron_errors,
     split_common_object,
@@ -25,7 +40,29 @@ from dist_ckpt_strategies.sharded.pack_async import Background, WriteJob, begin_
 from dist_ckpt_strategies.sharded.pack_save import Contents, Known, Prepared, Started, start_save
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.io_pool import WORK, Deadline
-from dist_ckpt_strategies.strategies.registry import Configured, require_own
+from dist_ckpt_strategies.strategies.configured import Configured, require_own
+
+
+class SaveSteps(NamedTuple):
+    """The functions that save in a format, after ``start_save``.
+
+    Attributes:
+        write: writes this rank's share. Rank-local.
+        job: gives what writes it from a copy. Rank-local.
+        finish: makes the save visible, once every rank has written. Collective.
+    """
+
+    write: Callable[[Started, Deadline], Any]
+    job: Callable[[Started], WriteJob]
+    finish: Callable[..., Known]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """From save to save: what ranks know of each other, and memory for the copy."""
+
+    known: Known | None = None
+    background: Background = field(default_factory=Background)
 
 
 class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ignore[misc]
@@ -40,7 +77,7 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
     """
 
     own_format: ClassVar[tuple[str, int]]
-    """Backend and version."""
+    steps: ClassVar[SaveSteps]
 
     @raises_megatron_errors
     def __init__(
@@ -57,7 +94,7 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
         version = own_version if version is None else version
         require_own(own_backend, (own_version,), backend, version)
         super().__init__(backend, version)
-        self._kept = _Kept()
+        self.kept = _Kept()
         self._configure(options, allow, group)
 
     @raises_megatron_errors
@@ -100,6 +137,8 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
         comm = self.communicator("save", f"to {checkpoint_dir}")
 
         def prepare() -> Prepared:
+            if is_async:
+                self.kept.background.get_ready(self.options)
             store = self.place(checkpoint_dir)
             sharded, common = split_common_object(state)
             content = None
@@ -108,70 +147,78 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
             elif comm.rank == 0:
                 content = self.take_over(store)
             contents = self.contents(sharded, content, copies_common=common is not None)
-            return Prepared(store, contents, kind=self.kind)
+            return Prepared(store, contents, kind=str(self.own_format))
 
-        return self.save_prepared(comm, prepare, is_async=is_async, marker=None)
+        started = start_save(comm, prepare, self.kept.known, self.options)
+        return self.finish(started, marker=None, is_async=is_async)
 
-    @property
-    def kind(self) -> str:
-        """What ranks call a save of this format."""
-        return f"{self.own_format}"
-
-    def contents(
-        self, state: StateDict, common: bytes | None, *, copies_common: bool, allow: Allowed = ()
-    ) -> Contents:
-        """What this rank saves of a sharded state dict; ``allow`` has further classes. Rank-local.
-
-        Errors are those of ``contents_of``, and a PlanError where the format cannot hold it.
-        """
-        found = contents_of(state, common, (*self.allowed, *allow), copies_common=copies_common)
-        self.require_storable(found)
-        return found
-
-    def save_prepared(
-        self,
-        comm: Communicator,
-        prepare: Callable[[], Prepared],
-        *,
-        is_async: bool,
-        marker: bytes | None,
-        look_at: Callable[[Started], None] = lambda _: None,
+    def finish(
+        self, started: Started, marker: bytes | None, *, is_async: bool
     ) -> LocalSaveRequest | None:
-        """Save; begin to, and return the request, if ``is_async``. Collective.
+        """Write a save and make it visible; begin to, and return the request, if ``is_async``.
 
-        Args:
-            comm: the ranks.
-            prepare: see ``start_save``.
-            is_async: whether to save in the background.
-            marker: content of ``metadata.json``; None where Megatron-Core writes it.
-            look_at: called when all ranks have begun; it may be collective.
+        Collective. ``marker`` is the content of ``metadata.json``; None where Megatron-Core writes
+        it.
         """
-        kept, options = self._kept, self.options
-
-        def get_ready() -> Prepared:
-            if is_async:
-                kept.background.get_ready(options)
-            return prepare()
-
-        started = start_save(comm, get_ready, kept.known, options)
-        look_at(started)
+        kept, steps = self.kept, self.steps
 
         def finish(save: Started, written: Callable[[], Any]) -> None:
-            kept.known = self.finish(save, written, marker)
+            kept.known = steps.finish(save, written, marker=marker, fence=require_own_place)
             save.report()
 
         if is_async:
-            return begin_in_background(started, kept.background, self.job, finish)
-        deadline = Deadline.after(WORK * options.timeout_s)
-        finish(started, lambda: self.write(started, deadline))
+            return begin_in_background(started, kept.background, steps.job, finish)
+        deadline = Deadline.after(WORK * self.options.timeout_s)
+        finish(started, lambda: steps.write(started, deadline))
         return None
 
     def place(self, checkpoint_dir: Any) -> Place:
         """Where a caller wants to save; a StrategyError if the format does not go there."""
         return place_of(located(checkpoint_dir, self.options))
 
-    def require_storable(self, contents: Contents) -> None:
-        """Raise a PlanError where the format cannot hold what this rank saves."""
+    def contents(
+        self, state: StateDict, common: bytes | None, allow: Allowed = (), *, copies_common: bool
+    ) -> Contents:
+        """What this rank saves of a sharded state dict; ``allow`` has further classes. Rank-local.
+
+        Raises:
+            UnsafeObjectError: a load would refuse an object.
+            DuplicateWriterError: an object occurs twice.
+            PlanError: a value cannot be stored, or not in this format.
+        """
+        allowed = (*self.allowed, *allow)
+        shards: list[ShardSpec] = []
+        tensors: list[torch.Tensor] = []
+        copies: list[ShardSpec] = []
+        objects: dict[ObjectId, bytes] = {}
+        object_copies: list[ObjectId] = []
+        for value in sharded_values(state):
+            if isinstance(value, ShardedTensor):
+                spec = shard_spec(value)
+                (shards if spec.is_main else copies).append(spec)
+                if spec.is_main:
+                    tensors.append(shard_data(value))
+                continue
+            name = object_id(value)
+            if not is_main(value):
+                object_copies.append(name)
+                continue
+            if name in objects:
+                raise DuplicateWriterError(
+                    f"{name.unique_key}: two main replicas on this rank; give one of them another "
+                    "replica_id",
+                    key=name.key,
+                )
+            objects[name] = dump_loadable(value.data, name=name.unique_key, allow=allowed)
+        return Contents(
+            tuple(shards),
+            tuple(tensors),
+            tuple(copies),
+            tuple(objects.items()),
+            tuple(object_copies),
+            common,
+            copies_common,
+        )
 
     @abstractmethod
     def take_over(self, store: Place) -> bytes | None:
@@ -179,56 +226,3 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
 
         The content of it where the format holds a copy. On the first rank; rank-local.
         """
-
-    @abstractmethod
-    def write(self, started: Started, deadline: Deadline) -> Any:
-        """Write this rank's share. Rank-local."""
-
-    @abstractmethod
-    def job(self, started: Started) -> WriteJob:
-        """What writes this rank's share from a copy. Rank-local."""
-
-    @abstractmethod
-    def finish(self, started: Started, written: Callable[[], Any], marker: bytes | None) -> Known:
-        """Make the save visible; ``written`` waits for what ``write`` or the job returns."""
-
-
-class _Kept:
-    """What a strategy keeps from save to save: what ranks know of each other, and a snapshot."""
-
-    def __init__(self) -> None:
-        self.known: Known | None = None
-        self.background = Background()
-
-
-def contents_of(
-    state: StateDict, common: bytes | None, allow: Allowed, *, copies_common: bool
-) -> Contents:
-    """What this rank saves of a sharded state dict.
-
-    Raises:
-        UnsafeObjectError: a load would refuse an object.
-        DuplicateWriterError: an object occurs twice.
-        PlanError: a value cannot be stored.
-    """
-    held = held_by(state)
-    objects = {
-        name: dump_loadable(data, name=name.unique_key, allow=allow) for name, data in held.objects
-    }
-    if len(objects) < len(held.objects):
-        names = [name for name, _ in held.objects]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise DuplicateWriterError(
-            f"{twice.unique_key}: two main replicas on this rank; give one of them another "
-            "replica_id",
-            key=twice.key,
-        )
-    return Contents(
-        tuple(held.shards),
-        tuple(held.tensors),
-        tuple(held.copies),
-        tuple(objects.items()),
-        tuple(held.object_copies),
-        common,
-        copies_common,
-    )

@@ -1,33 +1,33 @@
-"""Strategies by action, backend and version: registered ones and this package's defaults.
-
-And the options that strategies of this package have in common.
-"""
+"""From an argument to a strategy, its options and its ranks; what is registered, and our own."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.process_group import ProcessGroup
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
+from dist_ckpt_strategies.config import (
+    LocalOptions,
+    Options,
+    options_from_environment,
+    rank_from_environment,
+)
 from dist_ckpt_strategies.errors import (
-    IncompatibleVersionError,
     StrategyError,
     StrategyExistsError,
     StrategyNotFoundError,
 )
-from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.locations import PACKS
+from dist_ckpt_strategies.formats.objects import Allowed, allowing
 from dist_ckpt_strategies.megatron.types import (
     TORCH_DIST,
     StrategyAction,
-    allow_in_common_state,
-    default_allowed,
     has_registry,
     is_strategy,
     raises_megatron_errors,
@@ -35,6 +35,7 @@ from dist_ckpt_strategies.megatron.types import (
     registered_strategy,
     torch_dist_strategy,
 )
+from dist_ckpt_strategies.strategies.configured import Configured
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,6 @@ __all__ = [
 
 Strategy = Any
 """An instance with the methods of one of Megatron-Core's four kinds of strategies."""
-
-StrategyFactory = Callable[[], Strategy]
 
 StrategyChoice = Any
 """A strategy, a (backend, version) tuple, or None for the default."""
@@ -73,7 +72,7 @@ class _Key(NamedTuple):
 class _Registered:
     """A strategy, once it was made, and what it was made by or given as."""
 
-    factory: Strategy | StrategyFactory
+    factory: Strategy | Callable[[], Strategy]
     strategy: Strategy | None = None
 
 
@@ -172,7 +171,7 @@ def register(
         return
     for key, factory in common.items():
         if replace or key not in REGISTERED:
-            _register(key, factory, replace=True)
+            _put(key, factory)
 
 
 @raises_megatron_errors
@@ -204,7 +203,14 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     Raises:
         StrategyNotFoundError: nothing is registered; the message lists what is.
     """
-    return _found(_Key(action, backend, version))
+    key = _Key(action, backend, version)
+    if key not in REGISTERED:
+        raise _not_found(key, REGISTERED)
+    registered = REGISTERED[key]
+    if registered.strategy is None:
+        factory = registered.factory
+        registered.strategy = factory if _is_instance(factory) else factory()
+    return registered.strategy
 
 
 @raises_megatron_errors
@@ -212,7 +218,7 @@ def register_default_strategy(
     action: StrategyAction,
     backend: str,
     version: int,
-    strategy: Strategy | StrategyFactory,
+    strategy: Strategy | Callable[[], Strategy],
     *,
     replace: bool = False,
 ) -> None:
@@ -232,14 +238,18 @@ def register_default_strategy(
         StrategyError: the action is none, the backend no str, the version no int, or the strategy
             neither a strategy nor a callable.
     """
-    found: tuple[Any, ...] = (action, backend, version)
-    is_key = all(map(isinstance, found, (StrategyAction, str, int)))
+    given: tuple[Any, ...] = (action, backend, version)
+    is_key = all(map(isinstance, given, (StrategyAction, str, int)))
     if not (is_key and (_is_instance(strategy) or callable(strategy))):
         raise StrategyError(
-            f"expected an action, a str, an int and a strategy or callable, found {found!r} and "
+            f"expected an action, a str, an int and a strategy or callable, found {given!r} and "
             f"{strategy!r}"
         )
-    _register(_Key(action, backend, version), strategy, replace=replace)
+    key = _Key(action, backend, version)
+    present = REGISTERED.get(key)
+    if present is not None and present.factory != strategy and not replace:
+        raise _exists(key, present.factory)
+    _put(key, strategy)
 
 
 def resolve(
@@ -258,59 +268,112 @@ def resolve(
     Raises a StrategyNotFoundError if there is no strategy for that backend and version, and a
     StrategyError if the choice is no strategy of this kind, and no tuple.
     """
-    kind = "".join(map(str.title, action.value.split("_"))) + "Strategy"
-    strategy = choice
+    strategy, kind = choice, "".join(map(str.title, action.value.split("_"))) + "Strategy"
     if not is_strategy(choice, action):
-        found: Any = choice or default
-        if not (isinstance(found, tuple) and len(found) == len(default)):
+        named: Any = choice or default
+        if not (isinstance(named, tuple) and len(named) == len(default)):
             raise StrategyError(
                 f"expected a {kind} or a tuple (backend, version), found {choice!r}"
             )
-        key = _Key(action, *found)
+        key = _Key(action, *named)
         if key in REGISTERED:
-            strategy = _found(key)
+            strategy = get_default_strategy(*key)
         elif key in _DEFAULTS:
-            strategy = _unregistered(key, options_from_environment())
-        elif (key.backend, key.version) == TORCH_DIST:
+            strategy = _made(_OwnFactory(_DEFAULTS[key], options_from_environment()))
+        elif named == TORCH_DIST:
             return torch_dist_strategy(action)
         else:
             raise _not_found(key, {*REGISTERED, *_DEFAULTS})
         if not is_strategy(strategy, action):
             raise StrategyError(f"{key}: expected a {kind} there, found {strategy!r}")
-    group = None if strategy is choice else group
+    else:
+        group = None
     if isinstance(strategy, Configured) and (timeout_s, group) != (None, None):
         strategy = strategy.with_options(timeout_s=timeout_s)
         strategy.group = group or strategy.group
     return strategy
 
 
+class Call(NamedTuple):
+    """What a save or a load is carried out with.
+
+    Attributes:
+        comm: the ranks.
+        options: those of the strategy, where it is one of this package.
+        strategy: the one to call; None after an error.
+        base: that inside of wrappers.
+        invalid: an error in the arguments, for the first collective to raise.
+    """
+
+    comm: Communicator
+    options: Options
+    strategy: Strategy
+    base: Strategy
+    invalid: Exception | None
+
+
+def open_call(
+    action: StrategyAction,
+    choice: StrategyChoice,
+    detail: str,
+    timeout_s: float | None,
+    allow: Allowed,
+    process_group: ProcessGroup | None = None,
+) -> Call:
+    """The strategy of a save or load, and what it is carried out with. Rank-local; raises nothing.
+
+    Ranks and options are those of the strategy, where it is one of this package.
+    """
+    options, group, strategy, base, invalid = None, None, None, None, None
+    purpose = action.value.partition("_")[0]
+    try:
+        if purpose == "save":
+            _require_process_group()
+        options = options_from_environment()  # reported if invalid, whatever the strategy's are
+        with allowing(allow):  # refuses what cannot be allowed
+            strategy = resolve(action, choice, PACKS.sharded_format, timeout_s, process_group)
+        base = inner_strategy(strategy)
+        if isinstance(base, Configured):
+            options, group = base.options, base.group
+        options = options.with_changes(timeout_s=timeout_s)
+    except Exception as error:  # noqa: BLE001 - raised in the first collective
+        invalid = error
+    options, group = options or Options(), process_group or group
+    comm = open_communicator(group, timeout_s=options.timeout_s, purpose=purpose, detail=detail)
+    return Call(comm, options, strategy, base, invalid)
+
+
+def _require_process_group() -> None:
+    size = 1
+    with suppress(StrategyError):  # it is not set as torchrun sets it
+        size = 1 if is_distributed() else rank_from_environment()[1]
+    if size > 1:
+        raise StrategyError(
+            f"torch.distributed is not initialised, but WORLD_SIZE says that there are {size} "
+            "ranks: each would save alone; call torch.distributed.init_process_group first"
+        )
+
+
+def inner_strategy(strategy: Any) -> Any:
+    """The strategy inside of wrappers; one that is in none itself."""
+    while hasattr(strategy, "base_strategy"):
+        strategy = strategy.base_strategy
+    return strategy
+
+
 @cache
-def _unregistered(key: _Key, options: Options) -> Strategy:
-    """This package's strategy for these options, one per process: saves share plan and writer."""
-    return _OwnFactory(_DEFAULTS[key], options)()
+def _made(factory: _OwnFactory) -> Strategy:
+    """A strategy that is not registered, one per process: saves share plan and writer."""
+    return factory()
 
 
 def _is_instance(strategy: Any) -> bool:
     return any(is_strategy(strategy, action) for action in StrategyAction)
 
 
-def _register(key: _Key, factory: Strategy | StrategyFactory, *, replace: bool) -> None:
-    present = REGISTERED.get(key)
-    if present is not None and present.factory == factory:
-        return
-    if present is not None and not replace:
-        raise _exists(key, present.factory)
-    REGISTERED[key] = _Registered(factory)
-
-
-def _found(key: _Key) -> Strategy:
-    if key not in REGISTERED:
-        raise _not_found(key, REGISTERED)
-    found = REGISTERED[key]
-    if found.strategy is None:
-        is_made = _is_instance(found.factory)
-        found.strategy = found.factory if is_made else found.factory()
-    return found.strategy
+def _put(key: _Key, factory: Strategy | Callable[[], Strategy]) -> None:
+    if key not in REGISTERED or REGISTERED[key].factory != factory:
+        REGISTERED[key] = _Registered(factory)
 
 
 def _register_one(action: StrategyAction, name: str) -> None:
@@ -318,24 +381,24 @@ def _register_one(action: StrategyAction, name: str) -> None:
     _register_everywhere({_Key(action, "zarr", 1): factory}, replace=False)
 
 
-def _register_everywhere(factories: Mapping[_Key, StrategyFactory], *, replace: bool) -> None:
+def _register_everywhere(
+    factories: Mapping[_Key, Callable[[], Strategy]], *, replace: bool
+) -> None:
     """Register one strategy per key in both registries; without ``replace`` all keys or none.
 
     If the installed Megatron-Core has no registry (0.17), only ours is filled.
     """
-    for key, factory in factories.items():
-        ours = _found(key) if key in REGISTERED else None
-        theirs = registered_strategy(key.action, key.backend, key.version)
-        if replace:
-            continue
+    for key, factory in () if replace else factories.items():
+        ours = get_default_strategy(*key) if key in REGISTERED else None
+        theirs = registered_strategy(*key)
         if ours is not None and REGISTERED[key].factory != factory:
             raise _exists(key, type(ours).__qualname__)
         if theirs is not None and theirs is not ours:
             raise _exists(key, type(theirs).__qualname__)
     for key, factory in factories.items():
-        _register(key, factory, replace=True)
+        _put(key, factory)
         if has_registry():
-            register_strategy(key.action, key.backend, key.version, _found(key))
+            register_strategy(*key, get_default_strategy(*key))
 
 
 def _exists(key: _Key, present: object) -> StrategyExistsError:
@@ -349,57 +412,3 @@ def _not_found(key: _Key, known: Iterable[_Key]) -> StrategyNotFoundError:
     known = sorted(known, key=lambda k: (k.backend, k.version, k.action.value))
     names = ", ".join(map(str, known)) or "none"
     return StrategyNotFoundError(f"no strategy for {key}; registered: {names}")
-
-
-class Configured:
-    """A strategy's options, the ranks that work together, the classes that objects may be of."""
-
-    options: Options
-
-    def _configure(
-        self,
-        options: Options | None,
-        allow: Allowed,
-        group: ProcessGroup | None = None,
-        **changes: Any,
-    ) -> None:
-        self.options = (options or options_from_environment()).with_changes(**changes)
-        self._allow = tuple(allow)
-        self.group = group
-        allow_in_common_state()
-
-    @property
-    def allowed(self) -> Allowed:
-        """All classes that objects may be of; Megatron-Core's list may grow meanwhile."""
-        return (*default_allowed(), *self._allow)
-
-    def with_options(self, **changes: Any) -> Self:
-        """The same strategy with some other options; None leaves one as it is. Caches are shared.
-
-        Raises:
-            StrategyError: an option is out of range.
-        """
-        other = copy(self)
-        other.options = self.options.with_changes(**changes)
-        return other
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects are saved and loaded too."""
-        return True
-
-    def communicator(self, purpose: str, detail: str = "") -> Communicator:
-        """The ranks that work together, for one thing that they do."""
-        return open_communicator(
-            self.group, timeout_s=self.options.timeout_s, purpose=purpose, detail=detail
-        )
-
-
-def require_own(own: str, versions: Sequence[int], backend: str, version: int) -> None:
-    """Raise IncompatibleVersionError unless backend and version are a strategy's own."""
-    if backend != own or version not in versions:
-        known = " or ".join(str((own, known)) for known in versions)
-        raise IncompatibleVersionError(
-            f"expected backend {known}, found ({backend!r}, {version!r}); use the "
-            "strategy of that backend"
-        )

@@ -5,38 +5,85 @@ appears whole, after everything else is durable. torch_dist never takes the plac
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
-from dist_ckpt_strategies.comm.base import run_collectively
-from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.commit import require_unfinished
-from dist_ckpt_strategies.formats.locations import located
-from dist_ckpt_strategies.formats.objects import Allowed, allowing
-from dist_ckpt_strategies.megatron.shards import StateDict, split_for_save
-from dist_ckpt_strategies.megatron.types import StrategyAction, raises_megatron_errors
-from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
-from dist_ckpt_strategies.sharded.checks import warn_of_differences
-from dist_ckpt_strategies.sharded.pack_save import Prepared, Started
-from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
-from dist_ckpt_strategies.strategies.call import opened_call
-from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
-from dist_ckpt_strategies.strategies.other_save import (
-    CommonState,
-    SaveCall,
-    common_saver,
-    common_state,
-    marker_of,
-    require_suitable,
-    save_by_other,
+from xxhash import xxh3_64_hexdigest
+
+from dist_ckpt_strategies.comm.base import (
+    Communicator,
+    run_and_gather,
+    run_collectively,
+    run_on_first_rank,
 )
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.formats.commit import (
+    Staged,
+    commit_staged,
+    require_own_place,
+    require_unfinished,
+    staging_of,
+)
+from dist_ckpt_strategies.formats.locations import PACKS, CheckpointMarker, located, require_path
+from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    require_readable,
+    sharded_values,
+    split_for_save,
+    split_objects,
+)
+from dist_ckpt_strategies.megatron.types import (
+    StrategyAction,
+    handles_objects,
+    raises_megatron_errors,
+    require_psutil,
+)
+from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
+from dist_ckpt_strategies.sharded.checks import check_save, warn_of_differences
+from dist_ckpt_strategies.sharded.pack_save import Prepared, require_alike, start_save
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    Directory,
+    file_errors,
+    make_directories,
+)
+from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
+from dist_ckpt_strategies.strategies.common import COMMON_STATE, TORCH, TorchCommonSaveStrategy
+from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedSaveShardedStrategy
 from dist_ckpt_strategies.strategies.own_save import OwnSaveShardedStrategy
-from dist_ckpt_strategies.strategies.registry import StrategyChoice
+from dist_ckpt_strategies.strategies.registry import StrategyChoice, open_call, resolve
 
 Preprocess = Callable[[StateDict], StateDict]
 
 SaveHandle = LocalSaveRequest
 """A save in the background."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What ``open_call`` returns, and the arguments of ``save``."""
+
+    comm: Communicator
+    options: Options
+    strategy: Any
+    base: Any
+    invalid: Exception | None
+    state: StateDict
+    checkpoint_dir: str | Path
+    common_strategy: StrategyChoice
+    validates: bool
+    is_async: bool
+    preprocess: Preprocess | None
+    content_metadata: dict[str, Any] | None
+    async_strategy: str | None
+    verify: bool
+    overwrite: bool
+    allow: Allowed
 
 
 @raises_megatron_errors
@@ -97,8 +144,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             digests where that is asked for.
     """
     action, detail = StrategyAction.SAVE_SHARDED, f"to {checkpoint_dir}"
-    call = SaveCall(
-        *opened_call(action, sharded_strategy, detail, timeout_s, allow),
+    call = _Save(
+        *open_call(action, sharded_strategy, detail, timeout_s, allow),
         sharded_state_dict,
         checkpoint_dir,
         common_strategy,
@@ -114,7 +161,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     with allowing(() if call.invalid else allow):
         if isinstance(call.base, OwnSaveShardedStrategy):
             return _save_own(call)
-        save_by_other(call)
+        _save_by_other(call)
     return None
 
 
@@ -167,43 +214,191 @@ def save_async(  # noqa: PLR0913 - those of save
     return request
 
 
-def _save_own(call: SaveCall) -> LocalSaveRequest | None:
+def _save_own(call: _Save) -> LocalSaveRequest | None:
     """Save by a strategy of this package; begin to, and return the request. Collective."""
-    comm = call.comm
-    strategy: Any = call.base.with_options(timeout_s=call.options.timeout_s)
+    comm, strategy = call.comm, call.base.with_options(timeout_s=call.options.timeout_s)
     split: list[tuple[StateDict, StateDict]] = []
-    if call.sharded is not call.base:  # a wrapper, which chooses the main replicas
-        run_collectively(
-            comm, lambda: split.append(split_for_save(call.state, call.content_metadata))
-        )
-        run_collectively(comm, lambda: call.sharded.apply_saving_parallelization(split[0][0]))
-    commons: list[CommonState] = []
+    compared: list[StateDict | None] = []
+
+    def divide() -> None:
+        split.append(split_for_save(call.state, call.content_metadata))
+
+    if call.strategy is not call.base:  # a wrapper, which chooses the main replicas
+        run_collectively(comm, divide)
+        run_collectively(comm, lambda: call.strategy.apply_saving_parallelization(split[0][0]))
 
     def prepare() -> Prepared:
-        require_suitable(call)
-        saver = common_saver(call)
-        if not isinstance(saver, TorchCommonSaveStrategy):
-            raise StrategyError(
-                f"common_strategy: format {strategy.own_format} holds the common state itself, "
-                f"found {saver}; leave it out"
-            )
+        if call.is_async:
+            strategy.kept.background.get_ready(strategy.options)
+        saver = _suitable_saver(call)
         store = strategy.place(call.checkpoint_dir)
-        state, shared = split[0] if split else split_for_save(call.state, call.content_metadata)
-        commons.append(common_state(call, saver, shared))
-        if comm.rank == 0 and not call.overwrite:
-            root = located(call.checkpoint_dir, call.options)
-            limit = Deadline.after(OPENING * call.options.timeout_s)
-            run_within(limit, root, lambda: require_unfinished(root))
-        common = commons[0]
-        contents = strategy.contents(state, common.content, copies_common=True, allow=call.allow)
-        return Prepared(store, contents, common.digest, strategy.kind, call.overwrite)
+        if not split:
+            divide()
+        state, common = split[0]
+        seen, content = _common_to_save(call, saver, common)
+        compared.append(seen)
+        digest = ""
+        if seen is not None:
+            known = content if seen is common else None
+            digest = xxh3_64_hexdigest(known or dump_object(seen, name=COMMON_STATE))
+        contents = strategy.contents(state, content, call.allow, copies_common=True)
+        return Prepared(store, contents, digest, str(strategy.own_format), call.overwrite)
 
-    def compare(started: Started) -> None:
-        if len(set(started.notes)) > 1:
-            warn_of_differences(comm, commons[0].compared, started.notes)
-
-    marker = marker_of(call.base, ("torch", 1))
-    request: LocalSaveRequest | None = strategy.save_prepared(
-        comm, prepare, is_async=call.is_async, marker=marker, look_at=compare
-    )
+    started = start_save(comm, prepare, strategy.kept.known, strategy.options)  # 1
+    if len(set(started.notes)) > 1:
+        warn_of_differences(comm, compared[0], started.notes)
+    marker = CheckpointMarker(call.base.backend, call.base.version).to_json()
+    request: LocalSaveRequest | None
+    request = strategy.finish(started, marker, is_async=call.is_async)  # 2, 3
     return request
+
+
+def _suitable_saver(call: _Save) -> Any:
+    """The strategy for the common state.
+
+    Raises where the strategies cannot do what is asked for; only ("safetensors", 1) can it all.
+    """
+    if call.async_strategy not in {None, "nvrx", "mcore"}:
+        given = call.async_strategy
+        raise StrategyError(f"async_strategy: expected one of 'nvrx', 'mcore', found {given!r}")
+    stored = call.base.backend, call.base.version
+    is_own = isinstance(call.base, OwnSaveShardedStrategy)
+    require_psutil(*stored)
+    if call.verify and not (is_own and stored == PACKS.sharded_format):
+        raise StrategyError(
+            "verify_integrity: only format ('safetensors', 1) has digests; save that, or do without"
+            f" verify_integrity, in Megatron-LM --verify-integrity, with {stored}"
+        )
+    if call.is_async and not is_own:
+        raise StrategyError(
+            f"{call.strategy}: this package saves its own formats in the background, "
+            "('safetensors', 1) and ('zarr', 1); call dist_checkpointing.save for the strategy's "
+            "own way"
+        )
+    saver = resolve(StrategyAction.SAVE_COMMON, call.common_strategy, TORCH)
+    if is_own and not isinstance(saver, TorchCommonSaveStrategy):
+        raise StrategyError(
+            f"common_strategy: format {stored} holds the common state itself, found {saver}; "
+            "leave it out"
+        )
+    return saver
+
+
+def _common_to_save(
+    call: _Save, saver: Any, common: StateDict
+) -> tuple[StateDict | None, bytes | None]:
+    """What ranks compare of the common state; and it, pickled, on the first rank. Rank-local.
+
+    Raises:
+        UnsafeObjectError: a load would refuse it.
+        CheckpointExistsError: the save must not overwrite what is there.
+    """
+    seen, content = None, None
+    if call.validates:
+        seen = call.preprocess(common) if call.preprocess else common
+    if call.comm.rank == 0:
+        if saver.backend == TORCH[0]:
+            allow = getattr(saver, "allowed", call.allow)
+            content = dump_loadable(common, name=COMMON_STATE, allow=allow)
+        if not call.overwrite:
+            root = located(call.checkpoint_dir, call.options)
+            deadline = Deadline.after(OPENING * call.options.timeout_s)
+            run_within(deadline, root, lambda: require_unfinished(root))
+    return seen, content
+
+
+class _Opened(NamedTuple):
+    """What a rank has made ready before the first collective of a save by another strategy.
+
+    ``compared`` is what ranks compare of the common state, ``content`` what the first one writes.
+    """
+
+    root: Path
+    saver: Any
+    state: StateDict
+    common: StateDict
+    compared: StateDict | None
+    content: bytes | None
+
+
+def _opened(call: _Save) -> _Opened:
+    if call.invalid is not None:
+        raise call.invalid
+    saver = _suitable_saver(call)
+    root = require_path(located(call.checkpoint_dir, call.options), type(call.strategy).__name__)
+    state, common = split_for_save(call.state, call.content_metadata)
+    compared, content = _common_to_save(call, saver, common)
+    require_readable(sharded_values(state))
+    return _Opened(root, saver, state, common, compared, content)
+
+
+def _save_by_other(call: _Save) -> None:
+    """Save by a strategy of another package, or to the nodes. Collective.
+
+    The strategy takes a staging directory for the checkpoint. Its time is its own; this package
+    waits no longer than its limit for its own files.
+    """
+    comm, timeout_s = call.comm, call.options.timeout_s
+    results: list[_Opened] = []
+
+    def open_save() -> list[str]:
+        results.append(_opened(call))
+        return ["another strategy", uuid4().hex]
+
+    answers = run_and_gather(comm, open_save)
+    require_alike(comm, answers)
+    save_id, opened = answers[0][1], results[0]
+    root, saver = opened.root, opened.saver
+    if opened.compared is not None:
+        check_save(comm, opened.state, opened.compared)
+    staging = staging_of(root, save_id)
+
+    def make_staging() -> None:
+        with file_errors(None, staging.root):
+            make_directories(staging.root)
+
+    def commit() -> None:
+        formats = call.base.backend, call.base.version, saver.backend, saver.version
+        marker = CheckpointMarker(*formats).to_json()
+        staged, overwrite = Staged(root, save_id), call.overwrite
+        move = lambda: commit_staged(staged, marker, overwrite=overwrite, fence=require_own_place)  # noqa: E731
+        run_within(Deadline.after(ENDING * timeout_s), root, move)
+
+    # Each node of a network file system has to see it.
+    make = lambda: run_within(Deadline.after(OPENING * timeout_s), staging, make_staging)  # noqa: E731
+    run_collectively(comm, make)
+    if isinstance(call.base, LocalReplicatedSaveShardedStrategy):
+        run_collectively(comm, lambda: _save_common(call, opened, staging))
+        to_nodes = partial(call.base.save, opened.state, root)
+        run_collectively(comm, lambda: to_nodes(common_dir=staging.root, commit=commit))
+        return
+    _save_sharded(call, opened, staging.root)
+    run_collectively(comm, lambda: _save_common(call, opened, staging))
+    run_on_first_rank(comm, commit)
+
+
+def _save_common(call: _Save, opened: _Opened, staging: Directory) -> None:
+    content = opened.content
+    if not isinstance(opened.saver, TorchCommonSaveStrategy):
+        opened.saver.save_common(opened.common, staging.root)
+    elif content is not None:
+        deadline = Deadline.after(ENDING * call.options.timeout_s)
+        run_within(deadline, staging, lambda: staging.write(COMMON_NAME, content))
+
+
+def _save_sharded(call: _Save, opened: _Opened, staging: Path) -> None:
+    """Save what is sharded: objects apart, where the strategy does not take them. Collective."""
+    comm, strategy, saver, state = call.comm, call.strategy, opened.saver, opened.state
+
+    def save_objects(objects: StateDict) -> None:
+        if not handles_objects(saver):
+            raise StrategyError(
+                f"the state dict has ShardedObjects, which neither {strategy} nor {saver} can "
+                "handle; choose a strategy that does"
+            )
+        saver.save_sharded_objects(objects, staging)
+
+    if not handles_objects(strategy):
+        objects, state = run_collectively(comm, lambda: split_objects(opened.state))
+        run_collectively(comm, lambda: save_objects(objects))
+    run_collectively(comm, lambda: strategy.save(state, staging))

@@ -32,10 +32,8 @@ from dist_ckpt_strategies.megatron.types import (
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
-from dist_ckpt_strategies.strategies.zarr import (
-    EitherFormatLoadShardedStrategy,
-    ZarrLoadShardedStrategy,
-)
+from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
 from dist_ckpt_strategies.two_stage.load import load_by_group
 from dist_ckpt_strategies.two_stage.sources import OwnSource, Source, StrategySource
 
@@ -90,7 +88,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             raise StrategyError(
                 f"base_strategy: expected a sharded load strategy, found {base_strategy!r}"
             )
-        self._is_own = isinstance(base_strategy, ZarrLoadShardedStrategy)
+        self._is_own = isinstance(base_strategy, OwnLoadShardedStrategy)
         own_options = base_strategy.options if self._is_own else options_from_environment()
         self.base_strategy = base_strategy
         self._channels: tuple[ProcessGroup, ...] = ()
@@ -100,12 +98,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self._allow = tuple(allow)
         allow_in_common_state()
         self._report: BroadcastReport | None = None
-
-    @property
-    def _allowed(self) -> Allowed:
-        """All classes that objects may be of: those of the base strategy, if it is ours."""
-        own: Allowed = (*default_allowed(), *self._allow)
-        return self.base_strategy.allowed if self._is_own else own
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -135,15 +127,17 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     def load(
         self,
         sharded_state_dict: StateDict,
-        checkpoint_dir: str | Path,
+        checkpoint_dir: str | Location,
         async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+        *,
+        save: OpenedSave | None = None,
     ) -> StateDict:
         """Load what the state dict requests. Collective over the world.
 
         Peak memory beside the tensors: ``max_inflight_bytes``, or the largest shard.
 
         Returns:
-            A state dict of the same structure; see ``ZarrLoadShardedStrategy.load``.
+            A state dict of the same structure; see ``OwnLoadShardedStrategy.load``.
 
         Raises:
             ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
@@ -153,15 +147,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             StrategyError: a rank is not in the data-parallel group that it was given; or
                 ``strict_dtype`` is set, and the base strategy is none of this package.
         """
-        return self.load_from(sharded_state_dict, checkpoint_dir)
-
-    def load_from(
-        self,
-        sharded_state_dict: StateDict,
-        checkpoint_dir: str | Location,
-        save: OpenedSave | None = None,
-    ) -> StateDict:
-        """See ``load``; ``save``: see ``ZarrLoadShardedStrategy.open_to_load``."""
         self.maybe_init_gloo_group()
         world = open_communicator(
             None,
@@ -171,6 +156,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         )
         if not self.cpu_transfer:
             run_collectively(world, lambda: require_member(self.data_parallel_group))
+        allowed = self.base_strategy.allowed if self._is_own else default_allowed()
         loaded, self._report = load_by_group(
             world,
             self._group(checkpoint_dir),
@@ -178,11 +164,10 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             sharded_state_dict,
             checkpoint_dir,
             self.options,
-            self._allowed,
+            (*allowed, *self._allow),
         )
-        who = world.global_ranks[world.rank]
-        text = "rank %s: load from %s: %s"
-        logger.log(world.report_level, text, who, checkpoint_dir, self._report)
+        rank, text = world.global_ranks[world.rank], "rank %s: load from %s: %s"
+        logger.log(world.report_level, text, rank, checkpoint_dir, self._report)
         return loaded
 
     def _source(self, checkpoint_dir: str | Location, save: OpenedSave | None) -> Source:
@@ -221,15 +206,15 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
-        root = located(checkpoint_dir, self.options)
-        found: StateDict = self.base_strategy.load_tensors_metadata(root)
-        return found
+        place = located(checkpoint_dir, self.options)
+        arrays: StateDict = self.base_strategy.load_tensors_metadata(place)
+        return arrays
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        root = located(checkpoint_dir, self.options)
-        found: StateDict = self.base_strategy.load_sharded_metadata(root)
-        return found
+        place = located(checkpoint_dir, self.options)
+        stored: StateDict = self.base_strategy.load_sharded_metadata(place)
+        return stored
 
     def check_backend_compatibility(self, loaded_version: str) -> None:
         """Raise unless the base strategy reads this backend.

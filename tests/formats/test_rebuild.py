@@ -26,7 +26,7 @@ from dist_ckpt_strategies.formats.pack_write import write_pack
 from dist_ckpt_strategies.formats.rebuild import rebuild_index
 from dist_ckpt_strategies.sharded.pack_save import Contents
 from dist_ckpt_strategies.storage.files import Directory
-from dist_ckpt_strategies.strategies.own_save import contents_of
+from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import flip_at
 from tests.support.layouts import scattered
@@ -40,7 +40,8 @@ CUTS = scattered()
 
 def contents(rank: int, common: object = 1) -> Contents:
     state = state_of(rank, CUTS) | {"o": ShardedObject("o", rank, (4,), (rank,))}
-    return contents_of(state, pickle.dumps(common) if rank == 0 else None, (), copies_common=True)
+    content = pickle.dumps(common) if rank == 0 else None
+    return PackSaveShardedStrategy().contents(state, content, copies_common=True)
 
 
 def save(root: Path, common: object = 1) -> None:

@@ -18,7 +18,7 @@ from tests.support.processes import is_running, until
 pytestmark = pytest.mark.multiprocess
 
 BEATS = """
-from dist_ckpt_strategies.config import launch_from_environment
+from dist_ckpt_strategies.inprocess.launch import launch_from_environment
 from dist_ckpt_strategies.inprocess.worker_process import start_heartbeat
 start_heartbeat(launch_from_environment())
 """

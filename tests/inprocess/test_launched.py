@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from dist_ckpt_strategies.config import Launch, launch_from_environment
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.inprocess.launch import Launch, launch_from_environment
 from dist_ckpt_strategies.inprocess.worker_process import start_heartbeat
 from tests.support.leaks import threads_left
 

@@ -20,8 +20,8 @@ from dist_ckpt_strategies.comm.base import Receive, Send, run_and_gather, run_co
 from dist_ckpt_strategies.comm.step_commit import StepCommit
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import outlive_nccl_errors
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
+from dist_ckpt_strategies.inprocess.launch import outlive_nccl_errors
 from dist_ckpt_strategies.integrations.nemo import guard_optimizer
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from dist_ckpt_strategies.recovery import (
