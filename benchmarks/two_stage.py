@@ -30,6 +30,7 @@ from benchmarks.common import rounds
 from benchmarks.common.command_line import Parser, open_output, run_cases
 from benchmarks.page.subjects import PARALLEL, READ_SHARES, SEND_SHARES
 from dist_ckpt_strategies.cli.bench_rank import (
+    PACKS,
     TORCH_DIST,
     ZARR_1,
     Candidate,
@@ -50,6 +51,10 @@ _NUM_GROUPS = 2
 """Gloo moves twice as much over two groups side by side, and no more over four."""
 
 _empty_like = torch.empty_like
+
+
+def _two_stage_packs(shards: Shards) -> Candidate:
+    return Megatron(shards, PACKS, _two_stage())
 
 
 def _two_stage_zarr(shards: Shards) -> Candidate:
@@ -163,10 +168,12 @@ class _Exchange:
 
 
 MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
+    "two-stage, packs": _two_stage_packs,
     "two-stage, zarr 1": _two_stage_zarr,
     "two-stage, torch_dist": _two_stage_torch_dist,
     PARALLEL: _FullyParallel,
     "fully parallel, in place": _fully_parallel_in_place,
+    "plain, packs": lambda shards: Megatron(shards, PACKS),
     "plain, zarr 1": lambda shards: Megatron(shards, ZARR_1),
 }
 NAMES: Final = (READ_SHARES, SEND_SHARES, *MAKERS)
@@ -196,7 +203,8 @@ def measure(size: GptSize, place: Path, repetitions: int, names: list[str]) -> l
     entries |= rounds.entries_of(shards, MAKERS, [name for name in names if name in MAKERS])
     stored: dict[str, Path] = {}
     for name in names:
-        target = place / ("zarr" if "zarr" in name else name if name in _BASELINES else "torch")
+        stem = next((one for one in ("packs", "zarr") if one in name), "torch")
+        target = place / (name if name in _BASELINES else stem)
         if target not in stored.values():
             rounds.on_first_rank(target.mkdir)
             entries[name].candidate.save(target)

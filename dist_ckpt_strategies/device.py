@@ -13,8 +13,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
@@ -35,6 +34,7 @@ T = TypeVar("T")
 _HOST = torch.device("cpu")
 _ALIGNMENT = 64
 _PAUSE_S = 0.0002
+_LONGEST_COPY_S = 1800.0
 
 RELEASED = "this process stopped waiting for its peers: a rank has failed"
 
@@ -65,7 +65,8 @@ def uses_cuda() -> bool:
 def await_gpu(timeout_s: float, what: str) -> None:
     """Return when the GPU has done what was queued on this thread's stream; at once without one.
 
-    Raises a PeerTimeoutError after the limit, and what ``raise_if_aborted`` does.
+    All waits for a stream are this one. Raises a PeerTimeoutError after the limit, and what
+    ``raise_if_aborted`` does.
     """
     if uses_cuda():
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -129,17 +130,14 @@ def require_plain(tensor: object, *, key: str, is_filled: bool = False) -> None:
                 if not is_filled or tensor.is_contiguous() or not _may_overlap(tensor):
                     return
                 lack = "its elements share memory, so it cannot be filled; give a clone of it"
-    raise PlanError(f"{key}: {lack or _not_plain(tensor, kind)}", key=key)
-
-
-def _not_plain(tensor: object, kind: str) -> str:
-    text = f"expected a dense tensor in memory of its own, found {type(tensor).__name__}"
-    if not isinstance(tensor, torch.Tensor):
-        return text
-    return (
-        f"{text} of {kind or tensor.layout} elements on {tensor.device}; convert it first, a "
-        "DTensor by to_local() or full_tensor()"
-    )
+    if not lack:
+        lack = f"expected a dense tensor in memory of its own, found {type(tensor).__name__}"
+        if isinstance(tensor, torch.Tensor):
+            lack += (
+                f" of {kind or tensor.layout} elements on {tensor.device}; convert it first, a "
+                "DTensor by to_local() or full_tensor()"
+            )
+    raise PlanError(f"{key}: {lack}", key=key)
 
 
 def lacking_storage(tensor: torch.Tensor) -> str:
@@ -179,15 +177,10 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
 def host_view(tensor: torch.Tensor) -> HostArray:
     """The memory of a CPU tensor as a numpy array: same strides, same bytes, no copy."""
     plain = tensor.detach()
-    dtype = _numpy_dtype(plain.dtype)
+    dtype = DType(str(plain.dtype).removeprefix("torch.")).numpy
     if plain.dtype in (torch.bool, torch.complex64, torch.complex128):
         return plain.numpy()
     return plain.view(_SAME_SIZE[dtype.itemsize]).numpy().view(dtype)
-
-
-@cache
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return DType(str(dtype).removeprefix("torch.")).numpy
 
 
 def is_in_order(tensor: torch.Tensor) -> bool:
@@ -232,35 +225,18 @@ def build_batches(sizes: Iterable[tuple[T, int]], budget_nbytes: int) -> list[li
 def settle(tensors: Sequence[torch.Tensor]) -> None:
     """Return when the work that this thread's current streams have queued for them is done.
 
-    Raises what ``raise_if_aborted`` does.
+    Raises a PeerTimeoutError after half an hour, and what ``raise_if_aborted`` does.
     """
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
-        raise_if_aborted()
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place for one tensor, ``byte_offset`` bytes into memory on the host."""
-
-    byte_offset: int
-    tensor: torch.Tensor
+        with torch.cuda.device(device):
+            await_gpu(_LONGEST_COPY_S, "a wait for tensors")
 
 
 def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Fill each target from its source; returns when the copies are done."""
-    wait = begin_copies(targets, sources)
-    wait()
+    """Fill each target from its source; returns when the copies are done.
 
-
-def begin_copies(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> Callable[[], None]:
-    """Begin to fill each target from its source; a function that waits until all are filled.
-
-    Sources must not change before. Copies to or from CUDA run on a side stream of that device,
-    after the work already queued on the current stream; the function raises what ``settle`` does.
-    Those within the host are done on return.
+    Copies to or from CUDA run on a side stream of that device, after the work already queued on the
+    current stream. Raises what ``settle`` does.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -278,14 +254,9 @@ def begin_copies(
             with torch.cuda.stream(streams[device]):
                 plain.copy_(found, non_blocking=True)
                 on_device.record_stream(streams[device])
-
-    def wait() -> None:
-        for stream in streams.values():
-            stream.synchronize()
-        if streams:
-            raise_if_aborted()
-
-    return wait
+    for device, stream in streams.items():
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            await_gpu(_LONGEST_COPY_S, "a copy")
 
 
 def to_host_beside(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -314,19 +285,14 @@ class TensorBytes:
     Args:
         tensors: they must not change while they are read. The work that the current streams of
             their devices have queued for them is waited for.
-        byte_offsets: where each begins, ascending; by default right after the one before. What
-            lies between them reads as zeros.
     """
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], byte_offsets: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         settle(tensors)  # here, since other threads have other current streams
         self.tensors = [tensor.detach() for tensor in tensors]
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        self._starts = list(byte_offsets or accumulate(sizes, initial=0))[: len(sizes)]
-        self._ends = [start + size for start, size in zip(self._starts, sizes, strict=True)]
-        self.nbytes = max(self._ends, default=0)
+        *self._starts, self.nbytes = accumulate(sizes, initial=0)
+        self._ends = list(accumulate(sizes))
         self._copies: dict[int, torch.Tensor] = {}
         self._last: tuple[int, torch.Tensor] | None = None
         self._lock = threading.Lock()
@@ -339,8 +305,6 @@ class TensorBytes:
             if own.numel() == buffer.numel() and own.device.type == buffer.device.type:
                 settle([own])
                 return own
-        if sum(own.numel() for _, own in found) < buffer.numel():
-            buffer.zero_()
         copy_into([buffer[at : at + own.numel()] for at, own in found], [own for _, own in found])
         return buffer
 
@@ -437,48 +401,38 @@ def bytes_of_mapping(memory: mmap.mmap, *, is_pinned: bool) -> torch.Tensor:
 class HostSnapshot:
     """Memory for one copy of the tensors, which grows to their size and is kept with the object.
 
-    Memory that was touched before is written several times as fast as new memory. ``allocate``
-    gives bytes on the host, pinned or not.
+    Memory that was touched before is written several times as fast as new memory.
     """
 
-    def __init__(self, allocate: Callable[..., torch.Tensor] = host_memory) -> None:
-        self._allocate = allocate
+    def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
-    @property
-    def memory(self) -> torch.Tensor:
-        """All of it, as bytes; of no use before anything was placed there."""
-        assert self._memory is not None  # noqa: S101 - see above
-        return self._memory
-
-    def take(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the tensors, contiguous and on the host; done on return.
 
         The copies of the call before are overwritten.
         """
         is_pinned = any(tensor.device.type == "cuda" for tensor in tensors)
-        slots = self.slots([(t.shape, t.dtype) for t in tensors], is_pinned=is_pinned)
-        copies = tuple(slot.tensor for slot in slots)
+        copies = self.places([(t.shape, t.dtype) for t in tensors], is_pinned=is_pinned)
         copy_into(copies, tensors)
         return copies
 
-    def slots(
+    def places(
         self, layouts: Sequence[tuple[Sequence[int], torch.dtype]], *, is_pinned: bool
-    ) -> list[Slot]:
+    ) -> list[torch.Tensor]:
         """A place for each tensor of these shapes and dtypes; those of the call before are gone.
 
         Memory that is filled from CUDA is pinned.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
         aligned = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-        starts = list(accumulate(aligned, initial=0))
-        nbytes = starts.pop()
+        *starts, nbytes = accumulate(aligned, initial=0)
         if self._memory is None or self._memory.numel() < nbytes:
             self._memory = None  # before the new one is made
-            self._memory = self._allocate(nbytes, is_pinned=is_pinned)
+            self._memory = host_memory(nbytes, is_pinned=is_pinned)
         memory = self._memory
         return [
-            Slot(start, memory[start : start + size].view(dtype).reshape(tuple(shape)))
+            memory[start : start + size].view(dtype).reshape(tuple(shape))
             for start, size, (shape, dtype) in zip(starts, sizes, layouts, strict=True)
         ]
 

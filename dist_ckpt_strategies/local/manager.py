@@ -337,14 +337,14 @@ class LocalCheckpointManager:
         await_gpu(self.timeout_s, f"local save of iteration {number}")
         contents, layout = split_state(state, comm.rank, self.session_id, self._allowed)
         slot = (layout.packs[0].nbytes,), torch.uint8
-        (image,) = self._memory.slots([slot], is_pinned=uses_cuda())
+        (image,) = self._memory.places([slot], is_pinned=uses_cuda())
         return Prepared(
             iteration=number,
             stamp=f"{time.time_ns():016x}{os.urandom(2).hex()}{training_id}",
             is_async=bool(is_async),
             contents=contents,
             layout=layout,
-            image=image.tensor,
+            image=image,
             clique=clique,
             max_bucket_nbytes=(strategy or self).max_bucket_bytes,
             timeout_s=self.timeout_s,

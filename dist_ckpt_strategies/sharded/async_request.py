@@ -164,19 +164,19 @@ def _is_alive(pid: int) -> bool:
 SaveName = tuple[str, str]
 """The id of a save, equal on all ranks and of this save alone, and what its end is called."""
 
-_unended: dict[SaveName, _Finalisation | None] = {}
-"""Saves that this process has begun and not ended; with the end if no other rank takes part."""
+_unended: dict[SaveName, LocalSaveRequest | None] = {}
+"""Saves that this process has begun and not ended; with the request if no other rank takes part."""
 
 os.register_at_fork(after_in_child=_unended.clear)
 
 
 def _end_alone() -> None:
     """End what a script that ends has not waited for, where no other rank has to take part."""
-    for (_, what), end in list(_unended.items()):
+    for (_, what), request in list(_unended.items()):
         try:
-            if end is not None:
-                end.await_work(end.timeout_s)
-                end()
+            if request is not None:
+                request.await_work()
+                request.end()
         except Exception:
             logger.exception("%s failed, after the end of the script", what)
 
@@ -192,87 +192,6 @@ def _report_lost() -> None:
 threading._register_atexit(_end_alone)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-class _Finalisation:
-    """Ends a save, once, however often it is called; if that fails, every call raises the same."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        name: SaveName,
-        work: BackgroundWork[Any],
-        finalise: Callable[[], None],
-        timeout_s: float,
-    ) -> None:
-        self.work = work
-        self.timeout_s = timeout_s
-        self.comm = comm
-        self._name = name
-        self.finalise = finalise
-        self._is_the_same = False
-        self._is_called = False
-        self._error: Exception | None = None
-        _unended[name] = self if comm.size == 1 else None
-
-    def give_up(self) -> None:
-        """Do not report that the save was never ended. Rank-local."""
-        _unended.pop(self._name, None)
-
-    def __call__(self) -> None:
-        """End the save. Collective."""
-        if self._error is not None:
-            raise self._error
-        if self._is_called:
-            return
-        if not self._is_the_same:
-            self._require_the_same(run_and_gather(self.comm, lambda: [*self._name]))
-        self._is_called = True
-        try:
-            self.finalise()
-        except SaveTimeoutError:
-            self._is_called = False  # it may still end well
-            raise
-        except Exception as error:
-            self._error = error
-            self.give_up()
-            raise
-        self.give_up()
-
-    def await_work(self, timeout_s: float) -> None:
-        """Return when every rank's share has ended, well or not. Collective.
-
-        Ranks exchange their state before any has waited too long for another. All raise a
-        SaveTimeoutError if some rank's share takes longer, or a PlanError if they wait for
-        different saves: all of these may still be waited for.
-        """
-        if self._is_called:
-            return
-        deadline = time.monotonic() + timeout_s
-        longest_s = limit_of_wait(self.timeout_s)
-
-        def is_done() -> bool:
-            left_s = max(0.0, deadline - time.monotonic())
-            if self.work.ends_within(min(left_s, longest_s)):
-                return True
-            if left_s <= longest_s:
-                raise SaveTimeoutError(None, f"the save is not done after {timeout_s:g} s")
-            return False
-
-        are_done = False
-        while not are_done:
-            answers = run_and_gather(self.comm, lambda: [*self._name, is_done()])
-            self._require_the_same([name for *name, _ in answers])
-            are_done = all(done for *_, done in answers)
-
-    def _require_the_same(self, names: Sequence[Sequence[str]]) -> None:
-        save_ids, texts = zip(*names, strict=True)
-        if len(set(save_ids)) > 1:
-            raise PlanError(
-                "expected all ranks to end their saves in the same order, found "
-                + who_is_where(self.comm, save_ids, texts)
-            )
-        self._is_the_same = True
-
-
 class LocalSaveRequest:
     """A save in the background; queues of Megatron-Core and NVRx take it as a request of theirs.
 
@@ -282,6 +201,13 @@ class LocalSaveRequest:
     It is of no queue's own class: these change, and a persistent queue passes over requests of
     another library's, for ever. From a request with fewer fields than its own a queue makes one of
     its class, of what ``_asdict`` returns; the other fields here are as they are by default there.
+
+    Args:
+        comm: the ranks of the save.
+        name: tells the save from others.
+        work: this rank's share, on a thread.
+        finalise: is called once all ranks' work has ended. Collective.
+        timeout_s: longest wait for the work.
     """
 
     _fields = ()
@@ -296,10 +222,14 @@ class LocalSaveRequest:
         finalise: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """The request of a save; ``finalise`` is called once all ranks' work has ended."""
-        self.end = _Finalisation(comm, name, work, finalise, timeout_s)
+        self.comm, self.work = comm, work
+        self._name, self._finalise, self._timeout_s = name, finalise, timeout_s
+        self._is_the_same = False  # all ranks end this save
+        self._is_ended = False
+        self._error: Exception | None = None
         self.async_fn_args = (str(work.mark), os.getpid())
         self.finalize_fns: list[Callable[[], None]] = [self.end]
+        _unended[name] = self if comm.size == 1 else None
 
     def _asdict(self) -> dict[str, Any]:
         return {n: getattr(self, n) for n in ("async_fn", "async_fn_args", "finalize_fns")}
@@ -313,18 +243,13 @@ class LocalSaveRequest:
         """Have ``fn`` called after those that are there, once the save is finalised."""
         self.finalize_fns.append(fn)
 
-    @property
-    def work(self) -> BackgroundWork[Any]:
-        """This rank's share of the save."""
-        return self.end.work
-
     def wrap_end(self, wrapper: Callable[[Callable[[], None]], None]) -> None:
         """Have ``wrapper`` called, with what makes the save visible, in place of that."""
-        self.end.finalise = partial(wrapper, self.end.finalise)
+        self._finalise = partial(wrapper, self._finalise)
 
     def give_up(self) -> None:
-        """Never end the save, whose ranks are no more; nothing is visible. Rank-local."""
-        self.end.give_up()
+        """Do not report that the save was never ended: its ranks are no more. Rank-local."""
+        _unended.pop(self._name, None)
 
     def done(self) -> bool:
         """Whether this rank's share of the save has ended, well or not. Rank-local."""
@@ -346,13 +271,71 @@ class LocalSaveRequest:
             PlanError: another rank waits for another save; all may be waited for again.
             PeerError: another rank failed.
         """
-        end = self.end
-        end.await_work(end.timeout_s if timeout_s is None else timeout_s)
-        end()
+        self.await_work(timeout_s)
+        self.end()
         while self.finalize_fns[1:]:  # taken away: a queue that has this list calls them no more
             self.finalize_fns.pop(1)()
 
     execute_sync = wait
+
+    def await_work(self, timeout_s: float | None = None) -> None:
+        """Return when every rank's share has ended, well or not. Collective.
+
+        Ranks exchange their state before any has waited too long for another. All raise a
+        SaveTimeoutError if some rank's share takes longer, or a PlanError if they wait for
+        different saves: all of these may still be waited for.
+        """
+        if self._is_ended:
+            return
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        longest_s = limit_of_wait(self._timeout_s)
+
+        def is_done() -> bool:
+            left_s = max(0.0, deadline - time.monotonic())
+            if self.work.ends_within(min(left_s, longest_s)):
+                return True
+            if left_s <= longest_s:
+                raise SaveTimeoutError(None, f"the save is not done after {limit_s:g} s")
+            return False
+
+        are_done = False
+        while not are_done:
+            answers = run_and_gather(self.comm, lambda: [*self._name, is_done()])
+            self._require_the_same([name for *name, _ in answers])
+            are_done = all(done for *_, done in answers)
+
+    def end(self) -> None:
+        """Make the save visible, once, however often it is called; a failure is raised each time.
+
+        Collective; the first of ``finalize_fns``.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._is_ended:
+            return
+        if not self._is_the_same:
+            self._require_the_same(run_and_gather(self.comm, lambda: [*self._name]))
+        self._is_ended = True
+        try:
+            self._finalise()
+        except SaveTimeoutError:
+            self._is_ended = False  # it may still end well
+            raise
+        except Exception as error:
+            self._error = error
+            self.give_up()
+            raise
+        self.give_up()
+
+    def _require_the_same(self, names: Sequence[Sequence[str]]) -> None:
+        save_ids, texts = zip(*names, strict=True)
+        if len(set(save_ids)) > 1:
+            raise PlanError(
+                "expected all ranks to end their saves in the same order, found "
+                + who_is_where(self.comm, save_ids, texts)
+            )
+        self._is_the_same = True
 
 
 class SaveQueue(deque[LocalSaveRequest]):
@@ -363,7 +346,7 @@ class SaveQueue(deque[LocalSaveRequest]):
 
     def maybe_finalize_async_calls(self, blocking: bool = False, **_: Any) -> None:  # noqa: FBT001, FBT002
         """Finalise the saves that have ended on all ranks, or all; see ``wait``. Collective."""
-        while self and (blocking or all(run_and_gather(self[0].end.comm, self[0].done))):
+        while self and (blocking or all(run_and_gather(self[0].comm, self[0].done))):
             self.popleft().wait()
 
     def close(self, abort: bool = False) -> None:  # noqa: FBT001, FBT002 - as above, Megatron's

@@ -122,7 +122,7 @@ def require_validated(comm: Communicator, messages: Sequence[Message]) -> None:
     Raises a PlanError if the main replicas of a key do not fit together.
     """
     everyone = comm.all_gather(list(messages))
-    run_collectively(comm, lambda: require_valid(_values(everyone)))
+    run_collectively(comm, lambda: _require_valid(_values(everyone)))
 
 
 def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
@@ -137,7 +137,7 @@ def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
     everyone, digests = zip(*answers, strict=True)
     if len(set(digests)) > 1:
         warn_of_differences(comm, common, digests)
-    run_collectively(comm, lambda: require_valid(_values(everyone)))
+    run_collectively(comm, lambda: _require_valid(_values(everyone)))
 
 
 def warn_of_differences(comm: Communicator, common: Any, digests: Sequence[str]) -> None:
@@ -205,7 +205,7 @@ def check_load(
     def check() -> StrictOutcome:
         everyone = _values(answers) if needs_all else None
         if validate:
-            require_valid(everyone or [])
+            _require_valid(everyone or [])
         local = None if everyone is None else everyone[comm.rank]
         return apply_strictness(state, strict, local, everyone, stored[0] if stored else None)
 
@@ -220,7 +220,7 @@ def _values(answers: Iterable[Any]) -> list[list[Any]]:
     return [list(map(value_from_message, messages)) for messages in answers]
 
 
-def require_valid(everyone: list[list[Any]]) -> None:
+def _require_valid(everyone: list[list[Any]]) -> None:
     """Megatron-Core's check, which asks torch.distributed who it is: a lone process goes without.
 
     Our own check of a key at fault says better what is wrong, and on which ranks.

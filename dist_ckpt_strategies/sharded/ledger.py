@@ -93,47 +93,45 @@ def tell_first_rank(
     Collective: an exchange. ``announced`` is by rank: None, or the number of packs, the sizes of
     both tables and the digest of the copies. The new ledger has the id ``session``.
     """
+    parcels = list(_parcels(announced))
     sends = [
-        Send(0, np.frombuffer(content, np.uint8))
-        for rank, nbytes, content in _parcels(announced, mine)
-        if rank == comm.rank and rank > 0 and nbytes
+        Send(0, np.frombuffer(bytearray(mine.copies if is_copies else mine.main), np.uint8))
+        for rank, is_copies, nbytes in parcels
+        if rank == comm.rank > 0 and nbytes
     ]
-    memory = [
-        (rank, np.empty(nbytes, np.uint8))
-        for rank, nbytes, _ in _parcels(announced, mine)
-        if comm.rank == 0 and rank > 0
-    ]
-    comm.exchange(sends, [Receive(rank, m) for rank, m in memory if m.size])
+    arrived = {
+        (rank, is_copies): np.empty(nbytes, np.uint8)
+        for rank, is_copies, nbytes in parcels
+        if rank > 0 == comm.rank
+    }
+    receives = [Receive(rank, memory) for (rank, _), memory in arrived.items() if memory.size]
+    comm.exchange(sends, receives)
     if comm.rank != 0:
         return None
-    arrived = iter([m.tobytes() for _, m in memory])
     told = list(ledger.told) if ledger else [(0, b"", "")] * comm.size
     copies = dict(ledger.copies) if ledger else {}
-    parcels = [
-        (rank, content if rank == 0 else next(arrived))
-        for rank, _, content in _parcels(announced, mine)
-    ]
-    for rank, facts in enumerate(announced):
-        if facts is not None:
-            of_rank = [content for sender, content in parcels if sender == rank]
-            told[rank] = facts[0], of_rank[0], facts[3]
-            if len(of_rank) > 1:
-                copies[facts[3]] = of_rank[1]
+    for rank, is_copies, _ in parcels:
+        own = mine.copies if is_copies else mine.main
+        content = arrived[rank, is_copies].tobytes() if rank else own
+        num_packs, _, _, digest = announced[rank]
+        if is_copies:
+            copies[digest] = content
+        else:
+            told[rank] = num_packs, content, digest
     used = {digest for *_, digest in told}
     return Ledger(session, tuple(told), {d: c for d, c in copies.items() if d in used})
 
 
-def _parcels(announced: Sequence[Message], mine: Description) -> Iterator[tuple[int, int, bytes]]:
-    """What is brought: the rank that has it, its size, and this rank's own content."""
+def _parcels(announced: Sequence[Message]) -> Iterator[tuple[int, bool, int]]:
+    """Tables that travel: whose, whether of copies, and bytes; equal ones of copies once."""
     seen = set()
     for rank, facts in enumerate(announced):
-        if facts is None:
-            continue
-        _, num_main, num_copies, digest = facts
-        yield rank, num_main, mine.main
-        if digest not in seen:
-            seen.add(digest)
-            yield rank, num_copies, mine.copies
+        if facts is not None:
+            _, num_main, num_copies, digest = facts
+            yield rank, False, num_main
+            if digest not in seen:
+                seen.add(digest)
+                yield rank, True, num_copies
 
 
 def proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:

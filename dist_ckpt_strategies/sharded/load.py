@@ -337,7 +337,7 @@ def _read_staged(
     """A function, so that nothing looks at the memory any more when it has to grow."""
     layouts = [(region.shape, torch_dtype(array.dtype)) for array, region, _ in reads]
     is_cuda = any(tensor.device.type == "cuda" for _, _, tensor in reads)
-    hosts = [slot.tensor for slot in memory.slots(layouts, is_pinned=is_cuda)]
+    hosts = memory.places(layouts, is_pinned=is_cuda)
     requests = [
         ArrayRead(array, region, host_view(host))
         for (array, region, _), host in zip(reads, hosts, strict=True)

@@ -1,14 +1,16 @@
 """Load a state dict by a group of ranks: request, plan, read and send.
 
-The ranks of a group talk up to four times before they read: about what they request, about the
-objects if there are any, about the arrays, and about the regions of them. Then all ranks of the
-world agree, and each group carries out its plan.
+The ranks of a group talk three times before they read: about what they request, about the arrays
+and objects of these names, and about the regions of arrays. Then all ranks of the world agree, and
+each group carries out its plan.
 """
 
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,19 +37,41 @@ from dist_ckpt_strategies.sharded.checks import require_same_checkpoint
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
 from dist_ckpt_strategies.storage.host import PageCache, available_nbytes, page_cache_of
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
-from dist_ckpt_strategies.storage.store import ArrayReader
-from dist_ckpt_strategies.two_stage.broadcast import run_group_plan
+from dist_ckpt_strategies.two_stage.broadcast import READING, run_group_plan
 from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
-from dist_ckpt_strategies.two_stage.sources import (
-    GroupLoad,
-    Matched,
-    Opened,
-    Source,
-    StrategySource,
-)
+from dist_ckpt_strategies.two_stage.sources import Matched, Opened, OwnSource, Source
 
 _FREE_PER_NBYTES = 2
 """Pages stay in the cache until all ranks have read them if so many times as much is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one rank of a group requests: its ShardedTensors, their names in the source, objects."""
+
+    source: Source
+    tensors: Sequence[Any]
+    names: Sequence[str]
+    objects: Mapping[str, Any]  # by unique key; of equal ones any
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """What one rank of a group loads.
+
+    Attributes:
+        request: of this rank.
+        readers: the rank that reads each object of the group, and whether others request it too.
+        arrays: that ``plan`` and ``matched`` number.
+        matched: how the tensors are filled.
+        plan: of the group.
+    """
+
+    request: Request
+    readers: Mapping[str, tuple[int, bool]]
+    arrays: Sequence[ArraySpec]
+    matched: Matched
+    plan: GroupPlan
 
 
 def load_by_group(  # noqa: PLR0913, PLR0917
@@ -74,13 +98,13 @@ def load_by_group(  # noqa: PLR0913, PLR0917
 
     def prepare() -> Message:
         loads.append(plan_by_group(group, open_source, state, options))
-        return [loads[0].matched.converted, loads[0].source.identity]
+        return [loads[0].matched.converted, loads[0].request.source.identity]
 
     converted, identities = zip(*run_and_gather(world, prepare), strict=True)
     require_same_checkpoint(world, name, identities)
     load, limit_s = loads[0], ENDING * options.timeout_s
-    read = lambda: read_by_group(group, load, options, allow)  # noqa: E731
-    loaded = run_collectively(world, lambda: load.source.save.read(read, limit_s))
+    read = lambda: read_by_group(group, load, state, options, allow)  # noqa: E731
+    loaded = run_collectively(world, lambda: load.request.source.save.read(read, limit_s))
     warn_of_conversions(world, name, converted)
     return loaded
 
@@ -93,103 +117,96 @@ def plan_by_group(
     No tensor has been filled. The caller runs it within an error check, so that every rank raises
     the ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or StorageError of one.
     """
-    opened: list[tuple[Source, list[Any], list[Any]]] = []
+    requests: list[Request] = []
 
     def request() -> bytes:
         source, values = open_source(), list(sharded_values(state))
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
-        objects = [value for value in values if not isinstance(value, ShardedTensor)]
-        opened.append((source, tensors, objects))
+        objects = {object_id(v).unique_key: v for v in values if not isinstance(v, ShardedTensor)}
+        names = [source.name(tensor) for tensor in tensors]
+        requests.append(Request(source, tensors, names, objects))
         cache = _page_cache(comm, source, options)
-        names = sorted({source.name(tensor) for tensor in tensors})
-        return json.dumps([options.max_inflight_bytes, cache, bool(objects), names]).encode()
+        shared = cache and [cache.name, cache.is_storage]
+        return json.dumps([options.max_inflight_bytes, shared, sorted(set(names))]).encode()
 
     answers = run_and_gather_bytes(comm, request)  # 1
     parsed = {answer: json.loads(answer) for answer in set(answers)}
-    budgets, _, have_objects, all_names = zip(*parsed.values(), strict=True)
-    source, tensors, objects = opened[0]
-    requesters = _requesters(comm, objects) if any(have_objects) else {}  # 2
+    budgets, _, all_names = zip(*parsed.values(), strict=True)
     caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
     if all(cache and cache.is_storage for cache in caches):
-        parts = _planned_alone(source, tensors, caches)
-    else:
-        names = sorted(set(chain.from_iterable(all_names)))
-        parts = _planned(comm, source, tensors, names, caches, min(budgets))
-    return GroupLoad(source, state, comm.rank, tensors, objects, requesters, *parts)
+        return _planned_alone(comm, requests[0])
+    names = sorted(set(chain.from_iterable(all_names)))
+    return _planned(comm, requests[0], names, caches, min(budgets))
 
 
-def _planned_alone(
-    source: Source, tensors: Sequence[Any], caches: Sequence[PageCache]
-) -> tuple[Sequence[ArraySpec], Matched, GroupPlan]:
+def _page_cache(comm: Communicator, source: Source, options: Options) -> PageCache | None:
+    """What this rank reads through, if it may share that with others of its host."""
+    root = source.save.root
+    if not isinstance(source, OwnSource) or not isinstance(root, Path) or comm.device.type != "cpu":
+        return None
+    deadline = Deadline.after(OPENING * options.timeout_s)
+    return run_within(deadline, root, lambda: page_cache_of(root))
+
+
+def _planned_alone(comm: Communicator, request: Request) -> GroupLoad:
     """Have every rank read all that it requests: storage is memory. Rank-local."""
-    own = [source.name(tensor) for tensor in tensors]
-    names = sorted(set(own))
-    number = {name: n for n, name in enumerate(names)}
-    arrays = source.find(names)
-    match = source.match(tensors, [number[name] for name in own], arrays)
-    return arrays, match, GroupPlan((), frozenset(), tuple(cache.name for cache in caches))
+    names = sorted(set(request.names))
+    arrays = request.source.find(names)
+    matched = request.source.match(request.tensors, _numbers(request, names), arrays)
+    readers = dict.fromkeys(request.objects, (comm.rank, False))
+    return GroupLoad(request, readers, arrays, matched, GroupPlan((), frozenset(), ()))
 
 
 def _planned(
     comm: Communicator,
-    source: Source,
-    tensors: Sequence[Any],
+    request: Request,
     names: Sequence[str],
     caches: Sequence[PageCache | None],
     budget: int,
-) -> tuple[Sequence[ArraySpec], Matched, GroupPlan]:
+) -> GroupLoad:
     """Have one rank read what several request. Collective; ``names`` are those of all ranks."""
-    arrays = _found(comm, source, names)  # 3
-    matches: list[Matched] = []
+    rank, size, source = comm.rank, comm.size, request.source
+
+    def look_up() -> bytes:
+        return pickle.dumps((source.find(names[rank::size]), sorted(request.objects)))
+
+    answers = run_and_gather_bytes(comm, look_up)  # 2: each name is looked up by one rank
+    shares, keys = zip(*map(pickle.loads, answers), strict=True)
+    arrays = [shares[n % size][n // size] for n in range(len(names))]
+    matched: list[Matched] = []
 
     def describe() -> bytes:
-        number = {name: n for n, name in enumerate(names)}
-        own = [number[source.name(tensor)] for tensor in tensors]
-        matches.append(source.match(tensors, own, arrays))
-        targets = matches[0].targets
-        nbytes = min(budget, sum(target.tensor.nbytes for target in targets))
-        regions = encode_regions((target.array, target.region) for target in targets)
-        return f"{int(_stays_cached(caches, comm.rank, nbytes))}\n{regions}".encode()
+        matched.append(source.match(request.tensors, _numbers(request, names), arrays))
+        targets = matched[0].targets
+        nbytes = min(budget, sum(tensor.nbytes for _, _, tensor in targets))
+        regions = encode_regions((array, region) for array, region, _ in targets)
+        return f"{int(_stays_cached(caches, rank, nbytes))}\n{regions}".encode()
 
-    requests = run_and_gather_bytes(comm, describe)  # 4
-    distinct = {request: request.decode().partition("\n") for request in set(requests)}
+    answers = run_and_gather_bytes(comm, describe)  # 3
+    distinct = {answer: answer.decode().partition("\n") for answer in set(answers)}
     fits = all(stays_cached == "1" for stays_cached, _, _ in distinct.values())
     cache_names = tuple(cache.name if cache and fits else None for cache in caches)
-    regions = [distinct[request][2] for request in requests]
+    regions = [distinct[answer][2] for answer in answers]
     plan = build_group_plan(regions, arrays, cache_names, max_inflight_bytes=budget)
-    return arrays, matches[0], plan
+    return GroupLoad(request, _object_readers(keys), arrays, matched[0], plan)
 
 
-def _page_cache(comm: Communicator, source: Source, options: Options) -> list[Any] | None:
-    """What this rank reads through, if it may share that with others: name, and whether memory."""
-    root = source.save.root
-    if isinstance(source, StrategySource) or not isinstance(root, Path):
-        return None
-    if comm.device.type != "cpu":
-        return None
-    deadline = Deadline.after(OPENING * options.timeout_s)
-    cache = run_within(deadline, root, lambda: page_cache_of(root))
-    return None if cache is None else [cache.name, cache.is_storage]
+def _numbers(request: Request, names: Sequence[str]) -> list[int]:
+    """The number of each tensor's array."""
+    number = {name: n for n, name in enumerate(names)}
+    return [number[name] for name in request.names]
 
 
-def _requesters(comm: Communicator, objects: Sequence[Any]) -> dict[str, list[int]]:
-    """Which ranks request each object. Collective."""
+def _object_readers(keys: Sequence[Sequence[str]]) -> dict[str, tuple[int, bool]]:
+    """The rank that reads each object, and whether others request it too: requesters take turns."""
     ranks_of: dict[str, list[int]] = defaultdict(list)
-    own = lambda: sorted({object_id(value).unique_key for value in objects})  # noqa: E731
-    for rank, keys in enumerate(run_and_gather(comm, own)):
-        for key in keys:
+    for rank, of_rank in enumerate(keys):
+        for key in of_rank:
             ranks_of[key].append(rank)
-    return dict(sorted(ranks_of.items()))
-
-
-def _found(comm: Communicator, source: Source, names: Sequence[str]) -> list[ArraySpec]:
-    """The arrays of these names; each is looked up by one rank. Collective."""
-    rank, size = comm.rank, comm.size
-    if isinstance(source, StrategySource):
-        return source.find(names)
-    answers = run_and_gather_bytes(comm, lambda: pickle.dumps(source.find(names[rank::size])))
-    shares = [pickle.loads(answer) for answer in answers]  # noqa: S301 - from ranks of this job
-    return [shares[n % size][n // size] for n in range(len(names))]
+    return {
+        key: (ranks[n % len(ranks)], len(ranks) > 1)
+        for n, (key, ranks) in enumerate(sorted(ranks_of.items()))
+    }
 
 
 def _stays_cached(caches: Sequence[PageCache | None], rank: int, wanted_nbytes: int) -> bool:
@@ -201,48 +218,71 @@ def _stays_cached(caches: Sequence[PageCache | None], rank: int, wanted_nbytes: 
 
 
 def read_by_group(
-    comm: Communicator, load: GroupLoad, options: Options, allow: Allowed
+    comm: Communicator, load: GroupLoad, state: StateDict, options: Options, allow: Allowed
 ) -> tuple[StateDict, BroadcastReport]:
     """Read and send everything; a state dict of the structure of the request. Collective.
 
     The caller runs it within an error check, so that every rank raises the StorageError of one.
     """
+    request = load.request
     opened: list[Opened] = []
 
-    def open_reader() -> ArrayReader:
+    def open_reader() -> Opened:
         for tensor in load.matched.padding:
             tensor.zero_()
-        opened.append(load.source.opened(load))
-        return opened[0].reader
+        by_name = dict(zip(request.names, request.tensors, strict=True))
+        tensors = {name: by_name[name] for name in _arrays_read(load, comm.rank)}
+        objects = {key: request.objects[key] for key in _objects_read(load, comm.rank)}
+        opened.append(request.source.opened(tensors, objects))
+        return opened[0]
 
     targets = load.matched.targets
     report = run_group_plan(load.plan, load.arrays, targets, open_reader, comm, options)
-    contents = _object_contents(comm, load, opened[0]) if load.requesters else {}
-    loaded: dict[int, Any] = {}
-    for value in load.objects:
-        name = object_id(value)
-        content, path = contents[name.unique_key], opened[0].object_path(name)
-        loaded[id(value)] = load_content(content, path, name.unique_key, allow)
-    results = zip(load.tensors, load.matched.results, strict=True)
-    loaded |= {id(tensor): result for tensor, result in results}
-    return mapped_values(lambda value: loaded[id(value)], load.state), report
+    contents = _object_contents(comm, load, opened[0], READING * options.timeout_s)
+    filled = {
+        id(t): result for t, result in zip(request.tensors, load.matched.results, strict=True)
+    }
+
+    def loaded(value: Any) -> Any:
+        if id(value) in filled:
+            return filled[id(value)]
+        key = object_id(value).unique_key
+        path, content = contents[key]
+        return load_content(content, path, key, allow)
+
+    return mapped_values(loaded, state), report
 
 
-def _object_contents(comm: Communicator, load: GroupLoad, opened: Opened) -> dict[str, bytes]:
-    """Read this rank's objects, and gather the shared ones. Collective."""
-    contents: dict[str, bytes] = {}
+def _arrays_read(load: GroupLoad, rank: int) -> list[str]:
+    """The names of the arrays of which this rank reads anything."""
+    batches = chain.from_iterable(load.plan.rounds)
+    numbers = {each.array for b in batches if b.reader == rank for each in b.slices}
+    numbers |= {n for n, region, _ in load.matched.targets if (n, region) not in load.plan.shared}
+    return [load.arrays[n].key for n in sorted(numbers)]
 
-    def read() -> bytes:
-        own = load.objects_read()
-        contents.update({key: opened.object_content(key) for key in own})
-        shared = [key for key in own if len(load.requesters[key]) > 1]
-        sizes = json.dumps([[key, len(contents[key])] for key in shared])
-        return b"\n".join([sizes.encode(), b"".join(contents[key] for key in shared)])
 
-    for answer in run_and_gather_bytes(comm, read):
-        sizes, _, content = answer.partition(b"\n")
-        start = 0
-        for key, nbytes in json.loads(sizes):
-            contents[key] = content[start : start + nbytes]
-            start += nbytes
+def _objects_read(load: GroupLoad, rank: int) -> list[str]:
+    return [key for key, (reader, _) in load.readers.items() if reader == rank]
+
+
+def _object_contents(
+    comm: Communicator, load: GroupLoad, opened: Opened, limit_s: float
+) -> dict[str, tuple[str, bytes]]:
+    """Path and content of objects: this rank's, and those that ranks share. Collective."""
+    contents: dict[str, tuple[str, bytes]] = {}
+
+    def read(key: str) -> None:
+        name = object_id(load.request.objects[key])
+        contents[key] = opened.object_path(name), opened.object_content(name)
+
+    def read_all() -> bytes:
+        for key in _objects_read(load, comm.rank):
+            run_within(Deadline.after(limit_s), key, partial(read, key))
+        return pickle.dumps({key: found for key, found in contents.items() if load.readers[key][1]})
+
+    if not any(is_shared for _, is_shared in load.readers.values()):
+        read_all()
+        return contents
+    for answer in run_and_gather_bytes(comm, read_all):
+        contents |= pickle.loads(answer)  # noqa: S301 - from ranks of this job
     return contents

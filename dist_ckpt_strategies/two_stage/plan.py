@@ -35,8 +35,8 @@ _SLICES_PER_RANK = 24
 _MIN_ROUNDS = 6
 """At least this many, so that reading one round overlaps with sending another."""
 
-_ROUNDS_IN_FLIGHT = 3
-"""Rounds that take memory at a time: one being read, one being sent, one being put in place."""
+ROUNDS_IN_FLIGHT = 3
+"""Rounds that take memory at a time: one that is being sent, and those that are being read."""
 
 _ALIGNMENT = 16
 
@@ -75,6 +75,11 @@ class Batch:
         """Bytes of the message."""
         return self.starts[-1] + self.slices[-1].nbytes
 
+    @property
+    def content_nbytes(self) -> int:
+        """Bytes of the slices, without those between them."""
+        return sum(each.nbytes for each in self.slices)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
@@ -93,18 +98,7 @@ class GroupPlan:
 
     def rounds_of(self, rank: int) -> list[list[Batch]]:
         """The batches that one rank reads or requests, round by round."""
-        concerned: dict[int, bool] = {}
-        found = []
-        for batches in self.rounds:
-            own = []
-            for batch in batches:
-                name = id(batch.requesters)  # few tuples, which thousands of batches share
-                if name not in concerned:
-                    concerned[name] = rank in batch.requesters
-                if concerned[name]:
-                    own.append(batch)
-            found.append(own)
-        return found
+        return [[b for b in batches if rank in b.requesters] for batches in self.rounds]
 
     def receivers(self, batch: Batch) -> list[int]:
         """The ranks that a batch is sent to: not those that share its reader's page cache."""
@@ -137,7 +131,7 @@ def build_group_plan(
     """
     wanted = _shared_regions(requests)
     total = sum(_nbytes(arrays[array], region) for array, region in wanted)
-    round_nbytes = max_inflight_bytes // _ROUNDS_IN_FLIGHT
+    round_nbytes = max_inflight_bytes // ROUNDS_IN_FLIGHT
     limit = max(MIN_SLICE_NBYTES, total // len(requests) // _SLICES_PER_RANK)
     at_once = max(_MIN_SHARED_NBYTES, round_nbytes // len(requests))
     limit = min(limit, MAX_SLICE_NBYTES, at_once)
@@ -199,16 +193,6 @@ def _cut(array: ArraySpec, region: Region, limit_nbytes: int) -> Iterator[Region
         num_rows = RANGE_NBYTES // math.gcd(RANGE_NBYTES, row_nbytes)  # whole ranges of packs
         cell = (num_rows if num_rows * row_nbytes <= limit_nbytes else 1, *(1,) * (region.ndim - 1))
     return _in_cells(region, cell, array.dtype.itemsize, limit_nbytes, 0)
-
-
-def stored_nbytes(array: ArraySpec, region: Region) -> int:
-    """Bytes that leave storage where a region is read: a chunk that is decoded is read whole.
-
-    The bytes that it had before it was compressed count.
-    """
-    if array.is_raw:
-        return _nbytes(array, region)
-    return array.chunk_nbytes * sum(1 for _ in region.cells(array.chunk_shape))
 
 
 def _in_cells(

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,14 @@ from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import OpenedSave
 from dist_ckpt_strategies.formats.objects import dump_object, object_path
 from dist_ckpt_strategies.megatron.shards import (
-    StateDict,
     message_of,
-    object_id,
     shard_spec,
     value_from_message,
 )
 from dist_ckpt_strategies.sharded.load import Conversions, destination, matched
 from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, Transfer, run_within
-from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, HostArray
-from dist_ckpt_strategies.two_stage.broadcast import READING, Target
-from dist_ckpt_strategies.two_stage.plan import GroupPlan
+from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
+from dist_ckpt_strategies.two_stage.broadcast import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +98,14 @@ class OwnSource:
                 view = _in_array_dims(result, tensor)
                 if read.target is not None:
                     view = view[read.target.slices()]
-                targets.append(Target(number, read.source, view))
+                targets.append((number, read.source, view))
             if read.is_padded:
                 padding.append(result.detach())
         return Matched(results, targets, padding, converted)
 
-    def opened(self, load: GroupLoad) -> Opened:  # noqa: ARG002 - a protocol
-        """What reads. Rank-local."""
-        limit_s, checkpoint = READING * self.options.timeout_s, self.checkpoint
-
-        def content(unique_key: str) -> bytes:
-            name = ObjectId.parse(unique_key)
-            assert name is not None  # noqa: S101 - made from an ObjectId on another rank
-            read = lambda: checkpoint.object_content(name)  # noqa: E731
-            return run_within(Deadline.after(limit_s), unique_key, read)
-
-        def path(name: ObjectId) -> str:
-            look = lambda: checkpoint.object_path(name)  # noqa: E731
-            return run_within(Deadline.after(limit_s), name.unique_key, look)
-
-        return Opened(checkpoint, content, path)
+    def opened(self, tensors: Mapping[str, Any], objects: Mapping[str, Any]) -> StoredCheckpoint:  # noqa: ARG002
+        """See StrategySource."""
+        return self.checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,76 +145,53 @@ class StrategySource:
         """See OwnSource. The strategy converts by itself."""
         results = [destination(tensor) for tensor in tensors]
         targets = [
-            Target(number, Region.whole(arrays[number].shape), _in_array_dims(result, tensor))
+            (number, Region.whole(arrays[number].shape), _in_array_dims(result, tensor))
             for number, tensor, result in zip(numbers, tensors, results, strict=True)
             if result.numel()
         ]
         return Matched(results, targets, (), [])
 
-    def opened(self, load: GroupLoad) -> Opened:
-        """What the strategy has loaded. Collective over the world."""
-        root, plan, arrays = self.save.root, load.plan, load.arrays
+    def opened(self, tensors: Mapping[str, Any], objects: Mapping[str, Any]) -> LoadedByStrategy:
+        """What reads what this rank reads: ShardedTensors by name, ShardedObjects by unique key.
+
+        Collective over the world, for the strategy is called.
+        """
+        root = self.save.root
         assert isinstance(root, Path)  # noqa: S101 - these strategies have no URLs
-        batches = chain.from_iterable(plan.rounds)
-        numbers = {s.array for b in batches if b.reader == load.rank for s in b.slices}
-        targets = load.matched.targets
-        numbers |= {t.array for t in targets if (t.array, t.region) not in plan.shared}
-        requested = {self.name(tensor): tensor for tensor in load.tensors}
         # torch_dist changes the ShardedTensors that it is given, and loses empty nested dicts.
-        own: StateDict = {n: copy.copy(requested[arrays[n].key]) for n in sorted(numbers)}
-        objects = {object_id(value).unique_key: value for value in load.objects}
-        own |= {key: objects[key] for key in load.objects_read()}
-        loaded = self.strategy.load(own, root)
-        memory = {arrays[n].key: _in_memory(arrays[n], loaded[n]) for n in sorted(numbers)}
-        return Opened(
-            _MemoryReader(memory),
-            lambda key: dump_object(loaded[key], name=key),
-            lambda name: str(object_path(root, name)),
-        )
+        wanted = {name: copy.copy(tensor) for name, tensor in tensors.items()}
+        loaded = self.strategy.load({**wanted, **objects}, root)
+        arrays = {a.key: _in_memory(a, loaded[a.key]) for a in self.find(list(tensors))}
+        return LoadedByStrategy(root, arrays, {key: loaded[key] for key in objects})
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """What reads arrays, the content of an object by its unique key, and where an object is."""
+class LoadedByStrategy:
+    """What a strategy has loaded, to be read as a StoredCheckpoint is."""
 
-    reader: ArrayReader
-    object_content: Callable[[str], bytes]
-    object_path: Callable[[ObjectId], str]
+    root: Path
+    arrays: Mapping[str, HostArray]
+    objects: Mapping[str, Any]
+
+    def begin_reads(self, reads: Iterable[ArrayRead]) -> Transfer:
+        """See ArrayReader: of whole arrays. One that lies in the target's memory is not copied."""
+        for read in reads:
+            source = self.arrays[read.array.key]
+            if source.ctypes.data != read.target.ctypes.data:
+                np.copyto(read.target, source)
+        return Transfer((), 0)
+
+    def object_path(self, name: ObjectId) -> str:
+        """Where Megatron-Core keeps it, for messages."""
+        return str(object_path(self.root, name))
+
+    def object_content(self, name: ObjectId) -> bytes:
+        """The object, pickled."""
+        return dump_object(self.objects[name.unique_key], name=name.unique_key)
 
 
 Source = OwnSource | StrategySource
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLoad:
-    """What one rank of a group loads.
-
-    Attributes:
-        source: what is read.
-        state: what is wanted.
-        rank: this rank, in the group.
-        tensors: the ShardedTensors of the state.
-        objects: the ShardedObjects of the state.
-        requesters: which ranks request each object, by its unique key.
-        arrays: that ``plan`` and ``matched`` number.
-        matched: how the tensors are filled.
-        plan: of the group.
-    """
-
-    source: Source
-    state: StateDict
-    rank: int
-    tensors: Sequence[Any]
-    objects: Sequence[Any]
-    requesters: Mapping[str, Sequence[int]]
-    arrays: Sequence[ArraySpec]
-    matched: Matched
-    plan: GroupPlan
-
-    def objects_read(self) -> list[str]:
-        """The unique keys of the objects that this rank reads, sorted: requesters take turns."""
-        requesters = enumerate(self.requesters.items())
-        return [key for n, (key, ranks) in requesters if ranks[n % len(ranks)] == self.rank]
+Opened = StoredCheckpoint | LoadedByStrategy
 
 
 def _in_memory(array: ArraySpec, tensor: torch.Tensor) -> HostArray:
@@ -241,21 +202,6 @@ def _in_memory(array: ArraySpec, tensor: torch.Tensor) -> HostArray:
             f"{key}: shape {tuple(tensor.shape)} loaded, {array.shape} expected", key=key
         )
     return to_host([tensor.to(getattr(torch, array.dtype.value)).reshape(array.shape)])[0]
-
-
-class _MemoryReader:
-    """An ArrayReader of arrays in memory, which are read whole."""
-
-    def __init__(self, arrays: Mapping[str, HostArray]) -> None:
-        self._arrays = arrays
-
-    def begin_reads(self, reads: Iterable[ArrayRead]) -> Transfer:
-        """See ArrayReader. An array that was loaded into the target's memory is not copied."""
-        for read in reads:
-            source = self._arrays[read.array.key]
-            if source.ctypes.data != read.target.ctypes.data:
-                np.copyto(read.target, source)
-        return Transfer((), 0)
 
 
 def _in_array_dims(result: torch.Tensor, tensor: Any) -> torch.Tensor:
