@@ -26,7 +26,7 @@ from dist_ckpt_strategies.sharded.async_request import (
     yield_to_training,
 )
 from dist_ckpt_strategies.sharded.ledger import proved
-from dist_ckpt_strategies.sharded.pack_save import Contents, Started
+from dist_ckpt_strategies.sharded.pack_save import Contents, Started, num_writers
 from dist_ckpt_strategies.sharded.writer_process import SharedBytes, WriterProcess, is_supported
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, Deadline, run_within
@@ -133,7 +133,7 @@ def pack_job(started: Started) -> PackJob:
         started.save_id,
         started.comm.global_ranks[started.comm.rank],
         WORK * options.timeout_s,
-        options.io_threads,
+        num_writers(started.store, options),
         started.num_packs,
     )
 

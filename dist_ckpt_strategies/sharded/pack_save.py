@@ -69,6 +69,9 @@ logger = logging.getLogger(__name__)
 
 PACKS = "packs"
 
+OBJECT_NBYTES = 64 << 20
+"""Of a pack in a bucket: several are put at the same time, each in one request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Contents:
@@ -272,7 +275,7 @@ def write_packs(started: Started, deadline: Deadline) -> tuple[PackRecord, ...]:
                 num_packs=started.num_packs,
             )
 
-    num_threads = started.options.io_threads
+    num_threads = num_writers(started.store, started.options)
     return write_each(started.store, len(layout.packs), write, num_threads, deadline)
 
 
@@ -381,9 +384,17 @@ def _new_save(started: Started, ledger: Ledger, summaries: Sequence[Message]) ->
 
 def _limits(store: Place, options: Options) -> PackLimits:
     if isinstance(store, Bucket):
-        nbytes = max(1, min(256 << 20, options.max_inflight_bytes // 2))
+        nbytes = max(1, min(OBJECT_NBYTES, options.max_inflight_bytes // 2))
         return PackLimits(nbytes, options.io_threads, nbytes)
     return PackLimits(num_packs=options.io_threads)
+
+
+def num_writers(store: Place, options: Options) -> int:
+    """Packs that a rank writes at the same time; a bucket's are in memory twice meanwhile."""
+    most = options.io_threads
+    if isinstance(store, Bucket):
+        most = min(most, options.max_inflight_bytes // (2 * _limits(store, options).nbytes))
+    return max(1, most)
 
 
 def _laid_out(

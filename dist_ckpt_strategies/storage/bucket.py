@@ -147,7 +147,7 @@ class Bucket:
         for buffers in pieces:
             for buffer in buffers:
                 content += buffer.data
-        self.write(name, bytes(content))
+        self.write(name, content)
 
     def read_into(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:
         """See Directory."""
@@ -156,7 +156,7 @@ class Bucket:
             target.data[:] = content[: target.size]
             content = content[target.size :]
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes | bytearray) -> None:
         """See Directory. It is durable once the store has acknowledged it."""
         if len(content) > MAX_PUT_NBYTES:
             raise StorageError(

@@ -84,7 +84,7 @@ class MemoryBucket(Bucket):
             raise CorruptCheckpointError(f"{path} ends too early", path=path)
         return content if nbytes < 0 else content[:nbytes]
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes | bytearray) -> None:
         path = self.path(name)
         for act in BEFORE_WRITES:
             act(path)
