@@ -31,12 +31,15 @@ MAKERS: Final = {READ_SHARES: bench_rank.Stream} | {
 }
 MOVES: Final[Mapping[str, tuple[tuple[Split, int], tuple[Split, int]]]] = {
     "TP2 to TP4": (("TP", 2), ("TP", 4)),
+    "TP4 to TP1": (("TP", 4), ("TP", 1)),
+    "TP1 to TP8": (("TP", 1), ("TP", 8)),
+    "EP2 to EP4": (("rows", 2), ("rows", 4)),
     "2 rows to 2 columns": (("rows", 2), ("columns", 2)),
     "4 rows to 4 columns": (("rows", 4), ("columns", 4)),
 }
 """How the state is divided when it is saved, and when it is loaded.
 
-All ranks load a part each; at the save those beyond the parts hold replicas.
+As many ranks as the larger number; those beyond the parts hold, and load, replicas.
 """
 _IO = Path("/proc/self/io")
 
@@ -70,7 +73,8 @@ def measure(
     """The loads after one change of layout, on one of the ranks. Collective."""
     rank = dist.get_rank()
     (saved_split, num_saved), (loaded_split, num_loaded) = MOVES[move]
-    shards = build_shards(size, rank, num_loaded, loaded_split)
+    shards = build_shards(size, rank % num_loaded, num_loaded, loaded_split)
+    num_copies = dist.get_world_size() // num_loaded
     entries = rounds.entries_of(shards, MAKERS, names)
     saved_shards = build_shards(size, rank % num_saved, num_saved, saved_split)
     stored = {name: place / name for name in names}
@@ -88,8 +92,8 @@ def measure(
                 sum, zip(*rounds.gathered(counting[sample.candidate].counts), strict=True)
             )
             read = {
-                "read_by_calls": calls / size.nbytes,
-                "read_from_device": device / size.nbytes,
+                "read_by_calls": calls / num_copies / size.nbytes,
+                "read_from_device": device / num_copies / size.nbytes,
             }
             samples.append(replace(sample, values={**sample.values, **read}))
     return samples
@@ -103,7 +107,8 @@ def main() -> None:
     options = parser.parse()
     with open_output(options.out, __file__) as output:
         for move in options.move:
-            num_ranks = MOVES[move][1][1]
+            (_, num_saved), (_, num_loaded) = MOVES[move]
+            num_ranks = max(num_saved, num_loaded)
             run_cases(options, output, num_ranks, measure, move, move=move)
 
 

@@ -138,6 +138,14 @@ SUBJECTS: Final = (
         figure=True,
     ),
     Subject(
+        "many_shards",
+        "Many small shards",
+        "Both through their own `save` and `load`. `arrays`: 10,000 arrays of 4 KB, cut in two. "
+        "`experts`: one array of 48 x 128 experts, half of them on each rank; each loads all.",
+        TORCH_DIST,
+        more=(("files", "files", 1, statistics.median),),
+    ),
+    Subject(
         "local_replicated",
         "Local checkpoints",
         "Every rank acts as one node; two ranks hold each state. The baseline moves and writes the "
@@ -217,10 +225,16 @@ GOALS: Final = (
     Goal("packs: memory save, of one stream", 1.2, "save_load", "packs", PLAIN_STREAM, "save"),
     Goal("packs: cold load, of one stream", 1.15, "save_load", "packs", BASELINE, "load cold"),
     Goal("packs: warm load, of one stream", 1.45, "save_load", "packs", BASELINE, "load warm"),
+    Goal("packs: 10,000 small arrays, of torch_dist", 0.1, "many_shards", "packs", TORCH_DIST,
+         case="from arrays"),
+    Goal("packs: 48 x 128 experts, files", 8, "many_shards", "packs", "files", "save",
+         case="from experts"),
     Goal("two-stage load, of fully parallel", 0.25, "two_stage", "two-stage, packs", PARALLEL),
     Goal("two-stage load, of raw read", 1.5, "two_stage", "two-stage, packs", READ_SHARES),
-    Goal("TP2 to TP4: bytes read, of those needed", 1.5, "reshard", "packs", "read", case="TP"),
-    Goal("TP2 to TP4: load, of torch_dist", 0.33, "reshard", "packs", TORCH_DIST, case="TP"),
+    Goal("TP2 to TP4: bytes read, of those needed", 1.5, "reshard", "packs", "read", case="TP2"),
+    Goal("TP4 to TP1: bytes read, of those needed", 1.01, "reshard", "packs", "read", case="TP4"),
+    Goal("EP2 to EP4: bytes read, of those needed", 1.05, "reshard", "packs", "read", case="EP2"),
+    Goal("TP2 to TP4: load, of torch_dist", 0.33, "reshard", "packs", TORCH_DIST, case="TP2"),
     Goal("local: blocking part, of memcpy", 1.3, "local_replicated", "local manager",
          LOCAL_BASELINE, "blocking"),
     Goal("local: save, of exchange and write", 1.5, "local_replicated", "local manager",
