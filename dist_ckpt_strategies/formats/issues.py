@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dist_ckpt_strategies.core.array import ArraySpec, Shape
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     IncompleteCheckpointError,
@@ -15,9 +14,12 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location
-from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_text
+
+if TYPE_CHECKING:  # numpy takes a while to import
+    from dist_ckpt_strategies.core.array import ArraySpec, Shape
+    from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location
+    from dist_ckpt_strategies.storage.bucket import Place
 
 NO_FILE = "no file"
 
@@ -214,6 +216,7 @@ def checked_marker(
     Raises:
         StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.
     """
+    from dist_ckpt_strategies.formats.locations import CheckpointMarker  # noqa: PLC0415
 
     def found(problem: Problem, expected: str, what: str) -> Issue:
         return Issue(problem, None, MARKER_NAME, expected, what)
