@@ -26,7 +26,6 @@ from dist_ckpt_strategies.formats.locations import Location, place_of, require_s
 from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, StoredBytes, num_ranges
 from dist_ckpt_strategies.formats.pack_commit import current_save, missing_packs, read_pointer
 from dist_ckpt_strategies.formats.pack_read import (
-    READ_NBYTES,
     BlockReads,
     DigestTables,
     begin_reads,
@@ -197,7 +196,7 @@ class PackCheckpoint:
                 dims = zip(low, shape, region.offset, strict=False)
                 target = target[(*(slice(a - at, a - at + n) for a, n, at in dims), ...)]
             targets.append(target)
-        rows, max_nbytes = common.row, max(RANGE_NBYTES, min(READ_NBYTES, self._budget))
+        rows, max_nbytes = common.row, max(RANGE_NBYTES, min(self._store.read_nbytes, self._budget))
         return begin_reads(
             self._store,
             BlockReads(

@@ -72,6 +72,7 @@ class Bucket:
         scheme: one of SCHEMES.
         prefix: what the names of all its objects start with: empty, or with a ``/`` at the end.
         num_readers: see Directory; each has one request for data under way.
+        read_nbytes: of one request at most.
     """
 
     scheme: str
@@ -79,6 +80,7 @@ class Bucket:
     prefix: str
     options: StoreOptions
     num_readers = 16
+    read_nbytes = 16 << 20
 
     def __str__(self) -> str:
         """See Directory."""

@@ -252,9 +252,14 @@ class Directory:
     """The files below a directory of a file system; Bucket has the same methods.
 
     Names have ``/`` between their parts. Each method raises a StorageError that names the file.
+
+    Attributes:
+        root: the directory.
+        read_nbytes: of one call at most: they are digested while they are in the cache.
     """
 
     root: Path
+    read_nbytes = 4 << 20
 
     @property
     def num_readers(self) -> int:
