@@ -33,7 +33,7 @@ MOVES: Final[Mapping[str, tuple[tuple[Split, int], tuple[Split, int]]]] = {
     "TP2 to TP4": (("TP", 2), ("TP", 4)),
     "TP4 to TP1": (("TP", 4), ("TP", 1)),
     "TP1 to TP8": (("TP", 1), ("TP", 8)),
-    "EP2 to EP4": (("rows", 2), ("rows", 4)),
+    "2 rows to 4 rows": (("rows", 2), ("rows", 4)),
     "2 rows to 2 columns": (("rows", 2), ("columns", 2)),
     "4 rows to 4 columns": (("rows", 4), ("columns", 4)),
 }

@@ -290,21 +290,7 @@ def run_reads(
 
     Two tensors may be one memory, as tied weights are; a PlanError if they are stored unlike.
     """
-    direct: list[ArrayRead] = []
-    staged: list[tuple[TensorRead, int]] = []
-    tied: list[TensorRead] = []
-    places: dict[int, Any] = {}
-    for read in reads:
-        array, region, tensor = read
-        if tensor.data_ptr() in places and _is_one(tensor, places[tensor.data_ptr()]):
-            tied.append(read)
-            continue
-        places[tensor.data_ptr()] = tensor
-        is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
-        if is_plain and tensor.dtype == torch_dtype(array.dtype):
-            direct.append(ArrayRead(array, region, host_view(tensor)))
-        else:
-            staged.append((read, region.numel * array.dtype.itemsize))
+    direct, staged, tied = _divided(reads)
     if direct:
         store.begin_reads(direct).wait(deadline.left_s)
     memory = HostSnapshot()
@@ -319,6 +305,28 @@ def run_reads(
                 "the checkpoint holds other values; untie the two, or load one of them",
                 key=array.key,
             )
+
+
+def _divided(
+    reads: Sequence[TensorRead],
+) -> tuple[list[ArrayRead], list[tuple[TensorRead, int]], list[TensorRead]]:
+    """What is read straight into tensors; through other memory, with its size; and what is tied."""
+    direct: list[ArrayRead] = []
+    staged: list[tuple[TensorRead, int]] = []
+    tied: list[TensorRead] = []
+    places: dict[int, torch.Tensor] = {}
+    for read in reads:
+        array, region, tensor = read
+        if tensor.data_ptr() in places and _is_one(tensor, places[tensor.data_ptr()]):
+            tied.append(read)
+            continue
+        places[tensor.data_ptr()] = tensor
+        is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+        if is_plain and tensor.dtype == torch_dtype(array.dtype):
+            direct.append(ArrayRead(array, region, host_view(tensor)))
+        else:
+            staged.append((read, region.numel * array.dtype.itemsize))
+    return direct, staged, tied
 
 
 def _is_one(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 PACKS = "packs"
 
-OBJECT_NBYTES = 64 << 20
+OBJECT_NBYTES = 32 << 20
 """Of a pack in a bucket: several are put at the same time, each in one request."""
 
 

@@ -60,6 +60,7 @@ from dist_ckpt_strategies.sharded.load import (
     require_fillable,
 )
 from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.host import no_garbage_collection
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
@@ -201,7 +202,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     for _ in range(_ATTEMPTS):
         saves: list[OpenedSave] = []
         try:
-            with allowing(() if call.invalid else allow):
+            with allowing(() if call.invalid else allow), no_garbage_collection():
                 return _load(call, saves)
         except (PeerTimeoutError, PeerLostError):
             raise  # ranks are out of step: there is no collective any more

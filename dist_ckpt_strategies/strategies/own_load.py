@@ -34,6 +34,7 @@ from dist_ckpt_strategies.sharded.load import (
     plan_load,
 )
 from dist_ckpt_strategies.storage.files import require_directory
+from dist_ckpt_strategies.storage.host import no_garbage_collection
 from dist_ckpt_strategies.storage.io_pool import ALL, OPENING, Deadline, run_within
 from dist_ckpt_strategies.strategies.common import (
     common_read_last,
@@ -109,7 +110,8 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
             open_ = partial(self.open_to_load, root, self.options, save)
             return self.plan(sharded_state_dict, run_within(deadline, root, open_), deadline)
 
-        return load_sharded(comm, prepare, checkpoint_dir, self.options, self.allowed)
+        with no_garbage_collection():
+            return load_sharded(comm, prepare, checkpoint_dir, self.options, self.allowed)
 
     def plan(self, state: StateDict, checkpoint: StoredCheckpoint, deadline: Deadline) -> LoadPlan:
         """See ``plan_load``."""

@@ -39,6 +39,7 @@ from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.pack_async import Background, WriteJob, begin_in_background
 from dist_ckpt_strategies.sharded.pack_save import Contents, Known, Prepared, Started, start_save
 from dist_ckpt_strategies.storage.bucket import Place
+from dist_ckpt_strategies.storage.host import no_garbage_collection
 from dist_ckpt_strategies.storage.io_pool import WORK, Deadline
 from dist_ckpt_strategies.strategies.configured import Configured, require_own
 
@@ -149,8 +150,9 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
             contents = self.contents(sharded, content, copies_common=common is not None)
             return Prepared(store, contents, kind=str(self.own_format))
 
-        started = start_save(comm, prepare, self.kept.known, self.options)
-        return self.finish(started, marker=None, is_async=is_async)
+        with no_garbage_collection():
+            started = start_save(comm, prepare, self.kept.known, self.options)
+            return self.finish(started, marker=None, is_async=is_async)
 
     def finish(
         self, started: Started, marker: bytes | None, *, is_async: bool

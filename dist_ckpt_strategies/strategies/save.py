@@ -52,6 +52,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     make_directories,
 )
+from dist_ckpt_strategies.storage.host import no_garbage_collection
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, TORCH, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedSaveShardedStrategy
@@ -158,7 +159,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         overwrite,
         allow,
     )
-    with allowing(() if call.invalid else allow):
+    with allowing(() if call.invalid else allow), no_garbage_collection():
         if isinstance(call.base, OwnSaveShardedStrategy):
             return _save_own(call)
         _save_by_other(call)
