@@ -233,7 +233,7 @@ GOALS: Final = (
     Goal("two-stage load, of raw read", 1.5, "two_stage", "two-stage, packs", READ_SHARES),
     Goal("TP2 to TP4: bytes read, of those needed", 1.5, "reshard", "packs", "read", case="TP2"),
     Goal("TP4 to TP1: bytes read, of those needed", 1.01, "reshard", "packs", "read", case="TP4"),
-    Goal("2 to 4 rows: bytes read, of those needed", 1.1, "reshard", "packs", "read", case="2 rows to 4"),
+    Goal("2 to 4 rows: bytes read, of needed", 1.1, "reshard", "packs", "read", case="2 rows"),
     Goal("TP2 to TP4: load, of torch_dist", 0.33, "reshard", "packs", TORCH_DIST, case="TP2"),
     Goal("local: blocking part, of memcpy", 1.3, "local_replicated", "local manager",
          LOCAL_BASELINE, "blocking"),
