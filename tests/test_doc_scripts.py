@@ -205,6 +205,15 @@ arrays = package.load({}, "converted/iter_0000001", strict="return_all")[1]
 assert arrays == {"weight", "bias"}
 """
 
+_DCP_BEFORE = f"""
+{_WORLD_OF_ONE}
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Linear(3, 2)
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
 SCRIPTS = {
     **{f"docs/{name}.md": ("", "") for name in ("quickstart", "errors", "tuning", "operations")},
     "README.md": (_README_BEFORE, _README_AFTER),
@@ -219,6 +228,7 @@ SCRIPTS = {
     "docs/nemo.md": (f"{_MODEL}\nsave('model.')", _NEMO_AFTER),
     "docs/two_stage.md": (_TWO_STAGE_BEFORE, "assert torch.equal(weight, torch.arange(6.0))"),
     "docs/cli.md": ("import os\nos.mkdir('checkpoints')", "assert report.removed == ()"),
+    "docs/dcp.md": (_DCP_BEFORE, "assert state['step'] == 10"),
     "docs/adopt.md": (_MEGATRON_LM_BEFORE, _MEGATRON_LM_AFTER),
 }
 

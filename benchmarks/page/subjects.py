@@ -10,6 +10,7 @@ from dist_ckpt_strategies.cli.bench import BASELINE, Spread
 
 TORCH_DIST: Final = "torch_dist"
 PLAIN_STREAM = "one stream, not flushed"
+FILE_SYSTEM_WRITER: Final = "FileSystemWriter"
 READ_SHARES, SEND_SHARES = "raw read", "gloo exchange"
 PARALLEL, NVRX, LOCAL_BASELINE, MEMCPY = "fully parallel", "nvrx", "baseline", "memcpy"
 _GB, _MIB = 10**9, 1 << 20
@@ -73,7 +74,7 @@ class Subject:
 
     def _rows(self, fields: dict[str, Any], step: str, samples: list[Line]) -> Iterator[Row]:
         baseline, name = self.baseline, "seconds"
-        if (self.stem, step) == ("save_load", "save"):
+        if self.stem in {"save_load", "dcp"} and step == "save":
             is_disk = fields["file_system"] != "tmpfs"
             step, name = ("durable save", "durable_seconds") if is_disk else (step, name)
             baseline = baseline if is_disk else PLAIN_STREAM
@@ -110,6 +111,15 @@ SUBJECTS: Final = (
         BASELINE,
         TORCH_DIST,
         figure=True,
+    ),
+    Subject(
+        "dcp",
+        "torch.distributed.checkpoint",
+        "DTensors cut into rows, as FSDP2 has them. Baseline: as for saves and loads. `packs` are "
+        "PackStorageWriter and PackStorageReader; `FileSystemWriter`, with its reader, is DCP's "
+        "own, which has no digests.",
+        BASELINE,
+        FILE_SYSTEM_WRITER,
     ),
     Subject(
         "two_stage",

@@ -1,1 +1,1 @@
-"""Adapters to Megatron-LM, Lightning and NeMo; each is imported only when asked for by name."""
+"""Adapters to Megatron-LM, DCP, Lightning, NeMo; each is imported only when asked for by name."""

@@ -202,7 +202,7 @@ def start_save(
 
     def describe() -> Message:
         own = prepare()
-        mine = _laid_out(comm, own.contents, known, _limits(own.store, options))
+        mine = _laid_out(comm, own.contents, known, limits_of(own.store, options))
         prepared.append((own, mine))
         said, ledger = mine.description, mine.ledger
         sizes = said.num_packs, len(said.main), len(said.copies), said.copies_digest
@@ -257,26 +257,48 @@ def write_packs(started: Started, deadline: Deadline) -> tuple[PackRecord, ...]:
     Raises:
         StorageError: a pack cannot be written, or there is no room for all: nothing stays.
     """
-    contents, layout, comm = started.contents, started.known.layout, started.comm
     run_within(deadline, started.store, started.require_space)
+    return write_layout(
+        started.store,
+        started.known.layout,
+        started.contents,
+        started.options,
+        deadline,
+        save_id=started.save_id,
+        rank=started.comm.global_ranks[started.comm.rank],
+        num_packs=started.num_packs,
+    )
+
+
+def write_layout(  # noqa: PLR0913 - facts of the save are known when it is written
+    store: Place,
+    layout: Layout,
+    contents: Contents,
+    options: Options,
+    deadline: Deadline,
+    *,
+    save_id: str,
+    rank: int,
+    num_packs: int = 0,
+) -> tuple[PackRecord, ...]:
+    """Write the packs of a layout, each on a thread; ``save_id`` and others as in ``write_pack``.
+
+    Raises:
+        StorageError: a pack cannot be written: nothing stays.
+    """
     settle(contents.tensors)
-    budget = started.options.max_inflight_bytes // max(1, len(layout.packs))
+    budget = options.max_inflight_bytes // max(1, len(layout.packs))
 
     def write(name: str, number: int) -> PackRecord:
         pack = layout.packs[number]
+        batches = host_batches(contents, pack, budget)
         with on_own_gpu():
             return write_pack(
-                started.store,
-                name,
-                pack,
-                host_batches(contents, pack, budget),
-                save_id=started.save_id,
-                rank=comm.global_ranks[comm.rank],
-                num_packs=started.num_packs,
+                store, name, pack, batches, save_id=save_id, rank=rank, num_packs=num_packs
             )
 
-    num_threads = num_writers(started.store, started.options)
-    return write_each(started.store, len(layout.packs), write, num_threads, deadline)
+    num_threads = num_writers(store, options)
+    return write_each(store, len(layout.packs), write, num_threads, deadline)
 
 
 def host_batches(contents: Contents, pack: PackLayout, budget: int) -> Iterator[Sequence[Bytes]]:
@@ -382,7 +404,8 @@ def _new_save(started: Started, ledger: Ledger, summaries: Sequence[Message]) ->
     return build_save(started.save_id, ledger.segments, written, facts)
 
 
-def _limits(store: Place, options: Options) -> PackLimits:
+def limits_of(store: Place, options: Options) -> PackLimits:
+    """How large packs get at a place."""
     if isinstance(store, Bucket):
         nbytes = max(1, min(OBJECT_NBYTES, options.max_inflight_bytes // 2))
         return PackLimits(nbytes, options.io_threads, nbytes)
@@ -393,7 +416,7 @@ def num_writers(store: Place, options: Options) -> int:
     """Packs that a rank writes at the same time; a bucket's are in memory twice meanwhile."""
     most = options.io_threads
     if isinstance(store, Bucket):
-        most = min(most, options.max_inflight_bytes // (2 * _limits(store, options).nbytes))
+        most = min(most, options.max_inflight_bytes // (2 * limits_of(store, options).nbytes))
     return max(1, most)
 
 

@@ -112,7 +112,7 @@ def _stored(root: Location, options: Options, allow: Allowed) -> tuple[Format, S
     if kinds[backend] is Format.TORCH_DIST:
         from dist_ckpt_strategies.tools.torch_dist import TorchDistCheckpoint  # noqa: PLC0415
 
-        return Format.TORCH_DIST, TorchDistCheckpoint(root, _with_defaults(allow))
+        return Format.TORCH_DIST, TorchDistCheckpoint(root, with_defaults(allow))
     kind = Format1Checkpoint if kinds[backend] is Format.ZARR1 else Zarr3Checkpoint
     return kinds[backend], kind(root, options)
 
@@ -132,7 +132,7 @@ def _backend(root: Location) -> tuple[str, int]:
     return marker.sharded_format
 
 
-def _with_defaults(allow: Allowed) -> Allowed:
+def with_defaults(allow: Allowed) -> Allowed:
     """These classes, and those that any checkpoint may need when it is unpickled."""
     from dist_ckpt_strategies.megatron.types import default_allowed  # noqa: PLC0415 - slow
 
@@ -218,10 +218,15 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
 
     # What the tools read
 
+    @property
+    def stored(self) -> StoredCheckpoint:
+        """What reads it in its own format."""
+        return self._stored
+
     @cached_property
     def allowed(self) -> Allowed:
         """The classes that objects may be unpickled to."""
-        return _with_defaults(self._allow)
+        return with_defaults(self._allow)
 
     def unchanged(self, step: Callable[[], T]) -> T:
         """What a step reads of it; a StorageError where another save has replaced it meanwhile."""

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import (
     async_save,
+    dcp,
     local_replicated,
     object_stores,
     reshard,
@@ -53,6 +54,7 @@ def lines_of(
     ("script", "options", "candidates"),
     [
         ("save_load.py", (), save_load.MAKERS),
+        ("dcp.py", (), dcp.MAKERS),
         ("async_save.py", (), async_save.MAKERS),
         ("two_stage.py", ("--ranks", "3"), two_stage.NAMES),
         ("reshard.py", ("--move", "2 rows to 2 columns"), reshard.MAKERS),

@@ -48,7 +48,7 @@ def save_packs(
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         if limits is not None:
-            stack.enter_context(patch.object(pack_save, "_limits", lambda *_: limits))
+            stack.enter_context(patch.object(pack_save, "limits_of", lambda *_: limits))
         run_ranks(size, body)
 
 

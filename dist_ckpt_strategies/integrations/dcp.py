@@ -1,0 +1,211 @@
+"""torch.distributed.checkpoint (DCP) over packs: ``save`` and ``load``, and what its verbs take.
+
+The writer and the reader are in ``dcp_storage``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.process_group import (
+    ProcessGroup,
+    global_rank,
+    is_of_communication,
+    run_abandonable,
+)
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.config import Options, Verify, options_from_environment
+from dist_ckpt_strategies.device import on_own_gpu
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CheckpointError,
+    CoverageError,
+    DuplicateWriterError,
+    PeerLostError,
+    PeerTimeoutError,
+    PlanError,
+    ShapeMismatchError,
+    StorageTimeoutError,
+    as_checkpoint_error,
+    error_from_peer,
+    kind_of,
+    raises_megatron_errors,
+    text_of,
+)
+from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.integrations.dcp_storage import PackStorageReader, PackStorageWriter
+from dist_ckpt_strategies.sharded.checks import require_same_checkpoint
+from dist_ckpt_strategies.storage.host import no_garbage_collection
+
+__all__ = ["PackStorageReader", "PackStorageWriter", "load", "save"]
+
+T = TypeVar("T")
+
+
+@raises_megatron_errors
+def save(  # noqa: PLR0913 - those of DCP
+    state_dict: dict[str, Any],
+    path: str | Path,
+    *,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    options: Options | None = None,
+    allow: Allowed = (),
+    overwrite: bool = True,
+    timeout_s: float | None = None,
+) -> Metadata:
+    """Save by ``torch.distributed.checkpoint.save``; every rank raises where one has failed.
+
+    Collective over the group, but for ``no_dist``. ``timeout_s`` is the longest wait for a peer,
+    and for DCP's save. After a PeerTimeoutError or PeerLostError the group is out of step, and must
+    not be used again. Other arguments are those of ``PackStorageWriter`` and DCP.
+
+    Raises:
+        PlanError, UnsafeObjectError, CheckpointExistsError, StorageError: see PackStorageWriter.
+        PeerError: the same on another rank; it names that rank, and the key.
+        PeerTimeoutError, PeerLostError: another rank did not answer.
+    """
+    chosen = (options or options_from_environment()).with_changes(timeout_s=timeout_s)
+    comm = _communicator(process_group, chosen, f"to {path}", "DCP save", no_dist=no_dist)
+    writers: list[PackStorageWriter] = []
+
+    def prepare() -> None:
+        writers.append(PackStorageWriter(path, options=chosen, allow=allow, overwrite=overwrite))
+
+    run_collectively(comm, prepare)  # a rank that does not come is named
+    verb: Any = partial(
+        dcp_save,
+        state_dict,
+        storage_writer=writers[0],
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+    metadata: Metadata
+    metadata = run_collectively(comm, lambda: _called(comm, verb, chosen, writers[0].discard))
+    return metadata
+
+
+@raises_megatron_errors
+def load(  # noqa: PLR0913 - those of DCP
+    state_dict: dict[str, Any],
+    path: str | Path,
+    *,
+    planner: LoadPlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    options: Options | None = None,
+    allow: Allowed = (),
+    verify: Verify | str | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """Load by ``torch.distributed.checkpoint.load``; every rank raises where one has failed.
+
+    Collective over the group, but for ``no_dist``; ``timeout_s`` is as for ``save``. Other
+    arguments are those of ``PackStorageReader`` and DCP.
+
+    Raises:
+        ArrayNotFoundError, ShapeMismatchError, PlanError: the checkpoint has not what is asked for.
+        CheckpointNotFoundError, StorageError: see PackStorageReader.
+        PeerError, PeerTimeoutError, PeerLostError: as ``save``.
+    """
+    chosen = (options or options_from_environment()).with_changes(timeout_s=timeout_s)
+    comm = _communicator(process_group, chosen, f"from {path}", "DCP load", no_dist=no_dist)
+    readers: list[PackStorageReader] = []
+
+    def prepare() -> str:
+        readers.append(PackStorageReader(path, options=chosen, allow=allow, verify=verify))
+        return readers[0].open().identity
+
+    require_same_checkpoint(comm, path, run_and_gather(comm, prepare))
+    verb: Any = partial(
+        dcp_load,
+        state_dict,
+        storage_reader=readers[0],
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+    run_collectively(comm, lambda: _called(comm, verb, chosen))
+
+
+def _communicator(
+    group: ProcessGroup | None, options: Options, detail: str, purpose: str, *, no_dist: bool
+) -> Communicator:
+    if no_dist:
+        return Communicator([global_rank()])
+    return open_communicator(group, timeout_s=options.timeout_s, purpose=purpose, detail=detail)
+
+
+def _called(
+    comm: Communicator,
+    verb: Callable[[], T],
+    options: Options,
+    discard: Callable[[], None] = lambda: None,
+) -> T:
+    """What a verb of DCP's returns; its errors as ours. ``discard``: what it has written."""
+
+    def on_gpu() -> T:
+        with on_own_gpu():
+            return verb()
+
+    try:
+        with no_garbage_collection():
+            result: T = run_abandonable(on_gpu, options.timeout_s, "torch.distributed.checkpoint")
+    except CheckpointException as error:
+        causes = {rank: _as_error(cause) for rank, (cause, _) in error.failures.items()}
+        if not any(isinstance(cause, StorageTimeoutError) for cause in causes.values()):
+            discard()  # else it may yet become visible
+        raise _of_ranks(comm, causes) from error
+    except CheckpointError:
+        raise
+    except TimeoutError as error:
+        raise PeerTimeoutError(None, f"{comm.title}: {error}") from error
+    except RuntimeError as error:
+        if not is_of_communication(error):
+            raise
+        kind = PeerTimeoutError if "imed out" in str(error) else PeerLostError
+        raise kind(None, f"{comm.title}: lost contact with a peer: {error}") from error
+    return result
+
+
+_MEANINGS: Sequence[tuple[re.Pattern[str], type[CheckpointError]]] = (
+    (re.compile(r"Missing key in checkpoint state_dict: (.+)\.", re.DOTALL), ArrayNotFoundError),
+    (re.compile(r"Size mismatch .* for (.+)", re.DOTALL), ShapeMismatchError),
+    (re.compile(r".*?key:(.+?) has overlapping chunks", re.DOTALL), DuplicateWriterError),
+    (re.compile(r".*?key:(.+?) invalid fill tensor-volume", re.DOTALL), CoverageError),
+    (re.compile(r".*?key:(.+?) has out of bounds chunk", re.DOTALL), PlanError),
+)
+"""What messages of DCP's planners mean; each names a key."""
+
+
+def _as_error(error: BaseException) -> CheckpointError:
+    """An error of one rank, as one of ours; with the key where DCP's planners name one."""
+    if isinstance(error, CheckpointError):
+        return error
+    text = text_of(error)
+    for pattern, kind in _MEANINGS:
+        if match := pattern.match(text):
+            return kind(f"{match[1]}: {text}", key=match[1])
+    return as_checkpoint_error(error if isinstance(error, Exception) else RuntimeError(text))
+
+
+def _of_ranks(comm: Communicator, causes: Mapping[int, CheckpointError]) -> CheckpointError:
+    """What this rank raises, where these ranks of the group have failed."""
+    rank = comm.rank if comm.rank in causes else min(causes)
+    cause, who = causes[rank], comm.global_ranks[rank]
+    if rank == comm.rank:
+        return cause.at_rank(who)
+    return error_from_peer(who, kind_of(cause), cause.message, key=cause.key, path=cause.path)
