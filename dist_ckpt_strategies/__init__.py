@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
     from dist_ckpt_strategies.core.report import SaveMetrics
+    from dist_ckpt_strategies.strategies.install import install, installed, uninstall
     from dist_ckpt_strategies.strategies.load import load
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "config": ("LocalOptions", "Options", "StoreOptions"),
     "core.report": ("SaveMetrics",),
+    "strategies.install": ("install", "installed", "uninstall"),
     "strategies.load": ("load",),
     "strategies.save": ("SaveHandle", "save", "save_async"),
     "strategies.local_replicated": ("prepare_local_load",),
@@ -70,6 +72,8 @@ __all__ = [
     "copy",
     "diff",
     "get_default_strategy",
+    "install",
+    "installed",
     "load",
     "open",
     "prepare_local_load",
@@ -80,6 +84,7 @@ __all__ = [
     "register_default_zarr_strategies",
     "save",
     "save_async",
+    "uninstall",
     "upgrade",
 ]
 

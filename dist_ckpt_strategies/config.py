@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import lru_cache
 from numbers import Integral, Real
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -296,6 +297,33 @@ def debug_from_environment() -> bool:
     return os.environ.get(_PREFIX + "DEBUG", "") not in {"", "0"}
 
 
+def install_from_environment() -> tuple[tuple[str, int], list[Any]]:
+    """The format and the allowed classes that ``integrations.auto`` installs with.
+
+    ``DIST_CKPT_FORMAT`` is ``safetensors`` (the default), ``zarr`` or ``torch_dist``;
+    ``DIST_CKPT_ALLOW`` lists classes as ``package.module:Class``, with commas in between.
+
+    Raises:
+        StrategyError: a class cannot be imported, or the format is none of these.
+    """
+    backend = os.environ.get(_PREFIX + "FORMAT") or _FORMATS[0]
+    if backend not in _FORMATS:
+        names = ", ".join(_FORMATS)
+        raise StrategyError(f"{_PREFIX}FORMAT: expected one of {names}, found {backend!r}")
+    classes = filter(None, os.environ.get(_PREFIX + "ALLOW", "").split(","))
+    return (backend, 1), [parsed(_PREFIX + "ALLOW", c.strip(), _imported) for c in classes]
+
+
+_FORMATS = ("safetensors", "zarr", "torch_dist")
+
+
+def _imported(name: str) -> Any:
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(name) from error
+
+
 def local_world_size() -> int:
     """Ranks of this node, by LOCAL_WORLD_SIZE; StrategyError if that is not set, or no number."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -381,5 +409,5 @@ def parsed(name: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 _EXPECTED: Mapping[Callable[[str], Any], str] = MappingProxyType(
-    {_switch: "0 or 1", parse_address: "host:port"}
+    {_switch: "0 or 1", parse_address: "host:port", _imported: "package.module:Class"}
 )

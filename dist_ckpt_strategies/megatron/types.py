@@ -58,6 +58,7 @@ __all__ = [
     "StrictHandling",
     "as_megatron_error",
     "raises_megatron_errors",
+    "serialization",
 ]
 """What other modules take from here: Megatron-Core's, and what makes our errors be its own."""
 
@@ -70,6 +71,7 @@ TORCH_DIST = ("torch_dist", 1)
 """Megatron-Core's own format."""
 
 _TORCH_DIST_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
+_FULLY_PARALLEL_MODULE = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 
 
 def has_registry() -> bool:
@@ -139,6 +141,17 @@ def handles_objects(strategy: Any) -> bool:
     return bool(getattr(strategy, "can_handle_sharded_objects", True))
 
 
+def is_torch_dist(strategy: Any) -> bool:
+    """Whether a strategy is Megatron-Core's own for torch_dist, and of no class derived from it."""
+    return type(strategy).__module__ == _TORCH_DIST_MODULE
+
+
+def is_discarded(strategy: Any) -> bool:
+    """Whether Megatron-Core's ``save`` takes torch_dist in place of a strategy: from 0.17 on."""
+    known = {_TORCH_DIST_MODULE, _FULLY_PARALLEL_MODULE}
+    return not has_registry() and known.isdisjoint(c.__module__ for c in type(strategy).__mro__)
+
+
 def require_reads(strategy: Any, backend: str, version: int) -> None:
     """Raise an IncompatibleVersionError unless a load strategy, no wrapper, reads a format.
 
@@ -147,7 +160,7 @@ def require_reads(strategy: Any, backend: str, version: int) -> None:
     if hasattr(strategy, "check_backend_compatibility"):
         strategy.check_backend_compatibility(backend)
         strategy.check_version_compatibility(version)
-    if type(strategy).__module__ == _TORCH_DIST_MODULE and (backend, version) != TORCH_DIST:
+    if is_torch_dist(strategy) and (backend, version) != TORCH_DIST:
         raise IncompatibleVersionError(
             f"{type(strategy).__name__}: expected {TORCH_DIST}, found {(backend, version)!r}"
         )
@@ -209,8 +222,11 @@ def registered_strategy(action: StrategyAction, backend: str, version: int) -> A
 
 
 def register_strategy(action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
-    """Put a strategy into Megatron-Core's registry, in place of what is there."""
-    base.register_default_strategy(action, backend, version, strategy)
+    """Put a strategy into Megatron-Core's registry, in place of what is there; None removes it."""
+    if strategy is None:
+        base.default_strategies[action.value].pop((backend, version), None)
+    else:
+        base.register_default_strategy(action, backend, version, strategy)
 
 
 def torch_dist_strategy(action: StrategyAction) -> Any:

@@ -174,6 +174,24 @@ def register(
             _put(key, factory)
 
 
+_Held = Mapping[_Key, tuple[_Registered | None, Strategy | None]]
+
+
+def registered_formats() -> _Held:
+    """What both registries hold under the keys that ``register`` fills, for ``put_back``."""
+    return {key: (REGISTERED.get(key), registered_strategy(*key)) for key in _DEFAULTS}
+
+
+def put_back(held: _Held) -> None:
+    """Have both registries hold what they held before. Rank-local."""
+    for key, (ours, theirs) in held.items():
+        REGISTERED.pop(key, None)
+        if ours is not None:
+            REGISTERED[key] = ours
+        if has_registry():
+            register_strategy(*key, theirs)
+
+
 @raises_megatron_errors
 def register_default_zarr_strategies() -> None:
     """Make ``("zarr", 1)`` savable, here and in Megatron-Core's registry. Idempotent.

@@ -328,6 +328,33 @@ def save_before_0_19(_: State, root: str, saver: Any) -> None:
     Path(root, "metadata.json").write_text(json.dumps(marker))
 
 
+def check_installed(root: Path) -> None:
+    """What stacks pass, strategies of torch_dist, saves and loads packs."""
+    with dist_ckpt_strategies.installed():
+        wrapper: Any = fully_parallel.FullyParallelSaveStrategyWrapper
+        core, packs = dist_checkpointing, ("safetensors", 1)
+        check(core.save, wrapper(Saver("torch_dist", 1)), root / "wrapped", packs)
+        check(save_behind, Saver("torch_dist", 1), root / "behind", packs)
+        wrapper = fully_parallel.FullyParallelLoadStrategyWrapper
+        for loader in (None, Loader(), wrapper(Loader())):
+            loaded = core.load(state(0.0), str(root / "behind"), loader)
+            assert torch.equal(loaded["w"], torch.full((5, 3), 7.0)), loader
+        assert serialization.load_tensors_metadata(str(root / "behind")).keys() == {"w"}
+        root /= "of others"
+        root.mkdir()
+        with pytest.raises(StrategyError, match="saves its own formats in the background"):
+            core.save(state(7.0), str(root), SaverOfOthers(), async_sharded_save=True)
+
+
+class SaverOfOthers:
+    """Megatron-Core would save torch_dist in its place."""
+
+    backend, version = "other", 1
+
+    def save(self, sharded_state_dict: State, checkpoint_dir: Path) -> None:
+        """Save nothing."""
+
+
 def check_all(directory: Path) -> None:
     """What a user tries with each format of ours, with torch_dist, and with local checkpoints."""
     ours, theirs = dist_ckpt_strategies.save, dist_checkpointing.save
@@ -349,6 +376,7 @@ def check_all(directory: Path) -> None:
     root, two = directory / "torch_dist", two_stage(base_strategy=Loader())
     check(ours, TORCH_DIST, root / "ours", TORCH_DIST, Loader(), load_wrapper(Loader()), two)
     check(theirs, None, root / "theirs", TORCH_DIST, Loader(), two)
+    check_installed(directory / "installed")
     if IS_0_20:
         check(save_by_megatron_lm, None, directory / "megatron_lm", ("safetensors", 1))
     local_saver: Any = local_replicated.LocalReplicatedSaveShardedStrategy
