@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ def main(rank: int, directory: str, scope: str, owner: str, port: int) -> None:
         dist_ckpt_strategies.register()
         use_tensorstore(Path(directory))
     for mode in ("temporal", "persistent"):
-        queue = import_module(QUEUES[owner]).AsyncCallsQueue(persistent=mode == "persistent")
+        make = import_module(QUEUES[owner]).AsyncCallsQueue
+        needs_gpu = "cpu_shm_mode" in signature(make.__init__).parameters  # NVRx from 0.6 on
+        later = {"cpu_shm_mode": True} if needs_gpu else {}
+        queue = make(persistent=mode == "persistent", **later)
         if scope == "global":
             use_queue(rank, queue, Path(directory) / mode)
         else:
