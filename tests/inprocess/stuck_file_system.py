@@ -2,7 +2,8 @@
 
     python stuck_file_system.py MOUNTPOINT
 
-Prints ``mounted``, and ends once it is unmounted. When it ends, the readers do.
+Prints ``mounted``, makes ``MOUNTPOINT.read`` when somebody reads, and ends once it is unmounted. When
+it ends, the readers do.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import struct
 import sys
 from contextlib import suppress
 from enum import IntEnum
+from pathlib import Path
 
 REQUEST = struct.Struct("<IIQQIIII")  # length, operation, number, node, and who asks
 REPLY = struct.Struct("<IiQ")
@@ -77,7 +79,9 @@ def main(mountpoint: str) -> None:
             if error.errno == errno.ENODEV:  # unmounted
                 return
             continue
-        if REQUEST.unpack_from(request)[1] != Operation.READ:
+        if REQUEST.unpack_from(request)[1] == Operation.READ:
+            Path(f"{mountpoint}.read").touch()
+        else:
             reply(device, request)
 
 
