@@ -2,8 +2,8 @@
 
     python stuck_file_system.py MOUNTPOINT
 
-Prints ``mounted``, makes ``MOUNTPOINT.read`` when somebody reads, and ends once it is unmounted. When
-it ends, the readers do.
+Prints ``mounted``, makes ``MOUNTPOINT.read`` when somebody reads, and ends once it is unmounted.
+When it ends, the readers do.
 """
 
 import ctypes
