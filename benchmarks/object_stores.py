@@ -21,16 +21,14 @@ import tensorstore as ts
 import torch
 from torch import distributed as dist
 
-import dist_ckpt_strategies
 from benchmarks.common import rounds
 from benchmarks.common.command_line import Parser, open_output, run_cases
 from benchmarks.common.disks import touch_memory, workspace
 from dist_ckpt_strategies.cli.bench_rank import (
-    PACKS,
     SECONDS,
     Candidate,
     GptSize,
-    Megatron,
+    Packs,
     Sample,
     Shards,
     Tensors,
@@ -49,19 +47,9 @@ _NUM_REQUESTS = 32
 """Objects at most so large, and so many requests of a rank at the same time."""
 
 
-class _Packs(Megatron):
-    """This package's own entry points: Megatron-Core's know no object stores."""
-
-    def __init__(self, shards: Shards) -> None:
-        super().__init__(shards, PACKS)
-
-    def save(self, directory: Path) -> None:
-        dist_ckpt_strategies.save(self.state(), f"s3://{_BUCKET}/{directory.name}", self.backend)
-
-    def load(self, directory: Path) -> Tensors:
-        wanted = self.sharded()
-        loaded: Any = dist_ckpt_strategies.load(wanted, f"s3://{_BUCKET}/{directory.name}")
-        return {key: loaded[key] for key in wanted}
+class _Packs(Packs):
+    def place(self, directory: Path) -> str | Path:
+        return f"s3://{_BUCKET}/{directory.name}"
 
 
 class _TensorStorePuts:

@@ -241,6 +241,26 @@ class Megatron:
         }
 
 
+class Packs(Megatron):
+    """This package's own ``save`` and ``load``, which ``install`` gives to every stack."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(shards, PACKS)
+
+    def save(self, directory: Path) -> None:
+        """See Candidate."""
+        dist_ckpt_strategies.save(self.state(), self.place(directory))
+
+    def load(self, directory: Path) -> Tensors:
+        """See Candidate."""
+        loaded: Any = dist_ckpt_strategies.load(self.sharded(), self.place(directory))
+        return {shard.key: loaded[shard.key] for shard in self._shards}
+
+    def place(self, directory: Path) -> str | Path:
+        """Where the checkpoint called ``directory`` is."""
+        return directory
+
+
 def stand_in_for_cuda() -> None:
     """Give CPU forms to the two CUDA calls that Megatron-Core's backend makes on any device."""
     setattr(torch.cuda, "synchronize", lambda _device=None: None)  # noqa: B010 - typed otherwise
@@ -280,7 +300,7 @@ def _own_file(directory: Path) -> Path:
 MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
     BASELINE: Stream,
     "zarr 1": partial(Megatron, backend=ZARR_1),
-    "packs": partial(Megatron, backend=PACKS),
+    "packs": Packs,
     "torch_dist": partial(Megatron, backend=TORCH_DIST),
 }
 """Every candidate, the baseline first; made in a rank process, for its shards."""

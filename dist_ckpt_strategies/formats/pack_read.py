@@ -176,7 +176,9 @@ def read_content(
     start = pack.data_start + stored.byte_offset
     with _named(key, pack):
         store.read_into(file_of(pack.name), start, [content])
-    _compare(store, pack, key, start, content, tables[pack][stored.first_range :])
+    digests = tables[pack][stored.first_range :].tolist()
+    for at, expected in zip(range(0, content.size, RANGE_NBYTES), digests, strict=False):
+        _compare(store, pack, key, start + at, content[at : at + RANGE_NBYTES], expected)
     return content.tobytes()
 
 
@@ -325,34 +327,53 @@ def _batches(spans: _Spans, max_nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _read_batch(work: _Work, first: int, stop: int) -> None:
-    """Read spans by one call, compare them with their digests, and bring them where they belong."""
+    """Read spans, compare each range with its digest, and bring them where they belong.
+
+    A digest is taken as soon as its range is read: it is still in the processor's cache.
+    """
     reads, spans, store = work.reads, work.spans, work.store
     pack, key = reads.packs[spans.pack[first]], reads.keys[spans.row[first]]
     numbers = range(first, stop)
     buffered = sum(spans.nbytes[n] for n in numbers if spans.into[n] < 0)
+    table = _table_of(work, spans.pack[first], pack, key)
     with _buffer(work.buffers, buffered) as memory:
-        at, contents = 0, []
-        for n in numbers:
-            row, nbytes, into = spans.row[n], spans.nbytes[n], spans.into[n]
-            if into >= 0:
-                contents.append(reads.targets[row].reshape(-1).view(np.uint8)[into : into + nbytes])
-            else:
-                contents.append(memory[at : at + nbytes])
-                at += nbytes
-        table = _table_of(work, spans.pack[first], pack, key)
-        with _named(key, pack):
-            start = 0 if isinstance(pack, str) else pack.data_start
-            store.read_into(_file(pack), start + spans.at[first], contents)
+        contents = _memory(reads, spans, numbers, memory)
+        ranges, expected, rows = [], [], []
         for n, content in zip(numbers, contents, strict=True):
-            raise_if_cancelled()
-            row = spans.row[n]
-            if table is not None and not isinstance(pack, str):
+            row, starts = spans.row[n], range(0, content.size, RANGE_NBYTES)
+            ranges += [content[start : start + RANGE_NBYTES] for start in starts]
+            if table is not None:
                 begin = int(reads.place[row, 2]) + spans.start[n] // RANGE_NBYTES
-                digests = table[begin : begin + num_ranges(content.size)]
-                where = pack.data_start + spans.at[n]
-                _compare(store, pack, reads.keys[row], where, content, digests)
+                expected += table[begin : begin + len(starts)].tolist()
+                rows += [row] * len(starts)
+        at = spans.at[first] + (0 if isinstance(pack, str) else pack.data_start)
+        done = 0
+        with _named(key, pack):
+            for num_filled in store.read_steps(_file(pack), at, ranges):
+                raise_if_cancelled()
+                if table is not None and not isinstance(pack, str):
+                    for number in range(done, num_filled):
+                        row, content = rows[number], ranges[number]
+                        _compare(store, pack, reads.keys[row], at, content, expected[number])
+                        at += content.size
+                done = num_filled
+        for n, content in zip(numbers, contents, strict=True):
             if spans.into[n] < 0:
-                _copy_out(reads, row, spans.start[n], content)
+                _copy_out(reads, spans.row[n], spans.start[n], content)
+
+
+def _memory(reads: BlockReads, spans: _Spans, numbers: range, buffer: Bytes) -> list[Bytes]:
+    """Where spans are read into: the memory of their target, or a part of the buffer."""
+    contents, at = [], 0
+    for n in numbers:
+        nbytes, into = spans.nbytes[n], spans.into[n]
+        if into >= 0:
+            target = reads.targets[spans.row[n]].reshape(-1).view(np.uint8)
+            contents.append(target[into : into + nbytes])
+        else:
+            contents.append(buffer[at : at + nbytes])
+            at += nbytes
+    return contents
 
 
 def _table_of(work: _Work, number: int, pack: PackRecord | str, key: str) -> Digests | None:
@@ -365,21 +386,18 @@ def _table_of(work: _Work, number: int, pack: PackRecord | str, key: str) -> Dig
 
 
 def _compare(
-    store: Place, pack: PackRecord, key: str, at: int, content: Bytes, digests: Digests
+    store: Place, pack: PackRecord, key: str, at: int, content: Bytes, expected: int
 ) -> None:
-    """Raise unless ranges that begin at a byte of a pack's file have their digests."""
-    starts = range(0, content.size, RANGE_NBYTES)
-    for start, expected in zip(starts, digests.tolist(), strict=False):
-        piece = content[start : start + RANGE_NBYTES]
-        found = xxh3_64_intdigest(piece.data)
-        if found != expected:
-            path, begin = store.path(file_of(pack.name)), at + start
-            raise CorruptCheckpointError(
-                f"{key}: {path}, written by rank {pack.rank}, is damaged: bytes {begin} to "
-                f"{begin + piece.size} have digest {found:016x}, expected {expected:016x}",
-                key=key,
-                path=path,
-            )
+    """Raise unless a range that begins at a byte of a pack's file has its digest."""
+    found = xxh3_64_intdigest(content.data)
+    if found != expected:
+        path = store.path(file_of(pack.name))
+        raise CorruptCheckpointError(
+            f"{key}: {path}, written by rank {pack.rank}, is damaged: bytes {at} to "
+            f"{at + content.size} have digest {found:016x}, expected {expected:016x}",
+            key=key,
+            path=path,
+        )
 
 
 def _copy_out(reads: BlockReads, row: int, start: int, content: Bytes) -> None:

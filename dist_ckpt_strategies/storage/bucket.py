@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -157,6 +157,11 @@ class Bucket:
         for target in targets:
             target.data[:] = content[: target.size]
             content = content[target.size :]
+
+    def read_steps(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> Iterator[int]:
+        """See Directory. There is one step."""
+        self.read_into(name, byte_offset, targets)
+        yield len(targets)
 
     def write(self, name: str, content: bytes | bytearray) -> None:
         """See Directory. It is durable once the store has acknowledged it."""

@@ -8,6 +8,7 @@ import os
 import stat
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -247,6 +248,10 @@ def _rest(buffers: list[Bytes], done: int) -> list[Bytes]:
     return []
 
 
+_STEP_NBYTES = 512 << 10
+"""Read at a time: half of a processor's own cache."""
+
+
 @dataclass(frozen=True)
 class Directory:
     """The files below a directory of a file system; Bucket has the same methods.
@@ -305,17 +310,30 @@ class Directory:
             IncompleteCheckpointError: it is missing.
             CorruptCheckpointError: it ends before.
         """
+        deque(self.read_steps(name, byte_offset, targets), maxlen=0)
+
+    def read_steps(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> Iterator[int]:
+        """The same; after each step how many targets are filled, while they are in the cache."""
         path = self.path(name)
         with file_errors(None, path):
             handle = os.open(path, READ_AT_ONCE)
-            try:
-                wanted = sum(target.size for target in targets)
-                if read_vector(handle, byte_offset, targets) < wanted:
-                    raise CorruptCheckpointError(
-                        f"{path} is damaged: it ends before byte {byte_offset + wanted}", path=path
-                    )
-            finally:
-                os.close(handle)
+        try:
+            first = wanted = 0
+            for stop, target in enumerate(targets, 1):
+                wanted += target.size
+                if wanted < _STEP_NBYTES and stop < len(targets):
+                    continue
+                with file_errors(None, path):
+                    if read_vector(handle, byte_offset, targets[first:stop]) < wanted:
+                        raise CorruptCheckpointError(
+                            f"{path} is damaged: it ends before byte {byte_offset + wanted}",
+                            path=path,
+                        )
+                yield stop
+                byte_offset += wanted
+                first, wanted = stop, 0
+        finally:
+            os.close(handle)
 
     def write(self, name: str, content: bytes, *, key: str | None = None) -> None:
         """Make a file, whole and durable, or replace it; ``key`` is named in errors."""

@@ -86,5 +86,9 @@ class MemoryPlace:
             target.data[:] = memoryview(content)
             byte_offset += target.size
 
+    def read_steps(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> Iterator[int]:
+        self.read_into(name, byte_offset, targets)
+        yield len(targets)
+
     def write_pieces(self, name: str, pieces: Any) -> None:
         self.files[name] = b"".join(piece.tobytes() for some in pieces for piece in some)
