@@ -27,6 +27,7 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
 )
 from dist_ckpt_strategies.formats.pack import StoredBytes
+from dist_ckpt_strategies.formats.pack_header import MALFORMED
 from dist_ckpt_strategies.formats.pack_write import PackRecord
 
 INDEX_NAME = "index"
@@ -43,6 +44,7 @@ _OBJECTS = 1024
 _RECORDS = 1024
 _LEVEL = 1
 _LENGTH = struct.Struct("<Q")
+_MAX_NBYTES = 1 << 60
 
 _PACK_RECORD = np.dtype(
     [
@@ -114,8 +116,11 @@ class Pointer:
             save_id, digest = str(found["save_id"]), str(found["digest"])
             _require(name == _FORMAT, "format", name)
             _require(_SAVE_ID.fullmatch(save_id) is not None, "save_id", save_id)  # part of a path
-            return cls(save_id, int(found["byte_offset"]), int(found["nbytes"]), digest)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            byte_offset, nbytes = int(found["byte_offset"]), int(found["nbytes"])
+            _require(0 <= byte_offset < _MAX_NBYTES, "byte_offset", byte_offset)
+            _require(0 < nbytes < _MAX_NBYTES, "nbytes", nbytes)
+            return cls(save_id, byte_offset, nbytes, digest)
+        except MALFORMED as error:
             raise CorruptCheckpointError(
                 f"{path} is damaged ({error}); the packs are not: dist-ckpt rebuild-index makes "
                 "the index anew",
@@ -244,6 +249,7 @@ class FullIndex:
         self._read, self._path = read, path
         self.save_id = pointer.save_id
         self.nbytes = pointer.byte_offset + pointer.nbytes + _LENGTH.size
+        self._end = _LENGTH.pack(pointer.nbytes)
         root = self._part(pointer.byte_offset, pointer.nbytes, pointer.digest)
         self.facts: dict[str, Any] = json.loads(root)
         self._tables: dict[int, BlockTable] = {}
@@ -281,6 +287,8 @@ class FullIndex:
 
     def tables(self) -> Iterator[BlockTable]:
         """The blocks of all arrays, segment by segment, by key and origin; none of them is kept."""
+        end = self.nbytes - _LENGTH.size
+        self._part(end, _LENGTH.size, xxhash.xxh3_128_hexdigest(self._end))
         for *_, byte_offset, nbytes, digest in self.facts["arrays"]:
             content = self._part(byte_offset, nbytes, digest)
             yield BlockTable.from_bytes(zlib.decompress(content))

@@ -295,7 +295,7 @@ def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:
             raise
         names = {name.split("/")[1] for name in store.names(f"{SAVES}/")}
         for save_id in sorted(names, reverse=True):
-            with suppress(StorageError):
+            with suppress(StorageError, ValueError):
                 name = full_index_of(save_id)
                 pointer = Pointer.of(save_id, store.read(name), store.path(name))
                 return pointer, open_full_index(store, pointer)

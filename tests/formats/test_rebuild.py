@@ -1,6 +1,7 @@
 """An index that is lost or damaged is made anew from the packs; nothing is lost by that."""
 
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,16 @@ def leave_the_directory(root: Path) -> None:
     (root / "index").write_bytes(content.replace(full.parent.name.encode(), b"../../elsewhere"))
 
 
+def set_infinite_size(root: Path) -> None:
+    text = (root / "index").read_text()
+    (root / "index").write_text(re.sub(r'"nbytes": \d+', '"nbytes": 1e999', text))
+
+
+def set_absurd_offset(root: Path) -> None:
+    text = (root / "index").read_text()
+    (root / "index").write_text(re.sub(r'"byte_offset": ', f"\\g<0>{1 << 70}", text))
+
+
 def lose_full_index(root: Path) -> None:
     shutil.rmtree(root / "saves")
 
@@ -103,6 +114,11 @@ def flip_root(root: Path) -> None:
     flip_at(path, -20)
 
 
+def flip_size_of_root(root: Path) -> None:
+    (path,) = root.glob("saves/*/index")
+    flip_at(path, -3)
+
+
 def lose_all_but_packs(root: Path) -> None:
     lose_full_index(root)
     for name in ("index", "common.pt", "metadata.json"):
@@ -111,6 +127,7 @@ def lose_all_but_packs(root: Path) -> None:
 
 DAMAGES = [lose_index, empty_index, cut_index, flip_save_id, lose_full_index, flip_full_index]
 DAMAGES += [leave_the_directory, flip_root, lose_all_but_packs]
+DAMAGES += [set_infinite_size, set_absurd_offset, flip_size_of_root]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
