@@ -27,6 +27,7 @@ from dist_ckpt_strategies.comm.shared_work import Ranks, Watch
 from dist_ckpt_strategies.errors import some_of
 from dist_ckpt_strategies.formats.issues import Issue, Scan
 from dist_ckpt_strategies.formats.locations import Location, located
+from dist_ckpt_strategies.formats.pack import UNVERIFIED
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, scan_local, verify_local
 
@@ -137,7 +138,7 @@ def _print_verification(summary: Summary, seconds: float) -> None:
         if len(issues) > _MAX_PER_SECTION:
             num_more = len(issues) - _MAX_PER_SECTION
             print_dim(console, f"  ... and {num_more:,} more; --json lists them")
-    _print_lines(console, [line for line in summary.lines if line[0] == "left over"])
+    _print_lines(console, [line for line in summary.lines if line[0] in {"left over", UNVERIFIED}])
     outcome = Text(f" {_outcome(summary)}", "bold red" if summary.issues else "bold green")
     console.print(Text(printable(summary.fields["path"])) + outcome, soft_wrap=True)
     if not summary.is_foreign:

@@ -17,6 +17,7 @@ from dist_ckpt_strategies.formats.issues import (
     StaleFile,
     StaleKind,
 )
+from dist_ckpt_strategies.formats.pack import UNVERIFIED
 from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy
 
 _FORMAT1, _PACKS = ("zarr", 1), ("safetensors", 1)
@@ -26,6 +27,7 @@ _STALE = {
     StaleKind.WRITING: "files that are being written",
     StaleKind.REMOVED: "directories that were being removed (harmless)",
 }
+_UNVERIFIED = "contents were read from a checkpoint without comparing digests"
 _BY_SIZE = " (arrays by their sizes alone: zarr 1 has no digests of them)"
 
 
@@ -85,6 +87,7 @@ def summary_of(
         "stale_files": list(map(asdict, found.stale_files)),
         "unfinished": found.is_unfinished,
         "others": found.others,
+        "features": found.facts.get("features", ()),
     }
     contents = f"{counted(len(found.arrays), 'array')}, {counted(len(found.objects), 'object')}"
     return Summary(
@@ -132,6 +135,8 @@ def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
     yield "backend", backend
     if found.facts:
         yield "saved", _saved(found.facts)
+    if UNVERIFIED in found.facts.get("features", ()):
+        yield UNVERIFIED, _UNVERIFIED
     if not found.is_foreign:
         num_chunks = sum(one.num_chunks for one in found.arrays)
         size = bytes_text(sum(one.file_nbytes for one in found.arrays))

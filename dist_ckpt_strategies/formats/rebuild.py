@@ -113,7 +113,8 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
         except (PlanError, CorruptCheckpointError, IncompleteCheckpointError) as error:
             why.append(f"save {save_id or 'without an id'}: {plain_text(error.message)}")
             continue
-        _commit(store, table, summaries, common, seen)
+        features = sorted({name for pack in groups[save_id] for name in pack.header.features})
+        _commit(store, table, summaries, common, features, seen)
         num_objects = sum(len(summary.objects) for summary in summaries)
         passed_over = (*why, *damaged)
         return RebuiltIndex(save_id, len(summaries), len(table.keys), num_objects, passed_over)
@@ -228,6 +229,7 @@ def _commit(
     table: BlockTable,
     summaries: Sequence[PackSummary],
     common: bytes | None,
+    features: Sequence[str],
     seen: bytes | None,
 ) -> None:
     """Make a save the content of a place, unless its index is another than was seen."""
@@ -237,7 +239,7 @@ def _commit(
             raise CheckpointChangedError(f"{store}: a save has replaced {INDEX_NAME}; begin anew")
 
     ranks = {pack.rank for summary in summaries for pack in summary.packs}
-    facts = {"ranks": len(ranks), "created": time.time()}
+    facts = {"ranks": len(ranks), "created": time.time(), "features": features}
     save = build_save(new_save_id(store), array_segments(table), summaries, facts)
     marker = None if common is None else save.marker
     save = replace(save, common=common, marker=marker)

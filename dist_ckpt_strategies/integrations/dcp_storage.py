@@ -290,41 +290,29 @@ class PackStorageReader(_Placed, StorageReader):
         chosen = options or options_from_environment()
         self._options, self._allow = chosen.with_changes(verify=verify), tuple(allow)
         self._opened: OpenedCheckpoint | None = None
-        self._is_new = False
+        self._metadata: Metadata | None = None  # of what is open, until DCP has asked for it
         self.reset(path)
 
     def open(self) -> OpenedCheckpoint:
         """Open the checkpoint that the next load reads; errors as ``dist_ckpt_strategies.open``."""
         root, deadline = self._root, Deadline.after(OPENING * self._options.timeout_s)
         open_ = partial(open_at, root, self._options, self._allow)
-        self._opened, self._is_new = run_within(deadline, root, open_), True
-        return self._opened
+        self._opened = opened = run_within(deadline, root, open_)
+        self._metadata = run_within(
+            deadline, root, lambda: opened.unchanged(partial(_metadata, opened))
+        )
+        return opened
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         """What the checkpoint holds, each array as one chunk. DCP calls it.
 
         (It hands on metadata of each rank's own where a parameter is named ``kwargs``.)
         """
-        opened = self._opened if self._is_new else None
-        if opened is None or opened.root != self._root:
-            opened = self.open()
-        self._is_new = False
-        deadline = Deadline.after(OPENING * self._options.timeout_s)
-
-        def look_up() -> tuple[dict[str, ArraySpec], dict[str, ObjectId]]:
-            return opened.stored.find(opened.stored.keys()), _objects(opened)
-
-        specs, objects = run_within(deadline, opened.root, lambda: opened.unchanged(look_up))
-        content: dict[str, Any] = {key: BytesStorageMetadata() for key in objects}
-        for key, spec in specs.items():
-            size = torch.Size(spec.shape)
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            properties = TensorProperties(torch_dtype(spec.dtype))
-            content[key] = TensorStorageMetadata(properties, size, [chunk])
-        stored, known = opened.stored, {}
-        if isinstance(stored, PackCheckpoint):
-            known = stored.index.facts.get(_PATHS, {})
-        return Metadata(content, {key: tuple(known.get(key, (key,))) for key in content})
+        metadata, self._metadata = self._metadata, None
+        if metadata is None or self._checkpoint.root != self._root:
+            self.open()
+            return self.read_metadata()
+        return metadata
 
     def set_up_storage_reader(
         self,
@@ -380,7 +368,20 @@ class PackStorageReader(_Placed, StorageReader):
 
     @property
     def _checkpoint(self) -> OpenedCheckpoint:
-        return self._opened or self.open()
+        return self.open() if self._opened is None else self._opened  # it may have no keys
+
+
+def _metadata(opened: OpenedCheckpoint) -> Metadata:
+    content: dict[str, Any] = {key: BytesStorageMetadata() for key in _objects(opened)}
+    stored, known = opened.stored, {}
+    for key, spec in stored.find(stored.keys()).items():
+        size = torch.Size(spec.shape)
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        properties = TensorProperties(torch_dtype(spec.dtype))
+        content[key] = TensorStorageMetadata(properties, size, [chunk])
+    if isinstance(stored, PackCheckpoint):
+        known = stored.index.facts.get(_PATHS, {})
+    return Metadata(content, {key: tuple(known.get(key, (key,))) for key in content})
 
 
 def _objects(opened: OpenedCheckpoint) -> dict[str, ObjectId]:
@@ -396,15 +397,19 @@ def _read_objects(
 ) -> dict[str, bytes]:
     """What is stored of objects, by key; it can be unpickled to what is allowed."""
     keys = {item.storage_index.fqn for item in items}
-    names = {key: name for key, name in _objects(opened).items() if key in keys} if keys else {}
-    stored, contents = opened.stored, dict.fromkeys(sorted(keys), b"")
+    stored, contents, limit_s = (
+        opened.stored,
+        dict.fromkeys(sorted(keys), b""),
+        ENDING * options.timeout_s,
+    )
+    names = stored.save.read(partial(_objects, opened), limit_s) if keys else {}
 
     def read(key: str) -> None:
         contents[key] = stored.object_content(names[key])
 
     jobs = [Job(key, names[key].unique_key, partial(read, key)) for key in contents]
     wait = partial(Transfer(jobs, _NUM_READERS).wait, deadline.left_s)
-    stored.save.read(wait, ENDING * options.timeout_s)
+    stored.save.read(wait, limit_s)
     _require_allowed(contents.items(), opened.root, opened.allowed)
     return contents
 

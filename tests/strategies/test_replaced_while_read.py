@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.integrations import dcp
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
 from tests.support.entries import (
@@ -190,3 +191,28 @@ def test_a_conversion_and_a_comparison_learn_of_it(
         with replaced_at(root, moment, partial(save_anew, root, state(2.0), then)):
             require_refused(act, StorageError, str(root), "replaced")
         assert not (target / "metadata.json").exists()
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_a_load_by_dcp_learns_of_it(stored: tuple[str, int], tmp_path: Path) -> None:
+    number, is_over = 0, False
+    while not is_over:  # once for each file that the load opens
+        root, opened = tmp_path / str(number), iter(range(-number, 1000))
+        save_anew(root, state(1.0), stored)
+
+        def act(_name: str, path: str, root: Path = root, opened: Iterator[int] = opened) -> None:
+            if path.startswith(str(root)) and next(opened) == 0:
+                save_anew(root, state(2.0), stored)
+
+        wanted: dict[str, Any] = {f"w{n}": torch.zeros(64, 32) for n in range(NUM_ARRAYS)}
+        wanted["o"] = None
+        with before_calls(act, ("open",)):
+            found = outcome(partial(dcp.load, wanted, root))
+            is_over = next(opened) <= 0
+        if isinstance(found, Failure):
+            assert "CheckpointChangedError" in found.kinds, found.text
+        else:
+            values = [wanted[f"w{n}"] for n in range(NUM_ARRAYS)] + [wanted["o"]["v"]]
+            assert len({v.mean().item() for v in values}) == 1
+        number += 1
+    assert number > NUM_ARRAYS // 3

@@ -28,6 +28,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.locations import is_finished
+from tests.cli.commands import json_of, run
 from tests.support.checkpoints import contents, copied, flip_at
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import on_grid, state_of
@@ -193,15 +194,21 @@ def test_packs_of_what_was_read_unverified_say_so_for_good(
             changed.setenv("DIST_CKPT_VERIFY", "off")
         convert(source, tmp_path / "rescued", "pack", options=options)
 
+    (tmp_path / "rescued/index").unlink()
+    assert run("rebuild-index", tmp_path / "rescued").exit_code == 0
     convert(tmp_path / "rescued", tmp_path / "again", "pack")
     convert(saved / "pack", tmp_path / "whole", "pack")
 
     (found,) = diff(saved / "pack", tmp_path / "again").arrays
     assert found.num_differing == 1
     for name in ("rescued", "again", "whole"):
+        features = [] if name == "whole" else ["unverified"]
+        for command in ("verify", "inspect"):
+            assert json_of(command, tmp_path / name, code=0)["features"] == features
+            assert ("unverified" in run(command, tmp_path / name).stdout) == bool(features)
         for path in (tmp_path / name).glob("packs/*/*"):
             with safe_open(path, "np") as file:
-                assert file.metadata()["features"] == ("" if name == "whole" else "unverified")
+                assert file.metadata()["features"] == ",".join(features)
 
 
 class Trap:
