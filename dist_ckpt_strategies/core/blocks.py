@@ -240,18 +240,31 @@ def _candidates(
 ) -> tuple[Column, Column]:
     """The first row that may share an element with each region, and the first that follows them.
 
-    Blocks are sorted by array, and then by the first dim of their origin.
+    Blocks are sorted by array and origin. They are searched along the first dim of their array in
+    which not all blocks and regions have one element, as in the prepended dims of experts.
     """
-    if not table.origin.shape[1]:
+    num, width = table.origin.shape
+    if not width:
         edges = np.searchsorted(table.array, np.arange(len(table.keys) + 1))
         return edges[array], edges[array + 1]
-    origin, height = table.origin[:, 0], np.zeros(len(table.keys), np.int64)
-    np.maximum.at(height, table.array, table.extent[:, 0])
-    span = 1 + max(int((origin + table.extent[:, 0]).max(initial=0)), int(high.max(initial=0)))
-    places = table.array * span + origin
-    lowest = np.maximum(0, low[:, 0] - height[array] + 1)
-    first = np.searchsorted(places, array * span + lowest, "left")
-    stop = np.searchsorted(places, array * span + high[:, 0], "left")
+    is_single = np.ones((len(table.keys), width), bool)
+    np.logical_and.at(is_single, table.array, table.extent == 1)
+    np.logical_and.at(is_single, array, high - low == 1)
+    dims = np.minimum(np.cumprod(is_single, axis=1).sum(axis=1), width - 1)  # of each array
+    group = arrays = np.concatenate([table.array, array])
+    start = np.concatenate([table.origin, low])
+    for dim in range(int(dims.max(initial=0))):
+        at = np.where(dims[arrays] > dim, start[:, dim], 0)
+        group = np.unique(group * (1 + at.max()) + at, return_inverse=True)[1]
+    along = (np.arange(len(arrays)), dims[arrays])
+    start, extent = start[along], np.concatenate([table.extent, high - low])[along]
+    height = np.zeros(len(table.keys), np.int64)
+    np.maximum.at(height, table.array, extent[:num])
+    span = 1 + int((start + extent).max(initial=0))
+    places = group * span + start
+    lowest = np.minimum(start[num:], height[array] - 1)
+    first = np.searchsorted(places[:num], places[num:] - lowest, "left")
+    stop = np.searchsorted(places[:num], places[num:] + extent[num:], "left")
     return first, np.maximum(first, stop)  # a block or a region may be without elements
 
 
