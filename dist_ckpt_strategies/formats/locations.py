@@ -214,6 +214,10 @@ def holds_packs(location: Location) -> bool:
     the marker says which of the two counts.
     """
     store = place_of(location)
+    if isinstance(location, Path) and not store.has(PACKS_INDEX):
+        for folder in (*reversed(location.parents), location):
+            with suppress(OSError):  # an NFS client, which remembers what was missing, asks again
+                os.close(os.open(folder, READ_AT_ONCE))
     if not store.has(PACKS_INDEX):
         return False
     if isinstance(store, Bucket) or not store.has(".metadata"):

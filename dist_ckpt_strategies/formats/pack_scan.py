@@ -30,7 +30,9 @@ from dist_ckpt_strategies.formats.issues import (
     sorted_by_key,
 )
 from dist_ckpt_strategies.formats.locations import PACKS, Location, place_of
+from dist_ckpt_strategies.formats.pack import LENGTH
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.pack_commit import current_pointer
 from dist_ckpt_strategies.formats.pack_verify import WHOLE, verify_pack
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
@@ -82,14 +84,16 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
     arrays, keys = _arrays(checkpoint, packs)
     name, nbytes = full_index_of(index.save_id), index.nbytes
     checks = [_pack_check(store, pack, keys[number]) for number, pack in packs.items()]
-    # Its parts are compared with their digests whenever they are read.
-    checks.append(FileCheck(None, name, nbytes, nbytes_text(nbytes), lambda: ()))
+    checks.append(_index_check(store, name, nbytes))
     issues = [*scan.issues, *(issue for check in checks for issue in compared(check, files))]
     if COMMON_NAME in files:
         checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
     elif index.common is not None:
         expected = "a copy of the common state in the packs, for Megatron-Core's own load"
         issues.append(Issue(Problem.MISSING_FILE, None, COMMON_NAME, expected, NO_FILE))
+    if MARKER_NAME not in files and index.common is not None:
+        expected = "the marker, for Megatron-Core's own load"
+        issues.append(Issue(Problem.MISSING_FILE, None, MARKER_NAME, expected, NO_FILE))
     stale = files.keys() - {check.name for check in checks} - {*_TOP_NAMES}
     return replace(
         scan,
@@ -179,6 +183,19 @@ def _pack_check(store: Place, pack: PackRecord, keys: Sequence[str]) -> FileChec
 
     expected = f"{nbytes_text(pack.nbytes)}, written by rank {pack.rank}{holds}"
     return FileCheck(None, file_of(pack.name), pack.nbytes, expected, run)
+
+
+def _index_check(store: Place, name: str, nbytes: int) -> FileCheck:
+    """The full index: its parts are compared when they are read, but not what ends it."""
+
+    def run() -> Iterator[Issue]:
+        pointer = current_pointer(store)
+        (found,) = LENGTH.unpack(store.read(name, nbytes - LENGTH.size, LENGTH.size))
+        if pointer is not None and found != pointer.nbytes:
+            expected = f"the size of its root, {pointer.nbytes}, in the last {LENGTH.size} bytes"
+            yield Issue(Problem.DAMAGED, None, name, expected, str(found))
+
+    return FileCheck(None, name, nbytes, nbytes_text(nbytes), run)
 
 
 def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> FileCheck:

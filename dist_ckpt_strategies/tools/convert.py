@@ -18,6 +18,7 @@ from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointExistsError,
+    IncompleteCheckpointError,
     PlanError,
     StorageError,
     StorageTimeoutError,
@@ -55,7 +56,7 @@ from dist_ckpt_strategies.tools.plan_convert import (
     SourceArray,
     build_convert_plan,
 )
-from dist_ckpt_strategies.tools.rescue import find_readable, read_all, rescued_common
+from dist_ckpt_strategies.tools.rescue import find_readable, read_all, rescued_common, undescribed
 from dist_ckpt_strategies.tools.safetensors import SafetensorsWriter
 from dist_ckpt_strategies.tools.upgrade import upgraded_common, upgraded_keys
 from dist_ckpt_strategies.tools.writers import TargetWriter, Zarr1Writer, stage
@@ -279,13 +280,17 @@ class _Conversion:
         objects = [one for one in opened.object_ids if fnmatchcase(one.key, pattern)]
         if is_model:
             wanted, objects = [key for key in wanted if not _OPTIMIZER.match(key)], []
+        lost = undescribed(opened, pattern)
+        for key, why in lost.items() if not self.skip_damaged else ():
+            raise IncompleteCheckpointError(why, key=key)
         if not wanted and (is_model or (self.keys is not None and not objects)):
             of_keys = "" if self.keys is None else f" whose keys match {self.keys!r}"
             what = "no arrays of a model" if is_model else "nothing"
             raise ArrayNotFoundError(f"{opened.root}: {what}{of_keys} among its {len(opened)}")
         if self.skip_damaged:
             arrays, damaged = find_readable(opened, wanted)
-            return _Chosen(arrays, objects, missing=tuple(starmap(Missing, damaged.items())))
+            missing = tuple(starmap(Missing, (damaged | lost).items()))
+            return _Chosen(arrays, objects, missing=missing)
         common = b"" if is_model or self.ranks.rank else opened.common_content()
         return _Chosen(opened.find(wanted), objects, self._common(opened, common))
 

@@ -1,6 +1,7 @@
 """What of a damaged checkpoint can be read, and what cannot."""
 
 from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -15,12 +16,14 @@ from dist_ckpt_strategies.errors import (
     StorageTimeoutError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.issues import NO_ANSWER
+from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.locations import place_of
 from dist_ckpt_strategies.formats.objects import dump_object, require_archive
+from dist_ckpt_strategies.formats.scan import scan
+from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
-from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks, require_whole
+from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray, blocks, require_whole
 from dist_ckpt_strategies.tools.writers import Memory
 
 T = TypeVar("T")
@@ -55,6 +58,22 @@ def find_readable(
         reasons = {key: tried(partial(find, [key]))[1] for key in wanted}
         damaged = {key: why for key, why in reasons.items() if why}
         return find([key for key in wanted if key not in damaged]), damaged
+
+
+def undescribed(opened: OpenedCheckpoint, keys: str) -> dict[str, str]:
+    """The keys that match of arrays of ("zarr", 1) whose description is gone, and why.
+
+    Their chunks alone tell that there are such arrays.
+    """
+    issues = scan(opened.root).issues if opened.kind is Format.ZARR1 else ()
+    return {
+        issue.key: f"{opened.root}/{issue}"
+        for issue in issues
+        if issue.problem is Problem.MISSING_FILE
+        and issue.key is not None
+        and fnmatchcase(issue.key, keys)
+        and issue.path == f"{issue.key}/{METADATA_NAME}"
+    }
 
 
 def read_all(

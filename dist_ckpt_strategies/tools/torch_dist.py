@@ -288,7 +288,11 @@ class TorchDistWriter(StagedWriter):
         ):
             for number, item in enumerate(task.items):
                 for block in item.blocks(self._block_nbytes):
-                    torch.save(as_tensor(self._block(item, block, read), item.array.dtype), file)
+                    tensor = as_tensor(self._block(item, block, read), item.array.dtype)
+                    try:
+                        torch.save(tensor, file)
+                    except RuntimeError as error:  # raised while it ends what it could not write
+                        raise error.__context__ or error from None
                     shards.append([number, block.offset, block.shape, file.tell()])
         return shards
 

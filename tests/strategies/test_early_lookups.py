@@ -92,3 +92,23 @@ def record_lookups(rank: int, scratch: Path) -> dict[str, list[str]]:
 @pytest.mark.multiprocess
 def test_no_rank_looks_up_what_another_makes_later(tmp_path: Path) -> None:
     assert run_processes(2, record_lookups, tmp_path, timeout_s=150) == [{}] * 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_client_that_remembers_what_was_missing_is_asked_again(
+    tmp_path: Path, depth: int
+) -> None:
+    """What was looked up before it was made is there once the directory above is opened."""
+    root = tmp_path.joinpath(*("runs", "new", "iter_1")[-depth:])
+    dist_ckpt_strategies.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, root)
+    hidden = tmp_path / root.relative_to(tmp_path).parts[0]
+    away = hidden.rename(tmp_path / "away")
+
+    def act(name: str, path: str) -> None:
+        if name == "open" and path == str(tmp_path) and away.exists():
+            away.rename(hidden)
+
+    for read in (dist_ckpt_strategies.open, lambda path: dist_ckpt_strategies.load({}, path)):
+        with before_calls(act, ["open"]):
+            read(root)
+        hidden.rename(away)

@@ -30,6 +30,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.locations import is_finished
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import contents, copied, flip_at
+from tests.support.disks import tiny_tmpfs
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import on_grid, state_of
 from tests.tools.all_formats import saved_by
@@ -88,6 +89,15 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
     assert report.nbytes == 24 * (64 << 10)
     assert to == "safetensors" or diff(saved / source, target).is_equal
     assert not list(target.rglob(".partial-*"))
+
+
+@pytest.mark.parametrize("to", ["pack", "zarr@1", "torch_dist", "safetensors"])
+def test_a_full_disk_is_called_that(saved: Path, tmp_path: Path, to: str) -> None:
+    with (
+        tiny_tmpfs(tmp_path / "tiny") as disk,
+        pytest.raises(StorageError, match=rf"{disk}/t.*: no space left; free some"),
+    ):
+        convert(saved / "zarr@3", disk / "t", to)
 
 
 @pytest.mark.parametrize("source", ["zarr@1", "pack"])

@@ -11,7 +11,8 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, copy, diff, upgrade
-from dist_ckpt_strategies.errors import ArrayNotFoundError, StorageError
+from dist_ckpt_strategies.errors import ArrayNotFoundError, IncompleteCheckpointError, StorageError
+from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.tools.diff import Difference
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import contents, copied, flip_at, header_of, write_object
@@ -142,6 +143,39 @@ def test_a_pack_that_is_gone_takes_its_arrays_along(saved: Path, tmp_path: Path)
     assert f"left out: {OTHER}: {path} does not exist" in result.stdout
     assert [one["key"] for one in found["missing"]] == [OTHER]
     assert (found["num_arrays"], found["num_objects"]) == (3, 2)
+
+
+@pytest.mark.parametrize("keys", [None, "model.*"])
+def test_an_array_whose_description_is_gone_is_not_passed_over(
+    saved: Path, tmp_path: Path, keys: str | None
+) -> None:
+    source = copied(saved / "zarr@1", tmp_path / "source")
+    (source / BROKEN / ".zarray").unlink()
+
+    with pytest.raises(IncompleteCheckpointError, match=rf"{source}/{BROKEN}/\.zarray"):
+        convert(source, tmp_path / "target", "pack", keys=keys)
+
+    assert copy(source, tmp_path / "copy", keys="other").num_arrays == 1
+    report = convert(source, tmp_path / "target", "pack", keys=keys, skip_damaged=True)
+    assert [one.key for one in report.missing] == [BROKEN]
+    assert OTHER in dist_ckpt_strategies.open(tmp_path / "target")
+
+
+def test_verify_compares_every_byte_of_the_files_beside_the_packs(
+    saved: Path, tmp_path: Path
+) -> None:
+    root = copied(saved / "pack", tmp_path / "source")
+    (full_index,) = root.glob("saves/*/index")
+    for path in (root / "index", full_index, root / "metadata.json"):
+        for at in range(path.stat().st_size):
+            flip_at(path, at)
+            assert verify(scan(root)), (path, at)
+            flip_at(path, at)
+        content = path.read_bytes()
+        path.unlink()
+        assert verify(scan(root)), path
+        path.write_bytes(content)
+    assert verify(scan(root)) == ()
 
 
 def test_verify_names_array_range_file_and_rank(saved: Path, tmp_path: Path) -> None:
