@@ -265,6 +265,8 @@ class Bucket:
                 "URL or the endpoint",
                 path=str(self),
             )
+        if text.startswith("Unknown [http_response_code='400'"):  # of a HEAD: it has no body
+            status, short = "UNAUTHENTICATED", "HTTP 400, as for a session token that has expired"
         if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS.search(text):
             what, *rights = operation.value
             profile, file, _ = aws_profile()

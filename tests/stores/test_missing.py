@@ -55,6 +55,19 @@ READING: dict[str, Callable[[str], Any]] = {
 }
 
 
+@BOTH_WAYS
+def test_an_expired_token_is_a_matter_of_access(
+    proxy: FaultyProxy, bucket: str, way: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in proxy.store.variables.items():
+        monkeypatch.setenv(name, value)
+    with (
+        proxy.faulty(lambda _: Fault(status=400)),
+        pytest.raises(StoreAccessError, match=r"token that has expired.*AWS_ACCESS_KEY_ID"),
+    ):
+        way(f"s3://{bucket}/run")
+
+
 @pytest.mark.parametrize("way", [write, *READING.values()], ids=["save", *READING])
 def test_a_bucket_that_is_missing_is_named(
     environment: ObjectStore, way: Callable[[str], Any]
