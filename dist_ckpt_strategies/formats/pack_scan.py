@@ -88,12 +88,11 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
     issues = [*scan.issues, *(issue for check in checks for issue in compared(check, files))]
     if COMMON_NAME in files:
         checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
-    elif index.common is not None:
-        expected = "a copy of the common state in the packs, for Megatron-Core's own load"
-        issues.append(Issue(Problem.MISSING_FILE, None, COMMON_NAME, expected, NO_FILE))
-    if MARKER_NAME not in files and index.common is not None:
-        expected = "the marker, for Megatron-Core's own load"
-        issues.append(Issue(Problem.MISSING_FILE, None, MARKER_NAME, expected, NO_FILE))
+    for lost in (
+        sorted({COMMON_NAME, MARKER_NAME} - files.keys()) if index.common is not None else ()
+    ):
+        expected = "what Megatron-Core's own load reads beside the packs"
+        issues.append(Issue(Problem.MISSING_FILE, None, lost, expected, NO_FILE))
     stale = files.keys() - {check.name for check in checks} - {*_TOP_NAMES}
     return replace(
         scan,
@@ -186,14 +185,12 @@ def _pack_check(store: Place, pack: PackRecord, keys: Sequence[str]) -> FileChec
 
 
 def _index_check(store: Place, name: str, nbytes: int) -> FileCheck:
-    """The full index: its parts are compared when they are read, but not what ends it."""
+    """The full index: its parts are compared whenever they are read, and what ends it here."""
 
     def run() -> Iterator[Issue]:
-        pointer = current_pointer(store)
-        (found,) = LENGTH.unpack(store.read(name, nbytes - LENGTH.size, LENGTH.size))
-        if pointer is not None and found != pointer.nbytes:
-            expected = f"the size of its root, {pointer.nbytes}, in the last {LENGTH.size} bytes"
-            yield Issue(Problem.DAMAGED, None, name, expected, str(found))
+        pointer, end = current_pointer(store), store.read(name, nbytes - LENGTH.size, LENGTH.size)
+        if pointer is not None and end != LENGTH.pack(pointer.nbytes):
+            yield Issue(Problem.DAMAGED, None, name, "the size of its root at its end", end.hex())
 
     return FileCheck(None, name, nbytes, nbytes_text(nbytes), run)
 

@@ -289,8 +289,7 @@ class _Conversion:
             raise ArrayNotFoundError(f"{opened.root}: {what}{of_keys} among its {len(opened)}")
         if self.skip_damaged:
             arrays, damaged = find_readable(opened, wanted)
-            missing = tuple(starmap(Missing, (damaged | lost).items()))
-            return _Chosen(arrays, objects, missing=missing)
+            return _Chosen(arrays, objects, missing=(*starmap(Missing, (damaged | lost).items()),))
         common = b"" if is_model or self.ranks.rank else opened.common_content()
         return _Chosen(opened.find(wanted), objects, self._common(opened, common))
 

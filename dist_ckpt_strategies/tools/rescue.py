@@ -61,19 +61,14 @@ def find_readable(
 
 
 def undescribed(opened: OpenedCheckpoint, keys: str) -> dict[str, str]:
-    """The keys that match of arrays of ("zarr", 1) whose description is gone, and why.
-
-    Their chunks alone tell that there are such arrays.
-    """
-    issues = scan(opened.root).issues if opened.kind is Format.ZARR1 else ()
-    return {
-        issue.key: f"{opened.root}/{issue}"
-        for issue in issues
-        if issue.problem is Problem.MISSING_FILE
-        and issue.key is not None
-        and fnmatchcase(issue.key, keys)
-        and issue.path == f"{issue.key}/{METADATA_NAME}"
+    """The arrays of ("zarr", 1) that only their chunks tell of, and why; of keys that match."""
+    is_zarr, end = opened.kind is Format.ZARR1, f"/{METADATA_NAME}"
+    lost = {
+        issue.path.removesuffix(end): f"{opened.root}/{issue}"
+        for issue in (scan(opened.root).issues if is_zarr else ())
+        if issue.problem is Problem.MISSING_FILE and issue.path.endswith(end)
     }
+    return {key: why for key, why in lost.items() if fnmatchcase(key, keys)}
 
 
 def read_all(
