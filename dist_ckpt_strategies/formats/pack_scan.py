@@ -91,8 +91,7 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
     for lost in (
         sorted({COMMON_NAME, MARKER_NAME} - files.keys()) if index.common is not None else ()
     ):
-        expected = "what Megatron-Core's own load reads beside the packs"
-        issues.append(Issue(Problem.MISSING_FILE, None, lost, expected, NO_FILE))
+        issues.append(Issue(Problem.MISSING_FILE, None, lost, "a copy for Megatron-Core", NO_FILE))
     stale = files.keys() - {check.name for check in checks} - {*_TOP_NAMES}
     return replace(
         scan,

@@ -63,12 +63,11 @@ def find_readable(
 def undescribed(opened: OpenedCheckpoint, keys: str) -> dict[str, str]:
     """The arrays of ("zarr", 1) that only their chunks tell of, and why; of keys that match."""
     is_zarr, end = opened.kind is Format.ZARR1, f"/{METADATA_NAME}"
-    lost = {
+    return {
         issue.path.removesuffix(end): f"{opened.root}/{issue}"
         for issue in (scan(opened.root).issues if is_zarr else ())
-        if issue.problem is Problem.MISSING_FILE and issue.path.endswith(end)
+        if issue.problem is Problem.MISSING_FILE and fnmatchcase(issue.path, keys + end)
     }
-    return {key: why for key, why in lost.items() if fnmatchcase(key, keys)}
 
 
 def read_all(
