@@ -82,16 +82,15 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
     index, files = checkpoint.index, scan.files
     packs = index.packs(range(index.num_packs))
     arrays, keys = _arrays(checkpoint, packs)
-    name, nbytes = full_index_of(index.save_id), index.nbytes
+    full_index = full_index_of(index.save_id)
     checks = [_pack_check(store, pack, keys[number]) for number, pack in packs.items()]
-    checks.append(_index_check(store, name, nbytes))
+    checks.append(_index_check(store, full_index, index.nbytes))
     issues = [*scan.issues, *(issue for check in checks for issue in compared(check, files))]
     if COMMON_NAME in files:
         checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
-    for lost in (
-        sorted({COMMON_NAME, MARKER_NAME} - files.keys()) if index.common is not None else ()
-    ):
-        issues.append(Issue(Problem.MISSING_FILE, None, lost, "a copy for Megatron-Core", NO_FILE))
+    lost = sorted({COMMON_NAME, MARKER_NAME} - files.keys()) if index.common is not None else ()
+    copy = "a copy for Megatron-Core"
+    issues += (Issue(Problem.MISSING_FILE, None, name, copy, NO_FILE) for name in lost)
     stale = files.keys() - {check.name for check in checks} - {*_TOP_NAMES}
     return replace(
         scan,
