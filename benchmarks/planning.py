@@ -19,13 +19,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from secrets import token_hex
 from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
+import numpy as np
+
 from benchmarks.common.command_line import Parser, open_output
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, ShardId, ShardSpec
+from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
+from dist_ckpt_strategies.formats.index import FullIndex, array_segments, build_full_index
 from dist_ckpt_strategies.formats.pack import lay_out
+from dist_ckpt_strategies.formats.pack_write import PackRecord
 from dist_ckpt_strategies.sharded.ledger import Description, Ledger, proved
 from dist_ckpt_strategies.sharded.load import build_read_item
 from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions
@@ -36,6 +42,9 @@ _ROWS, _COLUMNS = 64, 256
 
 _FRAGMENT = 10_000
 """Elements of an optimizer buffer that a data-parallel rank holds, and a few more or less."""
+
+_NUM_LAYERS, _NUM_BLOCKS = 128, 41
+"""Of the job whose index is opened: its layers, and blocks of each of 32 arrays of a layer."""
 
 _MAX_INFLIGHT_BYTES = 512 << 20
 
@@ -133,11 +142,53 @@ def _two_stage(job: Job) -> dict[str, float]:
     return _measured(plan, sum(len(request.splitlines()) for request in requests))
 
 
+def _open(job: Job) -> dict[str, float]:
+    """What a rank reads of the index of a large job: that of 500,000 blocks, a pack for each rank.
+
+    Weights and two moments of 128 layers; the rank wants those of its pipeline stage, two layers.
+    """
+    keys = [
+        f"{state}layers.{layer:03}.{number:02}.weight"
+        for state in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+        for layer in range(_NUM_LAYERS)
+        for number in range(32)
+    ]
+    blocks = np.arange(len(keys) * _NUM_BLOCKS)
+    array, part = np.divmod(blocks, _NUM_BLOCKS)
+    table = BlockTable(
+        tuple(keys),
+        (ArrayFacts("bfloat16", (_NUM_BLOCKS * _ROWS, _COLUMNS)),) * len(keys),
+        array,
+        np.stack([part * _ROWS, np.zeros_like(part)], 1),
+        np.broadcast_to([_ROWS, _COLUMNS], (len(blocks), 2)),
+        np.stack([blocks % job.num_ranks, blocks, blocks], 1),
+    )
+    digest = token_hex(16)
+    packs = [
+        PackRecord(token_hex(8), digest, 1 << 30, 4096, 4096, rank) for rank in range(job.num_ranks)
+    ]
+    content, pointer = build_full_index("s", array_segments(table), [], packs, None, {})
+    sizes: list[int] = []
+
+    def read(byte_offset: int, nbytes: int) -> bytes:
+        sizes.append(nbytes)
+        return content[byte_offset : byte_offset + nbytes]
+
+    def find() -> None:
+        index = FullIndex(pointer, read, "index")
+        found = index.find([key for key in keys if "layers.006." in key or "layers.007." in key])
+        index.packs(np.unique(found.place[:, 0]).tolist())
+
+    cost = _measured(find, len(blocks))
+    return cost | {"num_requests": len(sizes), "read_nbytes": sum(sizes)}
+
+
 PLANNERS: Final[Mapping[str, Callable[[Job], dict[str, float]]]] = {
     "save, first rank": _save_first,
     "save, other rank": _save_other,
     "load": _load,
     "two-stage load": _two_stage,
+    "open": _open,
 }
 
 
