@@ -1,7 +1,6 @@
 """torch.distributed.checkpoint (DCP) over packs: ``save`` and ``load``, and what its verbs take.
 
-The writer and the reader are in ``dcp_storage``. ``async_save`` and ``shard_layout`` make sharded
-state dicts of what DCP's planner finds in a state, and this package saves these without DCP.
+The writer and the reader are in ``dcp_storage``. ``async_save`` and ``ShardLayout`` do without DCP.
 """
 
 from __future__ import annotations
@@ -171,12 +170,8 @@ def async_save(
 ) -> LocalSaveRequest:
     """Save in the background what ``load`` reads; blocks for the copy to host memory.
 
-    Collective over the world. No group of its own and no process: ranks only exchange something
-    here, and in ``wait`` of what this returns. A save that still runs is waited for first.
-
-    Returns:
-        A request. The checkpoint is visible once every rank has called its ``wait``, which raises
-        on every rank where one has failed, as ``save`` does.
+    Collective over the world, as is ``wait`` of what it returns: that makes the checkpoint visible,
+    or raises on every rank where one has failed. A save that still runs is waited for first.
 
     Raises:
         PlanError, UnsafeObjectError, CheckpointExistsError, StorageError, PeerError: as ``save``.
@@ -188,10 +183,7 @@ def async_save(
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Which of the shards and values in a state this rank saves; made by ``shard_layout``.
-
-    For states of the same keys on the same meshes: those of one training.
-    """
+    """Which of the shards and values in states of a training this rank saves; ``shard_layout``."""
 
     own: frozenset[Any]
 
