@@ -242,8 +242,9 @@ CHANGES = {
         "replication_jump=8, replication_factor=2": "replication_jump=1, replication_factor=1",
     },
     "docs/cli.md": {'"/checkpoints"': '"checkpoints"'},
+    "docs/dcp.md": {'if __name__ == "__main__"': "if None"},
 }
-"""What one process has not: other nodes and their directories."""
+"""What one process has not: other nodes and their directories, and ranks to start."""
 
 
 @pytest.mark.multiprocess

@@ -78,7 +78,8 @@ def install(
 
     Raises:
         IncompatibleVersionError: the format is unknown.
-        StrategyError: a variable of the environment is invalid.
+        StrategyError: a variable of the environment is invalid, or a wrapper hides the arguments of
+            a function.
     """
     replace_functions(sharded_strategy, allow, options, partial(save, overwrite=True), call)
 
@@ -123,10 +124,7 @@ def replace_functions(
         saver = kind(*sharded_strategy, options=chosen, allow=allow)
     ways = _Ways(saver, tuple(allow), chosen, save_by, load_by)
     uninstall()
-    registered = registered_formats()
-    if has_registry():  # there Megatron-Core looks strategies up by what a checkpoint names
-        register(replace_common=True, replace=True, allow=allow, options=chosen)
-    replaced: dict[Any, Any] = {}
+    registered, replaced = registered_formats(), dict[Any, Any]()
     holders = serialization, sys.modules[serialization.__package__ or ""]
     for holder, (name, ours) in product(holders, _REPLACED.items()):
         theirs = getattr(holder, name, None)
@@ -134,6 +132,8 @@ def replace_functions(
             continue
         replaced[theirs] = _in_place_of(theirs, partial(ours, ways, theirs))
         setattr(replaced[theirs], _UNDO, _Undo(replaced, registered))
+    if has_registry():  # there Megatron-Core looks strategies up by what a checkpoint names
+        register(replace_common=True, replace=True, allow=allow, options=chosen)
     _replace_everywhere(replaced)
 
 
@@ -175,6 +175,11 @@ class _Parallel(NamedTuple):
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """A function that takes what ``theirs`` takes, in its order, and what other releases take."""
     order = signature(theirs)
+    if "checkpoint_dir" not in order.parameters:
+        raise StrategyError(
+            f"{theirs.__module__}.{theirs.__qualname__} stands in place of a function of Megatron-"
+            "Core's and hides its arguments; put functools.wraps on it, or install before it"
+        )
 
     @raises_megatron_errors
     def function(*args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """One installer for every stack. What stands for the stacks calls Megatron-Core as they do."""
 
+import functools
 import os
 import sys
 from importlib import import_module
@@ -219,6 +220,24 @@ def test_a_module_to_import_installs_with_options_of_the_environment(tmp_path: P
     done_by(NUM_RANKS, import_auto, tmp_path)
 
     assert marker(tmp_path / "auto") == ZARR
+
+
+def test_a_wrapper_that_hides_the_arguments_is_refused_before_anything_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = serialization.save
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(serialization, "save", traced)
+    with pytest.raises(StrategyError, match=r"traced .*functools\.wraps"):
+        dist_ckpt_strategies.install()
+    assert serialization.save is traced
+    monkeypatch.setattr(serialization, "save", functools.wraps(original)(traced))
+    with dist_ckpt_strategies.installed():
+        assert serialization.save is not traced
+    assert serialization.save is traced
 
 
 def test_the_block_of_a_test_puts_everything_back() -> None:
