@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
 )
+from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.options import ConvertOptions, resolved
 from dist_ckpt_strategies.tools.pack_writer import PackWriter
@@ -52,7 +54,6 @@ from dist_ckpt_strategies.tools.plan_convert import (
     ConvertPlan,
     FileTask,
     Format,
-    RegionRead,
     SourceArray,
     build_convert_plan,
 )
@@ -321,15 +322,18 @@ class _Conversion:
     def _plan(
         self, chosen: _Chosen, root: Location, to: Format, features: Sequence[str]
     ) -> ConvertPlan:
-        options = self.options
-        limit = options.chunk_nbytes if to is Format.ZARR3 else None
+        options, max_block_nbytes = self.options, sys.maxsize
+        if to is Format.ZARR3:
+            max_block_nbytes = options.chunk_nbytes
+        elif isinstance(root, Bucket):
+            max_block_nbytes = options.block_nbytes
         return build_convert_plan(
             chosen.arrays,
             to,
             upgraded_keys([array.key for array in chosen.arrays]) if self.is_upgrade else {},
             chosen.objects,
             file_nbytes=options.max_file_bytes or _FILE_NBYTES.get(to, 512 * MIB),
-            max_block_nbytes=options.block_nbytes if isinstance(root, Bucket) else limit,
+            max_block_nbytes=max_block_nbytes,
             features=features,
         )
 
@@ -353,9 +357,9 @@ class _Conversion:
         """Write all of it, durably; what the commit needs, on the first rank. Collective."""
 
         def write(task: FileTask, count: Count) -> Any:
-            def read(reads: Sequence[RegionRead]) -> None:
-                opened.read_into(reads)
-                count(sum(target.nbytes for *_, target in reads))
+            def read(*reads: ArrayRead) -> None:
+                opened.read_into(*reads)
+                count(sum(read.target.nbytes for read in reads))
 
             return opened.unchanged(lambda: writer.write(task, read))
 
