@@ -112,8 +112,8 @@ def _plan(
     inventory: Inventory, reasons: Sequence[str], directory: ShardDirectory
 ) -> tuple[dict[int, dict[str, ShardFile]], ExchangePlan]:
     """Copies of the shards of the newest save, by rank and id, and who reads which for whom."""
-    target, size = inventory.newest(), len(inventory.nodes)
-    if target is None:
+    newest, size = inventory.newest(), len(inventory.nodes)
+    if newest is None:
         missing = inventory.missing_text()
         if not reasons and not (missing and inventory.has_finished):
             text = f"no local checkpoint below {directory} on any node"
@@ -127,12 +127,11 @@ def _plan(
             f"no local checkpoint is complete: {why}; start on the nodes that have the shards, or "
             "remove those that are left to go without them",
         )
-    readable = inventory.of_save(target)
-    num_shards = target.world_size  # another number than that of the ranks, if others saved it
+    readable = inventory.of_save(newest)
+    save, num_shards = newest  # another number than that of the ranks, if others saved it
     wanted = {
         rank: [
-            str(LocalShardId(target.save, number))
-            for number in range(rank % num_shards, num_shards, size)
+            str(LocalShardId(save, number)) for number in range(rank % num_shards, num_shards, size)
         ]
         for rank in range(size)
     }

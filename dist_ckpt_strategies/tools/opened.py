@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SPARSE_NBYTES = 1 << 20
-"""What a slice with a step reads at once, with the elements between those that are wanted."""
-
 
 @raises_megatron_errors
 def open(  # noqa: A001 - dist_ckpt_strategies.open
@@ -363,36 +360,27 @@ class LazyArray:
     def __getitem__(self, index: Any) -> HostArray:
         """Elements, in memory of their own: by ints, slices with any steps, and one ``...``.
 
+        With a step, what lies between is read too.
+
         Raises:
             IndexError: an int is out of bounds, or the index is none of those.
             StorageError: see OpenedCheckpoint.
         """
         ranges, kept = _selection(self.key, self.shape, index)
-        found = np.empty([len(r) for r in ranges], self.dtype)
         # Ascending, since a region is read in its own order; the result is turned round at the end.
         forward = [r if r.step > 0 else r[::-1] for r in ranges]
-        if found.size:
-            self._opened.unchanged(lambda: self._fill(forward, found))
-        turned = tuple(slice(None, None, 1 if r.step > 0 else -1) for r in ranges)
-        dims = tuple(slice(None) if is_kept else 0 for is_kept in kept)
-        result: HostArray = found[turned][(*dims, ...)]
-        return result
-
-    def _fill(self, ranges: list[range], target: HostArray) -> None:
-        """Read the elements at these indices, in parts if there is a step."""
-        region = Region(tuple(r.start for r in ranges), tuple(r[-1] + 1 - r.start for r in ranges))
-        if region.shape == target.shape:
-            self._opened.read_into(ArrayRead(self._array, region, target))
-        elif region.numel * self.dtype.itemsize <= _SPARSE_NBYTES:
-            elements = np.empty(region.shape, self.dtype)
-            self._opened.read_into(ArrayRead(self._array, region, elements))
-            target[...] = elements[tuple(slice(None, None, r.step) for r in ranges)]
-        else:
-            dim = next(dim for dim, r in enumerate(ranges) if len(r) > 1)
-            middle = len(ranges[dim]) // 2
-            for part in (slice(None, middle), slice(middle, None)):
-                of_dim = (*(slice(None),) * dim, part)
-                self._fill([*ranges[:dim], ranges[dim][part], *ranges[dim + 1 :]], target[of_dim])
+        ends = [r[-1] + 1 if r else r.start for r in forward]
+        offset = tuple(r.start for r in forward)
+        region = Region(offset, tuple(end - at for end, at in zip(ends, offset, strict=True)))
+        elements = np.empty(region.shape, self.dtype)
+        if elements.size:
+            read = ArrayRead(self._array, region, elements)
+            self._opened.unchanged(lambda: self._opened.read_into(read))
+        dims = tuple(
+            slice(None, None, r.step) if k else 0 for r, k in zip(ranges, kept, strict=True)
+        )
+        found: HostArray = elements[(*dims, ...)]
+        return found if found.size == elements.size else found.copy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:  # noqa: FBT001
         """All elements, for numpy."""
