@@ -430,10 +430,7 @@ class Directory:
         return True
 
     def names(self, start: str = "") -> Sequence[str]:
-        """What is right below the directory and has a name that starts with ``start``.
-
-        If it ends with a slash, all files below that folder.
-        """
+        """Names right below the directory that start like that; after a slash, all files below."""
         if start.endswith("/"):
             return list(self._files_below(start[:-1]))
         with file_errors(None, self.root), suppress(FileNotFoundError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -44,7 +43,6 @@ from dist_ckpt_strategies.storage.files import (
     LOCK_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
-    file_errors,
 )
 from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
@@ -393,13 +391,9 @@ def _require_free(root: Location, to: Format, source: Location | str) -> None:
     stale: tuple[str, ...] = (PARTIAL_PREFIX, REMOVED_PREFIX)
     if isinstance(root, Bucket):
         root.require_bucket()
-        names = root.names()
-    else:
-        with file_errors(None, root):
-            names = os.listdir(root) if root.exists() else ()  # noqa: PTH208
     if to is Format.PACK:
         stale = (*stale, FOLDER, SAVES, LOCK_NAME)
-    if not all(name.startswith(stale) for name in names):
+    if not all(name.startswith(stale) for name in place_of(root).names()):
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""
         what = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"
         raise CheckpointExistsError(

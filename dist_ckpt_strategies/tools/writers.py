@@ -113,8 +113,6 @@ class StagedWriter(TargetWriter):
         super().__init__(plan, block_nbytes)
         self._root, self._save_id = root, save_id
         self.files = staging_of(root, save_id)
-        with file_errors(None, root):
-            make_directories(self.files.root)
 
     def commit(self, save: None) -> None:
         """See TargetWriter."""
