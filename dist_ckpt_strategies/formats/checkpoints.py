@@ -59,7 +59,7 @@ def common_digest(root: Path) -> str:
 
 
 class Format1Checkpoint:
-    """A checkpoint of format ("zarr", 1) that can be read.
+    """A checkpoint of format ("zarr", 1) that can be read; so are those of others by subclasses.
 
     Attributes:
         save: what is opened; made now unless it is given.

@@ -81,7 +81,8 @@ class SafetensorsCheckpoint(Format1Checkpoint):
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See Format1Checkpoint."""
-        return found_among({key: place[0] for key, place in self._places.items()}, keys, self._root)
+        found = found_among(self._places, keys, self._root)
+        return {key: spec for key, (spec, *_) in found.items()}
 
     def object_ids(self) -> Iterator[ObjectId]:
         """See Format1Checkpoint."""

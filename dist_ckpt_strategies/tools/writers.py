@@ -28,7 +28,7 @@ from dist_ckpt_strategies.storage.store import ArrayRead, Bytes, HostArray
 from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem
 
 Read = Callable[..., None]
-"""``OpenedCheckpoint.read_into``."""
+"""``OpenedCheckpoint.read_into``, which takes any number of ArrayReads."""
 
 Objects = Iterable[tuple[ObjectId, bytes]]
 """Shards of objects, each read when it is taken."""
