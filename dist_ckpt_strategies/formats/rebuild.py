@@ -48,6 +48,7 @@ from dist_ckpt_strategies.formats.pack_verify import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_write import FOLDER, file_of
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.folders import files_below
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 
 _FILE = re.compile(rf"{FOLDER}/([0-9a-f]{{2}})/(\1[0-9a-f]{{14}})\.safetensors")
@@ -98,7 +99,7 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     seen = _content(store)
     if not force and seen is not None and _is_whole(store):
         return None
-    files = map(_FILE.fullmatch, store.names(f"{FOLDER}/"))
+    files = map(_FILE.fullmatch, files_below(store, FOLDER))
     names = sorted(match[2] for match in files if match)
     if not names:
         require_something(location)

@@ -430,19 +430,10 @@ class Directory:
         return True
 
     def names(self, start: str = "") -> Sequence[str]:
-        """Names right below the directory that start like that; after a slash, all files below."""
-        if start.endswith("/"):
-            return list(self._files_below(start[:-1]))
+        """What is right below the directory and has a name that starts with ``start``."""
         with file_errors(None, self.root), suppress(FileNotFoundError):
             return [name for name in os.listdir(self.root) if name.startswith(start)]  # noqa: PTH208
         return []
-
-    def _files_below(self, folder: str) -> Iterator[str]:
-        path = self.path(folder)
-        with file_errors(None, path), suppress(FileNotFoundError), os.scandir(path) as entries:
-            for entry in entries:
-                name, is_folder = f"{folder}/{entry.name}", entry.is_dir(follow_symlinks=False)
-                yield from self._files_below(name) if is_folder else (name,)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete files, and directories that are empty then; what is not there is passed over."""

@@ -27,6 +27,7 @@ from dist_ckpt_strategies.storage.files import (
     Directory,
     file_errors,
 )
+from dist_ckpt_strategies.storage.folders import files_below
 
 _OURS = re.compile(
     rf"{FOLDER}/[0-9a-f]{{2}}/[0-9a-f]{{16}}\.safetensors|{SAVES}/[^/]+/{INDEX_NAME}"
@@ -124,7 +125,7 @@ def _says_packs(store: Place) -> bool:
 
 def _listed(store: Place) -> Mapping[str, tuple[int | None, float | None]]:
     """Files of packs: size in bytes and time of change, as far as the place tells."""
-    names = [*store.names(f"{FOLDER}/"), *store.names(f"{SAVES}/")]
+    names = [*files_below(store, FOLDER), *files_below(store, SAVES)]
     if not isinstance(store, Directory):
         index = [INDEX_NAME] if store.has(INDEX_NAME) else []
         return dict.fromkeys((*filter(_OURS.fullmatch, names), *index), (None, None))
