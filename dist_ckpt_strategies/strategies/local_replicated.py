@@ -85,8 +85,7 @@ VERSION = 1
 
 logger = logging.getLogger(__name__)
 
-_ITERATION = re.compile(r"(\d+)\D*$")
-"""The number that the directory's name ends with."""
+_ITERATION = re.compile(r"(\d+)\D*$")  # the last number of the directory's name
 
 
 class _OnNodes(Configured):
@@ -202,11 +201,9 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
                 set_marker_aside(root)
             return b"" if comm.rank else self._common_content(place, common_object)
 
-        def describe() -> list[Any]:
-            return [self._within(WORK, root, ShardDirectory(root).name), *_described(sharded)]
-
+        name = partial(self._within, WORK, root, ShardDirectory(root).name)
         common, *_ = run_and_gather_bytes(comm, lambda: self._within(OPENING, root, prepare))
-        described = run_and_gather(comm, describe)
+        described = run_and_gather(comm, lambda: [name(), *_described(sharded)])
         state = self._state(comm, sharded, described)
         digest, iteration = xxh3_128_hexdigest(common), _ITERATION.search(root.name)
         manager = run_collectively(comm, lambda: self._manager(root, digest, self._cliques))
@@ -319,8 +316,8 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         Raises:
             IncompleteCheckpointError: this node has no file of it; call ``prepare_local_load``.
         """
-        found = self.load_sharded_metadata(checkpoint_dir).items()
-        return {key: value for key, value in found if isinstance(value, ShardedTensor)}
+        found = self.load_sharded_metadata(checkpoint_dir)
+        return {key: found[key] for key in found if isinstance(found[key], ShardedTensor)}
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:

@@ -81,20 +81,16 @@ class PackWriter(TargetWriter):
     def _batches(self, task: FileTask, read: Read) -> Iterator[list[Bytes]]:
         """The bytes of a pack's blocks, some ranges of one or many small ones at a time."""
         nbytes = max(1, self._block_nbytes // RANGE_NBYTES) * RANGE_NBYTES
-        parts = (
-            (item, start, max(0, min(nbytes, item.nbytes - start)))
-            for item in task.items
-            for start in range(0, max(1, item.nbytes), nbytes)
-        )
-        for batch in groups(parts, nbytes, itemgetter(2)):
+        for batch in groups(_parts(task.items, nbytes), nbytes, itemgetter(2)):
             memory = self._memory.array((sum(size for *_, size in batch),), DType.UINT8)
             contents: list[Bytes] = []
+            reads: list[ArrayRead] = []
             done = 0
-            for *_, size in batch:
+            for item, start, size in batch:
                 contents.append(memory[done : done + size])
+                reads += _reads(item, start, contents[-1])
                 done += size
-            parts_read = zip(batch, contents, strict=True)
-            read(*chain.from_iterable(_reads(*part[:2], into) for part, into in parts_read))
+            read(*reads)
             yield contents
 
     def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> NewSave:
@@ -141,6 +137,14 @@ class PackWriter(TargetWriter):
         if isinstance(self._store, Directory):
             with suppress(OSError):  # not empty
                 (self._store.root / FOLDER).rmdir()
+
+
+def _parts(items: Iterable[WriteItem], max_nbytes: int) -> Iterator[tuple[WriteItem, int, int]]:
+    """Each block in parts of so many bytes: its first byte, and how many there are."""
+    for item in items:
+        nbytes = item.nbytes
+        for start in range(0, max(1, nbytes), max_nbytes):
+            yield item, start, min(max_nbytes, nbytes - start)
 
 
 def _reads(item: WriteItem, byte_offset: int, memory: Bytes) -> Iterator[ArrayRead]:
