@@ -5,11 +5,11 @@ TensorStore.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -21,10 +21,11 @@ from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    array_not_found,
 )
 from dist_ckpt_strategies.formats.locations import OpenedSave, refuse_format2
 from dist_ckpt_strategies.formats.objects import object_ids, object_path
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, no_such_array
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.formats.pack_read import READ_NBYTES, BlockReads, read_jobs
 from dist_ckpt_strategies.formats.zarr2 import (
     METADATA_NAME,
@@ -47,6 +48,8 @@ from dist_ckpt_strategies.storage.io_pool import (
 )
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 
+T = TypeVar("T")
+
 
 def common_digest(root: Path) -> str:
     """The digest of the common state's file; empty where there is none."""
@@ -56,7 +59,7 @@ def common_digest(root: Path) -> str:
 
 
 class Format1Checkpoint:
-    """A checkpoint of format ("zarr", 1) that can be read.
+    """A checkpoint of format ("zarr", 1) that can be read; so are those of others by subclasses.
 
     Attributes:
         save: what is opened; made now unless it is given.
@@ -79,7 +82,7 @@ class Format1Checkpoint:
 
         Takes ``max_inflight_bytes`` for chunks that are decoded; a larger one goes alone.
         """
-        raw: list[tuple[str, str, Shape, Region, HostArray]] = []
+        raw: list[BlockPart] = []
         sizes: dict[str, int] = {}
         jobs: list[Job] = []
         nbytes = READ_NBYTES
@@ -92,19 +95,19 @@ class Format1Checkpoint:
                 assert common is not None  # noqa: S101 - cells yields only chunks that overlap
                 target = whole[(*common.within(read.region).slices(), ...)]
                 if array.is_raw:
-                    raw.append((name, array.key, chunk.shape, common.within(chunk), target))
+                    raw.append((name, 0, array.key, chunk.shape, common.within(chunk), target))
                     sizes[self._store.path(name)] = array.chunk_nbytes
                 else:
                     nbytes = max(nbytes, 2 * array.chunk_nbytes)
                     path = self._store.path(name)
                     decode = partial(self._decode, array, index, path, common, target)
                     jobs.append(Job(array.key, path, decode))
-        for job in read_jobs(self._store, _block_reads(raw), {}) if raw else ():
+        for job in read_jobs(self._store, block_reads(raw), {}) if raw else ():
             run = partial(_read_chunk, job, sizes[str(job.path)])
             jobs.append(Job(job.key, job.path, run))
         return Transfer(jobs, self._num_threads(nbytes))
 
-    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+    def find(self, keys: Iterable[str]) -> Mapping[str, ArraySpec]:
         """The arrays of these keys, sorted by key. One metadata file is read for each.
 
         Raises:
@@ -122,7 +125,7 @@ class Format1Checkpoint:
             except IncompleteCheckpointError as error:
                 require_directory(self._root)
                 keys = list(array_keys(self._root))
-                raise no_such_array(key, keys, str(self._root)) from error
+                raise array_not_found(key, keys, self._root) from error
             found[key] = parse_metadata(key, path, content)
 
         jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
@@ -169,12 +172,19 @@ StoredCheckpoint = Format1Checkpoint | PackCheckpoint
 """A checkpoint of a format of this package, of which arrays are read by region."""
 
 
-def _block_reads(parts: Sequence[tuple[str, str, Shape, Region, HostArray]]) -> BlockReads:
-    """Parts of blocks that are a file each: name, key, shape, what is wanted, and where."""
-    names, keys, shapes, boxes, targets = zip(*parts, strict=True)
+BlockPart = tuple[str, int, str, Shape, Region, HostArray]
+"""A file, the first byte of a block there, its key and shape, the part that is wanted, and where.
+
+There are no digests.
+"""
+
+
+def block_reads(parts: Sequence[BlockPart]) -> BlockReads:
+    """What reads parts of blocks."""
+    names, starts, keys, shapes, boxes, targets = zip(*parts, strict=True)
     width = max(map(len, shapes))
     place = np.zeros((len(names), 3), np.int64)
-    place[:, 0] = np.arange(len(names))  # a file each
+    place[:, 0], place[:, 1] = np.arange(len(names)), starts
     return BlockReads(
         dict(enumerate(names)),
         place,
@@ -184,6 +194,15 @@ def _block_reads(parts: Sequence[tuple[str, str, Shape, Region, HostArray]]) -> 
         targets,
         keys,
     )
+
+
+def found_among(arrays: Mapping[str, T], keys: Iterable[str], root: object) -> dict[str, T]:
+    """The arrays of these keys, sorted by key; ArrayNotFoundError names one that is missing."""
+    wanted = sorted(keys)
+    for key in wanted:
+        if key not in arrays:
+            raise array_not_found(key, list(arrays), root)
+    return {key: arrays[key] for key in wanted}
 
 
 def _read_chunk(job: Job, nbytes: int) -> None:

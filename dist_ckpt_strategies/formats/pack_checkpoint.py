@@ -18,7 +18,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
-    similar_text,
+    array_not_found,
     some_of,
 )
 from dist_ckpt_strategies.formats.index import INDEX_NAME, StoredObject
@@ -143,7 +143,7 @@ class PackCheckpoint:
         try:
             table = self.index.find(wanted)
         except ArrayNotFoundError as error:
-            raise no_such_array(str(error.key), list(self.keys()), str(self._store)) from error
+            raise array_not_found(str(error.key), list(self.keys()), self._store) from error
         packs = self.index.packs(np.unique(table.place[:, 0]).tolist())
         self._last = _LookUp(table, {key: n for n, key in enumerate(table.keys)}, packs)
         return self._last
@@ -276,12 +276,3 @@ class PackCheckpoint:
 
     def _file(self, stored: StoredBytes) -> str:
         return self._store.path(file_of(self.index.packs([stored.pack])[stored.pack].name))
-
-
-def no_such_array(key: str, keys: Sequence[str], place: str) -> ArrayNotFoundError:
-    """The error for an array that is not among those of a checkpoint; names similar ones."""
-    return ArrayNotFoundError(
-        f"{key}: no such array among the {len(keys)} in {place}{similar_text(key, keys)}",
-        key=key,
-        path=place,
-    )

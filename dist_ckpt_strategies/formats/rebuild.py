@@ -46,8 +46,9 @@ from dist_ckpt_strategies.formats.pack_read import read_content
 from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save, joined_tables
 from dist_ckpt_strategies.formats.pack_verify import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_write import FOLDER, file_of
-from dist_ckpt_strategies.storage.bucket import Bucket, Place
-from dist_ckpt_strategies.storage.files import MARKER_NAME, Directory
+from dist_ckpt_strategies.storage.bucket import Place
+from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.folders import files_below
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 
 _FILE = re.compile(rf"{FOLDER}/([0-9a-f]{{2}})/(\1[0-9a-f]{{14}})\.safetensors")
@@ -98,7 +99,8 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     seen = _content(store)
     if not force and seen is not None and _is_whole(store):
         return None
-    names = pack_names(store)
+    files = map(_FILE.fullmatch, files_below(store, FOLDER))
+    names = sorted(match[2] for match in files if match)
     if not names:
         require_something(location)
         raise IncompleteCheckpointError(f"{location} holds no packs", path=str(location))
@@ -121,17 +123,6 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     raise IncompleteCheckpointError(
         f"{location}: no save is whole: {some_of([*why, *damaged], 20)}", path=str(location)
     )
-
-
-def pack_names(store: Place) -> list[str]:
-    """The names of all packs at a place, sorted."""
-    if isinstance(store, Bucket):
-        files = list(store.names(f"{FOLDER}/"))
-    else:
-        root = store.root / FOLDER
-        folders = [name for name in Directory(root).names() if len(name) == 2]  # noqa: PLR2004
-        files = [f"{FOLDER}/{n}/{file}" for n in folders for file in Directory(root / n).names()]
-    return sorted(match[2] for match in map(_FILE.fullmatch, files) if match)
 
 
 def _content(store: Place) -> bytes | None:

@@ -7,13 +7,18 @@ from dataclasses import astuple, dataclass
 from itertools import chain, takewhile
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
-from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+    some_of,
+)
 from dist_ckpt_strategies.local.plan import (
-    Completeness,
     LocalShardId,
+    Save,
     SaveId,
     build_retention,
-    group_saves,
+    missing_ranks,
 )
 from dist_ckpt_strategies.local.shard_files import (
     TRAINING_NAME,
@@ -30,8 +35,6 @@ from dist_ckpt_strategies.storage.io_pool import (
 )
 
 logger = logging.getLogger(__name__)
-
-_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,38 +55,34 @@ class Inventory:
     foreign: str
     unread: Sequence[str]
 
-    def saves(self) -> tuple[Completeness, ...]:
-        """What there is of each save, the newest first."""
-        return group_saves(
-            (copy.shard_id, copy.world_size) for copy in chain.from_iterable(self.copies.values())
-        )
+    def missing(self) -> dict[Save, list[int]]:
+        """The ranks of each save whose shards no rank has; the newest save first."""
+        files = chain.from_iterable(self.copies.values())
+        return missing_ranks((file.shard_id, file.world_size) for file in files)
 
-    def of_save(self, save: Completeness) -> dict[int, dict[str, ShardFile]]:
+    def of_save(self, save: Save) -> dict[int, dict[str, ShardFile]]:
         """A copy of each shard of a save that a rank can read, by rank and id."""
         by_node = {
             node: {
                 str(copy.shard_id): copy
                 for copy in reversed(copies)
-                if (copy.shard_id.save, copy.world_size) == (save.save, save.world_size)
+                if (copy.shard_id.save, copy.world_size) == save
             }
             for node, copies in self.copies.items()
         }
         return {rank: by_node[node] for rank, node in enumerate(self.nodes)}
 
-    def newest(self) -> Completeness | None:
+    def newest(self) -> Save | None:
         """The newest save of which every shard is somewhere, by the descriptions."""
-        return next((save for save in self.saves() if not save.missing), None)
+        return next((save for save, ranks in self.missing().items() if not ranks), None)
 
     def missing_text(self) -> str:
         """What each save lacks that is newer than the newest complete one."""
-        return "; ".join(map(_why_not, takewhile(lambda save: save.missing, self.saves())))
-
-
-def _why_not(save: Completeness) -> str:
-    shown = ", ".join(map(str, save.missing[:_MAX_SHOWN]))
-    more = len(save.missing) - _MAX_SHOWN
-    text = f"{shown} and {more} more" if more > 0 else shown
-    return f"iteration {save.save.iteration}: no rank has the shards of ranks {text}"
+        texts = []
+        for (save, _), ranks in takewhile(lambda lacking: lacking[1], self.missing().items()):
+            lost = some_of([*map(str, ranks)], 8)
+            texts.append(f"iteration {save.iteration}: no rank has the shards of ranks {lost}")
+        return "; ".join(texts)
 
 
 def gather_inventory(
@@ -228,7 +227,7 @@ def remove_outdated(
     Where something could not be read ``before``, a save stays that may be complete. A failure is
     logged.
     """
-    complete = [save.save for save in before.saves() if not save.missing]
+    complete = [save for (save, _), missing in before.missing().items() if not missing]
 
     def is_outdated(save: SaveId) -> bool:
         maybe = [save] if before.unread and not directory.has_left(save) else []

@@ -226,7 +226,7 @@ class LocalCheckpointManager:
             logger.warning("%s: incomplete local checkpoints: %s", self._directory, missing)
         if inventory.foreign and comm.rank == 0:
             logger.warning("%s", inventory.foreign)
-        return newest.save.iteration if newest else _NO_ITERATION
+        return newest[0].iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors
     def load(self, *, at_least: int = 0, on_host: bool = False) -> tuple[Any, tuple[int, int, str]]:

@@ -8,7 +8,7 @@ import datetime as dt
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -163,13 +163,14 @@ class ReceivedPack:
         end = self.content.size if nbytes < 0 else byte_offset + nbytes
         return self.content[byte_offset:end].tobytes()
 
-    def read_into(self, _name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:
+    def read_steps(self, _name: str, byte_offset: int, targets: Sequence[Bytes]) -> Iterator[int]:
         """See Directory. Nothing is copied where the target is that part of the memory itself."""
-        for target in targets:
+        for number, target in enumerate(targets, 1):
             part = self.content[byte_offset : byte_offset + target.size]
             if part.ctypes.data != target.ctypes.data:
                 target[:] = part
             byte_offset += target.size
+            yield number
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,28 +184,23 @@ def least_loaded(able: Collection[int], load: Mapping[int, int], receiver: int) 
     return receiver if receiver in able else min(able, key=lambda rank: (load[rank], rank))
 
 
-@dataclass(frozen=True, slots=True)
-class Completeness:
-    """What there is of one save; ``missing`` are the ranks whose shards no rank can read."""
-
-    save: SaveId
-    world_size: int
-    missing: tuple[int, ...]
+Save = tuple[SaveId, int]
+"""A save and its number of ranks: shards that state different numbers are of different saves."""
 
 
-def group_saves(shards: Iterable[tuple[LocalShardId, int]]) -> tuple[Completeness, ...]:
-    """What there is of each save, the newest first, given id and world size of each shard.
+def missing_ranks(shards: Iterable[tuple[LocalShardId, int]]) -> dict[Save, list[int]]:
+    """The ranks whose shards are not among these, for each save, given id and world size of each.
 
-    Shards that state different world sizes are of different saves, the largest world first.
+    The newest save is the first, and within it the one of the largest world.
     """
-    ranks: defaultdict[tuple[SaveId, int], set[int]] = defaultdict(set)
+    there: defaultdict[Save, set[int]] = defaultdict(set)
     for shard_id, world_size in shards:
         if shard_id.global_rank < world_size:
-            ranks[shard_id.save, world_size].add(shard_id.global_rank)
-    return tuple(
-        Completeness(save, size, tuple(rank for rank in range(size) if rank not in there))
-        for (save, size), there in sorted(ranks.items(), reverse=True)
-    )
+            there[shard_id.save, world_size].add(shard_id.global_rank)
+    return {
+        save: [rank for rank in range(save[1]) if rank not in ranks]
+        for save, ranks in sorted(there.items(), reverse=True)
+    }
 
 
 def build_distribution(held: Sequence[Sequence[ShardSpec]]) -> dict[ShardId, int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.exchange import exchange
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     group_ranks,
@@ -41,7 +43,7 @@ from dist_ckpt_strategies.local.plan import (
     build_cliques,
     build_exchange_plan,
 )
-from dist_ckpt_strategies.local.retrieve import Received, exchange_packs
+from dist_ckpt_strategies.local.retrieve import Received, pack_blocks
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
@@ -285,7 +287,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         def read(id_: str, start: int, buffer: torch.Tensor) -> torch.Tensor:
             return TensorBytes([images[id_]]).read(start, buffer)
 
-        def decode(received: Received, _: Deadline) -> None:
+        def decode(_: Deadline) -> None:
             deadline = Deadline.after(self._timeout_s)
             for t, memory in received.items():
                 pack = ReceivedPack(f"from rank {comm.global_ranks[t.sender]}", memory.numpy())
@@ -293,8 +295,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         sizes = run_and_gather(comm, encode)
         wanted = {t.id_: states[t.id_] for t in transfers if t.sender == t.receiver == comm.rank}
-        limit = self.max_bucket_bytes
-        exchange_packs(comm, transfers, sizes, read, decode, max_inflight_nbytes=limit)
+        received: Received = {}
+        blocks = partial(pack_blocks, comm, transfers, sizes, read, received)
+        exchange(comm, blocks, decode, max_inflight_nbytes=self.max_bucket_bytes)
         return wanted
 
 

@@ -1,6 +1,6 @@
 """Retrieve the newest save that is whole: from this node's disk, or from ranks that have copies."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,48 +34,27 @@ Received = dict[Transfer, torch.Tensor]
 """Packs of other ranks in host memory; nothing in them has been compared with a digest yet."""
 
 
-def exchange_packs(  # noqa: PLR0913
+def pack_blocks(
     comm: Communicator,
-    transfers: Sequence[Transfer],
+    transfers: Iterable[Transfer],
     sizes: Mapping[int, Mapping[str, int]] | Sequence[Mapping[str, int]],
     read: Callable[[str, int, torch.Tensor], torch.Tensor],
-    finish: Callable[[Received, Deadline], Message],
-    *,
-    max_inflight_nbytes: int,
-    storage_s: float | None = None,
-) -> list[Message]:
-    """Carry packs between ranks; returns what ``finish`` returned on every rank. Collective.
+    received: Received,
+) -> Blocks:
+    """The packs of ``transfers``, in ranks of ``comm``, as blocks for ``exchange``. Rank-local.
 
-    Args:
-        comm: the ranks; transfers are in their numbers.
-        transfers: equal on all ranks.
-        sizes: of the packs, by sender and id.
-        read: bytes of a pack of this rank, from a byte on: in the memory given or in other.
-        finish: gets what arrived, and compares it.
-        max_inflight_nbytes: bound on what travels at once in each direction.
-        storage_s: see ``exchange``.
+    ``sizes`` are those of the packs, by sender and id; ``read`` gives bytes of a pack of this rank,
+    from a byte on, in the memory given or in other; ``received`` gets memory for those of others.
     """
-    received: Received = {}
-
-    def prepare() -> Blocks:
-        outgoing, incoming = [], []
-        for t in transfers:
-            if t.sender == comm.rank != t.receiver:
-                nbytes = sizes[t.sender][t.id_]
-                outgoing.append(Outgoing(t.id_, t.receiver, nbytes, partial(read, t.id_)))
-            elif t.receiver == comm.rank != t.sender:
-                memory = received[t] = host_memory(sizes[t.sender][t.id_], is_pinned=False)
-                target = TensorBytes([memory])
-                incoming.append(Incoming.of(t.id_, t.sender, target, comm.device))
-        return outgoing, incoming
-
-    return exchange(
-        comm,
-        prepare,
-        partial(finish, received),
-        max_inflight_nbytes=max_inflight_nbytes,
-        storage_s=storage_s,
-    )
+    outgoing, incoming = [], []
+    for t in transfers:
+        if t.sender == comm.rank != t.receiver:
+            nbytes = sizes[t.sender][t.id_]
+            outgoing.append(Outgoing(t.id_, t.receiver, nbytes, partial(read, t.id_)))
+        elif t.receiver == comm.rank != t.sender:
+            memory = received[t] = host_memory(sizes[t.sender][t.id_], is_pinned=False)
+            incoming.append(Incoming.of(t.id_, t.sender, TensorBytes([memory]), comm.device))
+    return outgoing, incoming
 
 
 def load_newest(
@@ -112,8 +91,8 @@ def _plan(
     inventory: Inventory, reasons: Sequence[str], directory: ShardDirectory
 ) -> tuple[dict[int, dict[str, ShardFile]], ExchangePlan]:
     """Copies of the shards of the newest save, by rank and id, and who reads which for whom."""
-    target, size = inventory.newest(), len(inventory.nodes)
-    if target is None:
+    newest, size = inventory.newest(), len(inventory.nodes)
+    if newest is None:
         missing = inventory.missing_text()
         if not reasons and not (missing and inventory.has_finished):
             text = f"no local checkpoint below {directory} on any node"
@@ -127,12 +106,11 @@ def _plan(
             f"no local checkpoint is complete: {why}; start on the nodes that have the shards, or "
             "remove those that are left to go without them",
         )
-    readable = inventory.of_save(target)
-    num_shards = target.world_size  # another number than that of the ranks, if others saved it
+    readable = inventory.of_save(newest)
+    save, num_shards = newest  # another number than that of the ranks, if others saved it
     wanted = {
         rank: [
-            str(LocalShardId(target.save, number))
-            for number in range(rank % num_shards, num_shards, size)
+            str(LocalShardId(save, number)) for number in range(rank % num_shards, num_shards, size)
         ]
         for rank in range(size)
     }
@@ -158,6 +136,7 @@ def _run(
     """
     failures: dict[tuple[int, str], CheckpointError] = {}
     shards: list[LoadedShard] = []
+    received: Received = {}
 
     def read(id_: str, start: int, buffer: torch.Tensor) -> torch.Tensor:
         """Bytes of a file, on the host; zeros once something is wrong with it."""
@@ -168,7 +147,7 @@ def _run(
                 return host
         return host.zero_()
 
-    def verify(received: Received, deadline: Deadline) -> Message:
+    def verify(deadline: Deadline) -> Message:
         for t in plan.entries:
             if t.receiver == comm.rank:
                 place: Any = directory
@@ -181,11 +160,9 @@ def _run(
     sizes = {
         rank: {id_: copy.nbytes for id_, copy in by_id.items()} for rank, by_id in copies.items()
     }
-    answers = exchange_packs(
+    answers = exchange(
         comm,
-        plan.entries,
-        sizes,
-        read,
+        lambda: pack_blocks(comm, plan.entries, sizes, read, received),
         verify,
         max_inflight_nbytes=max_inflight_nbytes,
         storage_s=WORK * timeout_s,

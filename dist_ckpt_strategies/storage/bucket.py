@@ -117,7 +117,7 @@ class Bucket:
         """
         return self.scheme != "gs"
 
-    def below(self, name: str) -> Bucket:
+    def __truediv__(self, name: str) -> Bucket:
         """What lies below this, under a name without a ``/``."""
         return replace(self, prefix=f"{self.prefix}{name}/")
 

@@ -6,8 +6,13 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.storage.files import reason
+from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.storage.files import Directory, reason
+
+if TYPE_CHECKING:
+    from dist_ckpt_strategies.storage.bucket import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,18 @@ def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
         folder = read_folder(root, waiting.pop())
         yield folder
         waiting.extend(map(folder.path_of, folder.folders))
+
+
+def files_below(store: Place, folder: str) -> list[str]:
+    """The files below a folder of a place; StorageError if it cannot be read."""
+    if not isinstance(store, Directory):
+        return list(store.names(f"{folder}/"))
+    names: list[str] = []
+    for found in folders_below(store.root, [folder]):
+        if found.failure:
+            raise StorageError(f"{found.key}: {found.failure}", path=found.key)
+        names += map(found.path_of, found.files)
+    return names
 
 
 def is_directory(entry: os.DirEntry[str]) -> bool:

@@ -30,7 +30,6 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing
-from dist_ckpt_strategies.local.common_state import restore_common
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     merged,
@@ -67,7 +66,10 @@ from dist_ckpt_strategies.strategies.common import (
     common_content,
     open_packs,
 )
-from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
+from dist_ckpt_strategies.strategies.local_replicated import (
+    LocalReplicatedLoadShardedStrategy,
+    restore_common,
+)
 from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.registry import (
     StrategyChoice,

@@ -9,7 +9,8 @@ earlier save stay until the common state of the new one is in place.
 import logging
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,26 +30,21 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.commit import set_marker_aside
+from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
-from dist_ckpt_strategies.local.common_state import (
-    VERSION,
-    require_common_of,
-    restore_common,
-    sessions,
-    write_common,
-)
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.packs import default_local_allowed, read_common
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
 from dist_ckpt_strategies.local.reshard import resharded
-from dist_ckpt_strategies.local.scan import BACKEND
+from dist_ckpt_strategies.local.scan import BACKEND, SESSION
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -68,6 +64,7 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
+    MARKER_NAME,
     Directory,
     file_errors,
     make_directories,
@@ -84,10 +81,11 @@ from dist_ckpt_strategies.strategies.configured import Configured, require_own
 
 T = TypeVar("T")
 
+VERSION = 1
+
 logger = logging.getLogger(__name__)
 
-_ITERATION = re.compile(r"(\d+)\D*$")
-"""The number that the directory's name ends with."""
+_ITERATION = re.compile(r"(\d+)\D*$")  # the last number of the directory's name
 
 
 class _OnNodes(Configured):
@@ -203,11 +201,9 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
                 set_marker_aside(root)
             return b"" if comm.rank else self._common_content(place, common_object)
 
-        def describe() -> list[Any]:
-            return [self._within(WORK, root, ShardDirectory(root).name), *_described(sharded)]
-
+        name = partial(self._within, WORK, root, ShardDirectory(root).name)
         common, *_ = run_and_gather_bytes(comm, lambda: self._within(OPENING, root, prepare))
-        described = run_and_gather(comm, describe)
+        described = run_and_gather(comm, lambda: [name(), *_described(sharded)])
         state = self._state(comm, sharded, described)
         digest, iteration = xxh3_128_hexdigest(common), _ITERATION.search(root.name)
         manager = run_collectively(comm, lambda: self._manager(root, digest, self._cliques))
@@ -215,7 +211,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         nodes = [node for node, *_ in described]
         is_with_first = nodes[comm.rank] == nodes[0] and self._local.node_directory is None
         is_first = nodes.index(nodes[comm.rank]) == comm.rank  # of its node
-        write = partial(self._within, ALL, root, partial(write_common, root, common))
+        write = partial(self._within, ALL, root, partial(_write_common, root, common))
         run_collectively(comm, lambda: None if is_with_first else write())
         if commit is not None:
             run_on_first_rank(comm, commit)
@@ -233,7 +229,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         """Remove the local shards of other saves on this node; a failure is logged."""
 
         def remove() -> None:
-            for name in set(sessions(root)).difference({digest}):
+            for name in set(_sessions(root)).difference({digest}):
                 raise_if_cancelled()
                 shutil.rmtree(root / name)
 
@@ -258,12 +254,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
 class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type: ignore[misc]
     """Loads every rank's shards from its node, or from a rank that has a copy.
 
-    Args:
-        local: directories; cliques play no role in a load.
-        group: all ranks; the world by default.
-        options: timeouts; by default from the environment.
-        allow: further classes that objects may be of.
-        changes: fields of LocalOptions that differ from ``local``.
+    Arguments are as for a save; cliques play no role.
     """
 
     @raises_megatron_errors
@@ -304,14 +295,14 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         root = run_collectively(comm, lambda: self.root(checkpoint_dir, comm))
 
         def look() -> list[Any]:
-            return [common_digest(common_path.parent), sessions(root)]
+            return [common_digest(common_path.parent), _sessions(root)]
 
         seen = run_and_gather(comm, lambda: self._within(ALL, root, look))
         digest = seen[0][0]
 
         def require_common() -> LocalCheckpointManager:
             known = {name for _, names in seen for name in names}
-            require_common_of(known, common_path, seen[comm.rank][0], digest)
+            _require_common_of(known, common_path, seen[comm.rank][0], digest)
             return self._manager(root, digest)
 
         state, _ = run_collectively(comm, require_common).load(on_host=True)
@@ -325,8 +316,8 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         Raises:
             IncompleteCheckpointError: this node has no file of it; call ``prepare_local_load``.
         """
-        found = self.load_sharded_metadata(checkpoint_dir).items()
-        return {key: value for key, value in found if isinstance(value, ShardedTensor)}
+        found = self.load_sharded_metadata(checkpoint_dir)
+        return {key: found[key] for key in found if isinstance(found[key], ShardedTensor)}
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
@@ -337,7 +328,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
 
         def read() -> Any:
             digest = common_digest(common_path.parent)
-            require_common_of(sessions(root), common_path, digest, digest)
+            _require_common_of(_sessions(root), common_path, digest, digest)
             return read_common(ShardDirectory(root / digest), allowed)
 
         common = self._within(ALL, root, read)
@@ -404,3 +395,56 @@ def _described(sharded: StateDict) -> list[Any]:
             name = object_id(value)
             objects.append([name.key, list(name.offset), list(name.shape)])
     return [arrays, objects]
+
+
+def restore_common(comm: Communicator, root: Path, name: str, timeout_s: float) -> None:
+    """Write the common state and the marker on every node that has lost them. Collective."""
+
+    def own() -> bytes:
+        known = _sessions(root)
+        with suppress(IncompleteCheckpointError):
+            content = Directory(root).read(COMMON_NAME) if is_finished(root) else b""
+            return content if not known or xxh3_128_hexdigest(content) in known else b""
+        return b""
+
+    opening = Deadline.after(OPENING * timeout_s)
+    everyone = run_and_gather_bytes(comm, lambda: run_within(opening, root, own))
+    common = next(filter(None, everyone), None)
+
+    def restore() -> None:
+        if common is None:
+            raise IncompleteCheckpointError(
+                f"{name}: no node has an undamaged {COMMON_NAME} and metadata.json; load an older "
+                "checkpoint",
+                path=name,
+            )
+        if everyone[comm.rank] != common:
+            work = Deadline.after(WORK * timeout_s)
+            run_within(work, root, partial(_write_common, root, common))
+
+    run_collectively(comm, restore)
+
+
+def _write_common(root: Path, common: bytes) -> None:
+    """Write ``common.pt`` and the marker. All ranks of a node may: they write equal files."""
+    Directory(root).write(COMMON_NAME, common, key="common state")
+    Directory(root).write(MARKER_NAME, CheckpointMarker(BACKEND, VERSION).to_json())
+
+
+def _sessions(root: Path) -> list[str]:
+    """Digests of the common states of which local shards are on this node."""
+    return sorted(filter(SESSION.fullmatch, Directory(root).names()))
+
+
+def _require_common_of(
+    known: Collection[str], common_path: Path, found: str, expected: str
+) -> None:
+    """Raise unless ``common.pt``, which Megatron-Core has read, belongs to the shards to load."""
+    if found == expected and (found in known or not known):
+        return
+    what = " or ".join(known) if found == expected else f"{expected}, as on the first rank"
+    raise CorruptCheckpointError(
+        f"common state: {common_path} has digest {found or '(no such file)'}, expected {what}; it "
+        "is damaged, or of another save; prepare_local_load restores it from another node",
+        path=str(common_path),
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +43,8 @@ from dist_ckpt_strategies.storage.files import (
     LOCK_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
-    file_errors,
 )
+from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.options import ConvertOptions, resolved
 from dist_ckpt_strategies.tools.pack_writer import PackWriter
@@ -52,7 +52,6 @@ from dist_ckpt_strategies.tools.plan_convert import (
     ConvertPlan,
     FileTask,
     Format,
-    RegionRead,
     SourceArray,
     build_convert_plan,
 )
@@ -321,15 +320,18 @@ class _Conversion:
     def _plan(
         self, chosen: _Chosen, root: Location, to: Format, features: Sequence[str]
     ) -> ConvertPlan:
-        options = self.options
-        limit = options.chunk_nbytes if to is Format.ZARR3 else None
+        options, max_block_nbytes = self.options, sys.maxsize
+        if to is Format.ZARR3:
+            max_block_nbytes = options.chunk_nbytes
+        elif isinstance(root, Bucket):
+            max_block_nbytes = options.block_nbytes
         return build_convert_plan(
             chosen.arrays,
             to,
             upgraded_keys([array.key for array in chosen.arrays]) if self.is_upgrade else {},
             chosen.objects,
             file_nbytes=options.max_file_bytes or _FILE_NBYTES.get(to, 512 * MIB),
-            max_block_nbytes=options.block_nbytes if isinstance(root, Bucket) else limit,
+            max_block_nbytes=max_block_nbytes,
             features=features,
         )
 
@@ -353,9 +355,9 @@ class _Conversion:
         """Write all of it, durably; what the commit needs, on the first rank. Collective."""
 
         def write(task: FileTask, count: Count) -> Any:
-            def read(reads: Sequence[RegionRead]) -> None:
-                opened.read_into(reads)
-                count(sum(target.nbytes for *_, target in reads))
+            def read(*reads: ArrayRead) -> None:
+                opened.read_into(*reads)
+                count(sum(read.target.nbytes for read in reads))
 
             return opened.unchanged(lambda: writer.write(task, read))
 
@@ -389,13 +391,9 @@ def _require_free(root: Location, to: Format, source: Location | str) -> None:
     stale: tuple[str, ...] = (PARTIAL_PREFIX, REMOVED_PREFIX)
     if isinstance(root, Bucket):
         root.require_bucket()
-        names = root.names()
-    else:
-        with file_errors(None, root):
-            names = os.listdir(root) if root.exists() else ()  # noqa: PTH208
     if to is Format.PACK:
         stale = (*stale, FOLDER, SAVES, LOCK_NAME)
-    if not all(name.startswith(stale) for name in names):
+    if not all(name.startswith(stale) for name in place_of(root).names()):
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""
         what = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"
         raise CheckpointExistsError(

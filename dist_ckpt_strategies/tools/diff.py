@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import ArrayNotFoundError, raises_megatron_erro
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.storage.files import COMMON_NAME
-from dist_ckpt_strategies.storage.store import HostArray
+from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.options import ConvertOptions
 from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks
@@ -265,8 +265,8 @@ class _Comparison:
         for block in blocks(region, one.dtype.itemsize, self._options.block_nbytes):
             mine = self._memory.array(block.shape, one.dtype, "a")
             theirs = self._memory.array(block.shape, one.dtype, "b")
-            _, a = tried(partial(self._a.read_into, [(one.key, block, mine)]))
-            _, b = tried(partial(self._b.read_into, [(other.key, block, theirs)]))
+            _, a = tried(partial(self._a.read_into, ArrayRead(one, block, mine)))
+            _, b = tried(partial(self._b.read_into, ArrayRead(other, block, theirs)))
             count(mine.nbytes)
             if a or b:
                 differences.append(ArrayDifference(one.key, Difference.DAMAGED, a, b))

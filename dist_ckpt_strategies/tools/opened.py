@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
-from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, ObjectId, Region, Shape
+from dist_ckpt_strategies.core.array import COMMON_OBJECT, ObjectId, Region, Shape
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointNotFoundError,
@@ -25,7 +25,7 @@ from dist_ckpt_strategies.errors import (
     raises_megatron_errors,
     similar_text,
 )
-from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
     Location,
@@ -33,29 +33,20 @@ from dist_ckpt_strategies.formats.locations import (
     other_contents,
     read_marker,
 )
-from dist_ckpt_strategies.formats.objects import Allowed, load_content, require_archive
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content, require_archive
 from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory, file_errors
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
-from dist_ckpt_strategies.tools.plan_convert import Format, RegionRead, SourceArray
+from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
 from dist_ckpt_strategies.tools.safetensors import SafetensorsCheckpoint, holds_safetensors
 from dist_ckpt_strategies.tools.zarr3 import Zarr3Checkpoint
 
 if TYPE_CHECKING:
     import torch
 
-    from dist_ckpt_strategies.tools.torch_dist import TorchDistCheckpoint
-
-    StoredCheckpoint = (
-        PackCheckpoint | Format1Checkpoint | TorchDistCheckpoint | SafetensorsCheckpoint
-    )
-
 T = TypeVar("T")
-
-_SPARSE_NBYTES = 1 << 20
-"""What a slice with a step reads at once, with the elements between those that are wanted."""
 
 
 @raises_megatron_errors
@@ -98,7 +89,7 @@ def open_at(root: Location, options: Options, allow: Allowed) -> OpenedCheckpoin
 
 def _stored(root: Location, options: Options, allow: Allowed) -> tuple[Format, StoredCheckpoint]:
     if isinstance(root, Path) and holds_safetensors(root):
-        return Format.SAFETENSORS, SafetensorsCheckpoint(root)
+        return Format.SAFETENSORS, SafetensorsCheckpoint(root, options)
     backend = _backend(root)
     if backend == PACKS.sharded_format:
         return Format.PACK, PackCheckpoint(root, options)
@@ -112,7 +103,7 @@ def _stored(root: Location, options: Options, allow: Allowed) -> tuple[Format, S
     if kinds[backend] is Format.TORCH_DIST:
         from dist_ckpt_strategies.tools.torch_dist import TorchDistCheckpoint  # noqa: PLC0415
 
-        return Format.TORCH_DIST, TorchDistCheckpoint(root, with_defaults(allow))
+        return Format.TORCH_DIST, TorchDistCheckpoint(root, options, with_defaults(allow))
     kind = Format1Checkpoint if kinds[backend] is Format.ZARR1 else Zarr3Checkpoint
     return kinds[backend], kind(root, options)
 
@@ -166,7 +157,6 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
     ) -> None:
         self.root, self.kind = root, kind
         self._stored, self._options, self._allow = stored, options, allow
-        self._specs: dict[str, ArraySpec] = {}
         self.objects: Mapping[str, Any] = _Objects(self)
 
     @property
@@ -234,22 +224,20 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
 
     def find(self, keys: Iterable[str]) -> list[SourceArray]:
         """The arrays of these keys, sorted, as they are stored."""
-        specs, stored = self._stored.find(keys), self._stored
-        self._specs |= specs
-        if isinstance(stored, Format1Checkpoint):
-            return [SourceArray(s.key, s.shape, s.dtype, s.chunk_shape) for s in specs.values()]
-        return [
-            SourceArray(spec.key, spec.shape, spec.dtype, None, tuple(stored.blocks(key)))
-            for key, spec in specs.items()
-        ]
+        stored, arrays = self._stored, []
+        for key, spec in stored.find(keys).items():
+            blocks = tuple(stored.blocks(key)) if isinstance(stored, PackCheckpoint) else None
+            blocks = spec.blocks if isinstance(spec, SourceArray) else blocks
+            grid = spec.chunk_shape, spec.separator, spec.is_raw
+            arrays.append(SourceArray(key, spec.shape, spec.dtype, *grid, blocks))
+        return arrays
 
-    def read_into(self, reads: Sequence[RegionRead]) -> None:
+    def read_into(self, *reads: ArrayRead) -> None:
         """Fill memory with regions of arrays that ``find`` has given. What has digests is verified.
 
         Raises a StorageError if elements are missing or damaged, or cannot be read.
         """
-        wanted = [ArrayRead(self._specs[key], region, target) for key, region, target in reads]
-        self._stored.begin_reads(wanted).wait(self._options.timeout_s)
+        self._stored.begin_reads(reads).wait(self._options.timeout_s)
 
     def block_digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
         """The digests of all ranges of each stored block, where the format has them."""
@@ -288,8 +276,10 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
         return content
 
     def _common_file(self) -> bytes:
-        if isinstance(self._stored, PackCheckpoint | SafetensorsCheckpoint):
+        if isinstance(self._stored, PackCheckpoint):
             return self._stored.common_content()
+        if self.kind is Format.SAFETENSORS:
+            return dump_object({}, name="common state")
         assert isinstance(self.root, Path)  # noqa: S101 - only packs are read from elsewhere
         return Directory(self.root).read(COMMON_NAME)
 
@@ -370,36 +360,27 @@ class LazyArray:
     def __getitem__(self, index: Any) -> HostArray:
         """Elements, in memory of their own: by ints, slices with any steps, and one ``...``.
 
+        With a step, what lies between is read too.
+
         Raises:
             IndexError: an int is out of bounds, or the index is none of those.
             StorageError: see OpenedCheckpoint.
         """
         ranges, kept = _selection(self.key, self.shape, index)
-        found = np.empty([len(r) for r in ranges], self.dtype)
         # Ascending, since a region is read in its own order; the result is turned round at the end.
         forward = [r if r.step > 0 else r[::-1] for r in ranges]
-        if found.size:
-            self._opened.unchanged(lambda: self._fill(forward, found))
-        turned = tuple(slice(None, None, 1 if r.step > 0 else -1) for r in ranges)
-        dims = tuple(slice(None) if is_kept else 0 for is_kept in kept)
-        result: HostArray = found[turned][(*dims, ...)]
-        return result
-
-    def _fill(self, ranges: list[range], target: HostArray) -> None:
-        """Read the elements at these indices, in parts if there is a step."""
-        region = Region(tuple(r.start for r in ranges), tuple(r[-1] + 1 - r.start for r in ranges))
-        if region.shape == target.shape:
-            self._opened.read_into([(self.key, region, target)])
-        elif region.numel * self.dtype.itemsize <= _SPARSE_NBYTES:
-            elements = np.empty(region.shape, self.dtype)
-            self._opened.read_into([(self.key, region, elements)])
-            target[...] = elements[tuple(slice(None, None, r.step) for r in ranges)]
-        else:
-            dim = next(dim for dim, r in enumerate(ranges) if len(r) > 1)
-            middle = len(ranges[dim]) // 2
-            for part in (slice(None, middle), slice(middle, None)):
-                of_dim = (*(slice(None),) * dim, part)
-                self._fill([*ranges[:dim], ranges[dim][part], *ranges[dim + 1 :]], target[of_dim])
+        ends = [r[-1] + 1 if r else r.start for r in forward]
+        offset = tuple(r.start for r in forward)
+        region = Region(offset, tuple(end - at for end, at in zip(ends, offset, strict=True)))
+        elements = np.empty(region.shape, self.dtype)
+        if elements.size:
+            read = ArrayRead(self._array, region, elements)
+            self._opened.unchanged(lambda: self._opened.read_into(read))
+        dims = tuple(
+            slice(None, None, r.step) if k else 0 for r, k in zip(ranges, kept, strict=True)
+        )
+        found: HostArray = elements[(*dims, ...)]
+        return found if found.size == elements.size else found.copy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:  # noqa: FBT001
         """All elements, for numpy."""

@@ -59,16 +59,17 @@ class ConvertOptions:
     @property
     def block_nbytes(self) -> int:
         """Bytes of a block."""
-        max_nbytes = self.max_memory_bytes or self.storage.max_inflight_bytes
-        share = max_nbytes // (_BUFFERS * self.threads)
-        return max(_LEAST_BLOCK_NBYTES, min(_LARGEST_BLOCK_NBYTES, share))
+        return self._share_of(self.threads)
 
     @property
     def chunk_nbytes(self) -> int:
         """Largest chunk of Zarr v3: what a block has with all threads, however many are used."""
+        return self._share_of(max(self.threads, _MAX_THREADS))
+
+    def _share_of(self, num_threads: int) -> int:
         max_nbytes = self.max_memory_bytes or self.storage.max_inflight_bytes
-        share = max(_LEAST_BLOCK_NBYTES, max_nbytes // (_BUFFERS * _MAX_THREADS))
-        return min(self.block_nbytes, share)
+        share = max_nbytes // (_BUFFERS * num_threads)
+        return max(_LEAST_BLOCK_NBYTES, min(_LARGEST_BLOCK_NBYTES, share))
 
     @property
     def storage(self) -> Options:

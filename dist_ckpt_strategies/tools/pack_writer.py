@@ -3,19 +3,21 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
-from operator import add
+from dataclasses import astuple, replace
+from itertools import chain
+from operator import add, itemgetter
 from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import DType, ObjectId, Region
+from dist_ckpt_strategies.core.array import DType, Region
 from dist_ckpt_strategies.errors import CheckpointExistsError
 from dist_ckpt_strategies.formats.commit import require_own_place
-from dist_ckpt_strategies.formats.index import StoredObject, array_segments, build_full_index
-from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, PackLimits, lay_out
+from dist_ckpt_strategies.formats.index import array_segments
+from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, lay_out
 from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, read_pointer
 from dist_ckpt_strategies.formats.pack_read import runs
+from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save
 from dist_ckpt_strategies.formats.pack_write import (
     FOLDER,
     PackRecord,
@@ -26,19 +28,15 @@ from dist_ckpt_strategies.formats.pack_write import (
 )
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import Directory
-from dist_ckpt_strategies.storage.store import Bytes
-from dist_ckpt_strategies.tools.plan_convert import (
-    ConvertPlan,
-    FileTask,
-    RegionRead,
-    WriteItem,
-    groups,
-)
+from dist_ckpt_strategies.storage.store import ArrayRead, Bytes
+from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem, groups
 from dist_ckpt_strategies.tools.writers import Objects, Read, TargetWriter
 
-_MAX_OBJECTS = 10_000
-_MAX_OBJECTS_NBYTES = 64 << 20
+_OBJECTS_NBYTES = 64 << 20
 """Of one pack, which is in memory when it is written; a larger object goes alone."""
+
+_OBJECT_NBYTES = 8 << 10
+"""What an object counts for at least: so a pack has no more than some thousands."""
 
 
 class PackWriter(TargetWriter):
@@ -62,7 +60,6 @@ class PackWriter(TargetWriter):
 
     def write(self, task: FileTask, read: Read) -> list[Any]:
         """See TargetWriter. Gives the fields of the pack's record."""
-        assert self.plan.layout is not None  # noqa: S101 - as the plan for packs has it
         pack = self.plan.layout.packs[int(task.name)]
         stored = [self._digests.get((item.source.key, item.region)) for item in task.items]
         known = [digests for digests in stored if digests is not None]
@@ -84,44 +81,39 @@ class PackWriter(TargetWriter):
     def _batches(self, task: FileTask, read: Read) -> Iterator[list[Bytes]]:
         """The bytes of a pack's blocks, some ranges of one or many small ones at a time."""
         nbytes = max(1, self._block_nbytes // RANGE_NBYTES) * RANGE_NBYTES
-        for batch in groups((part for item in task.items for part in _parts(item, nbytes)), nbytes):
-            memory = self._memory.array((sum(part.nbytes for part in batch),), DType.UINT8)
+        for batch in groups(_parts(task.items, nbytes), nbytes, itemgetter(2)):
+            memory = self._memory.array((sum(size for *_, size in batch),), DType.UINT8)
             contents: list[Bytes] = []
-            reads: list[RegionRead] = []
+            reads: list[ArrayRead] = []
             done = 0
-            for part in batch:
-                contents.append(memory[done : done + part.nbytes])
-                reads += part.reads(contents[-1])
-                done += part.nbytes
-            read(reads)
+            for item, start, size in batch:
+                contents.append(memory[done : done + size])
+                reads += _reads(item, start, contents[-1])
+                done += size
+            read(*reads)
             yield contents
 
     def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> NewSave:
         """See TargetWriter."""
-        assert self.plan.layout is not None  # noqa: S101 - as above
-        features = self.plan.features
+        plan = self.plan
         packs = [PackRecord(*fields) for _, fields in sorted(records.items())]
-        listed: list[StoredObject] = []
-        where = None
-        for batch in _batches(objects):
-            contents = [content for _, content in batch] + ([] if where else [common])
-            layout = lay_out(
-                (),
-                [(object_id, len(content)) for object_id, content in batch],
-                None if where else len(common),
-                limits=PackLimits(sum(map(len, contents))),
-                features=features,
-            )
-            memory = [np.frombuffer(content, np.uint8) for content in contents]
-            packs += [self._write(pack, [memory]) for pack in layout.packs]  # of which there is one
-            number = len(packs) - 1
-            listed += (StoredObject(i, replace(s, pack=number)) for i, s in layout.objects)
-            if layout.common is not None:
-                where = replace(layout.common, pack=number)
-        facts = {"ranks": 1, "created": time.time(), "features": [*features]}
-        segments = array_segments(self.plan.layout.table)
-        index, pointer = build_full_index(self._save_id, segments, listed, packs, where, facts)
-        return NewSave(pointer, index, packs, common)
+        summaries = [PackSummary(tuple(packs))]
+        tail = chain([(None, common)], objects)
+        for batch in groups(tail, _OBJECTS_NBYTES, lambda part: max(len(part[1]), _OBJECT_NBYTES)):
+            sizes = [(name, len(content)) for name, content in batch if name]
+            contents = [content for name, content in batch if name]
+            common_nbytes = None if batch[0][0] else len(common)
+            layout = lay_out((), sizes, common_nbytes, features=plan.features)
+            contents.append(common)
+            written = []
+            for pack in layout.packs:
+                held = [contents[source] for source in pack.sources if source >= 0]
+                memory = [np.frombuffer(content, np.uint8) for content in held]
+                written.append(self._write(pack, [memory]))
+            summaries.append(PackSummary.of(layout, written))
+        facts = {"ranks": 1, "created": time.time(), "features": [*plan.features]}
+        save = build_save(self._save_id, array_segments(plan.layout.table), summaries, facts)
+        return replace(save, common=common)
 
     def commit(self, save: NewSave) -> None:
         """See TargetWriter."""
@@ -147,44 +139,20 @@ class PackWriter(TargetWriter):
                 (self._store.root / FOLDER).rmdir()
 
 
-def _batches(objects: Objects) -> Iterator[list[tuple[ObjectId, bytes]]]:
-    """What objects go into one pack; the last batch may be empty."""
-    batch: list[tuple[ObjectId, bytes]] = []
-    nbytes = 0
-    for object_id, content in objects:
-        if batch and (nbytes + len(content) > _MAX_OBJECTS_NBYTES or len(batch) == _MAX_OBJECTS):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append((object_id, content))
-        nbytes += len(content)
-    yield batch
+def _parts(items: Iterable[WriteItem], max_nbytes: int) -> Iterator[tuple[WriteItem, int, int]]:
+    """Each block in parts of so many bytes: its first byte, and how many there are."""
+    for item in items:
+        nbytes = item.nbytes
+        for start in range(0, max(1, nbytes), max_nbytes):
+            yield item, start, min(max_nbytes, nbytes - start)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements of a block that follow each other in C order."""
-
-    item: WriteItem
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of them."""
-        return (self.stop - self.start) * self.item.array.dtype.itemsize
-
-    def reads(self, memory: Bytes) -> Iterator[RegionRead]:
-        """What to read to have them in memory."""
-        item, done = self.item, 0
-        elements = memory.view(item.array.dtype.numpy)
-        for run in runs(item.region.shape, self.start, self.stop):
-            region = Region(tuple(map(add, run.offset, item.region.offset)), run.shape)
-            yield item.source.key, region, elements[done : done + run.numel].reshape(run.shape)
-            done += run.numel
-
-
-def _parts(item: WriteItem, nbytes: int) -> Iterator[_Part]:
-    """A block in parts of so many bytes."""
-    step = nbytes // item.array.dtype.itemsize
-    for start in range(0, max(1, item.region.numel), step):
-        yield _Part(item, start, min(start + step, item.region.numel))
+def _reads(item: WriteItem, byte_offset: int, memory: Bytes) -> Iterator[ArrayRead]:
+    """What to read to have bytes of a block, from the first on that is asked for, in memory."""
+    elements = memory.view(item.array.dtype.numpy)
+    start, done = byte_offset // elements.itemsize, 0
+    for run in runs(item.region.shape, start, start + elements.size):
+        region = Region(tuple(map(add, run.offset, item.region.offset)), run.shape)
+        target = elements[done : done + run.numel].reshape(run.shape)
+        yield ArrayRead(item.source, region, target)
+        done += run.numel

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import chain, pairwise, product
-from operator import floordiv
+from itertools import pairwise, product
+from operator import attrgetter, floordiv
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
@@ -29,12 +29,8 @@ from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.pack import SAFETENSORS_NAMES, Layout, PackLimits, lay_out
-from dist_ckpt_strategies.storage.store import HostArray
 
 T = TypeVar("T", bound=Any)
-
-RegionRead = tuple[str, Region, HostArray]
-"""The key of an array, a region of it, and memory of the region's shape, which may be strided."""
 
 _MAX_CHUNK_NBYTES = 64 << 20
 """Of an array whose stored regions lie on no regular grid."""
@@ -82,47 +78,36 @@ _BACKENDS: Mapping[Format, tuple[str, int]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class SourceArray:
-    """An array as the source stores it.
+class SourceArray(ArraySpec):
+    """An array as the source stores it: as ``blocks``, each with the global rank that wrote it.
 
-    ``chunk_shape`` is that of its regular grid; None where ``blocks`` has its regions, each with
-    the global rank that wrote it.
+    None: as chunks of its grid.
     """
 
-    key: str
-    shape: Shape
-    dtype: DType
-    chunk_shape: Shape | None = None
-    blocks: tuple[tuple[Region, int], ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    blocks: tuple[tuple[Region, int], ...] | None = None
 
     def regions(self) -> Iterator[Region]:
         """The regions in which it is stored, cut at its edge; of an empty one, itself."""
         whole = Region.whole(self.shape)
         if not whole.numel:
             yield whole
-        elif self.chunk_shape is None:
+        elif self.blocks is not None:
             yield from sorted(region for region, _ in self.blocks if region.numel)
         else:
-            array = ArraySpec(self.key, self.shape, self.dtype, self.chunk_shape)
-            cut = (array.chunk_region(index).intersect(whole) for index in array.chunk_indices())
-            yield from (region for region in cut if region is not None)
+            cut = (self.chunk_region(index).intersect(whole) for index in self.chunk_indices())
+            yield from filter(None, cut)
 
 
 def require_whole(arrays: Sequence[SourceArray]) -> None:
     """Raise CoverageError or DuplicateWriterError unless blocks hold each element exactly once."""
-    listed = [array for array in arrays if array.chunk_shape is None]
-    blocks = [(array.key, *block) for array in listed for block in array.blocks]
+    stored = {array.key: array for array in arrays if array.blocks is not None}
+    listed = [(key, *block) for key, array in stored.items() for block in array.blocks or ()]
     table = BlockTable.of(
-        {array.key: ArrayFacts(array.dtype.value, array.shape) for array in listed},
-        [(key, region) for key, region, _ in blocks],
-        [(0, 0, 0)] * len(blocks),
+        {key: ArrayFacts(array.dtype.value, array.shape) for key, array in stored.items()},
+        [(key, region) for key, region, _ in listed],
+        [(0, 0, 0)] * len(listed),
     )
-    require_coverage(table, np.array([rank for *_, rank in blocks], np.int64))
+    require_coverage(table, np.array([rank for *_, rank in listed], np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +166,7 @@ class ConvertPlan:
     arrays: tuple[ArraySpec, ...]
     objects: tuple[ObjectId, ...]
     tasks: tuple[FileTask, ...]
-    layout: Layout | None = None
+    layout: Layout
     features: tuple[str, ...] = ()
 
     @property
@@ -195,6 +180,10 @@ class ConvertPlan:
         return sum(array.nbytes for array in self.arrays)
 
 
+Pair = tuple[SourceArray, ArraySpec]
+"""An array as the source and as the target have it."""
+
+
 def build_convert_plan(  # noqa: PLR0913
     sources: Sequence[SourceArray],
     target: Format,
@@ -202,7 +191,7 @@ def build_convert_plan(  # noqa: PLR0913
     objects: Sequence[ObjectId] = (),
     *,
     file_nbytes: int,
-    max_block_nbytes: int | None = None,
+    max_block_nbytes: int = sys.maxsize,
     features: Sequence[str] = (),
 ) -> ConvertPlan:
     """Choose chunks and files: the source's own grid, where it has one.
@@ -214,28 +203,25 @@ def build_convert_plan(  # noqa: PLR0913
     Raises CoverageError if the shards of an array do not make it up, and PlanError if the target
     cannot hold an array, or two would have one key.
     """
-    named = sorted(
-        ((renames.get(source.key, source.key), source) for source in sources),
-        key=lambda pair: pair[0],
-    )
+    named = [(renames.get(source.key, source.key), source) for source in sources]
+    named.sort(key=lambda pair: pair[0])
     _require_keys(target, [key for key, _ in named], objects)
     require_whole(sources)
     pairs = [(source, _target_array(key, source, target)) for key, source in named]
-    layout = None
-    if target is Format.PACK:
-        layout, tasks = _packs(pairs, file_nbytes, max_block_nbytes, features)
-    elif target is Format.SAFETENSORS:
-        tasks = list(_safetensors_tasks(pairs, file_nbytes))
-    elif target is Format.TORCH_DIST:
-        items = [WriteItem(*pair, region) for pair in pairs for region in pair[0].regions()]
-        files = enumerate(groups(items, file_nbytes))
-        tasks = [FileTask(f"__0_{number}.distcp", tuple(group)) for number, group in files]
-    else:
-        limit = max_block_nbytes or sys.maxsize
-        cells = [array.chunk_shape for _, array in pairs]
-        pairs = [(source, _with_smaller_chunks(array, limit)) for source, array in pairs]
-        of_arrays = (_chunk_tasks(*found) for found in zip(pairs, cells, strict=True))
-        tasks = list(chain.from_iterable(of_arrays))
+    items = [WriteItem(*pair, region) for pair in pairs for region in pair[0].regions()]
+    layout = lay_out(())
+    match target:
+        case Format.PACK:
+            limits = PackLimits(min(file_nbytes, max_block_nbytes))
+            layout, tasks = _packs(items, limits, max_block_nbytes, features)
+        case Format.SAFETENSORS:
+            tasks = list(_safetensors_tasks(pairs, file_nbytes))
+        case Format.TORCH_DIST:
+            files = enumerate(groups(items, file_nbytes))
+            tasks = [FileTask(f"__0_{number}.distcp", tuple(file)) for number, file in files]
+        case _:
+            tasks = [task for pair in pairs for task in _chunk_tasks(*pair, max_block_nbytes)]
+            pairs = [(source, _with_smaller_chunks(a, max_block_nbytes)) for source, a in pairs]
     arrays = tuple(array for _, array in pairs)
     return ConvertPlan(target, arrays, tuple(objects), tuple(tasks), layout, tuple(features))
 
@@ -251,31 +237,77 @@ def _require_keys(target: Format, keys: Sequence[str], objects: Sequence[ObjectI
             raise PlanError(f"{key}: Zarr v3 has a file of its own named zarr.json", key=key)
 
 
-Pair = tuple[SourceArray, ArraySpec]
-"""An array as the source and as the target have it."""
+def _target_array(key: str, source: SourceArray, target: Format) -> ArraySpec:
+    """The array with the target's chunk grid: that of the source, or else rows of the array."""
+    if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
+        known = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
+        raise PlanError(
+            f"{key}: safetensors has no {source.dtype.value}; it has {known}; leave the array out "
+            "with --keys, or convert to another format",
+            key=key,
+        )
+    regions = [region for region, _ in source.blocks or () if region.numel]
+    shape, chunk = source.shape, source.chunk_shape
+    if regions:
+        chunk = tuple(map(max, zip(*(region.shape for region in regions), strict=True)))
+    chunk = tuple(max(1, min(sizes)) for sizes in zip(chunk, shape, strict=True))
+    is_regular = all(
+        offset % c == 0 and n == min(c, size - offset)  # the edge may cut a chunk
+        for region in regions
+        for offset, n, c, size in zip(*region, chunk, shape, strict=True)
+    )
+    array = ArraySpec(key, shape, source.dtype, chunk)
+    return (
+        array
+        if is_regular
+        else _with_smaller_chunks(replace(array, chunk_shape=shape), _MAX_CHUNK_NBYTES)
+    )
 
 
 def _packs(
-    pairs: Sequence[Pair], file_nbytes: int, max_block_nbytes: int | None, features: Sequence[str]
+    items: Sequence[WriteItem], limits: PackLimits, max_block_nbytes: int, features: Sequence[str]
 ) -> tuple[Layout, list[FileTask]]:
     """Packs, all of them written in the name of rank 0, and the blocks of each."""
-    items = [
-        WriteItem(*pair, block)
-        for pair in pairs
-        for region in pair[0].regions()
-        for block in blocks(region, pair[0].dtype.itemsize, max_block_nbytes or sys.maxsize)
-    ]
-    shards = [
-        ShardSpec(ShardId(item.array.key, item.region), item.array.shape, item.array.dtype)
-        for item in items
-    ]
-    limits = PackLimits(max_block_nbytes or file_nbytes)
+    cut = [replace(i, region=block) for i in items for block in i.blocks(max_block_nbytes)]
+    shards = [ShardSpec(ShardId(i.array.key, i.region), i.array.shape, i.array.dtype) for i in cut]
     layout = lay_out(shards, limits=limits, features=features)
     tasks = [
-        FileTask(str(number), tuple(items[source] for source in pack.sources if source >= 0))
+        FileTask(str(number), tuple(cut[source] for source in pack.sources if source >= 0))
         for number, pack in enumerate(layout.packs)
     ]
     return layout, tasks
+
+
+def _safetensors_tasks(pairs: Sequence[Pair], file_nbytes: int) -> Iterator[FileTask]:
+    """Whole arrays, the widest elements first, which keeps them aligned."""
+    files = list(
+        groups([WriteItem(*pair, Region.whole(pair[1].shape)) for pair in pairs], file_nbytes)
+    )
+    for number, file in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        byte_offset = 0
+        for whole in sorted(file, key=lambda item: (-item.array.dtype.itemsize, item.array.key)):
+            for region in whole.source.regions():
+                item = replace(whole, region=region, byte_offset=byte_offset)
+                yield FileTask(name if len(files) > 1 else "model.safetensors", (item,))
+            byte_offset += whole.nbytes
+
+
+def _chunk_tasks(source: SourceArray, array: ArraySpec, max_nbytes: int) -> Iterator[FileTask]:
+    """The chunks of an array; those that begin in one cell, a region of the source, together."""
+    together: dict[Shape, list[WriteItem]] = defaultdict(list)
+    smaller = _with_smaller_chunks(array, max_nbytes)
+    for index in smaller.chunk_indices():
+        region = smaller.chunk_region(index)
+        cell = tuple(map(floordiv, region.offset, array.chunk_shape))
+        together[cell].append(WriteItem(source, smaller, region))
+    for cell, items in together.items():
+        yield FileTask(array.chunk_file(cell), tuple(items))
+
+
+def _with_smaller_chunks(array: ArraySpec, max_nbytes: int) -> ArraySpec:
+    whole = Region.whole(array.chunk_shape)
+    return replace(array, chunk_shape=next(blocks(whole, array.dtype.itemsize, max_nbytes)).shape)
 
 
 def blocks(region: Region, itemsize: int, max_nbytes: int) -> Iterator[Region]:
@@ -309,72 +341,18 @@ def contiguous_runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
         yield sum(o * s for o, s in zip(run.offset, steps, strict=True)), run.numel
 
 
-def _with_smaller_chunks(array: ArraySpec, max_nbytes: int) -> ArraySpec:
-    whole = Region.whole(array.chunk_shape)
-    return replace(array, chunk_shape=next(blocks(whole, array.dtype.itemsize, max_nbytes)).shape)
-
-
-def _chunk_tasks(pair: Pair, cell: Shape) -> Iterator[FileTask]:
-    """The chunks of an array; those that begin in one cell, a region of the source, together."""
-    together: dict[Shape, list[WriteItem]] = defaultdict(list)
-    array = pair[1]
-    for index in array.chunk_indices():
-        region = array.chunk_region(index)
-        number = tuple(map(floordiv, region.offset, cell))
-        together[number].append(WriteItem(*pair, region))
-    for number, items in together.items():
-        yield FileTask(array.chunk_file(number), tuple(items))
-
-
-def _target_array(key: str, source: SourceArray, target: Format) -> ArraySpec:
-    """The array with the target's chunk grid: that of the source, or else rows of the array."""
-    if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
-        known = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
-        raise PlanError(
-            f"{key}: safetensors has no {source.dtype.value}; it has {known}; leave the array out "
-            "with --keys, or convert to another format",
-            key=key,
-        )
-    shape, regions = source.shape, [region for region, _ in source.blocks if region.numel]
-    chunk = source.chunk_shape
-    if chunk is None:
-        chunk = tuple(map(max, zip(*(region.shape for region in regions), strict=True))) or shape
-    chunk = tuple(max(1, min(sizes)) for sizes in zip(chunk, shape, strict=True))
-    is_regular = all(
-        offset % c == 0 and n == min(c, size - offset)  # the edge may cut a chunk
-        for region in regions
-        for offset, n, c, size in zip(*region, chunk, shape, strict=True)
-    )
-    if not is_regular:
-        whole = Region.whole(shape)
-        chunk = next(blocks(whole, source.dtype.itemsize, _MAX_CHUNK_NBYTES)).shape
-    return ArraySpec(key, shape, source.dtype, chunk)
-
-
-def _safetensors_tasks(pairs: Sequence[Pair], file_nbytes: int) -> Iterator[FileTask]:
-    """Whole arrays, the widest elements first, which keeps them aligned."""
-    files = list(
-        groups([WriteItem(*pair, Region.whole(pair[1].shape)) for pair in pairs], file_nbytes)
-    )
-    for number, file in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        byte_offset = 0
-        for whole in sorted(file, key=lambda item: (-item.array.dtype.itemsize, item.array.key)):
-            for region in whole.source.regions():
-                item = replace(whole, region=region, byte_offset=byte_offset)
-                yield FileTask(name if len(files) > 1 else "model.safetensors", (item,))
-            byte_offset += whole.nbytes
-
-
-def groups(items: Iterable[T], max_nbytes: int) -> Iterator[list[T]]:
+def groups(
+    items: Iterable[T], max_nbytes: int, nbytes_of: Callable[[T], int] = attrgetter("nbytes")
+) -> Iterator[list[T]]:
     """Items in order, in groups of a bounded size; a larger item has one of its own."""
     group: list[T] = []
     held = 0
     for item in items:
-        if group and held + item.nbytes > max_nbytes:
+        nbytes = nbytes_of(item)
+        if group and held + nbytes > max_nbytes:
             yield group
             group, held = [], 0
         group.append(item)
-        held += item.nbytes
+        held += nbytes
     if group:
         yield group

@@ -184,7 +184,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         elif dry_run:
             removed.append(decision)
         elif decision.files:
-            if gone := remove_stale(place_of(_below(location, decision.name)), older_than_s):
+            if gone := remove_stale(place_of(location / decision.name), older_than_s):
                 removed.append(replace(decision, files=gone))
         else:
             now, *_ = _look_at(location, decision.name, time.time())
@@ -290,7 +290,7 @@ def _look_at(root: Location, name: str, now_s: float) -> list[PruneDecision]:
     number = _NUMBER.search(name)
     if number is None:
         return [PruneDecision(name, None, Status.OTHER, 0.0)]
-    iteration, place = int(number[1]), _below(root, name)
+    iteration, place = int(number[1]), root / name
     status, nbytes, changed_s = Status.OTHER, None, 0.0
     try:
         store = place_of(place)
@@ -315,10 +315,6 @@ def _look_at(root: Location, name: str, now_s: float) -> list[PruneDecision]:
             PruneDecision(name, iteration, kind, age_s, packs.stale_nbytes, files=packs.stale)
         )
     return found
-
-
-def _below(root: Location, name: str) -> Location:
-    return root / name if isinstance(root, Path) else root.below(name)
 
 
 def _directory_status(directory: Path, *, has_stale: bool) -> tuple[Status, int | None, float]:
@@ -365,7 +361,7 @@ def _scanned(directory: Path) -> tuple[Status, int | None]:
 
 def _remove(root: Location, name: str, older_than_s: float) -> tuple[str, ...]:
     """Remove a checkpoint, its index or marker first; names of what is no part of it, and stays."""
-    place = _below(root, name)
+    place = root / name
     has_packs, store = holds_packs(place), place_of(place)
     if has_packs:  # after it the index, without either of which it is no damaged one
         store.delete([MARKER_NAME])

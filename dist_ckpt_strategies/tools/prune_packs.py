@@ -12,11 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    StorageError,
-)
+from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.index import INDEX_NAME, SAVES, full_index_of
 from dist_ckpt_strategies.formats.pack import LENGTH
 from dist_ckpt_strategies.formats.pack_commit import MARKER, current_save
@@ -31,7 +27,7 @@ from dist_ckpt_strategies.storage.files import (
     Directory,
     file_errors,
 )
-from dist_ckpt_strategies.storage.folders import folders_below
+from dist_ckpt_strategies.storage.folders import files_below
 
 _OURS = re.compile(
     rf"{FOLDER}/[0-9a-f]{{2}}/[0-9a-f]{{16}}\.safetensors|{SAVES}/[^/]+/{INDEX_NAME}"
@@ -129,22 +125,17 @@ def _says_packs(store: Place) -> bool:
 
 def _listed(store: Place) -> Mapping[str, tuple[int | None, float | None]]:
     """Files of packs: size in bytes and time of change, as far as the place tells."""
+    names = [*files_below(store, FOLDER), *files_below(store, SAVES)]
     if not isinstance(store, Directory):
-        names: Iterable[str] = (*store.names(f"{FOLDER}/"), *store.names(f"{SAVES}/"))
-        index = {INDEX_NAME: (None, None)} if store.has(INDEX_NAME) else {}
-        return {name: (None, None) for name in names if _OURS.fullmatch(name)} | index
-    inner: list[str] = []
-    for folder in folders_below(store.root, [FOLDER, SAVES]):
-        if folder.failure:
-            raise StorageError(f"{folder.key}: {folder.failure}", path=folder.key)
-        inner += map(folder.path_of, folder.files)
+        index = [INDEX_NAME] if store.has(INDEX_NAME) else []
+        return dict.fromkeys((*filter(_OURS.fullmatch, names), *index), (None, None))
+    names += store.names(PARTIAL_PREFIX) if names else ()
     found: dict[str, tuple[int | None, float | None]] = {}
-    for name in (*inner, *(store.names(PARTIAL_PREFIX) if inner else ()), INDEX_NAME):
+    for name in (*filter(_OURS.fullmatch, names), INDEX_NAME):
         path = store.root / name
         with file_errors(None, path), suppress(FileNotFoundError):
-            status = path.lstat()
-            if (name == INDEX_NAME or _OURS.fullmatch(name)) and path.is_file():
-                found[name] = status.st_size, status.st_mtime
+            if path.is_file():
+                found[name] = path.lstat().st_size, path.lstat().st_mtime
     return found
 
 

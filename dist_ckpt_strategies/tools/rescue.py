@@ -22,6 +22,7 @@ from dist_ckpt_strategies.formats.objects import dump_object, require_archive
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
 from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray, blocks, require_whole
 from dist_ckpt_strategies.tools.writers import Memory
@@ -84,20 +85,20 @@ def read_all(
     """
     memory, (num_threads, max_nbytes) = Memory(), bounds
 
-    def read(task: tuple[SourceArray, Region], count: Count) -> list[str]:
+    def look(task: tuple[SourceArray, Region], count: Count) -> list[str]:
         array, region = task
         damage = []
         for block in blocks(region, array.dtype.itemsize, max_nbytes):
-            elements = memory.array(block.shape, array.dtype)
-            damage.append(tried(partial(opened.read_into, [(array.key, block, elements)]))[1])
-            count(elements.nbytes)
+            read = ArrayRead(array, block, memory.array(block.shape, array.dtype))
+            damage.append(tried(partial(opened.read_into, read))[1])
+            count(read.target.nbytes)
         return [why for why in damage if why]
 
     tasks = [(array, region) for array in arrays for region in array.regions()]
     results = ranks.share(
         tasks,
         lambda task: task[1].numel * task[0].dtype.itemsize,
-        read,
+        look,
         num_threads=num_threads,
         watch=watch,
     )

@@ -14,18 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, Shape
-from dist_ckpt_strategies.core.blocks import padded
-from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
-    CorruptCheckpointError,
-    array_not_found,
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Shape
+from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.formats.checkpoints import (
+    BlockPart,
+    Format1Checkpoint,
+    block_reads,
+    found_among,
 )
-from dist_ckpt_strategies.formats.locations import OpenedSave
-from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.pack import LENGTH, MAX_HEADER_NBYTES
 from dist_ckpt_strategies.formats.pack_header import MALFORMED
-from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads
+from dist_ckpt_strategies.formats.pack_read import begin_reads
 from dist_ckpt_strategies.storage.files import (
     LOCK_NAME,
     MARKER_NAME,
@@ -52,28 +51,23 @@ def holds_safetensors(root: Path) -> bool:
         return any((root / name).is_file() for name in (INDEX_NAME, SINGLE_NAME))
 
 
-class SafetensorsCheckpoint:
-    """A model's arrays, to be read like a checkpoint's; no objects, an empty common state."""
-
-    def __init__(self, root: Path) -> None:
-        self._root, self._files = root, Directory(root)
-        self.save = OpenedSave(root)
-        self.identity = self.save.identity
+class SafetensorsCheckpoint(Format1Checkpoint):
+    """A model's arrays, read like a checkpoint's; there are no objects, and no common state."""
 
     @cached_property
     def _places(self) -> dict[str, tuple[ArraySpec, str, int]]:
         """Each array, its file, and its first byte there."""
         names, places = [SINGLE_NAME], {}
-        if INDEX_NAME in self._files.names(INDEX_NAME):
-            with _damage(self._files.path(INDEX_NAME)):
-                weights = json.loads(self._files.read(INDEX_NAME))["weight_map"]
+        if INDEX_NAME in self._store.names(INDEX_NAME):
+            with _damage(self._store.path(INDEX_NAME)):
+                weights = json.loads(self._store.read(INDEX_NAME))["weight_map"]
                 names = sorted({Path(name).name for name in weights.values()})
         for name in names:
-            with _damage(self._files.path(name)):
+            with _damage(self._store.path(name)):
                 nbytes = min(
-                    *LENGTH.unpack(self._files.read(name, 0, LENGTH.size)), MAX_HEADER_NBYTES
+                    *LENGTH.unpack(self._store.read(name, 0, LENGTH.size)), MAX_HEADER_NBYTES
                 )
-                tensors = json.loads(self._files.read(name, LENGTH.size, nbytes))
+                tensors = json.loads(self._store.read(name, LENGTH.size, nbytes))
                 tensors.pop("__metadata__", None)
                 for key, tensor in sorted(tensors.items()):
                     first, end = tensor["data_offsets"]
@@ -82,54 +76,28 @@ class SafetensorsCheckpoint:
         return places
 
     def keys(self) -> Iterator[str]:
-        """The keys of all arrays."""
+        """See Format1Checkpoint."""
         return iter(self._places)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """The arrays of these keys, sorted by key; ArrayNotFoundError names a missing one."""
-        for key in sorted(keys):
-            if key not in self._places:
-                raise array_not_found(key, list(self._places), self._root)
-        return {key: self._places[key][0] for key in sorted(keys)}
-
-    def blocks(self, key: str) -> Iterator[tuple[Region, int]]:
-        """The whole array, written by rank 0."""
-        yield Region.whole(self._places[key][0].shape), 0
-
-    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
-        """Begin to read regions of arrays, which have no digests."""
-        width = max((read.region.ndim for read in reads), default=0)
-        names, place = {}, np.zeros((len(reads), 3), np.int64)
-        for number, read in enumerate(reads):
-            _, names[number], place[number, 1] = self._places[read.array.key]
-            place[number, 0] = number
-        blocks = BlockReads(
-            names,
-            place,
-            padded([read.array.shape for read in reads], width, 1),
-            padded([read.region.offset for read in reads], width, 0),
-            padded([read.region.shape for read in reads], width, 1),
-            [read.target for read in reads],
-            [read.array.key for read in reads],
-        )
-        return begin_reads(self._files, blocks, num_threads=self._files.num_readers)
+        """See Format1Checkpoint."""
+        found = found_among(self._places, keys, self._root)
+        return {key: spec for key, (spec, *_) in found.items()}
 
     def object_ids(self) -> Iterator[ObjectId]:
-        """None."""
+        """See Format1Checkpoint."""
         return iter(())
 
-    def object_path(self, object_id: ObjectId) -> str:
+    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See Format1Checkpoint."""
-        return f"{self._root}/{object_id.unique_key}"
-
-    def object_content(self, object_id: ObjectId) -> bytes:
-        """There is none."""
-        text = f"{object_id.unique_key}: {self._root} has files of safetensors, and no objects"
-        raise ArrayNotFoundError(text, key=object_id.key)
-
-    def common_content(self) -> bytes:
-        """An empty common state."""
-        return dump_object({}, name="common state")
+        parts: list[BlockPart] = []
+        for read in reads:
+            array, name, start = self._places[read.array.key]
+            parts.append((name, start, array.key, array.shape, read.region, read.target))
+        if not parts:
+            return Transfer((), 0)
+        threads = self._store.num_readers
+        return begin_reads(self._store, block_reads(parts), num_threads=threads)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ Source: torch.distributed.checkpoint; Megatron-Core 0.16.1.
 import io
 import pickle
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,16 +26,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region, Shape
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region
 from dist_ckpt_strategies.device import as_tensor, to_host, torch_dtype
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleVersionError,
     UnsafeObjectError,
-    array_not_found,
 )
-from dist_ckpt_strategies.formats.locations import OpenedSave
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, found_among
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, dump_object, load_content
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -46,7 +46,7 @@ from dist_ckpt_strategies.storage.files import (
 )
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
-from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask
+from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, SourceArray
 from dist_ckpt_strategies.tools.writers import Objects, Read, StagedWriter
 
 METADATA_NAME = ".metadata"
@@ -86,9 +86,6 @@ _ONE_OBJECT = "a list of one object"
 _Span = tuple[str, int, int]
 """Name of a file, first byte and number of bytes of what ``torch.save`` wrote of one thing."""
 
-_Array = tuple[Shape, DType, tuple[tuple[Region, int], ...]]
-"""Shape, dtype, and each shard with the rank that wrote it."""
-
 
 class _MetadataUnpickler(pickle.Unpickler):
     """Makes what describes a checkpoint, and nothing else."""
@@ -101,7 +98,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read_metadata(path: Path) -> tuple[dict[str, _Array], dict[MetadataIndex, _Span]]:
+def _read_metadata(path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:
     """The arrays by key, and where each shard and object lies."""
     with file_errors(None, path):
         content = read_file(path)
@@ -121,7 +118,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, _Array], dict[MetadataIndex, _
         ) from error
 
 
-def _parsed(found: Any, path: Path) -> tuple[dict[str, _Array], dict[MetadataIndex, _Span]]:
+def _parsed(found: Any, path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:
     described = getattr(found, "mcore_data", None) or {}
     reshaped = [key for key, more in described.items() if _OTHER_SHAPE in more]
     if reshaped:
@@ -137,12 +134,13 @@ def _parsed(found: Any, path: Path) -> tuple[dict[str, _Array], dict[MetadataInd
             spans[MetadataIndex(key)]  # a KeyError where no file holds the object
             continue
         regions = {Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks}
-        shards = [
+        shards = tuple(
             (region, _writer(spans[MetadataIndex(key, region.offset)][0]))
             for region in sorted(regions)
-        ]
-        dtype = DType.named(str(stored.properties.dtype), key=key)
-        arrays[key] = tuple(stored.size), dtype, tuple(shards)
+        )
+        dtype, shape = DType.named(str(stored.properties.dtype), key=key), tuple(stored.size)
+        chunk = tuple(max(1, size) for size in shape)
+        arrays[key] = SourceArray(key, shape, dtype, chunk, blocks=shards)
     return arrays, spans
 
 
@@ -159,41 +157,29 @@ def _span(index: MetadataIndex, info: Any) -> _Span:
     return name, int(info.offset), int(info.length)
 
 
-class TorchDistCheckpoint:
-    """A checkpoint of torch_dist that can be read; see PackCheckpoint.
+class TorchDistCheckpoint(Format1Checkpoint):
+    """A checkpoint of torch_dist that can be read; see Format1Checkpoint.
 
     ``torch.save`` leaves a CRC-32 of each shard, which is compared. Each thread holds the shard
     that it has read last. Objects may be unpickled to the classes of ``allow``: they are in lists.
     """
 
-    def __init__(self, root: Path, allow: Allowed) -> None:
-        self._root, self._allow = root, allow
-        self.save = OpenedSave(root)
-        self.identity = self.save.identity
+    def __init__(self, root: Path, options: Options, allow: Allowed) -> None:
+        super().__init__(root, options)
+        self._allow = allow
         self._arrays, self._spans = _read_metadata(root / METADATA_NAME)
         self._last = threading.local()
 
-    def keys(self) -> Iterable[str]:
-        """See PackCheckpoint."""
-        return self._arrays.keys()
+    def keys(self) -> Iterator[str]:
+        """See Format1Checkpoint."""
+        return iter(self._arrays)
 
-    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """See PackCheckpoint."""
-        specs = {}
-        for key in sorted(keys):
-            if key not in self._arrays:
-                raise array_not_found(key, list(self._arrays), self._root)
-            shape, dtype, _ = self._arrays[key]
-            specs[key] = ArraySpec(key, shape, dtype, tuple(max(1, size) for size in shape))
-        return specs
+    def find(self, keys: Iterable[str]) -> Mapping[str, SourceArray]:
+        """See Format1Checkpoint."""
+        return found_among(self._arrays, keys, self._root)
 
-    def blocks(self, key: str) -> Sequence[tuple[Region, int]]:
-        """See PackCheckpoint."""
-        return self._arrays[key][-1]
-
-    def object_ids(self) -> Sequence[ObjectId]:
-        """See PackCheckpoint."""
-        ids = []
+    def object_ids(self) -> Iterator[ObjectId]:
+        """See Format1Checkpoint."""
         for index in self._spans:
             if index.offset is not None:
                 continue
@@ -204,14 +190,13 @@ class TorchDistCheckpoint:
                     "ShardedObject; Megatron-Core 0.16 did not write it",
                     key=index.fqn,
                 )
-            ids.append(object_id)
-        return ids
+            yield object_id
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """Read regions of arrays, on this thread, whose shard it is; all is done on return."""
         for read in reads:
             bits = np.dtype((np.void, read.target.dtype.itemsize))
-            for shard, _ in self.blocks(read.array.key):
+            for shard, _ in self._arrays[read.array.key].blocks or ():
                 common = shard.intersect(read.region)
                 if common is not None:
                     place: Any = (..., *common.within(shard).slices())
@@ -232,11 +217,11 @@ class TorchDistCheckpoint:
         return elements
 
     def object_path(self, object_id: ObjectId) -> str:
-        """See PackCheckpoint."""
+        """See Format1Checkpoint."""
         return f"{self._root}/{self._spans[MetadataIndex(object_id.unique_key)][0]}"
 
     def object_content(self, object_id: ObjectId) -> bytes:
-        """See PackCheckpoint. torch_dist keeps each in a list of one."""
+        """See Format1Checkpoint. torch_dist keeps each in a list of one."""
         name = object_id.unique_key
         (found,) = self._loaded(name, MetadataIndex(name), _ONE_OBJECT)
         return dump_object(found, name=name)

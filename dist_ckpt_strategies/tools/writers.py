@@ -24,11 +24,11 @@ from dist_ckpt_strategies.formats.objects import OBJECT_SUFFIX
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, metadata_content
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, make_directories
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
-from dist_ckpt_strategies.storage.store import Bytes, HostArray
-from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, RegionRead, WriteItem
+from dist_ckpt_strategies.storage.store import ArrayRead, Bytes, HostArray
+from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem
 
-Read = Callable[[Sequence[RegionRead]], None]
-"""Reads regions of the source; see ``OpenedCheckpoint.read_into``."""
+Read = Callable[..., None]
+"""``OpenedCheckpoint.read_into``, which takes any number of ArrayReads."""
 
 Objects = Iterable[tuple[ObjectId, bytes]]
 """Shards of objects, each read when it is taken."""
@@ -90,7 +90,7 @@ class TargetWriter(ABC):
     def _block(self, item: WriteItem, region: Region, read: Read) -> HostArray:
         """Elements of a region, in memory of this thread, until it is called again."""
         elements = self._memory.array(region.shape, item.array.dtype)
-        read([(item.source.key, region, elements)])
+        read(ArrayRead(item.source, region, elements))
         return elements
 
 
@@ -113,8 +113,6 @@ class StagedWriter(TargetWriter):
         super().__init__(plan, block_nbytes)
         self._root, self._save_id = root, save_id
         self.files = staging_of(root, save_id)
-        with file_errors(None, root):
-            make_directories(self.files.root)
 
     def commit(self, save: None) -> None:
         """See TargetWriter."""
@@ -147,7 +145,7 @@ class Zarr1Writer(StagedWriter):
                     bytes_of(elements)[:] = 0
                 if held is not None:
                     place: Any = (..., *held.within(block).slices())
-                    read([(item.source.key, held, elements[place])])
+                    read(ArrayRead(item.source, held, elements[place]))
                 yield [bytes_of(elements)]
 
         self.files.write_pieces(task.name, pieces())

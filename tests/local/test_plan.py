@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.core.array import Region, ShardSpec
 from dist_ckpt_strategies.errors import CoverageError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.plan import (
-    Completeness,
     LocalShardId,
     SaveId,
     build_cliques,
     build_exchange_plan,
     build_retention,
-    group_saves,
+    missing_ranks,
 )
 from dist_ckpt_strategies.local.reshard import build_reshard_plan
 from tests.support.regions import Split, regions_in, spec_of, splits, times_covered
@@ -60,12 +59,14 @@ def test_saves_are_distinguished_by_id_and_world_and_the_newest_is_the_first() -
     first, second, new = SaveId(5, "a"), SaveId(5, "b"), SaveId(9, "c")
     found = [(first, 0, 2), (second, 1, 2), (second, 0, 2), (first, 1, 3), (new, 1, 2), (new, 1, 2)]
 
-    assert group_saves([(LocalShardId(save, rank), size) for save, rank, size in found]) == (
-        Completeness(new, 2, (0,)),
-        Completeness(second, 2, ()),
-        Completeness(first, 3, (0, 2)),
-        Completeness(first, 2, (1,)),
-    )
+    missing = missing_ranks([(LocalShardId(save, rank), size) for save, rank, size in found])
+
+    assert list(missing.items()) == [
+        ((new, 2), [0]),
+        ((second, 2), []),
+        ((first, 3), [0, 2]),
+        ((first, 2), [1]),
+    ]
 
 
 @given(WORLDS)

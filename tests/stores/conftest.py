@@ -78,7 +78,7 @@ def place(
 @pytest.fixture
 def files(place: Folder) -> Files:
     """The files of a whole checkpoint, to be damaged, in each kind of place in turn."""
-    top = place.below("iter_0000003")
+    top = place / "iter_0000003"
     write(top.address)
     return Files(top)
 

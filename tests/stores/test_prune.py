@@ -55,7 +55,7 @@ def test_old_ones_go_and_what_is_no_part_of_them_stays(place: Folder) -> None:
 def root(in_bucket: Folder) -> Folder:
     """Four checkpoints, the last of them killed before its end."""
     for number in range(1, 5):
-        write(in_bucket.below(f"iter_{number:07d}").address, number, PACKS)
+        write((in_bucket / f"iter_{number:07d}").address, number, PACKS)
     for name in ("index", "metadata.json"):
         in_bucket.delete(f"iter_0000004/{name}")
     return in_bucket

@@ -17,7 +17,7 @@ class Folder:
         self.address, self._spec = address, spec
         self._files = ts.KvStore.open(spec).result()
 
-    def below(self, name: str) -> Folder:
+    def __truediv__(self, name: str) -> Folder:
         spec = {**self._spec, "path": f"{self._spec['path']}{name}/"}
         return Folder(f"{self.address}/{name}", spec)
 
