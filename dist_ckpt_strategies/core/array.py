@@ -78,6 +78,40 @@ class Region(NamedTuple):
         return "[" + ", ".join(f"{s.start}:{s.stop}" for s in self.slices()) + "]"
 
 
+def runs(shape: Shape, start: int, stop: int) -> Iterator[Region]:
+    """Regions that are, one after the other, elements ``start`` to ``stop`` in C order."""
+    if stop <= start:
+        return
+    if not shape:
+        yield Region((), ())
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last or (start % inner and first > stop // inner):  # within one row
+        yield from _in_row(shape, start // inner, start % inner, stop - start // inner * inner)
+        return
+    if start % inner:
+        yield from _in_row(shape, first - 1, start % inner, inner)
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        yield Region((first, *zeros), (last - first, *shape[1:]))
+    if stop % inner:
+        yield from _in_row(shape, last, 0, stop % inner)
+
+
+def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Region]:
+    for part in runs(shape[1:], start, stop):
+        yield Region((row, *part.offset), (1, *part.shape))
+
+
+def flat_index(shape: Shape, index: Shape) -> int:
+    """The number of an element in C order."""
+    number = 0
+    for size, at in zip(shape, index, strict=True):
+        number = number * size + at
+    return number
+
+
 class DType(Enum):
     """An element type that a checkpoint can hold.
 

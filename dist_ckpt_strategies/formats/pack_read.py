@@ -7,7 +7,6 @@ columns, without an object for each of them.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from threading import Lock
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from dist_ckpt_strategies.core.array import Region, Shape
+from dist_ckpt_strategies.core.array import Region, Shape, flat_index, runs
 from dist_ckpt_strategies.core.blocks import Column
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.formats.pack import (
@@ -35,7 +34,7 @@ from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancell
 from dist_ckpt_strategies.storage.store import Bytes, HostArray
 
 READ_NBYTES = 4 << 20
-"""What one call reads: it stays in the processor's cache until its digests are taken."""
+"""What a thread reads of a file before it opens the next."""
 
 _MAX_BUFFERS = 1000
 """Of one call; the system takes 1024."""
@@ -293,8 +292,8 @@ def _strided_spans(reads: BlockReads, row: int, total: int, max_nbytes: int) -> 
     """The same for a box whose elements lie apart, in the block or in memory: through a buffer."""
     block, box = reads.box(row)
     itemsize = reads.targets[row].dtype.itemsize
-    first = _flat(block, box.offset) * itemsize
-    last = _flat(block, tuple(end - 1 for end in box.end)) * itemsize
+    first = flat_index(block, box.offset) * itemsize
+    last = flat_index(block, tuple(end - 1 for end in box.end)) * itemsize
     spans: list[list[int]] = []
     for number in range(first // RANGE_NBYTES, num_ranges(last + itemsize)):
         low, high = number * RANGE_NBYTES, min((number + 1) * RANGE_NBYTES, total)
@@ -410,42 +409,9 @@ def _copy_out(reads: BlockReads, row: int, start: int, content: Bytes) -> None:
         common = part.intersect(box)
         if common is None:
             continue
-        at = _flat(block, part.offset) - begin
+        at = flat_index(block, part.offset) - begin
         source = elements[at : at + part.numel].reshape(part.shape)
         target[common.within(box).slices()] = source[common.within(part).slices()]
-
-
-def runs(shape: Shape, start: int, stop: int) -> Iterator[Region]:
-    """Regions that are, one after the other, elements ``start`` to ``stop`` in C order."""
-    if stop <= start:
-        return
-    if not shape:
-        yield Region((), ())
-        return
-    inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner
-    if first > last or (start % inner and first > stop // inner):  # within one row
-        yield from _in_row(shape, start // inner, start % inner, stop - start // inner * inner)
-        return
-    if start % inner:
-        yield from _in_row(shape, first - 1, start % inner, inner)
-    if first < last:
-        zeros = (0,) * (len(shape) - 1)
-        yield Region((first, *zeros), (last - first, *shape[1:]))
-    if stop % inner:
-        yield from _in_row(shape, last, 0, stop % inner)
-
-
-def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Region]:
-    for part in runs(shape[1:], start, stop):
-        yield Region((row, *part.offset), (1, *part.shape))
-
-
-def _flat(shape: Shape, index: Shape) -> int:
-    number = 0
-    for size, at in zip(shape, index, strict=True):
-        number = number * size + at
-    return number
 
 
 @contextmanager

@@ -22,10 +22,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.storage.io_pool import (
-    raise_if_cancelled,
-    storage_error,
-)
+from dist_ckpt_strategies.storage.io_pool import raise_if_cancelled, storage_error
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.storage.store import Bytes
@@ -314,26 +311,21 @@ class Directory:
 
     def read_steps(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> Iterator[int]:
         """The same; after each step how many targets are filled, while they are in the cache."""
-        path = self.path(name)
+        path, first, wanted = self.path(name), 0, 0
         with file_errors(None, path):
             handle = os.open(path, READ_AT_ONCE)
-        try:
-            first = wanted = 0
-            for stop, target in enumerate(targets, 1):
-                wanted += target.size
-                if wanted < _STEP_NBYTES and stop < len(targets):
-                    continue
-                with file_errors(None, path):
+            try:
+                for stop, target in enumerate(targets, 1):
+                    wanted += target.size
+                    if wanted < _STEP_NBYTES and stop < len(targets):
+                        continue
                     if read_vector(handle, byte_offset, targets[first:stop]) < wanted:
-                        raise CorruptCheckpointError(
-                            f"{path} is damaged: it ends before byte {byte_offset + wanted}",
-                            path=path,
-                        )
-                yield stop
-                byte_offset += wanted
-                first, wanted = stop, 0
-        finally:
-            os.close(handle)
+                        text = f"{path} is damaged: it ends before byte {byte_offset + wanted}"
+                        raise CorruptCheckpointError(text, path=path)
+                    yield stop
+                    first, byte_offset, wanted = stop, byte_offset + wanted, 0
+            finally:
+                os.close(handle)
 
     def write(self, name: str, content: bytes, *, key: str | None = None) -> None:
         """Make a file, whole and durable, or replace it; ``key`` is named in errors."""

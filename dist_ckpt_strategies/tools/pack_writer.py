@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import DType, Region
+from dist_ckpt_strategies.core.array import DType, Region, runs
 from dist_ckpt_strategies.errors import CheckpointExistsError
 from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.index import array_segments
 from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, lay_out
 from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, read_pointer
-from dist_ckpt_strategies.formats.pack_read import runs
 from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save
 from dist_ckpt_strategies.formats.pack_write import (
     FOLDER,
