@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_ckpt_strategies.comm.base import Receive, Send, run_and_gather, run_collectively
@@ -276,6 +277,8 @@ class Faults:
         if where == [place, self._counts[place]]:
             if what == "die":
                 os._exit(9)
+            if what == "raise once rank 3 has updated":
+                default_store().wait([f"3 has updated {self._counts[place]}"])
             raise ValueError("on purpose")
 
 
@@ -360,6 +363,7 @@ def train_through(  # noqa: PLR0915 - a script's block
             optimizer.step()
             torch.cuda.synchronize()  # as Megatron-LM, which asks whether all have updated
             manager.end_update()
+            default_store().set(f"{rank} has updated {own.step + 1}", "")
         else:
             manager.vote()
             with manager.updating():
@@ -373,6 +377,7 @@ def train_through(  # noqa: PLR0915 - a script's block
 
 
 BEFORE_THE_GATHER = {1: {1: ("raise", "gather", 2)}}
+UPDATED_ELSEWHERE = {1: {1: ("raise once rank 3 has updated", "gather", 2)}}
 IN_THE_UPDATE = {3: {1: ("raise", "update", 2)}}
 IN_A_RECOVERY = BEFORE_THE_GATHER | {2: {2: ("die", "gather", 1)}}  # the first of its attempt
 
@@ -381,7 +386,7 @@ IN_A_RECOVERY = BEFORE_THE_GATHER | {2: {2: ("die", "gather", 1)}}  # the first 
     ("planned", "how"),
     [
         (BEFORE_THE_GATHER, "plain"),
-        (BEFORE_THE_GATHER, "guarded"),
+        (UPDATED_ELSEWHERE, "guarded"),  # whose state counts once all of the step is over
         (BEFORE_THE_GATHER, "synchronous"),
         (IN_THE_UPDATE, "plain"),
         (IN_A_RECOVERY, "checksum"),
