@@ -63,5 +63,5 @@ def require_own(own: str, versions: Sequence[int], backend: str, version: int) -
         formats = " or ".join(str((own, number)) for number in versions)
         raise IncompatibleVersionError(
             f"expected backend {formats}, found ({backend!r}, {version!r}); use the "
-            "strategy of that backend"
+            "strategy of that backend, of a two-stage load as its base_strategy"
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TypeVar
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
@@ -26,6 +27,7 @@ from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray, blocks, require_whole
 from dist_ckpt_strategies.tools.writers import Memory
+from dist_ckpt_strategies.tools.zarr3 import undescribed_keys
 
 T = TypeVar("T")
 
@@ -62,7 +64,10 @@ def find_readable(
 
 
 def undescribed(opened: OpenedCheckpoint, keys: str) -> dict[str, str]:
-    """The arrays of ("zarr", 1) that only their chunks tell of, and why; of keys that match."""
+    """The arrays of Zarr that only their chunks tell of, and why; of keys that match."""
+    if opened.kind is Format.ZARR3 and isinstance(opened.root, Path):
+        lost = {key for key in undescribed_keys(opened.root) if fnmatchcase(key, keys)}
+        return {key: f"{opened.root / key}/zarr.json does not exist" for key in sorted(lost)}
     is_zarr, end = opened.kind is Format.ZARR1, f"/{METADATA_NAME}"
     return {
         issue.path.removesuffix(end): f"{opened.root}/{issue}"

@@ -5,6 +5,7 @@ Objects and the common state lie beside the arrays, as in ("zarr", 1).
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +30,9 @@ from dist_ckpt_strategies.tools.writers import Objects, Read, StagedWriter
 
 METADATA_NAME = "zarr.json"
 
+_CHUNK = re.compile(r"(.+)/c(/\d+)*")
+"""The name of a chunk, as Zarr v3 names them by default: the array's key comes first."""
+
 _KINDS: Mapping[str, type[StorageError]] = {
     "NOT_FOUND": IncompleteCheckpointError,
     "DATA_LOSS": CorruptCheckpointError,
@@ -42,10 +46,7 @@ class Zarr3Checkpoint(Format1Checkpoint):
 
     def keys(self) -> Iterator[str]:
         """See Format1Checkpoint."""
-        for folder, below, names in os.walk(self._root):
-            below[:] = [n for n in below if not n.startswith((REMOVED_PREFIX, PARTIAL_PREFIX))]
-            if METADATA_NAME in names and Path(folder) != self._root:
-                yield Path(folder).relative_to(self._root).as_posix()
+        return (key for key, names in _folders(self._root) if METADATA_NAME in names)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See Format1Checkpoint."""
@@ -75,6 +76,24 @@ class Zarr3Checkpoint(Format1Checkpoint):
             elements = np.asarray(opened[read.region.slices()].read().result())
         bits = np.dtype((np.void, target.dtype.itemsize))
         np.copyto(target.view(bits), elements.view(bits))
+
+
+def undescribed_keys(root: Path) -> Iterator[str]:
+    """Keys of arrays that only their chunks tell of; once for each folder of these."""
+    for folder, names in _folders(root):
+        for name in names:
+            if chunk := _CHUNK.fullmatch(f"{folder}/{name}"):
+                if not (root / chunk[1] / METADATA_NAME).exists():
+                    yield chunk[1]
+                break
+
+
+def _folders(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each folder below a checkpoint, and its files."""
+    for folder, below, names in os.walk(root):
+        below[:] = [n for n in below if not n.startswith((REMOVED_PREFIX, PARTIAL_PREFIX))]
+        if Path(folder) != root:
+            yield Path(folder).relative_to(root).as_posix(), names
 
 
 class Zarr3Writer(StagedWriter):

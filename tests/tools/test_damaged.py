@@ -145,14 +145,15 @@ def test_a_pack_that_is_gone_takes_its_arrays_along(saved: Path, tmp_path: Path)
     assert (found["num_arrays"], found["num_objects"]) == (3, 2)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("zarr@1", ".zarray"), ("zarr@3", "zarr.json")])
 @pytest.mark.parametrize("keys", [None, "model.*"])
 def test_an_array_whose_description_is_gone_is_not_passed_over(
-    saved: Path, tmp_path: Path, keys: str | None
+    saved: Path, tmp_path: Path, keys: str | None, kind: str, name: str
 ) -> None:
-    source = copied(saved / "zarr@1", tmp_path / "source")
-    (source / BROKEN / ".zarray").unlink()
+    source = copied(saved / kind, tmp_path / "source")
+    (source / BROKEN / name).unlink()
 
-    with pytest.raises(IncompleteCheckpointError, match=rf"{source}/{BROKEN}/\.zarray"):
+    with pytest.raises(IncompleteCheckpointError, match=f"{source}/{BROKEN}/{name}"):
         convert(source, tmp_path / "target", "pack", keys=keys)
 
     assert copy(source, tmp_path / "copy", keys="other").num_arrays == 1
