@@ -30,9 +30,7 @@ from dist_ckpt_strategies.formats.issues import (
     sorted_by_key,
 )
 from dist_ckpt_strategies.formats.locations import PACKS, Location, place_of
-from dist_ckpt_strategies.formats.pack import LENGTH
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
-from dist_ckpt_strategies.formats.pack_commit import current_pointer
 from dist_ckpt_strategies.formats.pack_verify import WHOLE, verify_pack
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
@@ -82,9 +80,10 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
     index, files = checkpoint.index, scan.files
     packs = index.packs(range(index.num_packs))
     arrays, keys = _arrays(checkpoint, packs)
-    full_index = full_index_of(index.save_id)
+    name, nbytes = full_index_of(index.save_id), index.nbytes
     checks = [_pack_check(store, pack, keys[number]) for number, pack in packs.items()]
-    checks.append(_index_check(store, full_index, index.nbytes))
+    # Its parts are compared with their digests whenever they are read.
+    checks.append(FileCheck(None, name, nbytes, nbytes_text(nbytes), lambda: ()))
     issues = [*scan.issues, *(issue for check in checks for issue in compared(check, files))]
     if COMMON_NAME in files:
         checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
@@ -180,17 +179,6 @@ def _pack_check(store: Place, pack: PackRecord, keys: Sequence[str]) -> FileChec
 
     expected = f"{nbytes_text(pack.nbytes)}, written by rank {pack.rank}{holds}"
     return FileCheck(None, file_of(pack.name), pack.nbytes, expected, run)
-
-
-def _index_check(store: Place, name: str, nbytes: int) -> FileCheck:
-    """The full index: its parts are compared whenever they are read, and what ends it here."""
-
-    def run() -> Iterator[Issue]:
-        pointer, end = current_pointer(store), store.read(name, nbytes - LENGTH.size, LENGTH.size)
-        if pointer is not None and end != LENGTH.pack(pointer.nbytes):
-            yield Issue(Problem.DAMAGED, None, name, "the size of its root at its end", end.hex())
-
-    return FileCheck(None, name, nbytes, nbytes_text(nbytes), run)
 
 
 def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> FileCheck:

@@ -124,7 +124,8 @@ def replace_functions(
         saver = kind(*sharded_strategy, options=chosen, allow=allow)
     ways = _Ways(saver, tuple(allow), chosen, save_by, load_by)
     uninstall()
-    registered, replaced = registered_formats(), dict[Any, Any]()
+    registered = registered_formats()
+    replaced: dict[Any, Any] = {}
     holders = serialization, sys.modules[serialization.__package__ or ""]
     for holder, (name, ours) in product(holders, _REPLACED.items()):
         theirs = getattr(holder, name, None)
