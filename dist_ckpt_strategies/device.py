@@ -23,7 +23,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError, WaitReleasedError
+from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError, PlanError
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def raise_if_aborted() -> None:
     is called after a wait for the device, and before anything relies on what it has done.
     """
     if ABORTED.is_set():
-        raise WaitReleasedError(None, RELEASED)
+        raise PeerLostError(None, RELEASED)
 
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -76,35 +76,15 @@ def built_error(
 
 
 class PlanError(CheckpointError, ValueError):
-    """The requested shards cannot be turned into a consistent plan."""
+    """The shards cannot be turned into a consistent plan, or differ from what is stored."""
 
 
 class CoverageError(PlanError):
-    """The main replicas leave part of an array unwritten."""
-
-
-class ShapeMismatchError(PlanError):
-    """The stored array and the requested one differ in shape."""
-
-
-class DTypeMismatchError(PlanError):
-    """The stored array and the requested one differ in dtype, and ``strict_dtype`` is set."""
-
-
-class DuplicateWriterError(PlanError):
-    """Two main replicas would write the same elements."""
+    """The main replicas do not hold each element and object exactly once."""
 
 
 class StrategyError(CheckpointError):
     """The strategy does not support the request."""
-
-
-class StrategyNotFoundError(StrategyError, LookupError):
-    """No strategy is registered under a key."""
-
-
-class StrategyExistsError(StrategyError):
-    """Another strategy is registered under this key."""
 
 
 class IncompatibleVersionError(StrategyError):
@@ -123,16 +103,8 @@ class CheckpointNotFoundError(StorageError, FileNotFoundError):
     """There is no checkpoint at this path or URL."""
 
 
-class NoUsableCheckpointError(StorageError):
-    """There are checkpoints, but none can be loaded."""
-
-
 class CheckpointExistsError(StorageError, FileExistsError):
     """The directory already holds a finished checkpoint."""
-
-
-class CheckpointLockedError(StorageError):
-    """Another job saves below that place."""
 
 
 class IncompleteCheckpointError(StorageError):
@@ -140,7 +112,7 @@ class IncompleteCheckpointError(StorageError):
 
 
 class CheckpointChangedError(StorageError):
-    """Another save replaces the checkpoint again and again, or ranks see different ones."""
+    """Another job saves here too: it replaces what is read, or has the lock of the place."""
 
 
 class CorruptCheckpointError(StorageError):
@@ -148,22 +120,14 @@ class CorruptCheckpointError(StorageError):
 
 
 class StoreAccessError(StorageError, PermissionError):
-    """The object store refuses these credentials."""
-
-
-class BucketNotFoundError(StorageError, FileNotFoundError):
-    """The object store has no bucket of that name."""
+    """The object store refuses these credentials, or has no bucket of that name."""
 
 
 class StorageTimeoutError(StorageError, TimeoutError):
-    """Storage did not answer in time.
+    """Storage did not answer in time; an object store also if it answers only with errors.
 
     After a load that raises this, a read that was given up may still write to the tensors.
     """
-
-
-class StoreUnreachableError(StorageTimeoutError, ConnectionError):
-    """The object store did not answer in time, retries included, or only with errors."""
 
 
 class UnsafeObjectError(StorageError):
@@ -194,19 +158,8 @@ class PeerTimeoutError(PeerError, TimeoutError):
     """Another rank did not answer in time."""
 
 
-class SaveTimeoutError(PeerTimeoutError):
-    """An asynchronous save takes longer than the caller waits.
-
-    Unlike after other timeouts, the ranks are still in step.
-    """
-
-
-class PeerLostError(PeerError):
-    """The connection to another rank broke."""
-
-
-class WaitReleasedError(PeerLostError, RuntimeError):
-    """A wait for peers was aborted because a rank has failed."""
+class PeerLostError(PeerError, RuntimeError):
+    """The connection to another rank broke, or was ended because a rank has failed."""
 
 
 class NoReplicasAvailableError(PeerError):
@@ -214,15 +167,7 @@ class NoReplicasAvailableError(PeerError):
 
 
 class RestartError(CheckpointError):
-    """Training cannot be restarted in place."""
-
-
-class HealthCheckError(RestartError):
-    """This process must not take part in another attempt."""
-
-
-class RestartLimitError(RestartError):
-    """The allowed number of restarts is used up."""
+    """Training cannot be restarted in place, or not by this process."""
 
 
 class MissingDependencyError(CheckpointError, ImportError):

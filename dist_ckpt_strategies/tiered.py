@@ -28,7 +28,6 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     PlanError,
-    SaveTimeoutError,
     StorageError,
 )
 from dist_ckpt_strategies.formats.course import Course, read_course, write_course
@@ -276,9 +275,9 @@ class TieredCheckpointManager:
             lists what was refused, with the reasons. None: there is no finished checkpoint.
 
         Raises:
-            NoUsableCheckpointError: there are checkpoints, but none can be used, or all are newer
-                than ``at_most``, or of a course that was left; the text has the reason for each.
-            CheckpointLockedError: another job saves at ``root``.
+            StorageError: there are checkpoints, but none can be used, or all are newer than
+                ``at_most``, or of a course that was left; the text has the reason for each.
+            CheckpointChangedError: another job saves at ``root``.
             StorageError, PeerError: as in ``recovery.load_latest``.
         """
         comm = self._open()
@@ -339,11 +338,10 @@ class TieredCheckpointManager:
 
         Raises:
             SystemExit: a preemption signal has arrived; the state is saved, the manager closed.
-            CheckpointLockedError: another job has, or has taken over, the root.
+            CheckpointChangedError: another job has, or has taken over, the root.
             StorageError: this save, or the previous one, could not be written; after the latter
                 this step's save has begun. Training may continue: earlier checkpoints are complete.
-            PeerTimeoutError, PeerLostError, SaveTimeoutError: another rank, or the save, does not
-                respond; training cannot continue.
+            PeerTimeoutError, PeerLostError: a rank does not respond; training cannot continue.
             CheckpointError: as in ``save_async``.
         """
         step = _whole(step)
@@ -535,16 +533,18 @@ class TieredCheckpointManager:
 
         Collective.
         """
-        if self._running is None:
+        if (running := self._running) is None:
             return 0.0, None
-        began, (before, request) = time.monotonic(), self._running
+        began, (before, request) = time.monotonic(), running
         failed: CheckpointError | None = None
         is_waited_for = not request.done()
         try:
             self.wait()
-        except (PeerLostError, PeerTimeoutError, SaveTimeoutError):
+        except (PeerLostError, PeerTimeoutError):
             raise
         except CheckpointError as error:
+            if self._running is running:  # it still runs, and may succeed
+                raise
             logger.warning("%s failed: %s", _name(before), error)
             failed = error
         # A save fails on all ranks, with each one's own reason: all of them have to allow going on.
@@ -567,7 +567,7 @@ class TieredCheckpointManager:
         """Begin a save; none is under way. Collective.
 
         Raises:
-            CheckpointLockedError: another job has taken over; nothing of its is touched.
+            CheckpointChangedError: another job has taken over; nothing of its is touched.
             PlanError: ranks save different steps.
         """
         began, options = time.monotonic(), self.options
@@ -617,8 +617,6 @@ class TieredCheckpointManager:
         try:
             run_on_first_rank(comm, partial(self._within, self._lease.require))
             commit()
-        except SaveTimeoutError:
-            raise  # it still runs, and may succeed
         except BaseException:
             self._running, self._newest[Tier(begun.tier)] = None, _NONE
             raise

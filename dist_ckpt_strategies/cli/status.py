@@ -25,14 +25,12 @@ from dist_ckpt_strategies.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
     CoverageError,
-    DuplicateWriterError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
     PeerLostError,
     PeerTimeoutError,
     PlanError,
     RestartError,
-    ShapeMismatchError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.issues import Issue, Problem
@@ -41,8 +39,6 @@ _DAMAGE = (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     CoverageError,
-    DuplicateWriterError,
-    ShapeMismatchError,
     RestartError,  # a job of `run` that gave up
 )
 _USAGE = (PlanError, StrategyError, CheckpointExistsError, ArrayNotFoundError)

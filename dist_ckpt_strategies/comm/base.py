@@ -22,7 +22,6 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
     PeerTimeoutError,
-    SaveTimeoutError,
     StorageTimeoutError,
     as_checkpoint_error,
     error_from_peer,
@@ -221,9 +220,7 @@ def _own_error(comm: Communicator, error: BaseException) -> CheckpointError:
     that may be in a collective of another package now, and never reach this one, can find a note.
     """
     if isinstance(error, PeerTimeoutError | PeerLostError):
-        if not isinstance(error, SaveTimeoutError):
-            raise error  # ranks are out of step: there is no collective any more
-        return error
+        raise error  # ranks are out of step: there is no collective any more
     if isinstance(error, Exception):
         own = as_checkpoint_error(error)
         if own.global_rank is None:

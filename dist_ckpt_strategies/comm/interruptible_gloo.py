@@ -84,7 +84,7 @@ class InterruptibleGloo(dist.ProcessGroup):
 
     @property
     def inner(self) -> Any:
-        """The gloo group; a WaitReleasedError once this one has been aborted."""
+        """The gloo group; a PeerLostError once this one has been aborted."""
         self.waits.require_waiting()
         return self._inner
 
@@ -174,7 +174,7 @@ class _Collective(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Return once it is done; a WaitReleasedError if the group was aborted."""
+        """Return once it is done; a PeerLostError if the group was aborted."""
         deadline = time.monotonic() + (timeout.total_seconds() or float("inf"))
         while True:
             left_s = max(0.001, deadline - time.monotonic())

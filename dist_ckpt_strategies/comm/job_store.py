@@ -15,7 +15,7 @@ from torch.distributed import DistError, DistStoreError
 from dist_ckpt_strategies.comm.process_group import AbortableWaits
 from dist_ckpt_strategies.comm.teardown import open_sockets
 from dist_ckpt_strategies.config import place_from_environment
-from dist_ckpt_strategies.errors import PeerError, PeerLostError, WaitReleasedError, text_of
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, text_of
 
 _LONGEST_WAIT_S = 86400.0
 """Of one request: torch's client warns on stderr each time that one ends without a result."""
@@ -136,7 +136,7 @@ class JobStore:
             raise self._lost("it has been silent for too long")
         try:
             return self._calls.run(request, meanwhile or require_answer, self._limit_s / _NUM_LOOKS)
-        except (DistError, IndexError, WaitReleasedError) as error:  # the latter two: closed
+        except (DistError, IndexError) as error:  # the latter: closed
             raise self._lost(text_of(error).partition("\n")[0]) from error
 
     def _lost(self, why: str) -> PeerLostError:

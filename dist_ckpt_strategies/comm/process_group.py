@@ -20,7 +20,6 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     StrategyError,
-    WaitReleasedError,
     text_of,
 )
 
@@ -229,7 +228,7 @@ class AbortableWaits:
     def require_waiting(self) -> None:
         """Raise if all calls have been ended."""
         if self.is_aborted:
-            raise WaitReleasedError(None, RELEASED)
+            raise PeerLostError(None, RELEASED)
 
     def begin(self) -> Future[Any]:
         """A call for ``settle``; it fails when ``abort`` comes first, at once if it has."""
@@ -246,7 +245,7 @@ class AbortableWaits:
         meanwhile: Callable[[], object] | None = None,
         every_s: float | None = None,
     ) -> Any:
-        """What ``wait`` returns or raises, on another thread; WaitReleasedError if it is aborted.
+        """What ``wait`` returns or raises, on another thread; PeerLostError if it is aborted.
 
         ``meanwhile`` is called after each ``every_s`` seconds without a result. What it raises is
         raised here. The thread may go on waiting in either case.
@@ -267,7 +266,7 @@ class AbortableWaits:
         self.is_aborted = True
         for call in list(self._calls):
             with suppress(InvalidStateError):  # its result has just come
-                call.set_exception(WaitReleasedError(None, RELEASED))
+                call.set_exception(PeerLostError(None, RELEASED))
 
 
 def run_abandonable(call: Callable[[], Any], timeout_s: float, what: str) -> Any:

@@ -53,7 +53,7 @@ class StepCommit:
         The first call determines how long content may be, with a reserve. Longer content is
         not replicated later on: the other ranks get none from this one.
 
-        Raises a RestartError if bytes arrive damaged, and a WaitReleasedError if communication was
+        Raises a RestartError if bytes arrive damaged, and a PeerLostError if communication was
         ended meanwhile.
         """
         self.is_new = False
@@ -85,7 +85,7 @@ class StepCommit:
         """Whether all ranks are at the same step. Collective over the ranks that commit.
 
         A rank takes part once the gradients that its GPU reduces are there, over whatever group.
-        Raises a PeerTimeoutError if they are not there in time, and a WaitReleasedError if
+        Raises a PeerTimeoutError if they are not there in time, and a PeerLostError if
         communication was ended before: they may be garbage then.
         """
         if not is_distributed():

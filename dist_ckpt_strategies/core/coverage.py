@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from dist_ckpt_strategies.core.array import Shape
 from dist_ckpt_strategies.core.blocks import BlockTable, Column, pairs
-from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, some_of
+from dist_ckpt_strategies.errors import CoverageError, some_of
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -64,7 +64,7 @@ def require_coverage(table: BlockTable, ranks: Column, copies: Sequence[Copies] 
 
     Raises:
         CoverageError: elements are missing, or a block reaches outside the array.
-        DuplicateWriterError: two blocks share an element.
+        CoverageError: two blocks share an element.
     """
     unproved = {table.keys[n]: (table.facts[n].shape, n, table) for n in _unproved(table)}
     known = set(table.keys) if copies else set()
@@ -195,7 +195,7 @@ def _require_partition(
     overlap = _first_overlap(low, low + extent)
     if overlap is not None:
         row, other = rows[min(overlap)], rows[max(overlap)]
-        raise DuplicateWriterError(
+        raise CoverageError(
             f"{key}: {table.region(row)} on rank {ranks[row]} and {table.region(other)} on rank "
             f"{ranks[other]} are both main replicas and overlap; give one of them another "
             "replica_id",

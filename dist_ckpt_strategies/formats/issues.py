@@ -8,11 +8,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt_strategies.errors import (
-    BucketNotFoundError,
     IncompleteCheckpointError,
     StorageError,
+    StorageTimeoutError,
     StoreAccessError,
-    StoreUnreachableError,
 )
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_text
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:  # numpy takes a while to import
 
 NO_FILE = "no file"
 
-NO_ANSWER = (StoreAccessError, StoreUnreachableError, BucketNotFoundError)
+NO_ANSWER = (StoreAccessError, StorageTimeoutError)
 """Errors of an object store as a whole: they say nothing about the object that was asked for."""
 
 COMMON_FORMAT = ("torch", 1)
@@ -214,7 +213,7 @@ def checked_marker(
     ``expected``: backend and version of the sharded state; None for any.
 
     Raises:
-        StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.
+        StoreAccessError, StorageTimeoutError: the store does not answer.
     """
     from dist_ckpt_strategies.formats.locations import CheckpointMarker  # noqa: PLC0415
 

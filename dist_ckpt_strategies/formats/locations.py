@@ -165,7 +165,7 @@ def read_marker(location: Location) -> CheckpointMarker:
         IncompleteCheckpointError: it has no marker, or one that does not parse; or, in a bucket, no
             packs.
         IncompatibleVersionError: it is of format ("zarr", 2).
-        BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
+        StoreAccessError, StorageTimeoutError: the store does not answer.
     """
     if holds_packs(location):
         return PACKS

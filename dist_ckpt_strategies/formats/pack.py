@@ -28,7 +28,7 @@ from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape, Shar
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
-    DuplicateWriterError,
+    CoverageError,
     PlanError,
 )
 
@@ -194,7 +194,7 @@ def lay_out(  # noqa: PLR0913 - facts of the pack
     array that has no elements at all.
 
     Raises:
-        DuplicateWriterError: two shards of an array begin at the same element.
+        CoverageError: two shards of an array begin at the same element.
         PlanError: a key cannot be written as UTF-8, or an array is described in two ways.
     """
     facts, kept = _blocks(shards, rank)
@@ -250,7 +250,7 @@ def _blocks(
             continue
         before = kept.setdefault((key, region.offset), (region, number))
         if before[1] != number and 0 not in region.shape:
-            raise DuplicateWriterError(
+            raise CoverageError(
                 f"{key}: {before[0]} and {region}, both on rank {rank}, are both main replicas and "
                 "overlap; give one of them another replica_id",
                 key=key,

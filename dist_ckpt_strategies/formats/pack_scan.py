@@ -52,7 +52,7 @@ def scan_packs(location: Location) -> Scan:
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is none.
-        StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.
+        StoreAccessError, StorageTimeoutError: the store does not answer.
     """
     store = place_of(location)
     files, others = _files_at(store)

@@ -187,7 +187,7 @@ def _whole_save(
     Raises:
         IncompleteCheckpointError: a pack is missing.
         CorruptCheckpointError: the common state is damaged.
-        CoverageError, DuplicateWriterError, PlanError: the packs do not make up every array.
+        CoverageError, PlanError: the packs do not make up every array.
     """
     counts = {pack.header.num_packs for pack in packs}
     if counts not in ({0}, {len(packs)}):

@@ -60,7 +60,7 @@ def scan(place: Location, watch: Watch | None = None) -> Scan:
             ones it holds.
         IncompatibleVersionError: it is of format ("zarr", 2), or an object store holds something
             else than packs.
-        BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
+        StoreAccessError, StorageTimeoutError: the store does not answer.
     """
     if isinstance(place, Path):
         place = place.absolute()
@@ -92,7 +92,7 @@ def verify(
     same.
 
     Raises:
-        StoreAccessError, StoreUnreachableError: an object store does not answer any more.
+        StoreAccessError, StorageTimeoutError: an object store does not answer any more.
         PlanError: the ranks see different files.
     """
     return sorted_by_key(run_checks(scan.issues, scan.checks, scan.num_threads, watch, comm))

@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import (  # noqa: TID251 -
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import JOB, PLACE, RENDEZVOUS
-from dist_ckpt_strategies.errors import PeerLostError, RestartError, RestartLimitError, text_of
+from dist_ckpt_strategies.errors import PeerLostError, RestartError, text_of
 from dist_ckpt_strategies.inprocess.node_guard import NodeGuard
 from dist_ckpt_strategies.inprocess.places import (
     FENCED,
@@ -167,8 +167,7 @@ class ElasticAgent:
             The exit code: 0, one of those of ``places``, or 128 and the number of a signal.
 
         Raises:
-            RestartLimitError: workers have died too often.
-            RestartError: one died after others had finished.
+            RestartError: workers have died too often, or one after others had finished.
         """
         with _noting(self.signals) as (inbox, self._wake):
             self._selector.register(inbox, selectors.EVENT_READ, lambda: self._read_news(inbox))
@@ -469,14 +468,14 @@ class ElasticAgent:
 
     def _count_failure(self, rank: int | None, why: str) -> None:
         if (idle := self._store.get(IDLE)) is not None:
-            raise RestartLimitError(idle)
+            raise RestartError(idle)
         num_failures = self._store.add("failures")
         if num_failures <= self._job.max_restarts:
             return
         by_number = sorted(self._failures.items(), key=lambda item: -len(item[1]))
         counts = ", ".join(f"rank {r} {len(found)}x" for r, found in by_number[:8])
         who = "a spare" if rank is None else f"rank {rank}"
-        raise RestartLimitError(
+        raise RestartError(
             f"{num_failures} workers have died ({counts or 'spares'}), "
             f"{self._job.max_restarts} restarts are allowed; the last one was {who}: {why}"
         )

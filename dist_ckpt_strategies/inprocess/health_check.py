@@ -10,7 +10,7 @@ import torch
 from dist_ckpt_strategies.comm.process_group import run_abandonable
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import local_rank
-from dist_ckpt_strategies.errors import HealthCheckError
+from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.inprocess.rendezvous import Fault
 
 
@@ -68,7 +68,7 @@ class CudaHealthCheck(HealthCheck):
 
         Raises:
             TimeoutError: the GPU does not answer in time.
-            HealthCheckError: it answers with an error.
+            RestartError: it answers with an error.
         """
         cuda: Any = torch.cuda
         if not cuda.is_initialized():
@@ -81,7 +81,7 @@ class CudaHealthCheck(HealthCheck):
         try:
             run_abandonable(lambda: cuda.synchronize(device), self.timeout.total_seconds(), what)
         except RuntimeError as error:
-            raise HealthCheckError(f"{what}: {error}") from error
+            raise RestartError(f"{what}: {error}") from error
         return state, train_ex
 
 
@@ -100,12 +100,12 @@ class FaultCounter(HealthCheck):
         """See HealthCheck.
 
         Raises:
-            HealthCheckError: it has raised more.
+            RestartError: it has raised more.
         """
         if state.fault is not None and state.fault.global_rank == state.rank:
             self.num_faults += 1
         if self.max_faults is not None and self.num_faults > self.max_faults:
-            raise HealthCheckError(
+            raise RestartError(
                 f"rank {state.rank}: {self.num_faults} faults, {self.max_faults} allowed"
             )
         return state, train_ex

@@ -24,7 +24,6 @@ from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
     RestartError,
-    RestartLimitError,
     StrategyError,
     forget_frames,
     text_of,
@@ -184,8 +183,7 @@ class HPCallWrapper:
         """The result of ``fn`` in the first attempt that no fault ends.
 
         Raises:
-            RestartLimitError: all attempts are used up.
-            HealthCheckError: this process cannot take part in another one.
+            RestartError: all attempts are used up, or this process cannot take part in another.
             PeerTimeoutError: not all ranks joined, or returned, in time.
             PeerLostError: the rendezvous does not answer.
         """
@@ -260,7 +258,7 @@ class HPCallWrapper:
         """Clean up after an attempt, and make sure that this process is fit for another one.
 
         Raises:
-            RestartLimitError, HealthCheckError: as ``run``.
+            RestartError: as ``run``.
         """
         attempt = self._running()
         self._is_in_block = False
@@ -371,7 +369,7 @@ class HPCallWrapper:
         limit, idle_limit = self.wrapper.max_attempts, self.wrapper.max_idle_attempts
         fault = state.fault
         if limit is not None and state.attempt >= limit:
-            raise RestartLimitError(
+            raise RestartError(
                 f"{state.attempt} attempts, {limit} allowed; the last: {fault}"
             ) from train_ex
         client, step, num_of_job = self._opened(), self._step(), 0
@@ -386,7 +384,7 @@ class HPCallWrapper:
             why = f"{num_idle} attempts in a row failed before a step was done; the last: {fault}"
             if isinstance(client, StoreRendezvous) and num_of_job >= 2 * idle_limit:
                 client.give_up(why)
-            raise RestartLimitError(why) from train_ex
+            raise RestartError(why) from train_ex
         if self.wrapper.health_check is not None:
             self.wrapper.health_check(state, train_ex)
 

@@ -36,11 +36,9 @@ from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
     CoverageError,
-    DuplicateWriterError,
     PeerLostError,
     PeerTimeoutError,
     PlanError,
-    ShapeMismatchError,
     StorageTimeoutError,
     as_checkpoint_error,
     error_from_peer,
@@ -135,7 +133,7 @@ def load(  # noqa: PLR0913 - those of DCP
     arguments are those of ``PackStorageReader`` and DCP.
 
     Raises:
-        ArrayNotFoundError, ShapeMismatchError, PlanError: the checkpoint has not what is asked for.
+        ArrayNotFoundError, PlanError: the checkpoint has not what is asked for.
         CheckpointNotFoundError, StorageError: see PackStorageReader.
         PeerError, PeerTimeoutError, PeerLostError: as ``save``.
     """
@@ -293,8 +291,8 @@ def _called(
 
 _MEANINGS: Sequence[tuple[re.Pattern[str], type[CheckpointError]]] = (
     (re.compile(r"Missing key in checkpoint state_dict: (.+)\.", re.DOTALL), ArrayNotFoundError),
-    (re.compile(r"Size mismatch .* for (.+)", re.DOTALL), ShapeMismatchError),
-    (re.compile(r".*?key:(.+?) has overlapping chunks", re.DOTALL), DuplicateWriterError),
+    (re.compile(r"Size mismatch .* for (.+)", re.DOTALL), PlanError),
+    (re.compile(r".*?key:(.+?) has overlapping chunks", re.DOTALL), CoverageError),
     (re.compile(r".*?key:(.+?) invalid fill tensor-volume", re.DOTALL), CoverageError),
     (re.compile(r".*?key:(.+?) has out of bounds chunk", re.DOTALL), PlanError),
 )

@@ -44,8 +44,7 @@ from dist_ckpt_strategies.device import require_plain, torch_dtype
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CheckpointError,
-    DTypeMismatchError,
-    ShapeMismatchError,
+    PlanError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.commit import require_own_place, require_unfinished
@@ -184,7 +183,7 @@ class PackStorageWriter(_Placed, StorageWriter):
         """Make what all ranks have written the content of the place. DCP calls it on one rank.
 
         Raises:
-            CoverageError, DuplicateWriterError, PlanError: the shards do not make up the tensors.
+            CoverageError, PlanError: the shards do not make up the tensors.
             StorageError: it cannot be made visible.
         """
         stored = [result.storage_data for of_rank in results for result in of_rank]
@@ -239,7 +238,7 @@ def _contents(
         require_plain(tensor, key=key)
         region = Region(tuple(stored.chunk.offsets), tuple(stored.chunk.sizes))
         if tuple(tensor.shape) != region.shape:
-            raise ShapeMismatchError(
+            raise PlanError(
                 f"{key}: a tensor of shape {tuple(tensor.shape)} to be saved, its plan has "
                 f"{region.shape}; the planner has to give what it has announced",
                 key=key,
@@ -342,7 +341,7 @@ class PackStorageReader(_Placed, StorageReader):
 
         Raises:
             UnsafeObjectError: bytes need a class that is not allowed.
-            ShapeMismatchError, DTypeMismatchError, PlanError: a tensor cannot be filled.
+            PlanError: a tensor cannot be filled.
             StorageError: an array or object is missing or damaged.
         """
         opened, options = self._checkpoint, self._options
@@ -436,11 +435,11 @@ def _read(
     spec, tensor = specs[key], target.detach()
     require_plain(tensor, key=key, is_filled=True)
     if tuple(tensor.shape) != shape:
-        raise ShapeMismatchError(
+        raise PlanError(
             f"{key}: a tensor of shape {tuple(tensor.shape)} to fill, its plan has {shape}", key=key
         )
     if options.strict_dtype and tensor.dtype != torch_dtype(spec.dtype):
-        raise DTypeMismatchError(
+        raise PlanError(
             f"{key}: dtype {spec.dtype.value} in the checkpoint, {tensor.dtype} requested; load it "
             "as it is stored, or without strict_dtype, which converts it",
             key=key,

@@ -246,7 +246,7 @@ class LocalCheckpointManager:
         Raises:
             CheckpointNotFoundError: there are none, at most what a first save that was killed left.
             NoReplicasAvailableError: of each save some shard is lost; says which.
-            NoUsableCheckpointError: all are of other trainings.
+            StorageError: all are of other trainings.
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         comm = self.communicator("load of a local checkpoint")
@@ -288,7 +288,7 @@ class LocalCheckpointManager:
         """Wait for the end of a save under way, without making it complete. Rank-local.
 
         Raises:
-            SaveTimeoutError: it does not end.
+            StorageTimeoutError: it does not end.
         """
         self._let_finish()
         self._running = None

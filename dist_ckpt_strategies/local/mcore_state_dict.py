@@ -210,9 +210,8 @@ class MCoreTensorAwareStateDict(ListedTensors):
 
         Raises:
             CoverageError: no rank holds a part of something that is wanted.
-            ShapeMismatchError: an array was saved with another shape.
-            DTypeMismatchError: one was saved in another dtype, and ``strict_dtype`` is set; else it
-                is converted, with one warning.
+            PlanError: an array was saved with another shape; or in another dtype, and
+                ``strict_dtype`` is set: else it is converted, with one warning.
             ArrayNotFoundError: no rank holds an object that is wanted.
         """
         del exchange_algo, parallelization_group

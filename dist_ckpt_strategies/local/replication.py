@@ -186,7 +186,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """Return when no save in the background uses this strategy any more. Rank-local.
 
         Several managers may share a strategy: the messages of two saves must not mix. After
-        ``timeout_s`` it is a SaveTimeoutError.
+        ``timeout_s`` it is a StorageTimeoutError.
         """
         work = None if self._work is None else self._work()
         if work is not None:

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     NoReplicasAvailableError,
-    NoUsableCheckpointError,
+    StorageError,
     StorageTimeoutError,
     as_checkpoint_error,
 )
@@ -98,7 +98,7 @@ def _plan(
             text = f"no local checkpoint below {directory} on any node"
             text += missing and f", but what a save that was killed has left: {missing}"
             if inventory.foreign:
-                raise NoUsableCheckpointError(f"{text}; {inventory.foreign}", path=str(directory))
+                raise StorageError(f"{text}; {inventory.foreign}", path=str(directory))
             raise CheckpointNotFoundError(text, path=str(directory))
         why = "; ".join(filter(None, [missing, *reasons]))
         raise NoReplicasAvailableError(

@@ -16,10 +16,10 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
-    NoUsableCheckpointError,
     PeerLostError,
     PeerTimeoutError,
     PlanError,
+    StorageError,
     StorageTimeoutError,
     text_of,
 )
@@ -161,7 +161,7 @@ def load_latest(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, at most unfinished saves.
-        NoUsableCheckpointError: there are checkpoints, but none can be used, or all are newer than
+        StorageError: there are checkpoints, but none can be used, or all are newer than
             ``at_most``; the text has the reason for each. A new start would lose what they hold.
         StorageError: the places cannot be listed.
         StorageTimeoutError: storage did not answer on some rank. No other checkpoint is tried,
@@ -197,7 +197,7 @@ def load_latest(
     why = "".join(f"; {attempt}" for attempt in attempts)
     if all(attempt.is_unfinished for attempt in attempts):
         raise CheckpointNotFoundError(f"no checkpoint to load in {where}{why}")
-    raise NoUsableCheckpointError(f"no checkpoint in {where} can be loaded{why}")
+    raise StorageError(f"no checkpoint in {where} can be loaded{why}")
 
 
 def _candidates(

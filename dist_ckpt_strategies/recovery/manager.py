@@ -213,7 +213,7 @@ class CheckpointManager:
     def end_update(self) -> None:
         """Give the lock back: this rank's shard and objects are those of the next step.
 
-        Raises a WaitReleasedError if communication was ended: what the block has received since
+        Raises a PeerLostError if communication was ended: what the block has received since
         ``begin_update`` may be garbage, so the state stays inconsistent.
         """
         self._require_not_aborted()
@@ -232,7 +232,7 @@ class CheckpointManager:
         """Note that the step is over: the weights are gathered. Gives back a lock that is held.
 
         The GPU need not have gathered them: every recovery gathers them again. Raises a
-        WaitReleasedError if communication was ended.
+        PeerLostError if communication was ended.
         """
         checkpoint, _ = self._tracked(Phase.UPDATED)
         self._require_not_aborted()

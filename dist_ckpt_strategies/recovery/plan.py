@@ -8,7 +8,7 @@ from enum import IntEnum, StrEnum
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     NoReplicasAvailableError,
-    ShapeMismatchError,
+    PlanError,
 )
 
 
@@ -178,13 +178,13 @@ def build_recovery_plan(inputs: Sequence[RankInput]) -> RecoveryPlan:
 
 
 def require_equal_layouts(inputs: Sequence[RankInput]) -> None:
-    """Raise a ShapeMismatchError unless the tensors of each shard are the same everywhere."""
+    """Raise a PlanError unless the tensors of each shard are the same everywhere."""
     first: dict[str, tuple[int, ShardInfo]] = {}
     for rank, one in enumerate(inputs):
         for shard in (*one.wanted, *(one.held.shards if one.held else ())):
             other, known = first.setdefault(shard.shard_id, (rank, shard))
             if known != shard:
-                raise ShapeMismatchError(
+                raise PlanError(
                     f"{shard.shard_id}: tensors differ between ranks {other} ({known.nbytes} "
                     f"bytes) and {rank} ({shard.nbytes} bytes): expected the same names, dtypes "
                     "and shapes wherever a shard has one id",

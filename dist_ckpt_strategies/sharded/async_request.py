@@ -26,7 +26,7 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.config import limit_of_wait
-from dist_ckpt_strategies.errors import PlanError, SaveTimeoutError
+from dist_ckpt_strategies.errors import PlanError, StorageTimeoutError
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.host import lower_priority
@@ -79,10 +79,10 @@ class BackgroundWork(Generic[T]):
     def wait(self, timeout_s: float, what: str = "the save") -> None:
         """Return when it has ended, well or not; at once where its own thread asks.
 
-        Raises a SaveTimeoutError if it takes longer.
+        Raises a StorageTimeoutError if it takes longer.
         """
         if threading.current_thread() is not self._thread and not self.ends_within(timeout_s):
-            raise SaveTimeoutError(None, f"{what} is not done after {timeout_s:g} s")
+            raise StorageTimeoutError(f"{what} is not done after {timeout_s:g} s")
 
     def result(self) -> T:
         """What came out, once it has ended; raises what it raised."""
@@ -266,8 +266,8 @@ class LocalSaveRequest:
 
         Raises:
             StorageError: a share could not be written.
-            SaveTimeoutError: on some rank it takes too long; the save continues, and may be waited
-                for again.
+            StorageTimeoutError: on some rank it takes too long; the save continues, and may be
+                waited for again.
             PlanError: another rank waits for another save; all may be waited for again.
             PeerError: another rank failed.
         """
@@ -282,7 +282,7 @@ class LocalSaveRequest:
         """Return when every rank's share has ended, well or not. Collective.
 
         Ranks exchange their state before any has waited too long for another. All raise a
-        SaveTimeoutError if some rank's share takes longer, or a PlanError if they wait for
+        StorageTimeoutError if some rank's share takes longer, or a PlanError if they wait for
         different saves: all of these may still be waited for.
         """
         if self._is_ended:
@@ -296,7 +296,9 @@ class LocalSaveRequest:
             if self.work.ends_within(min(left_s, longest_s)):
                 return True
             if left_s <= longest_s:
-                raise SaveTimeoutError(None, f"the save is not done after {limit_s:g} s")
+                raise StorageTimeoutError(
+                    f"the save is not done after {limit_s:g} s; it continues: call wait() again"
+                )
             return False
 
         are_done = False
@@ -319,9 +321,6 @@ class LocalSaveRequest:
         self._is_ended = True
         try:
             self._finalise()
-        except SaveTimeoutError:
-            self._is_ended = False  # it may still end well
-            raise
         except Exception as error:
             self._error = error
             self.give_up()

@@ -138,7 +138,7 @@ def proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
     """The ledger with the segments of the full index, once the shards make up every array.
 
     Raises:
-        CoverageError, DuplicateWriterError: they do not.
+        CoverageError: they do not.
         PlanError: ranks see an array in different ways.
     """
     if ledger.is_proved:

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.device import (
     to_host,
     torch_dtype,
 )
-from dist_ckpt_strategies.errors import DTypeMismatchError, PlanError, ShapeMismatchError
+from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.megatron.shards import (
@@ -80,15 +80,15 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
     rest of the tensor is padding, as in Megatron-Core 0.15's TensorStore loader.
 
     Raises:
-        ShapeMismatchError: shapes differ, or the shard reaches outside, and ``may_mismatch`` is
-            not set; or the number of dims differs.
+        PlanError: shapes differ, or the shard reaches outside, and ``may_mismatch`` is not set; or
+            the number of dims differs.
     """
     key, region = want.id
     shape = array.shape
     if shape != want.array_shape and not (
         want.may_mismatch and len(shape) == len(want.array_shape)
     ):
-        raise ShapeMismatchError(
+        raise PlanError(
             f"{key}: shape {shape} in the checkpoint, {want.array_shape} requested; "
             "build the model with the settings of the run that saved it; only for a padded "
             "vocabulary, set allow_shape_mismatch on the ShardedTensor",
@@ -102,7 +102,7 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
     else:
         return ReadItem(array, region, None, is_padded=False)
     if not want.may_mismatch:
-        raise ShapeMismatchError(
+        raise PlanError(
             f"{key}: {region} requested, outside the array's shape {shape}",
             key=key,
         )
@@ -151,8 +151,7 @@ def plan_load(
     """Match what is wanted with what is stored; ``is_strict``: of the same dtypes. Rank-local.
 
     Raises:
-        ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError: this rank cannot be given what
-            it asks for.
+        PlanError, ArrayNotFoundError: this rank cannot be given what it asks for.
         StorageError: storage fails.
     """
     values = list(sharded_values(state))
@@ -179,8 +178,8 @@ def load_sharded(
 ) -> StateDict:
     """Read what each rank asks for; a state dict of the same structure. Collective.
 
-    Every rank raises the ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or StorageError
-    of one. ``prepare`` makes the plan, messages call the checkpoint ``name``.
+    Every rank raises the PlanError, ArrayNotFoundError or StorageError of one. ``prepare`` makes
+    the plan, messages call the checkpoint ``name``.
     """
     plans: list[LoadPlan] = []
 
@@ -376,7 +375,7 @@ def conversions(
 ) -> Conversions:
     """What a load of ShardedTensors converts, where ``stored`` names the dtypes of the arrays.
 
-    With ``is_strict`` raises a DTypeMismatchError that names the first.
+    With ``is_strict`` raises a PlanError that names the first.
     """
     dtypes = {(t.key, t.dtype if t.data is None else t.data.dtype) for t in tensors}
     wanted = [(key, str(dtype).removeprefix("torch.")) for key, dtype in dtypes]
@@ -384,7 +383,7 @@ def conversions(
     if found and is_strict:
         key, is_stored, is_wanted = found[0]
         others = f"; {len(found) - 1} more arrays differ" if len(found) > 1 else ""
-        raise DTypeMismatchError(
+        raise PlanError(
             f"{key}: dtype {is_stored} in the checkpoint, {is_wanted} requested{others}; load it "
             "as it is stored, or without strict_dtype, which converts it",
             key=key,
@@ -426,8 +425,8 @@ def destination(tensor: Any) -> torch.Tensor:
 def require_fillable(values: Iterable[Any]) -> None:
     """Raise unless a load can fill the data of the ShardedTensors among the values.
 
-    A ShapeMismatchError if one has another shape than its ShardedTensor says, and a PlanError if
-    its elements do not lie in memory of their own.
+    A PlanError if one has another shape than its ShardedTensor says, or its elements do not lie in
+    memory of their own.
     """
     for value in values:
         data = value.data
@@ -436,7 +435,7 @@ def require_fillable(values: Iterable[Any]) -> None:
         require_plain(data, key=value.key, is_filled=True)
         stated, found = tuple(value.local_shape), tuple(data.shape)
         if found not in {stated, (1,) * value.prepend_axis_num + stated}:
-            raise ShapeMismatchError(
+            raise PlanError(
                 f"{value.key}: its data has shape {found}, its local_shape is {stated}",
                 key=value.key,
             )

@@ -50,7 +50,7 @@ class Background:
     def get_ready(self, options: Options) -> None:
         """Return when the save before has written all it has to, well or not.
 
-        A process that will write starts meanwhile. Raises a SaveTimeoutError if that save takes
+        A process that will write starts meanwhile. Raises a StorageTimeoutError if that save takes
         most of the time limit.
         """
         if options.writer_process:

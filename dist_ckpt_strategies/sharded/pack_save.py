@@ -196,7 +196,7 @@ def start_save(
 
     Raises:
         CheckpointError: ``prepare`` has raised on a rank; a PeerError of its class on the others.
-        DuplicateWriterError, PlanError: this rank's shards cannot be stored.
+        CoverageError, PlanError: this rank's shards cannot be stored.
     """
     prepared: list[tuple[Prepared, Known]] = []
 
@@ -349,7 +349,7 @@ def finish_save(
         What the next save takes as ``known``.
 
     Raises:
-        CoverageError, DuplicateWriterError, PlanError: the shards do not make up the arrays.
+        CoverageError, PlanError: the shards do not make up the arrays.
         StorageError: a pack could not be written on this rank, or the save not be committed.
         PeerError: the same, on another rank.
     """

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt_strategies.config import Credentials, StoreOptions, aws_profile, with_profile
 from dist_ckpt_strategies.errors import (
-    BucketNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
+    StorageTimeoutError,
     StoreAccessError,
-    StoreUnreachableError,
     StrategyError,
 )
 from dist_ckpt_strategies.storage.files import Directory
@@ -231,8 +230,8 @@ class Bucket:
         TensorStore reports a missing object and a missing bucket alike.
 
         Raises:
-            BucketNotFoundError: it is not there; only where ``reports_missing_buckets``.
-            StoreAccessError, StoreUnreachableError: the store does not answer.
+            StoreAccessError: it is not there; only where ``reports_missing_buckets``.
+            StoreAccessError, StorageTimeoutError: the store does not answer.
         """
         self.names(_NOTHING)
 
@@ -244,7 +243,7 @@ class Bucket:
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
             why = f" ({found})" if (found := self._why_not()) else ""
-            raise StoreUnreachableError(
+            raise StorageTimeoutError(
                 f"{path}: the object store did not answer within {limit_s:g} s, retries included"
                 f"{why}; see that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S "
                 "and timeout_s of the save or load: a request takes three quarters of it at most",
@@ -260,7 +259,7 @@ class Bucket:
         if any(phrase in text for phrase in _NO_BUCKET):
             endpoint = self.options.endpoint or "Amazon's S3"
             server = "Google Cloud Storage" if self.scheme == "gs" else endpoint
-            return BucketNotFoundError(  # no object of the checkpoint is at fault
+            return StoreAccessError(  # no object of the checkpoint is at fault
                 f"{self}: there is no bucket {self.bucket!r} at {server}; make it, or correct the "
                 "URL or the endpoint",
                 path=str(self),
@@ -283,7 +282,7 @@ class Bucket:
             short = f"{path} is shorter than it was written ({short})"
             return CorruptCheckpointError(short, path=path)
         if status in _RETRIED:
-            return StoreUnreachableError(
+            return StorageTimeoutError(
                 f"{path}: the object store cannot be reached, or fails ({short})", path=path
             )
         return StorageError(f"{path}: {short}", path=path)

@@ -26,7 +26,7 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from dist_ckpt_strategies.errors import (
-    CheckpointLockedError,
+    CheckpointChangedError,
     IncompleteCheckpointError,
     StorageError,
 )
@@ -69,7 +69,7 @@ class Lease:
         this job, and is replaced.
 
         Raises:
-            CheckpointLockedError: it does, or was not silent for its lease within ``timeout_s``.
+            CheckpointChangedError: it does, or was not silent for its lease within ``timeout_s``.
             StorageError: the place cannot be read or written.
         """
         if self._thread is not None:
@@ -97,7 +97,7 @@ class Lease:
                 time.sleep(min(0.5, self._lease_s / 20))
 
     def require(self) -> None:
-        """Raise CheckpointLockedError unless this process still holds the lock."""
+        """Raise CheckpointChangedError unless this process still holds the lock."""
         number, holder = self._current()
         if (number, holder.get("id")) != (self._number, self._id):
             why = f"as this process was silent for {self._lease_s:g} s"
@@ -152,7 +152,7 @@ class Lease:
                 self.require()
                 self._num_beats += 1
                 self._place.write(self._file(self._number), self._content())
-            except CheckpointLockedError as error:
+            except CheckpointChangedError as error:
                 logger.error("%s", error)  # noqa: TRY400 - no traceback is needed
                 return
             except StorageError as error:
@@ -182,8 +182,8 @@ class Lease:
     def _file(self, number: int) -> str:
         return f"{LOCK_PREFIX}{number:08d}"
 
-    def _locked(self, holder: dict[str, object], what: str) -> CheckpointLockedError:
-        return CheckpointLockedError(
+    def _locked(self, holder: dict[str, object], what: str) -> CheckpointChangedError:
+        return CheckpointChangedError(
             f"{self._place}: another job saves here: {_name(holder)} {what}; wait for its end, or "
             f"save elsewhere. After {holder.get('lease_s', self._lease_s)} s without a sign of "
             "life the place is free",

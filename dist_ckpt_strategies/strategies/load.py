@@ -178,8 +178,8 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no finished checkpoint.
-        ShapeMismatchError: an array is stored with another shape.
-        DTypeMismatchError: an array is stored in another dtype, and ``strict_dtype`` is set.
+        PlanError: an array is stored with another shape; or in another dtype, and ``strict_dtype``
+            is set.
         StorageError: something is missing or damaged.
         StorageTimeoutError: storage did not answer on some rank.
         UnsafeObjectError: an object needs a class that is not allowed; the message says which.
@@ -346,9 +346,8 @@ def _described(call: _Call, begun: _Load) -> Message:
     """What the other ranks have to know: a text, or what a plan says. Rank-local.
 
     Raises:
-        PlanError, ShapeMismatchError: the data of a ShardedTensor cannot be filled.
-        DTypeMismatchError: another dtype is stored, ``strict_dtype`` is set, and the strategy
-            has no such option.
+        PlanError: the data of a ShardedTensor cannot be filled; or another dtype is stored,
+            ``strict_dtype`` is set, and the strategy has no such option.
     """
     if begun.plan is not None:
         return begun.plan.said(begun.sharded.validated if call.validates else None)

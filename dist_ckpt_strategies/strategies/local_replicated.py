@@ -284,7 +284,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         ``("safetensors", 1)`` and ``("zarr", 1)``.
 
         Raises:
-            DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.
+            PlanError: another dtype is stored, and the option ``strict_dtype`` is set.
             CorruptCheckpointError: ``common.pt``, which Megatron-Core has read already, belongs to
                 no local shards, or to others than that of the first rank.
             NoReplicasAvailableError: all copies of some rank's shards are lost or damaged.

@@ -96,9 +96,8 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
             warning per load, on the group's first rank.
 
         Raises:
-            ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
-            DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.
-                No tensor has been filled.
+            PlanError: another shape is stored, and ``allow_shape_mismatch`` is not set; or another
+                dtype, and the option ``strict_dtype`` is set. No tensor has been filled.
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
         """

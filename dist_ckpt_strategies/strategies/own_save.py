@@ -16,7 +16,7 @@ import torch
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
-from dist_ckpt_strategies.errors import DuplicateWriterError
+from dist_ckpt_strategies.errors import CoverageError
 from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.locations import located, place_of
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
@@ -185,7 +185,7 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
 
         Raises:
             UnsafeObjectError: a load would refuse an object.
-            DuplicateWriterError: an object occurs twice.
+            CoverageError: an object occurs twice.
             PlanError: a value cannot be stored, or not in this format.
         """
         allowed = (*self.allowed, *allow)
@@ -206,7 +206,7 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
                 object_copies.append(name)
                 continue
             if name in objects:
-                raise DuplicateWriterError(
+                raise CoverageError(
                     f"{name.unique_key}: two main replicas on this rank; give one of them another "
                     "replica_id",
                     key=name.key,

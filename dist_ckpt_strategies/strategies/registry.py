@@ -20,8 +20,6 @@ from dist_ckpt_strategies.config import (
 )
 from dist_ckpt_strategies.errors import (
     StrategyError,
-    StrategyExistsError,
-    StrategyNotFoundError,
 )
 from dist_ckpt_strategies.formats.locations import PACKS
 from dist_ckpt_strategies.formats.objects import Allowed, allowing
@@ -153,9 +151,8 @@ def register(
         local: cliques and directories of ``("local_replicated", 1)``.
 
     Raises:
-        StrategyExistsError: a key has another strategy, or one made with other arguments,
-            and ``replace`` is not set.
-        StrategyError: a variable of the environment is invalid.
+        StrategyError: a key has another strategy, or one made with other arguments, and
+            ``replace`` is not set; or a variable of the environment is invalid.
     """
     if not has_registry():
         logger.warning(_NO_REGISTRY)
@@ -197,7 +194,7 @@ def register_default_zarr_strategies() -> None:
     """Make ``("zarr", 1)`` savable, here and in Megatron-Core's registry. Idempotent.
 
     Raises:
-        StrategyExistsError: another strategy is registered for that, or one with other options.
+        StrategyError: another strategy is registered for that, or one with other options.
     """
     _register_one(_SAVE, "zarr.ZarrSaveShardedStrategy")
 
@@ -209,7 +206,7 @@ def register_default_tensorstore_strategies() -> None:
     Idempotent.
 
     Raises:
-        StrategyExistsError: another strategy is registered for that, or one with other options.
+        StrategyError: another strategy is registered for that, or one with other options.
     """
     _register_one(_LOAD, "tensorstore.TensorStoreLoadShardedStrategy")
 
@@ -219,7 +216,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     """The registered strategy for a format, the same one at every look-up.
 
     Raises:
-        StrategyNotFoundError: nothing is registered; the message lists what is.
+        StrategyError: nothing is registered; the message lists what is.
     """
     key = _Key(action, backend, version)
     if key not in REGISTERED:
@@ -252,7 +249,7 @@ def register_default_strategy(
         replace: replace the strategy that is registered there.
 
     Raises:
-        StrategyExistsError: the key is taken and ``replace`` is not set.
+        StrategyError: the key is taken and ``replace`` is not set.
         StrategyError: the action is none, the backend no str, the version no int, or the strategy
             neither a strategy nor a callable.
     """
@@ -283,8 +280,8 @@ def resolve(
     options of the environment, then Megatron-Core's torch_dist. A strategy of this package gets
     ``timeout_s``, and ``group`` if it was looked up, unless that is None.
 
-    Raises a StrategyNotFoundError if there is no strategy for that backend and version, and a
-    StrategyError if the choice is no strategy of this kind, and no tuple.
+    Raises a StrategyError if there is no strategy for that backend and version, or if the choice
+    is no strategy of this kind, and no tuple.
     """
     strategy, kind = choice, "".join(map(str.title, action.value.split("_"))) + "Strategy"
     if not is_strategy(choice, action):
@@ -419,14 +416,14 @@ def _register_everywhere(
             register_strategy(*key, get_default_strategy(*key))
 
 
-def _exists(key: _Key, present: object) -> StrategyExistsError:
-    return StrategyExistsError(
+def _exists(key: _Key, present: object) -> StrategyError:
+    return StrategyError(
         f"{key} is already registered ({present}), with another strategy or other arguments; pass "
         "replace=True to replace it"
     )
 
 
-def _not_found(key: _Key, known: Iterable[_Key]) -> StrategyNotFoundError:
+def _not_found(key: _Key, known: Iterable[_Key]) -> StrategyError:
     known = sorted(known, key=lambda k: (k.backend, k.version, k.action.value))
     names = ", ".join(map(str, known)) or "none"
-    return StrategyNotFoundError(f"no strategy for {key}; registered: {names}")
+    return StrategyError(f"no strategy for {key}; registered: {names}")

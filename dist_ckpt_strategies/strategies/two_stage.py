@@ -140,8 +140,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             A state dict of the same structure; see ``OwnLoadShardedStrategy.load``.
 
         Raises:
-            ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
-            DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.
+            PlanError: another shape is stored, and ``allow_shape_mismatch`` is not set; or another
+                dtype, and the option ``strict_dtype`` is set.
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
             StrategyError: a rank is not in the data-parallel group that it was given; or

@@ -99,7 +99,7 @@ class SourceArray(ArraySpec):
 
 
 def require_whole(arrays: Sequence[SourceArray]) -> None:
-    """Raise CoverageError or DuplicateWriterError unless blocks hold each element exactly once."""
+    """Raise CoverageError unless blocks hold each element exactly once."""
     stored = {array.key: array for array in arrays if array.blocks is not None}
     listed = [(key, *block) for key, array in stored.items() for block in array.blocks or ()]
     table = BlockTable.of(

@@ -14,7 +14,6 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CoverageError,
     StorageError,
-    StorageTimeoutError,
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
@@ -31,7 +30,7 @@ from dist_ckpt_strategies.tools.zarr3 import undescribed_keys
 
 T = TypeVar("T")
 
-_NO_DAMAGE = (*NO_ANSWER, StorageTimeoutError, CheckpointChangedError, UnsafeObjectError)
+_NO_DAMAGE = (*NO_ANSWER, CheckpointChangedError, UnsafeObjectError)
 
 
 def tried(step: Callable[[], T]) -> tuple[T | None, str]:

@@ -115,7 +115,7 @@ def plan_by_group(
     """Gather what the ranks request, check it, and plan. Collective.
 
     No tensor has been filled. The caller runs it within an error check, so that every rank raises
-    the ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError or StorageError of one.
+    the PlanError, ArrayNotFoundError or StorageError of one.
     """
     requests: list[Request] = []
 

@@ -86,7 +86,7 @@ class OwnSource:
         """How ShardedTensors are filled from arrays, each by its number. Rank-local.
 
         Raises:
-            ShapeMismatchError, DTypeMismatchError: one cannot be.
+            PlanError: one cannot be.
         """
         stored = {arrays[number].key: arrays[number] for number in numbers}
         is_strict, specs = self.options.strict_dtype, map(shard_spec, tensors)

@@ -26,7 +26,6 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     PeerError,
     PeerLostError,
-    SaveTimeoutError,
     StorageError,
     StorageTimeoutError,
     error_from_peer,
@@ -119,7 +118,7 @@ def our_errors() -> Iterable[type[CheckpointError]]:
     """Those that say no more than a text, a key and a path."""
     for kind in vars(errors).values():
         is_ours = isinstance(kind, type) and issubclass(kind, CheckpointError)
-        if is_ours and not issubclass(kind, PeerError | SaveTimeoutError):
+        if is_ours and not issubclass(kind, PeerError):
             yield kind
 
 
@@ -174,7 +173,6 @@ KINDS: list[tuple[dict[int, Callable[[], BaseException]], type[Exception], str, 
         "gone",
         None,
     ),
-    ({3: partial(SaveTimeoutError, None, "late")}, SaveTimeoutError, "late", None),
 ]
 """Who raises what, and what the other ranks raise: its class, text and path."""
 

@@ -183,7 +183,7 @@ def test_a_wait_ends_when_it_is_ended_or_at_its_limit() -> None:
 
     for number, failure in enumerate(found):
         assert "stopped waiting for its peers" in failure.text
-        assert ("WaitReleasedError" in failure.kinds) == (number < len(WAITS) - 1)
+        assert ("PeerLostError" in failure.kinds) == (number < len(WAITS) - 1)
         assert failure.seconds < 50
     assert "PeerTimeoutError" in late.kinds, late
     assert late.global_rank == 1

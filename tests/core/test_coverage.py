@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.core.array import Region, Shape
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.core.coverage import Copies, require_coverage
-from dist_ckpt_strategies.errors import CheckpointError, CoverageError, DuplicateWriterError
+from dist_ckpt_strategies.errors import CheckpointError, CoverageError
 from tests.support.regions import (
     NUM_RANKS,
     grid_regions,
@@ -72,7 +72,7 @@ def fault_of(shape: Shape, main: list[Held], copies: list[Held]) -> Fault | None
             for (one, rank), (other, other_rank) in combinations(regions, 2)
             if one.intersect(other)
         ]
-        return DuplicateWriterError, texts
+        return CoverageError, texts
     if (count == 1).all():
         return None
     gap = tuple(map(int, np.argwhere(count == 0)[0]))
@@ -173,11 +173,9 @@ def test_messages_name_key_ranks_regions_and_what_to_do() -> None:
         CoverageError, match=r"^b: main replicas cover 0 of 1 .*: \(\), which no ran"
     ):
         require(arrays, [w], copies)
-    with pytest.raises(
-        DuplicateWriterError, match=r"^b: \[\] on rank 0 and \[\] on rank 1 are both"
-    ):
+    with pytest.raises(CoverageError, match=r"^b: \[\] on rank 0 and \[\] on rank 1 are both"):
         require(arrays, [w, b, ("b", Region((), ()), 1)], copies)
-    with pytest.raises(DuplicateWriterError) as overlap:
+    with pytest.raises(CoverageError) as overlap:
         require(arrays, [b, w, ("w", Region((1, 0), (3, 6)), 9)])
     assert str(overlap.value) == (
         "w: [0:2, 0:6] on rank 7 and [1:4, 0:6] on rank 9 are both main replicas and overlap; "
@@ -208,7 +206,7 @@ def test_blocks_of_a_large_array_are_proved_and_each_fault_among_them_is_found()
     total = math.prod(arrays["experts"])
     assert f"cover {total - region.numel} of {total} elements" in str(gap.value)
     assert f"first element not covered: {region.offset}, which no rank" in str(gap.value)
-    with pytest.raises(DuplicateWriterError, match=r"on rank 5 and .* on rank 77 are both"):
+    with pytest.raises(CoverageError, match=r"on rank 5 and .* on rank 77 are both"):
         require(arrays, [*main, ("experts", Region((9, 5, 1000, 0), (1, 1, 1, 1)), 77)])
 
 
@@ -239,7 +237,7 @@ def test_blocks_that_no_plane_separates_are_compared_all_the_same() -> None:
         assert f"first element not covered: {region.offset}, which" in str(gap.value)
     for element in product(range(21), repeat=2):
         extra = Region(element, (1, 1))
-        with pytest.raises(DuplicateWriterError, match=re.escape(f"{extra} on rank 77 ")):
+        with pytest.raises(CoverageError, match=re.escape(f"{extra} on rank 77 ")):
             require(arrays, [*main, ("w", extra, 77)])
 
 

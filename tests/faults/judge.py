@@ -21,11 +21,11 @@ LOSSES = {Strike.KILL, Strike.WAKE}
 """A rank falls silent: what it sent to the others before may differ."""
 
 _SLACK_S = 20.0
-_LOST = {"PeerLostError", "PeerTimeoutError", "StoreUnreachableError"}
+_LOST = {"PeerLostError", "PeerTimeoutError"}
+_LATE_STORE = "the object store "
 """A request may not take longer than peers wait, which is short where one falls silent."""
 
-_UNUSABLE = "NoUsableCheckpointError"
-_NOTHING_THERE = {"CheckpointNotFoundError", _UNUSABLE}
+_NOT_FOUND, _UNUSABLE = "CheckpointNotFoundError", " can be loaded"
 _CAUSES = {
     Strike.FAIL: INJECTED,
     Strike.LOSE_NODE: "/node",
@@ -87,11 +87,12 @@ def _check_failures(
         if failure.seconds > 2 * timeout_s + _SLACK_S and not is_asleep:
             yield f"rank {rank}: an error after {failure.seconds:.1f} s, not {timeout_s:g} s"
         if event.strike in LOSSES:
-            is_named = bool(_LOST & set(failure.kinds))
+            is_late = "StorageTimeoutError" in failure.kinds and _LATE_STORE in failure.text
+            is_named = is_late or bool(_LOST & set(failure.kinds))
         else:
             cause = _CAUSES.get(event.strike)
             is_named = cause is not None and cause in failure.text.lower()
-        if event.strike is Strike.FAIL and _UNUSABLE in failure.kinds:  # of several causes
+        if event.strike is Strike.FAIL and _UNUSABLE in failure.text:  # of several causes
             is_named &= f"rank {event.victim}: " in failure.text
         elif event.strike is Strike.FAIL:
             is_named &= failure.global_rank == event.victim
@@ -119,7 +120,7 @@ def check_disturbed_recovery(
             failures[rank] = one.found
     yield from _check_alone(event, failures, len(results))
     if ledger.newest_whole() is None:
-        failures = {r: f for r, f in failures.items() if not _NOTHING_THERE & set(f.kinds)}
+        failures = {r: f for r, f in failures.items() if not _has_nothing(f)}
     yield from _check_failures(event, failures, timeout_s)
 
 
@@ -161,14 +162,18 @@ def _check_found(
         yield f"rank {rank}: another state than that of step {one.found.iteration}: {one}"
 
 
+def _has_nothing(failure: Failure) -> bool:
+    is_unusable = "StorageError" in failure.kinds and _UNUSABLE in failure.text
+    return _NOT_FOUND in failure.kinds or is_unusable
+
+
 def _check_nothing_there(rank: int, failure: Failure, ledger: Ledger) -> Iterator[str]:
     whole = ledger.newest_whole()
     if whole is not None:
         yield f"rank {rank}: expected {whole}, found {failure}"
-    kinds = _NOTHING_THERE & set(failure.kinds)
-    if not failure.is_ours or not kinds:
+    if not failure.is_ours or not _has_nothing(failure):
         yield f"rank {rank}: there is nothing to load, and the error is {failure}"
-    elif "CheckpointNotFoundError" in kinds and ledger.global_:
+    elif _NOT_FOUND in failure.kinds and ledger.global_:
         yield f"rank {rank}: there are finished checkpoints, and they are not mentioned: {failure}"
 
 

@@ -37,8 +37,8 @@ OURS = Failure(
 FOREIGN = replace(OURS, is_ours=False)
 LOST = replace(OURS, kinds=("PeerLostError",), text="lost contact")
 NOTHING = replace(OURS, kinds=("CheckpointNotFoundError",), text="none")
-UNUSABLE = replace(OURS, kinds=("NoUsableCheckpointError",), text="none of them")
-LATE = replace(OURS, kinds=("StoreUnreachableError",), text="s3://a did not answer")
+UNUSABLE = replace(OURS, kinds=("StorageError",), text="no checkpoint in a can be loaded")
+LATE = replace(OURS, kinds=("StorageTimeoutError",), text="s3://a: the object store did not")
 
 
 def event(strike: Strike, during: During) -> Event:

@@ -17,7 +17,7 @@ from dist_ckpt_strategies.core.blocks import padded
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
-    DuplicateWriterError,
+    CoverageError,
     IncompatibleVersionError,
     PlanError,
 )
@@ -297,7 +297,7 @@ def test_what_cannot_be_stored_is_refused_by_key() -> None:
     with pytest.raises(PlanError, match="UTF-8") as refused:
         lay_out([], [(ObjectId("o\ud800", (0,), (1,)), 3)])
     assert refused.value.key == "o\ud800"
-    with pytest.raises(DuplicateWriterError, match=r"w: \[2:4\] and \[2:8\]"):
+    with pytest.raises(CoverageError, match=r"w: \[2:4\] and \[2:8\]"):
         lay_out([shard("w", 2, 2), shard("w", 2, 6)], rank=4)
     with pytest.raises(PlanError, match="on rank 4"):
         lay_out([shard("w", 0, 2), shard("w", 2, 6, 9)], rank=4)

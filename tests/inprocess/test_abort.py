@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt_strategies.errors import HealthCheckError, RestartError
+from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.inprocess.abort import (
     AbortTransformerEngine,
     CheckpointlessAbortManager,
@@ -137,7 +137,7 @@ def test_a_device_that_fails_or_stays_silent_is_not_healthy(
 
     released = threading.Event()
     monkeypatch.setattr(torch, "cuda", FakeCuda(1, fails))
-    with pytest.raises(HealthCheckError, match="CUDA device 0: an illegal memory access"):
+    with pytest.raises(RestartError, match="CUDA device 0: an illegal memory access"):
         CudaHealthCheck()(STATE)
     monkeypatch.setattr(torch, "cuda", FakeCuda(1, lambda _device: released.wait(100)))
     with pytest.raises(TimeoutError, match=r"CUDA device 0 did not answer within 0\.05 s"):
@@ -156,7 +156,7 @@ def test_only_this_ranks_faults_are_counted() -> None:
     check(fault_of(0))
     check(fault_of(1))
     check(fault_of(2))
-    with pytest.raises(HealthCheckError, match="rank 1: 2 faults, 1 allowed"):
+    with pytest.raises(RestartError, match="rank 1: 2 faults, 1 allowed"):
         check(fault_of(1))
 
 

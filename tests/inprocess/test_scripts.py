@@ -58,7 +58,7 @@ LEAVES = """
 import sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from dist_ckpt_strategies.errors import RestartLimitError
+from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.inprocess import HPCallWrapper, HPWrapper
 
 @HPWrapper(max_attempts=3)
@@ -73,7 +73,7 @@ def block(call: HPCallWrapper):
 
 try:
     block()
-except RestartLimitError as error:
+except RestartError as error:
     print(error, file=sys.stderr)
     sys.exit(7)
 """

@@ -20,10 +20,8 @@ import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
 from dist_ckpt_strategies.errors import (
-    HealthCheckError,
     MissingDependencyError,
     RestartError,
-    RestartLimitError,
     StrategyError,
 )
 from dist_ckpt_strategies.inprocess.abort import (
@@ -139,7 +137,7 @@ def test_communication_is_ended_first_where_that_is_asked_for(is_early: bool) ->
 
 
 def failing(state: HPState, *_: Any) -> Any:
-    raise HealthCheckError("unfit")
+    raise RestartError("unfit")
 
 
 @pytest.mark.parametrize("abort", [failing, None])
@@ -158,7 +156,7 @@ def test_an_exit_of_the_process_is_not_delayed(leaving: BaseException) -> None:
 
 
 def test_errors_of_the_health_check_leave_the_call() -> None:
-    with pytest.raises(HealthCheckError, match="unfit"):
+    with pytest.raises(RestartError, match="unfit"):
         wrapper(health_check=failing)(fails_once)()
 
 
@@ -175,7 +173,7 @@ def test_a_block_that_fails_every_time_is_not_run_for_ever(
     def fails() -> None:
         raise ValueError("always")
 
-    with pytest.raises(RestartLimitError, match=why):
+    with pytest.raises(RestartError, match=why):
         wrapper(**settings)(fails)()
 
 

@@ -243,5 +243,5 @@ def kept_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
 
 
 def test_frames_and_groups_of_an_attempt_are_gone_in_the_next() -> None:
-    expected = [True, "WaitReleasedError"]
+    expected = [True, "PeerLostError"]
     assert run_restartable(2, kept_of_the_old_attempt) == [expected, expected]

@@ -147,5 +147,5 @@ def test_tensors_that_cannot_be_filled_are_named_before_any_byte_is_sent(
 ) -> None:
     for error in errors_of({"a": {"x": torch.ones(2, 2)}}, None, {"a": wanted}):
         assert error.is_ours, error
-        assert ("ShapeMismatchError" in error.kinds) == ("differ" in expected)
+        assert "PlanError" in error.kinds, error
         assert expected in error.text

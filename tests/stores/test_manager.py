@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager
-from dist_ckpt_strategies.errors import CheckpointLockedError, NoUsableCheckpointError
+from dist_ckpt_strategies.errors import CheckpointChangedError, StorageError
 from dist_ckpt_strategies.local import LocalCheckpointManager
 from tests.support.folders import Folder
 from tests.support.object_stores import ObjectStore
@@ -64,7 +64,7 @@ def keeps_local_checkpoints(rank: int, variables: Mapping[str, str], root: str, 
     where = (0, rank, dist.get_world_size())
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), where)}
     policy = SavePolicy(local_every_steps=1)
-    for name, refused in (("one", None), ("other", NoUsableCheckpointError), ("one", None)):
+    for name, refused in (("one", None), ("other", StorageError), ("one", None)):
         local = LocalCheckpointManager(node)
         address = f"{root}/{name}"
         with TieredCheckpointManager(
@@ -96,7 +96,7 @@ def begins(rank: int, variables: Mapping[str, str], root: str, rendezvous: str) 
     try:
         with manager:
             until(lambda: len(list(Path(rendezvous).glob("refused*"))) == 3, 60.0)
-    except CheckpointLockedError as error:
+    except CheckpointChangedError as error:
         Path(rendezvous, f"refused{rank}").touch()
         return str(error)
     return ""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import CoverageError, PlanError, SaveTimeoutError, StorageError
+from dist_ckpt_strategies.errors import CoverageError, PlanError, StorageError, StorageTimeoutError
 from tests.support.entries import (
     FORMATS,
     PACKS,
@@ -233,7 +233,7 @@ def a_save_may_be_waited_for_again_after_a_wait_that_failed_on_all_ranks(
         writer().suspend()
     slow = save_async(weight(rank), root / "slow", backend)
     late = partial(slow.wait, 0.1)
-    require_refused(late, SaveTimeoutError, "the save is not done after 0.1 s")
+    require_refused(late, StorageTimeoutError, "the save is not done after 0.1 s")
     writer().resume()
     slow.wait()
     handles = [save_async(weight(rank), root / name, backend) for name in "ab"]

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointExistsError,
-    DuplicateWriterError,
+    CoverageError,
     MissingDependencyError,
     StorageError,
     UnsafeObjectError,
@@ -207,7 +207,7 @@ def groups_save_on_their_own_and_errors_name_global_ranks(rank: int, scratch: Pa
     bad = Cut("twice", (4,), torch.float32, (Part(0, (0,), (4,)), Part(1, (0,), (4,))))
     names = (f"on rank {2 * half} ", f"on rank {2 * half + 1} ")
     twice = partial(saver.save, state_of(within, [bad]), root)
-    require_refused(twice, DuplicateWriterError, *names)
+    require_refused(twice, CoverageError, *names, "both main replicas")
     value = (lambda: 1) if rank == 3 else 1
     objects = partial(saver.save, {"o": ShardedObject("o", value, (2,), (within,))}, elsewhere)
     if half == 0:

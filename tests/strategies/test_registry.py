@@ -20,8 +20,6 @@ from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     StrategyError,
-    StrategyExistsError,
-    StrategyNotFoundError,
 )
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.registry import get_default_strategy, register_default_strategy
@@ -61,11 +59,11 @@ def _registries() -> Iterator[None]:
 
 
 def test_an_unknown_key_is_an_error_that_lists_the_registered_ones() -> None:
-    with pytest.raises(StrategyNotFoundError, match="registered: none"):
+    with pytest.raises(StrategyError, match="registered: none"):
         get_default_strategy(*KEY)
     register_default_strategy(StrategyAction.LOAD_COMMON, "b", 2, dict)
 
-    with pytest.raises(LookupError, match=r"'mine', 1\); registered: \(load_common, 'b', 2\)"):
+    with pytest.raises(StrategyError, match=r"'mine', 1\); registered: \(load_common, 'b', 2\)"):
         get_default_strategy(*KEY)
 
 
@@ -75,7 +73,7 @@ def test_an_instance_is_returned_and_a_callable_is_called_once() -> None:
         key = (StrategyAction.LOAD_SHARDED, "mine", version)
         register_default_strategy(*key, made)
         register_default_strategy(*key, made)  # changes nothing
-        with pytest.raises(StrategyExistsError, match="replace=True"):
+        with pytest.raises(StrategyError, match="replace=True"):
             register_default_strategy(*key, dict)
         found = get_default_strategy(*key)
         assert found is strategy if version == 0 else isinstance(found, Foreign)
@@ -120,7 +118,7 @@ def test_the_same_registration_again_changes_nothing_and_another_needs_replace()
         {"options": options, "local": LocalOptions(replication_jump=2)},
     ]
     for other in others:
-        with pytest.raises(StrategyExistsError, match="replace=True"):
+        with pytest.raises(StrategyError, match="replace=True"):
             register(**other)
         assert get_default_strategy(*key) is base.get_default_strategy(*key) is before
         assert before.options.timeout_s == 77.0
@@ -147,9 +145,9 @@ def test_an_own_registration_works_before_and_after_a_save(
         dist_ckpt_strategies.save(dict(state), tmp_path / name, key[1:])
         assert (tmp_path / name / "own").exists()
     assert files <= set(tmp_path.rglob("*")), "nothing is removed unasked"
-    with pytest.raises(StrategyExistsError, match="replace=True"):
+    with pytest.raises(StrategyError, match="replace=True"):
         register_default_strategy(*key, Own())
-    with pytest.raises(StrategyExistsError, match="Own"):
+    with pytest.raises(StrategyError, match="Own"):
         register()
     register_default_strategy(*key, own)
     assert get_default_strategy(*key) is own
@@ -160,7 +158,7 @@ def test_megatrons_and_foreign_strategies_are_replaced_only_where_that_is_asked_
     before, theirs = base.get_default_strategy(*common), Foreign()
     base.register_default_strategy(*key, theirs)
 
-    with pytest.raises(StrategyExistsError, match="Foreign"):
+    with pytest.raises(StrategyError, match="Foreign"):
         register()
     assert base.get_default_strategy(*key) is theirs
     assert key[1:] not in base.default_strategies[StrategyAction.SAVE_SHARDED.value]
