@@ -31,7 +31,6 @@ HostArray = npt.NDArray[Any]
 
 T = TypeVar("T")
 
-_HOST = torch.device("cpu")
 _ALIGNMENT = 64
 _PAUSE_S = 0.0002
 _LONGEST_COPY_S = 1800.0
