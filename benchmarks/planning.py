@@ -32,7 +32,7 @@ from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.formats.index import FullIndex, array_segments, build_full_index
 from dist_ckpt_strategies.formats.pack import lay_out
 from dist_ckpt_strategies.formats.pack_write import PackRecord
-from dist_ckpt_strategies.sharded.ledger import Description, Ledger, proved
+from dist_ckpt_strategies.sharded.ledger import Description, Ledger, described, proved
 from dist_ckpt_strategies.sharded.load import build_read_item
 from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions
 
@@ -99,9 +99,9 @@ def _save_first(job: Job) -> dict[str, float]:
     told, num_shards = [], 0
     copies: dict[str, bytes] = {}
     for rank in ranks:
-        said = _described(job, rank)
-        told.append((said.num_packs, said.main, said.copies_digest))
-        copies.setdefault(said.copies_digest, said.copies)
+        num_packs, main, of_rank, digest = _described(job, rank)
+        told.append((num_packs, main, digest))
+        copies.setdefault(digest, of_rank)
         num_shards += len(job.shards_of(rank))
     ledger = Ledger("", tuple(told), copies)
     return _measured(lambda: proved(ledger, ranks), num_shards)
@@ -115,7 +115,7 @@ def _save_other(job: Job) -> dict[str, float]:
 def _described(job: Job, rank: int) -> Description:
     shards = job.shards_of(rank)
     layout = lay_out([shard for shard in shards if shard.is_main], rank=rank)
-    return Description.of(layout, [shard for shard in shards if not shard.is_main], ())
+    return described(layout, [shard for shard in shards if not shard.is_main], ())
 
 
 def _load(job: Job) -> dict[str, float]:

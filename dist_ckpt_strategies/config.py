@@ -160,7 +160,7 @@ class Options:
 
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""
-        wanted = {k: v for k, v in changes.items() if v is not None}
+        wanted = {k: v for k, v in changes.items() if v is not None and v is not getattr(self, k)}
         return replace(self, **wanted) if wanted else self
 
     def reached_stores(self) -> StoreOptions:

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 
 from dist_ckpt_strategies.formats.objects import load_content
 from dist_ckpt_strategies.formats.pack import PackLimits
-from dist_ckpt_strategies.sharded.pack_save import Contents
+from dist_ckpt_strategies.sharded.save import Contents
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from tests.support.checkpoints import flip_at
 from tests.support.layouts import empties, irregular, random_layouts, scattered

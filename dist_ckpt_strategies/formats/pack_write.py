@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from dist_ckpt_strategies.errors import StorageError, StorageTimeoutError
 from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, sealed_table
 from dist_ckpt_strategies.storage.bucket import Place
-from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import Bytes
 
 logger = logging.getLogger(__name__)
@@ -140,38 +140,6 @@ def _with_padding(
         yield [np.zeros(pack.sizes[-1], np.uint8)]
 
 
-def write_each(
-    store: Place,
-    num_packs: int,
-    write: Callable[[str, int], PackRecord],
-    num_threads: int,
-    deadline: Deadline,
-) -> tuple[PackRecord, ...]:
-    """Call ``write`` with a name and a number for each pack, on threads. Rank-local.
-
-    Raises:
-        StorageError: a pack cannot be written; what was written of the others is deleted.
-    """
-    names = [new_pack_name() for _ in range(num_packs)]
-    records: dict[str, PackRecord] = {}
-
-    def run(name: str, number: int) -> None:
-        records[name] = write(name, number)
-
-    jobs = [
-        Job("", store.path(file_of(name)), partial(run, name, number))
-        for number, name in enumerate(names)
-    ]
-    try:
-        Transfer(jobs, num_threads).wait(deadline.left_s)
-    except StorageTimeoutError:
-        raise  # a thread may still write: prune --unfinished removes that
-    except StorageError:
-        delete_files(store, [file_of(name) for name in names])
-        raise
-    return tuple(records[name] for name in names)
-
-
 def delete_files(store: Place, names: Iterable[str]) -> None:
     """Delete files of a save; what cannot be deleted is logged: `prune --unfinished` does it."""
     try:
@@ -182,7 +150,7 @@ def delete_files(store: Place, names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """Packs to be written from memory that holds them one after the other, but for their headers.
+    """Packs to be written; it can be sent to another process.
 
     Attributes:
         store: where they go.
@@ -203,24 +171,48 @@ class PackJob:
     num_packs: int = 0
 
     def run(self, memory: memoryview) -> tuple[PackRecord, ...]:
-        """Write all of them, durably. Rank-local."""
-        content = np.frombuffer(memory, np.uint8)
-        starts = list(pack_starts(self.packs))
-        deadline = Deadline.after(self.timeout_s)
+        """Write all of them from memory that holds them one after the other, but for headers."""
+        content, starts = np.frombuffer(memory, np.uint8), pack_starts(self.packs)
+        return self.write(
+            [
+                [[content[at : at + size] for n, at, size in places_of(pack, start) if n >= 0]]
+                for pack, start in zip(self.packs, starts, strict=False)
+            ]
+        )
 
-        def write(name: str, number: int) -> PackRecord:
-            pack = self.packs[number]
-            return write_pack(
-                self.store,
+    def write(self, contents: Sequence[Iterable[Sequence[Bytes]]]) -> tuple[PackRecord, ...]:
+        """Write all of them, durably, each on a thread; for each its ``contents``. Rank-local.
+
+        Raises:
+            StorageError: a pack cannot be written; what was written of the others is deleted.
+        """
+        store = self.store
+        names = [new_pack_name() for _ in self.packs]
+        records: dict[str, PackRecord] = {}
+
+        def write(name: str, pack: PackLayout, batches: Iterable[Sequence[Bytes]]) -> None:
+            records[name] = write_pack(
+                store,
                 name,
                 pack,
-                [_tensors_of(pack, content[starts[number] :])],
+                batches,
                 save_id=self.save_id,
                 rank=self.rank,
                 num_packs=self.num_packs,
             )
 
-        return write_each(self.store, len(self.packs), write, self.num_threads, deadline)
+        jobs = [
+            Job("", store.path(file_of(name)), partial(write, name, pack, batches))
+            for name, pack, batches in zip(names, self.packs, contents, strict=True)
+        ]
+        try:
+            Transfer(jobs, self.num_threads).wait(self.timeout_s)
+        except StorageTimeoutError:
+            raise  # a thread may still write: prune --unfinished removes that
+        except StorageError:
+            delete_files(store, [file_of(name) for name in names])
+            raise
+        return tuple(records[name] for name in names)
 
 
 def seal(pack: PackLayout, memory: Bytes, save_id: str, num_packs: int) -> None:
@@ -228,7 +220,7 @@ def seal(pack: PackLayout, memory: Bytes, save_id: str, num_packs: int) -> None:
     header, number = pack.header(save_id, num_packs), 0
     memory[: pack.data_start] = np.frombuffer(header, np.uint8)
     digests = np.empty(pack.num_ranges, np.uint64)
-    for source, start, nbytes in _places_of(pack):
+    for source, start, nbytes in places_of(pack):
         tensor = memory[start : start + nbytes]
         if source < 0:
             tensor[:] = 0
@@ -244,12 +236,7 @@ def pack_starts(packs: Sequence[PackLayout]) -> Iterator[int]:
     return accumulate((-(-pack.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES for pack in packs), initial=0)
 
 
-def _places_of(pack: PackLayout) -> Iterator[tuple[int, int, int]]:
-    """Source, first byte and size of each tensor of a pack but its digests."""
-    starts = accumulate(pack.sizes, initial=pack.data_start)
+def places_of(pack: PackLayout, start: int = 0) -> Iterator[tuple[int, int, int]]:
+    """Source, first byte and size of each tensor of a pack, which begins there, but its digests."""
+    starts = accumulate(pack.sizes, initial=start + pack.data_start)
     return zip(pack.sources, starts, pack.sizes, strict=False)
-
-
-def _tensors_of(pack: PackLayout, memory: Bytes) -> list[Bytes]:
-    places = _places_of(pack)
-    return [memory[start : start + nbytes] for source, start, nbytes in places if source >= 0]

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -170,11 +171,11 @@ def expected_files(table: BlockTable) -> Iterator[tuple[str, int | None]]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkJob:
-    """Chunks to be written from memory that holds them; see PackJob.
+    """Chunks to be written; see PackJob.
 
     Attributes:
         store: where they go.
-        chunks: key, name, first byte in the memory, and size of each.
+        chunks: key, name, first byte in memory that holds a copy, and size of each; none is empty.
         others: further files.
         timeout_s: longest wait for the storage.
         num_threads: that write at the same time.
@@ -187,11 +188,22 @@ class ChunkJob:
     num_threads: int
 
     def run(self, memory: memoryview) -> tuple[()]:
-        """Write all of them, durably. Rank-local."""
+        """Write all of them, durably, from memory that holds the chunks. Rank-local."""
         content = np.frombuffer(memory, np.uint8)
-        deadline = Deadline.after(self.timeout_s)
-        files = [NewFile(key, name, content[at : at + size]) for key, name, at, size in self.chunks]
-        files += self.others
-        write_files(self.store, files, self.num_threads, deadline)
-        sync_files(self.store, [file[:2] for file in files], self.num_threads, deadline)
+        return self.write([[[content[at : at + size] for *_, at, size in self.chunks]]])
+
+    def write(self, contents: Iterable[Iterable[Sequence[Bytes]]]) -> tuple[()]:
+        """Write all of them, durably; ``contents`` are those of the chunks, in order. Rank-local.
+
+        Raises:
+            StorageError: one cannot be written.
+        """
+        deadline, chunks = Deadline.after(self.timeout_s), iter(self.chunks)
+        for batch in chain.from_iterable(contents):
+            filled = [content for content in batch if content.size]
+            files = [NewFile(*next(chunks)[:2], content) for content in filled]
+            write_files(self.store, files, self.num_threads, deadline)
+        write_files(self.store, self.others, self.num_threads, deadline)
+        names = [*(chunk[:2] for chunk in self.chunks), *(file[:2] for file in self.others)]
+        sync_files(self.store, names, self.num_threads, deadline)
         return ()

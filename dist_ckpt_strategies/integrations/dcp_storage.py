@@ -54,10 +54,15 @@ from dist_ckpt_strategies.formats.pack import lay_out
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
 from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save
-from dist_ckpt_strategies.formats.pack_write import delete_files, file_of
-from dist_ckpt_strategies.sharded.ledger import Description, Ledger, proved
+from dist_ckpt_strategies.formats.pack_write import PackJob, delete_files, file_of
+from dist_ckpt_strategies.sharded.ledger import Ledger, described, proved
 from dist_ckpt_strategies.sharded.load import TensorRead, run_reads
-from dist_ckpt_strategies.sharded.pack_save import Contents, limits_of, write_layout
+from dist_ckpt_strategies.sharded.save import (
+    Contents,
+    limits_of,
+    num_writers,
+    write_contents,
+)
 from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
     OPENING,
@@ -172,10 +177,11 @@ class PackStorageWriter(_Placed, StorageWriter):
         common = None if contents.common is None else len(contents.common)
         limits = limits_of(place, options)
         layout = lay_out(contents.shards, sizes, common, rank=rank, limits=limits)
-        deadline = Deadline.after(WORK * options.timeout_s)
-        packs = write_layout(place, layout, contents, options, deadline, save_id="", rank=rank)
+        limit_s, num_threads = WORK * options.timeout_s, num_writers(place, options)
+        job = PackJob(place, layout.packs, "", rank, limit_s, num_threads)
+        packs = write_contents(job, layout, contents, options)
         self._written = tuple(file_of(pack.name) for pack in packs)
-        stored = rank, PackSummary.of(layout, packs), Description.of(layout, (), ())
+        stored = rank, PackSummary.of(layout, packs), described(layout, (), ())
         nbytes = sum(pack.nbytes for pack in packs)
         return _done([WriteResult(MetadataIndex(""), nbytes, stored)])
 
@@ -188,14 +194,14 @@ class PackStorageWriter(_Placed, StorageWriter):
         """
         stored = [result.storage_data for of_rank in results for result in of_rank]
         ranks, summaries, descriptions = zip(*stored, strict=True)
-        told = tuple((said.num_packs, said.main, said.copies_digest) for said in descriptions)
+        told = tuple((num_packs, main, digest) for num_packs, main, _, digest in descriptions)
         ledger = proved(Ledger("", told, {}), ranks)
         facts: dict[str, Any] = {"ranks": len(ranks), "created": time.time()}
         facts |= {_PATHS: paths} if (paths := _paths(metadata.planner_data)) else {}
 
         def make_visible() -> CheckpointError | None:
             place = place_of(self._root)
-            save = build_save(new_save_id(place), ledger.segments, summaries, facts)
+            save = build_save(new_save_id(place), ledger.segments or (), summaries, facts)
             return commit(place, replace(save, common=_no_common_state()), require_own_place)
 
         deadline = Deadline.after(WORK * self._options.timeout_s)

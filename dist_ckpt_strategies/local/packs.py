@@ -50,8 +50,8 @@ from dist_ckpt_strategies.megatron.types import (
     default_allowed,
     tensor_aware_class,
 )
-from dist_ckpt_strategies.sharded.pack_async import copy_contents
-from dist_ckpt_strategies.sharded.pack_save import Contents
+from dist_ckpt_strategies.sharded.background import copy_contents
+from dist_ckpt_strategies.sharded.save import Contents
 from dist_ckpt_strategies.storage.io_pool import Deadline, run_within
 from dist_ckpt_strategies.storage.store import Bytes
 

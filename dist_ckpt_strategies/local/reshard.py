@@ -232,11 +232,10 @@ def _given(
         dtype = tensor.dtype if tensor.data is None else tensor.data.dtype
         return loaded.reshape(tuple(tensor.local_shape)).to(dtype)
     target = destination(tensor if fills else tensor.without_data())
-    view = target.detach()[(None,) * tensor.prepend_axis_num]
     if read.is_padded:
-        view.zero_()
+        target.detach().zero_()
     if loaded is not None:
-        view[... if read.target is None else read.target.slices()].copy_(loaded)
+        read.part_of(target, tensor.prepend_axis_num).copy_(loaded)
     return target
 
 

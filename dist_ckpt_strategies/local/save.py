@@ -30,8 +30,8 @@ from dist_ckpt_strategies.local.inventory import Inventory, build_inventory, lis
 from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardWriter
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork, yield_to_training
-from dist_ckpt_strategies.sharded.pack_async import copy_contents
-from dist_ckpt_strategies.sharded.pack_save import Contents
+from dist_ckpt_strategies.sharded.background import copy_contents
+from dist_ckpt_strategies.sharded.save import Contents
 from dist_ckpt_strategies.storage.io_pool import (
     CLEAN_UP,
     ENDING,

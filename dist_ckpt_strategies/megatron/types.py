@@ -86,8 +86,8 @@ class _Action(Enum):
     SAVE_SHARDED = "save_sharded"
 
 
-class _Saver:
-    def __init__(self, backend: str, version: int) -> None:
+class _Strategy:
+    def __init__(self, backend: str = "", version: int = 0) -> None:  # of one that saves
         self.backend = backend
         self.version = version
 
@@ -96,13 +96,9 @@ class _Saver:
         return False
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}({self.backend}, {self.version})"
-
-
-class _Loader:
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return False
+        return (
+            f"{type(self).__name__}({self.backend}, {self.version})" if self.backend else repr(self)
+        )
 
 
 if TYPE_CHECKING or has_registry():
@@ -117,7 +113,7 @@ if TYPE_CHECKING or has_registry():
 else:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    class SaveShardedStrategy(TorchDistSaveShardedStrategy, _Saver):
+    class SaveShardedStrategy(TorchDistSaveShardedStrategy, _Strategy):
         """What Megatron-Core's ``save`` takes as it is."""
 
         def async_save(self, *_: Any, **__: Any) -> None:
@@ -125,8 +121,7 @@ else:
             raise as_megatron_error(StrategyError(f"{self}: it saves synchronously only"))
 
     AsyncSaveShardedStrategy = SaveShardedStrategy
-    SaveCommonStrategy, LoadCommonStrategy = _Saver, _Loader
-    LoadShardedStrategy = _Loader
+    SaveCommonStrategy = LoadCommonStrategy = LoadShardedStrategy = _Strategy
     StrategyAction = getattr(base, "StrategyAction", _Action)
 
 

@@ -1,1 +1,1 @@
-"""Save and load of a sharded state dict: the plans, and what carries them out."""
+"""Save and load of a sharded state dict; ``save`` and ``load`` are to be read first."""

@@ -22,7 +22,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 from dist_ckpt_strategies.comm.base import (
     Communicator,
     run_and_gather,
-    run_collectively,
     who_is_where,
 )
 from dist_ckpt_strategies.config import limit_of_wait
@@ -113,22 +112,6 @@ def _remove_own(mark: Path, owner: int) -> None:
         mark.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s cannot be removed: %s", mark, error)
-
-
-def start_on_all(comm: Communicator, prepare: Callable[[], BackgroundWork[T]]) -> BackgroundWork[T]:
-    """What ``prepare`` returns, begun on every rank; if it raises on one, nothing begins on any.
-
-    Collective: one check.
-    """
-    works: list[BackgroundWork[T]] = []
-    try:
-        run_collectively(comm, lambda: works.append(prepare()))
-    except BaseException:
-        for work in works:
-            work.call_off()
-        raise
-    works[0].begin()
-    return works[0]
 
 
 def yield_to_training() -> None:

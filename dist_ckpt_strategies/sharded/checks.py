@@ -56,10 +56,15 @@ _VIEW_S = 90.0
 _MAX_SHOWN, _MAX_TEXT, _MAX_ELEMENTS = 5, 80, 1000
 
 
-def different_strategies(comm: Communicator, what: str, kinds: Sequence[str]) -> PlanError:
-    """The error for ranks that do the same by strategies of different kinds."""
-    texts = [f"{what} by {kind}" for kind in kinds]
-    return PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
+def require_one_strategy(comm: Communicator, what: str, answers: Sequence[Message]) -> None:
+    """Raise a PlanError, on every rank, where ranks do the same by strategies of different kinds.
+
+    An answer is a list that begins with the kind; one that is none is of a strategy's own call.
+    """
+    kinds = [answer[0] if isinstance(answer, list) else "another strategy" for answer in answers]
+    if len(set(kinds)) > 1:
+        texts = [f"{what} by {kind}" for kind in kinds]
+        raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
 
 
 def require_same_checkpoint(comm: Communicator, name: object, identities: Sequence[str]) -> None:

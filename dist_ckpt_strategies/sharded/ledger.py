@@ -28,38 +28,24 @@ from dist_ckpt_strategies.formats.index import array_segments
 from dist_ckpt_strategies.formats.pack import Layout
 from dist_ckpt_strategies.formats.pack_summary import joined_tables
 
+Description = tuple[int, bytes, bytes, str]
+"""What a rank tells of its shards; equal ones are of equal shards, stored in equal places.
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a rank tells of its shards; equal ones are of equal shards, stored in equal places.
-
-    Attributes:
-        num_packs: that the rank writes.
-        main: a table of the shards that it writes.
-        copies: a table of other replicas that it holds.
-        copies_digest: of that.
-    """
-
-    num_packs: int
-    main: bytes
-    copies: bytes
-    copies_digest: str
-
-    @classmethod
-    def of(
-        cls, layout: Layout, copies: Sequence[ShardSpec], object_copies: Sequence[ObjectId]
-    ) -> Description:
-        """The description of what a rank writes, and of the replicas that it does not write."""
-        arrays = {c.key: ArrayFacts(c.dtype.value, c.array_shape) for c in copies}
-        blocks = sorted((c.key, c.region) for c in copies)
-        table = BlockTable.of(arrays, blocks, [_NOWHERE] * len(blocks))
-        others = with_objects(table, object_copies).to_bytes()
-        main = with_objects(layout.table, [name for name, _ in layout.objects]).to_bytes()
-        digest = xxhash.xxh3_128_hexdigest(others)
-        return cls(len(layout.packs), main, others, digest)
+How many packs it writes; a table of the shards in them; a table of other replicas that it holds,
+and the digest of that.
+"""
 
 
-_NOWHERE = (0, 0, 0)
+def described(
+    layout: Layout, copies: Sequence[ShardSpec], object_copies: Sequence[ObjectId]
+) -> Description:
+    """The description of what a rank writes, and of the replicas that it does not write."""
+    arrays = {c.key: ArrayFacts(c.dtype.value, c.array_shape) for c in copies}
+    blocks = sorted((c.key, c.region) for c in copies)
+    table = BlockTable.of(arrays, blocks, [(0, 0, 0)] * len(blocks))
+    others = with_objects(table, object_copies).to_bytes()
+    main = with_objects(layout.table, [name for name, _ in layout.objects]).to_bytes()
+    return len(layout.packs), main, others, xxhash.xxh3_128_hexdigest(others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +56,13 @@ class Ledger:
         session: an id of this ledger alone; each rank that has told it remembers the id.
         told: the number of packs, the table of what is written, and the digest of the copies.
         copies: tables of copies, by digest.
-        segments: of the full index.
-        is_proved: whether ``proved`` has made it.
+        segments: of the full index, once ``proved`` has made them.
     """
 
     session: str
     told: tuple[tuple[int, bytes, str], ...]
     copies: dict[str, bytes]
-    segments: tuple[tuple[bytes, list[Any]], ...] = ()
-    is_proved: bool = False
+    segments: tuple[tuple[bytes, list[Any]], ...] | None = None
 
 
 def tell_first_rank(
@@ -93,9 +77,9 @@ def tell_first_rank(
     Collective: an exchange. ``announced`` is by rank: None, or the number of packs, the sizes of
     both tables and the digest of the copies. The new ledger has the id ``session``.
     """
-    parcels = list(_parcels(announced))
+    parcels, tables = list(_parcels(announced)), mine[1:3]
     sends = [
-        Send(0, np.frombuffer(bytearray(mine.copies if is_copies else mine.main), np.uint8))
+        Send(0, np.frombuffer(bytearray(tables[is_copies]), np.uint8))
         for rank, is_copies, nbytes in parcels
         if rank == comm.rank > 0 and nbytes
     ]
@@ -111,8 +95,7 @@ def tell_first_rank(
     told = list(ledger.told) if ledger else [(0, b"", "")] * comm.size
     copies = dict(ledger.copies) if ledger else {}
     for rank, is_copies, _ in parcels:
-        own = mine.copies if is_copies else mine.main
-        content = arrived[rank, is_copies].tobytes() if rank else own
+        content = arrived[rank, is_copies].tobytes() if rank else tables[is_copies]
         num_packs, _, _, digest = announced[rank]
         if is_copies:
             copies[digest] = content
@@ -141,7 +124,7 @@ def proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
         CoverageError: they do not.
         PlanError: ranks see an array in different ways.
     """
-    if ledger.is_proved:
+    if ledger.segments is not None:
         return ledger
     try:
         return _proved(ledger, global_ranks)
@@ -164,8 +147,10 @@ def _proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
     ]
     num_packs = [number for number, *_ in ledger.told]
     table, sources, differing = joined_tables(tables, num_packs)
-    for key, one, other in differing:
-        raise _disagreement(key, global_ranks, [(one, tables[one]), (other, tables[other])])
+    for key, *numbers in differing:
+        told = [(tables[n].facts[tables[n].keys.index(key)], global_ranks[n]) for n in numbers]
+        text = ", ".join(f"{of_rank} on rank {rank}" for of_rank, rank in told)
+        raise PlanError(f"{key}: {text}; all shards of an array have one shape and dtype", key=key)
     facts = dict(zip(table.keys, table.facts, strict=True))
     holder = {key: n for n, t in reversed([*enumerate(tables)]) for key in t.keys}
     for held in copies:
@@ -179,14 +164,4 @@ def _proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
     require_coverage(table, ranks[sources], copies)
     is_array = np.array([f.dtype != OBJECT for f in table.facts], bool)
     arrays = table.rows(np.flatnonzero(is_array[table.array]))
-    return replace(ledger, segments=tuple(array_segments(arrays)), is_proved=True)
-
-
-def _disagreement(
-    key: str, global_ranks: Sequence[int], tables: Sequence[tuple[int, BlockTable]]
-) -> PlanError:
-    seen = ", ".join(
-        f"{table.facts[table.keys.index(key)]} on rank {global_ranks[rank]}"
-        for rank, table in tables
-    )
-    return PlanError(f"{key}: {seen}; all shards of an array have one shape and dtype", key=key)
+    return replace(ledger, segments=tuple(array_segments(arrays)))

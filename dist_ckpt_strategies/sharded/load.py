@@ -72,6 +72,11 @@ class ReadItem:
     target: Region | None
     is_padded: bool
 
+    def part_of(self, tensor: torch.Tensor, num_prepended: int) -> torch.Tensor:
+        """What is read of a tensor that lacks the array's first dims, which are prepended."""
+        whole = tensor.detach()[(None,) * num_prepended]
+        return whole if self.target is None else whole[self.target.slices()]
+
 
 def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
     """Match a shard that a rank wants with the array that a checkpoint holds.
@@ -132,23 +137,23 @@ class LoadPlan:
     objects: Sequence[Any]
     converted: Conversions
 
-    def said(self, validated: Validated | None = None) -> Message:
+    def message(self, validated: Validated | None = None) -> Message:
         """What the other ranks have to know; ``validated``: the sharding is to be checked."""
-        if validated is None:
-            return ["", None, self.checkpoint.identity]
-        own = digest_of(self.messages)
-        return [own, validated.get(own), self.checkpoint.identity]
+        own, group = "", None
+        if validated is not None:
+            own = digest_of(self.messages)
+            group = validated.get(own)
+        return ["own", self.checkpoint.identity, own, group]
 
 
 def plan_load(
     state: StateDict,
     checkpoint: StoredCheckpoint,
+    options: Options,
     destination_of: Callable[[Any], torch.Tensor],
-    *,
-    is_strict: bool,
     deadline: Deadline,
 ) -> LoadPlan:
-    """Match what is wanted with what is stored; ``is_strict``: of the same dtypes. Rank-local.
+    """Match what is wanted with what is stored. Rank-local.
 
     Raises:
         PlanError, ArrayNotFoundError: this rank cannot be given what it asks for.
@@ -158,40 +163,15 @@ def plan_load(
     messages = list(map(message_of, values))
     tensors = [value for value in values if isinstance(value, ShardedTensor)]
     objects = [value for value in values if not isinstance(value, ShardedTensor)]
-    keys = {tensor.key for tensor in tensors}
-    save = checkpoint.save
-    find = partial(save.read, lambda: checkpoint.find(keys))
-    stored = run_within(deadline, save.root, find)
+    find = partial(checkpoint.find, {tensor.key for tensor in tensors})
+    stored = run_within(deadline, checkpoint.save.root, partial(checkpoint.save.read, find))
     specs = [spec for spec in map(shard_from_message, messages) if spec is not None]
-    reads, converted = matched(tensors, specs, stored, is_strict=is_strict)
-    results = map(destination_of, tensors)
-    filled = list(zip(tensors, reads, results, strict=True))
+    reads, converted = matched(tensors, specs, stored, is_strict=options.strict_dtype)
+    filled = list(zip(tensors, reads, map(destination_of, tensors), strict=True))
     return LoadPlan(checkpoint, state, messages, filled, objects, converted)
 
 
-def load_sharded(
-    comm: Communicator,
-    prepare: Callable[[], LoadPlan],
-    name: object,
-    options: Options,
-    allow: Allowed,
-) -> StateDict:
-    """Read what each rank asks for; a state dict of the same structure. Collective.
-
-    Every rank raises the PlanError, ArrayNotFoundError or StorageError of one. ``prepare`` makes
-    the plan, messages call the checkpoint ``name``.
-    """
-    plans: list[LoadPlan] = []
-
-    def describe() -> Message:
-        plans.append(prepare())
-        return plans[0].said()
-
-    answers = run_and_gather(comm, describe)  # 1
-    return finish_load(comm, plans[0], answers, name, options, allow)
-
-
-def finish_load(  # noqa: PLR0913
+def load_sharded(  # noqa: PLR0913
     comm: Communicator,
     plan: LoadPlan,
     answers: Sequence[Message],
@@ -207,7 +187,8 @@ def finish_load(  # noqa: PLR0913
     Args:
         comm: the ranks.
         plan: of this rank.
-        answers: what ``plan.said`` has returned on every rank.
+        answers: what ``plan.message`` has returned on every rank, gathered: no tensor was touched
+            before every rank knew that it can load.
         name: of the checkpoint, for messages.
         options: timeouts and memory bounds.
         allow: classes that objects may be unpickled to.
@@ -220,10 +201,10 @@ def finish_load(  # noqa: PLR0913
         StorageError: a chunk or object is missing or damaged.
         PeerError: the same, on another rank.
     """
-    owns, groups, identities = zip(*answers, strict=True)
+    _, identities, owns, groups = zip(*answers, strict=True)
     require_same_checkpoint(comm, name, identities)
-    group = digest_of(owns)
-    if any(owns) and set(groups) != {group}:
+    group = digest_of(owns) if any(owns) else ""
+    if group and set(groups) != {group}:
         require_validated(comm, plan.messages)  # two more, where this sharding is new
         if validated is not None:
             validated[owns[comm.rank]] = group
@@ -232,15 +213,15 @@ def finish_load(  # noqa: PLR0913
     def read() -> Message:
         deadline, began = Deadline.after(WORK * options.timeout_s), time.monotonic()
         loaded, nbytes = _read(plan, options, allow, deadline)
-        seconds = time.monotonic() - began
         text = "rank %s: load from %s: num_tensors %d, nbytes %d, seconds %.3f"
-        figures = len(plan.reads), nbytes, seconds
+        figures = len(plan.reads), nbytes, time.monotonic() - began
         logger.log(comm.report_level, text, comm.global_ranks[comm.rank], name, *figures)
         results.append(finish(mapped_values(lambda value: loaded[id(value)], plan.state)))
         return plan.converted or None
 
     converted = run_and_gather(comm, read, is_sparse=True)  # 2
-    warn_of_conversions(comm, name, filter(None, converted))
+    if any(converted):
+        warn_of_conversions(comm, name, filter(None, converted))
     return results[0]
 
 
@@ -248,21 +229,15 @@ def _read(
     plan: LoadPlan, options: Options, allow: Allowed, deadline: Deadline
 ) -> tuple[dict[int, Any], int]:
     """Fill every tensor; what stands for each value, by its ``id``, and bytes. Rank-local."""
-    checkpoint, save = plan.checkpoint, plan.checkpoint.save
-    loaded: dict[int, Any] = {}
+    checkpoint = plan.checkpoint
+    loaded = {id(tensor): result for tensor, _, result in plan.reads}
     reads: list[TensorRead] = []
-    nbytes = 0
     for tensor, read, result in plan.reads:
-        loaded[id(tensor)] = result
-        target = result.detach()
-        if tensor.prepend_axis_num:
-            target = target[(None,) * tensor.prepend_axis_num]
         if read.is_padded:
-            target.zero_()
+            result.detach().zero_()
         if read.source is not None:
-            part = target if read.target is None else target[read.target.slices()]
+            part = read.part_of(result, tensor.prepend_axis_num)
             reads.append((read.array, read.source, part))
-            nbytes += part.numel() * read.array.dtype.itemsize
 
     def read_object(wanted: Any) -> None:
         name = object_id(wanted)
@@ -274,8 +249,8 @@ def _read(
         jobs = [Job(o.key, o.unique_key, partial(read_object, o)) for o in plan.objects]
         Transfer(jobs, 1).wait(deadline.left_s)
 
-    save.read(fill, ENDING * options.timeout_s)
-    return loaded, nbytes
+    checkpoint.save.read(fill, ENDING * options.timeout_s)
+    return loaded, sum(part.numel() * array.dtype.itemsize for array, _, part in reads)
 
 
 def run_reads(

@@ -99,20 +99,24 @@ class WriterProcess:
         is_ours = self._owner == os.getpid() and not self._connection.closed
         return is_ours and self._process.poll() is None
 
-    def run(self, job: bytes, memory: SharedBytes) -> bytes:
-        """Have a pickled job done; its result or its error, pickled. Blocks, without Python's lock.
+    def run(self, job: Any, memory: SharedBytes) -> Any:
+        """Have a job done; what it returns, or raises. Blocks, without Python's lock.
 
         When it returns or raises, nothing is being written any more, unless the error says so.
         Raises a StorageError if the process has ended.
         """
+        content = pickle.dumps(job)
         with self._lock:
             try:
-                self._connection.send_bytes(job)
+                self._connection.send_bytes(content)
                 send_handle(self._connection, memory.handle, self.pid)
-                return self._connection.recv_bytes()
+                found = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - our own process
             except (OSError, EOFError) as error:
                 self._connection.close()  # whatever becomes of the process, it is not asked again
                 raise StorageError(f"the writing process {self._ended()}") from error
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _ended(self) -> str:
         """How it has ended; it is made to, if it has not."""

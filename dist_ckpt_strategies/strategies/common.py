@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.base import run_on_first_rank
-from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import require_storable_keys
 from dist_ckpt_strategies.errors import (
@@ -48,11 +47,11 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within
-from dist_ckpt_strategies.strategies.configured import Configured, require_own
+from dist_ckpt_strategies.strategies.configured import Configured, ConfiguredSaver
 from dist_ckpt_strategies.strategies.registry import REGISTERED
 from dist_ckpt_strategies.tools.opened import open_at
 
-TORCH = BACKEND, VERSION = "torch", 1
+TORCH = "torch", 1
 
 COMMON_STATE = "common state"
 """What messages call it."""
@@ -131,30 +130,13 @@ def common_content(root: Location, options: Options, allow: Allowed, packs: Any 
 _OBJECT_FILES = "one file for each ShardedObject"
 
 
-class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[misc]
+class TorchCommonSaveStrategy(ConfiguredSaver, SaveCommonStrategy):  # type: ignore[misc]
     """Writes ``common.pt`` atomically, after invalidating an older checkpoint there.
 
-    Args:
-        backend: ``"torch"``.
-        version: 1.
-        group: ranks that save together; the world by default. Its first rank writes.
-        options: timeouts; by default from the environment.
-        allow: further classes that saved values may be of; a load has to allow them too.
+    Arguments are those of ConfiguredSaver. The first rank writes.
     """
 
-    @raises_megatron_errors
-    def __init__(
-        self,
-        backend: str = BACKEND,
-        version: int = VERSION,
-        *,
-        group: ProcessGroup | None = None,
-        options: Options | None = None,
-        allow: Allowed = (),
-    ) -> None:
-        require_own(BACKEND, (VERSION,), backend, version)
-        super().__init__(backend, version)
-        self._configure(options, allow, group)
+    formats = (TORCH,)
 
     @raises_megatron_errors
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
@@ -175,8 +157,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
                 set_marker_aside(root)
             place_of(root).write(COMMON_NAME, content)
 
-        deadline = Deadline.after(ALL * self.options.timeout_s)
-        run_on_first_rank(comm, lambda: run_within(deadline, root, write))
+        run_on_first_rank(comm, lambda: self.within(ALL, root, write))
 
     @raises_megatron_errors
     def save_sharded_objects(
@@ -209,6 +190,8 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         opened: what the last load has read the common state of; see ``common_read_last``.
     """
 
+    formats = (TORCH,)
+
     @raises_megatron_errors
     def __init__(self, *, options: Options | None = None, allow: Allowed = ()) -> None:
         super().__init__()
@@ -227,8 +210,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
             UnsafeObjectError: it needs a class that is not allowed; the message names it.
             CorruptCheckpointError: it is damaged.
         """
-        root = located(checkpoint_dir, self.options)
-        deadline, options = Deadline.after(ALL * self.options.timeout_s), self.options
+        root, options = located(checkpoint_dir, self.options), self.options
 
         def read(attempts_left: int = 2) -> tuple[OpenedSave, bytes]:
             save = OpenedSave(root)
@@ -240,7 +222,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
                     raise
                 return read(attempts_left - 1)
 
-        self.opened, content = run_within(deadline, root, read)
+        self.opened, content = self.within(ALL, root, read)
         return self.common_state(root, content)
 
     def common_state(self, root: Location, content: bytes) -> StateDict:
@@ -276,16 +258,6 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         """ShardedObjects without data, by unique key, for all that is stored. Rank-local."""
         root = self._directory(checkpoint_dir)
         return {name.unique_key: metadata_object(name) for name in object_ids(root)}
-
-    @raises_megatron_errors
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise IncompatibleVersionError unless the backend is ``"torch"``."""
-        require_own(BACKEND, (VERSION,), loaded_backend, VERSION)
-
-    @raises_megatron_errors
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise IncompatibleVersionError unless the version is 1."""
-        require_own(BACKEND, (VERSION,), BACKEND, loaded_version)
 
     def _directory(self, checkpoint_dir: str | Path) -> Path:
         return require_path(located(checkpoint_dir, self.options), _OBJECT_FILES)

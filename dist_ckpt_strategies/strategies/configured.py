@@ -1,20 +1,31 @@
-"""What the strategies of this package have in common: options, ranks, and classes of objects."""
+"""What strategies of this package have in common: formats, options, ranks, allowed classes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from copy import copy
-from typing import Any, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import IncompatibleVersionError
+from dist_ckpt_strategies.formats.locations import FORMAT2, FORMAT2_REFUSED
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.megatron.types import allow_in_common_state, default_allowed
+from dist_ckpt_strategies.megatron.types import (
+    allow_in_common_state,
+    default_allowed,
+    raises_megatron_errors,
+)
+from dist_ckpt_strategies.storage.io_pool import Deadline, run_within
+
+T = TypeVar("T")
 
 
 class Configured:
     """A strategy's options, the ranks that work together, the classes that objects may be of."""
+
+    formats: ClassVar[tuple[tuple[str, int], ...]]
+    """What it saves; or reads: of several, what lies in the directory says which."""
 
     options: Options
 
@@ -56,12 +67,61 @@ class Configured:
             self.group, timeout_s=self.options.timeout_s, purpose=purpose, detail=detail
         )
 
+    def within(self, share: float, path: object, step: Callable[[], T]) -> T:
+        """What a step returns that asks storage, within a share of the time limit. Rank-local."""
+        return run_within(Deadline.after(share * self.options.timeout_s), path, step)
 
-def require_own(own: str, versions: Sequence[int], backend: str, version: int) -> None:
-    """Raise IncompatibleVersionError unless backend and version are a strategy's own."""
-    if backend != own or version not in versions:
-        formats = " or ".join(str((own, number)) for number in versions)
-        raise IncompatibleVersionError(
-            f"expected backend {formats}, found ({backend!r}, {version!r}); use the "
-            "strategy of that backend, of a two-stage load as its base_strategy"
-        )
+    @raises_megatron_errors
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """Raise IncompatibleVersionError unless the backend is one that it reads.
+
+        Args:
+            loaded_version: the backend's name; Megatron-Core 0.15 called it so.
+        """
+        versions = dict(self.formats)
+        backend = loaded_version if loaded_version in versions else self.formats[0][0]
+        self._require_own(backend, versions[backend], loaded_version, versions[backend])
+
+    @raises_megatron_errors
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise IncompatibleVersionError unless it reads that version."""
+        backend, version = self.formats[0]
+        if (backend, loaded_version) == FORMAT2:
+            raise IncompatibleVersionError(f"the checkpoint {FORMAT2_REFUSED}")
+        self._require_own(backend, version, backend, loaded_version)
+
+    @staticmethod
+    def _require_own(own: str, own_version: int, backend: str, version: int) -> None:
+        if (backend, version) != (own, own_version):
+            raise IncompatibleVersionError(
+                f"expected backend {(own, own_version)}, found ({backend!r}, {version!r}); use the "
+                "strategy of that backend, of a two-stage load as its base_strategy"
+            )
+
+
+class ConfiguredSaver(Configured):
+    """A strategy that saves one format.
+
+    Args:
+        backend: that of the format.
+        version: that of the format.
+        group: ranks that save together; the world by default.
+        options: timeouts and memory bounds; by default from the environment.
+        allow: further classes that objects may be of; a load has to allow them too.
+    """
+
+    @raises_megatron_errors
+    def __init__(
+        self,
+        backend: str | None = None,
+        version: int | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        options: Options | None = None,
+        allow: Allowed = (),
+    ) -> None:
+        ((own, own_version),) = self.formats
+        given = own if backend is None else backend, own_version if version is None else version
+        self._require_own(own, own_version, *given)
+        super().__init__(*given)  # type: ignore[call-arg]
+        self._configure(options, allow, group)

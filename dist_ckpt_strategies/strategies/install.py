@@ -46,10 +46,7 @@ from dist_ckpt_strategies.strategies.save import save
 from dist_ckpt_strategies.strategies.two_stage import (
     TwoStageDataParallelLoadShardedStrategy as TwoStage,
 )
-from dist_ckpt_strategies.strategies.zarr import (
-    EitherFormatLoadShardedStrategy,
-    ZarrSaveShardedStrategy,
-)
+from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 
 _UNDO = "_dist_ckpt_strategies_undo"
 """Attribute of the functions that replace others: what ``uninstall`` needs."""
@@ -158,8 +155,8 @@ class _Ways:
     save: Callable[..., Any]
     load: Callable[..., Any]
 
-    def loader(self, group: Any = None) -> EitherFormatLoadShardedStrategy:
-        return EitherFormatLoadShardedStrategy(group=group, options=self.options, allow=self.allow)
+    def loader(self, group: Any = None) -> OwnLoadShardedStrategy:
+        return OwnLoadShardedStrategy(group=group, options=self.options, allow=self.allow)
 
 
 class _Parallel(NamedTuple):

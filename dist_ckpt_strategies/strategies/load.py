@@ -48,14 +48,15 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.sharded.checks import (
     check_load,
-    different_strategies,
     has_changed,
+    require_one_strategy,
     require_same_checkpoint,
 )
 from dist_ckpt_strategies.sharded.load import (
     LoadPlan,
     conversions,
-    finish_load,
+    load_sharded,
+    plan_load,
     require_fillable,
 )
 from dist_ckpt_strategies.storage.files import MARKER_NAME
@@ -85,9 +86,8 @@ Loaded = StateDict | tuple[StateDict, set[str], set[str]]
 _ATTEMPTS = 3
 
 _LOCAL, _OTHER = "local", "other"
-"""What a rank answers whose load does not go straight to a strategy of this package.
-
-Unless a strategy of this package compares it, the digest of the common state follows a colon.
+"""How a rank loads that has no plan: what its answer begins with. What tells the checkpoint from
+others follows: the digest of the common state, or nothing, if a strategy of this package compares.
 """
 
 _OWN: tuple[Any, ...] = (OwnLoadShardedStrategy.load, TwoStageDataParallelLoadShardedStrategy.load)
@@ -188,39 +188,36 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
-    call = _Call(
-        *open_call(action, sharded_strategy, detail, timeout_s, allow, process_group),
-        sharded_state_dict,
-        checkpoint_dir,
-        bool(sharded_strategy),
-        common_strategy,
-        validate_access_integrity,
-        strict,
-        Verify.READ if verify_integrity else verify,
-        strict_dtype,
-        timeout_s,
-        process_group,
-    )
+    opened = open_call(action, sharded_strategy, detail, timeout_s, allow, process_group)
+    what = sharded_state_dict, checkpoint_dir, bool(sharded_strategy), common_strategy
+    digests = Verify.READ if verify_integrity else verify
+    how = validate_access_integrity, strict, digests, strict_dtype, timeout_s, process_group
+    call = _Call(*(*opened, *what), *how)
+    with allowing(() if call.invalid else allow), no_garbage_collection():
+        return _load(call)
+
+
+def _load(call: _Call) -> Loaded:
+    """What ``load`` returns; begun anew where another save replaces what is read. Collective."""
     for _ in range(_ATTEMPTS):
         saves: list[OpenedSave] = []
         try:
-            with allowing(() if call.invalid else allow), no_garbage_collection():
-                return _load(call, saves)
+            return _load_once(call, saves)
         except (PeerTimeoutError, PeerLostError):
             raise  # ranks are out of step: there is no collective any more
         except CheckpointError as error:
             failure = error
         before = next((save.identity for save in reversed(saves) if save.has_packs), None)
-        if not has_changed(call.comm, checkpoint_dir, call.options, before, failure):
+        if not has_changed(call.comm, call.checkpoint_dir, call.options, before, failure):
             raise failure
     raise CheckpointChangedError(
-        f"{checkpoint_dir}: other saves replaced this checkpoint while it was read, {_ATTEMPTS} "
-        "times; load it again when they have ended",
-        path=str(checkpoint_dir),
+        f"{call.checkpoint_dir}: other saves replaced this checkpoint while it was read, "
+        f"{_ATTEMPTS} times; load it again when they have ended",
+        path=str(call.checkpoint_dir),
     ) from failure
 
 
-def _load(call: _Call, saves: list[OpenedSave]) -> Loaded:
+def _load_once(call: _Call, saves: list[OpenedSave]) -> Loaded:
     """What ``load`` returns; what this rank opens is added to ``saves``. Collective."""
     comm = call.comm
     loads: list[_Load] = []
@@ -232,19 +229,22 @@ def _load(call: _Call, saves: list[OpenedSave]) -> Loaded:
             if is_last:
                 raise
             return None  # a second look may find it: another node has it
-        return _described(call, loads[-1])
+        if (plan := loads[-1].plan) is None:
+            return _described(call, loads[-1])
+        return plan.message(loads[-1].sharded.validated if call.validates else None)
 
     answers = run_and_gather(comm, lambda: describe(is_last=False))  # 1
-    local = {a for a in answers if isinstance(a, str) and a.startswith(_LOCAL)}
+    local = {identity for kind, identity, *_ in filter(None, answers) if kind == _LOCAL}
     if None in answers or len(local) > 1:
         if local:
             _restore_everywhere(call)
         answers = run_and_gather(comm, lambda: describe(is_last=True))
     begun = loads[-1]
-    if begun.plan is None or not all(isinstance(answer, list) for answer in answers):
+    require_one_strategy(comm, "a load", answers)
+    if begun.plan is None:
         return _load_otherwise(call, begun, answers)
     sharded = begun.sharded
-    return finish_load(  # 2
+    return load_sharded(  # 2
         comm,
         begun.plan,
         answers,
@@ -265,8 +265,7 @@ def _begun(call: _Call, saves: list[OpenedSave]) -> _Load:
         raise call.invalid
     wanted, nonpersistent, factories = split_for_load(call.state)
     root, options = located(call.checkpoint_dir, call.options), call.options
-    limit_s = OPENING * options.timeout_s  # factories take their own time
-    deadline = Deadline.after(limit_s)
+    deadline = Deadline.after(limit_s := OPENING * options.timeout_s)  # factories have no limit
     save, marker = run_within(deadline, root, lambda: (OpenedSave(root), read_marker(root)))
     saves.append(save)
     sharded, loader = _strategies(call, root, marker)
@@ -296,7 +295,9 @@ def _begun(call: _Call, saves: list[OpenedSave]) -> _Load:
     else:  # its time is its own
         common = loader.load_common(root)
         deadline = Deadline.after(limit_s)
-    plan = sharded.plan(wanted, checkpoint, deadline) if is_direct else None
+    plan = None
+    if is_direct:
+        plan = plan_load(wanted, checkpoint, sharded.options, sharded.destination_of, deadline)
     finish = partial(merged, merged(common, nonpersistent), factories=factories)
     return _Load(root, save, sharded, loader, wanted, strict, finish, plan)
 
@@ -343,14 +344,12 @@ def _strategies(call: _Call, root: Location, marker: CheckpointMarker) -> tuple[
 
 
 def _described(call: _Call, begun: _Load) -> Message:
-    """What the other ranks have to know: a text, or what a plan says. Rank-local.
+    """What the other ranks have to know where this one has no plan. Rank-local.
 
     Raises:
         PlanError: the data of a ShardedTensor cannot be filled; or another dtype is stored,
             ``strict_dtype`` is set, and the strategy has no such option.
     """
-    if begun.plan is not None:
-        return begun.plan.said(begun.sharded.validated if call.validates else None)
     values = list(sharded_values(begun.wanted))
     require_fillable(values)
     base, root = inner_strategy(begun.sharded), begun.root
@@ -360,12 +359,12 @@ def _described(call: _Call, begun: _Load) -> Message:
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
         conversions(tensors, stored, is_strict=True)
     if isinstance(base, OwnLoadShardedStrategy):
-        return _OTHER
+        return [_OTHER, ""]
     path = require_path(root, type(base).__name__)
     deadline = Deadline.after(OPENING * call.options.timeout_s)
     digest = run_within(deadline, path, lambda: common_digest(path))
     is_local = isinstance(begun.sharded, LocalReplicatedLoadShardedStrategy)
-    return f"{_LOCAL if is_local else _OTHER}:{digest}"
+    return [_LOCAL if is_local else _OTHER, digest]
 
 
 def _restore_everywhere(call: _Call) -> None:
@@ -376,19 +375,14 @@ def _restore_everywhere(call: _Call) -> None:
 
 
 def _load_otherwise(call: _Call, begun: _Load, answers: Sequence[Message]) -> Loaded:
-    """Load where not every rank has a plan; what ``load`` returns. Collective.
+    """Load where no rank has a plan; what ``load`` returns. Collective.
 
     Raises:
-        PlanError: ranks load by strategies of different kinds.
         CheckpointChangedError: the common state that they have read differs, or another save has
             replaced the checkpoint.
     """
     comm = call.comm
-    kinds = [a.partition(":")[0] if isinstance(a, str) else "zarr" for a in answers]
-    if len(set(kinds)) > 1:
-        raise different_strategies(comm, "a load", kinds)
-    digests = [a.partition(":")[2] for a in answers if isinstance(a, str)]
-    require_same_checkpoint(comm, call.checkpoint_dir, digests)
+    require_same_checkpoint(comm, call.checkpoint_dir, [identity for _, identity in answers])
     strict, stored_keys = begun.strict, partial(_stored_keys, begun)
     outcome = check_load(comm, begun.wanted, strict, stored_keys, call.validates)
 

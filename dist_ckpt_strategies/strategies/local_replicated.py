@@ -77,11 +77,9 @@ from dist_ckpt_strategies.storage.io_pool import (
     raise_if_cancelled,
     run_within,
 )
-from dist_ckpt_strategies.strategies.configured import Configured, require_own
+from dist_ckpt_strategies.strategies.configured import Configured, ConfiguredSaver
 
 T = TypeVar("T")
-
-VERSION = 1
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +89,8 @@ _ITERATION = re.compile(r"(\d+)\D*$")  # the last number of the directory's name
 class _OnNodes(Configured):
     """What both strategies know about this rank's node."""
 
+    formats = ((BACKEND, 1),)
+
     _local: LocalOptions
 
     def root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
@@ -99,10 +99,6 @@ class _OnNodes(Configured):
         if self._local.node_directory is None:
             return shared
         return Path(self._local.node_directory(comm.global_ranks[comm.rank])) / shared.name
-
-    def _within(self, share: float, root: Path, step: Callable[[], T]) -> T:
-        """What a step returns that asks this node's disk. Rank-local."""
-        return run_within(Deadline.after(share * self.options.timeout_s), root, step)
 
     def _manager(
         self, root: Path, digest: str, cliques: LazyCliqueReplicationStrategy | None = None
@@ -118,19 +114,15 @@ class _OnNodes(Configured):
         )
 
 
-class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type: ignore[misc]
+class LocalReplicatedSaveShardedStrategy(_OnNodes, ConfiguredSaver, SaveShardedStrategy):  # type: ignore[misc]
     """Saves every rank's shards to its node, and copies of them within its clique.
 
     The common state of Megatron-Core, which rank 0 has written by then, or writes from the state
     dict, is copied to every node.
 
     Args:
-        backend: ``"local_replicated"``.
-        version: 1.
+        backend, version, group, options, allow: as for ConfiguredSaver.
         local: cliques and directories.
-        group: all ranks; the world by default.
-        options: timeouts; by default from the environment.
-        allow: further classes that objects may be of.
         cliques: shared with other strategies, so that process groups are made once.
         changes: fields of LocalOptions that differ from ``local``: ``replication_factor=3``.
     """
@@ -139,7 +131,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
     def __init__(  # noqa: PLR0913 - Megatron's two, and options by name
         self,
         backend: str = BACKEND,
-        version: int = VERSION,
+        version: int = 1,
         *,
         local: LocalOptions | None = None,
         group: ProcessGroup | None = None,
@@ -148,9 +140,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         cliques: LazyCliqueReplicationStrategy | None = None,
         **changes: Any,
     ) -> None:
-        require_own(BACKEND, (VERSION,), backend, version)
-        super().__init__(backend, version)
-        self._configure(options, allow, group)
+        super().__init__(backend, version, group=group, options=options, allow=allow)
         self._local = replace(local or LocalOptions(), **changes)
         self._cliques = cliques or LazyCliqueReplicationStrategy(
             self._local.replication_jump,
@@ -201,8 +191,8 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
                 set_marker_aside(root)
             return b"" if comm.rank else self._common_content(place, common_object)
 
-        name = partial(self._within, WORK, root, ShardDirectory(root).name)
-        common, *_ = run_and_gather_bytes(comm, lambda: self._within(OPENING, root, prepare))
+        name = partial(self.within, WORK, root, ShardDirectory(root).name)
+        common, *_ = run_and_gather_bytes(comm, lambda: self.within(OPENING, root, prepare))
         described = run_and_gather(comm, lambda: [name(), *_described(sharded)])
         state = self._state(comm, sharded, described)
         digest, iteration = xxh3_128_hexdigest(common), _ITERATION.search(root.name)
@@ -211,7 +201,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         nodes = [node for node, *_ in described]
         is_with_first = nodes[comm.rank] == nodes[0] and self._local.node_directory is None
         is_first = nodes.index(nodes[comm.rank]) == comm.rank  # of its node
-        write = partial(self._within, ALL, root, partial(_write_common, root, common))
+        write = partial(self.within, ALL, root, partial(_write_common, root, common))
         run_collectively(comm, lambda: None if is_with_first else write())
         if commit is not None:
             run_on_first_rank(comm, commit)
@@ -234,7 +224,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
                 shutil.rmtree(root / name)
 
         try:
-            self._within(ALL, root, remove)
+            self.within(ALL, root, remove)
         except (OSError, StorageError) as error:
             logger.warning("%s: local shards of an earlier save are still there: %s", root, error)
 
@@ -297,7 +287,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         def look() -> list[Any]:
             return [common_digest(common_path.parent), _sessions(root)]
 
-        seen = run_and_gather(comm, lambda: self._within(ALL, root, look))
+        seen = run_and_gather(comm, lambda: self.within(ALL, root, look))
         digest = seen[0][0]
 
         def require_common() -> LocalCheckpointManager:
@@ -331,7 +321,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             _require_common_of(_sessions(root), common_path, digest, digest)
             return read_common(ShardDirectory(root / digest), allowed)
 
-        common = self._within(ALL, root, read)
+        common = self.within(ALL, root, read)
         if common is None:
             raise IncompleteCheckpointError(
                 f"{root}: this node has no local shard file of the checkpoint; call "
@@ -350,16 +340,6 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             f"{checkpoint_dir}: arrays of {key_prefix!r} cannot be removed from a local "
             "checkpoint; save another without them"
         )
-
-    @raises_megatron_errors
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise IncompatibleVersionError unless the backend is ``"local_replicated"``."""
-        require_own(BACKEND, (VERSION,), loaded_backend, VERSION)
-
-    @raises_megatron_errors
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise IncompatibleVersionError unless the version is 1."""
-        require_own(BACKEND, (VERSION,), BACKEND, loaded_version)
 
 
 @raises_megatron_errors
@@ -428,7 +408,7 @@ def restore_common(comm: Communicator, root: Path, name: str, timeout_s: float) 
 def _write_common(root: Path, common: bytes) -> None:
     """Write ``common.pt`` and the marker. All ranks of a node may: they write equal files."""
     Directory(root).write(COMMON_NAME, common, key="common state")
-    Directory(root).write(MARKER_NAME, CheckpointMarker(BACKEND, VERSION).to_json())
+    Directory(root).write(MARKER_NAME, CheckpointMarker(BACKEND).to_json())
 
 
 def _sessions(root: Path) -> list[str]:

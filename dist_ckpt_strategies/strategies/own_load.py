@@ -7,14 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from dist_ckpt_strategies.comm.base import Message, run_and_gather
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import IncompatibleVersionError
 from dist_ckpt_strategies.formats import commit, pack_remove
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import (
-    FORMAT2,
-    FORMAT2_REFUSED,
     PACKS,
     Location,
     OpenedSave,
@@ -41,13 +39,13 @@ from dist_ckpt_strategies.strategies.common import (
     open_packs,
     require_own_common,
 )
-from dist_ckpt_strategies.strategies.configured import Configured, require_own
+from dist_ckpt_strategies.strategies.configured import Configured
 
 ZARR, PACK = ("zarr", 1), PACKS.sharded_format
 
 
 class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[misc]
-    """Load strategy for formats of this package, for checkpoints old and new.
+    """Load strategy for every format of this package, by what lies in the directory.
 
     Args:
         verify: ``"read"`` (the default) or ``"off"``, for packs; see Options.
@@ -59,8 +57,7 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
         validated: the shardings that loads have checked.
     """
 
-    formats: ClassVar[tuple[tuple[str, int], ...]]
-    """That it reads; of several, what lies in the directory says which."""
+    formats: ClassVar[tuple[tuple[str, int], ...]] = (ZARR, PACK)
 
     @raises_megatron_errors
     def __init__(
@@ -103,21 +100,22 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
         """
         comm = self.communicator("load", f"from {checkpoint_dir}")
 
-        def prepare() -> LoadPlan:
+        plans: list[LoadPlan] = []
+
+        def prepare() -> Message:
             deadline = Deadline.after(OPENING * self.options.timeout_s)
             root = located(checkpoint_dir, self.options)
             open_ = partial(self.open_to_load, root, self.options, save)
-            return self.plan(sharded_state_dict, run_within(deadline, root, open_), deadline)
+            checkpoint = run_within(deadline, root, open_)
+            arguments = sharded_state_dict, checkpoint, self.options, self.destination_of, deadline
+            plans.append(plan_load(*arguments))
+            return plans[0].message()
 
         with no_garbage_collection():
-            return load_sharded(comm, prepare, checkpoint_dir, self.options, self.allowed)
-
-    def plan(self, state: StateDict, checkpoint: StoredCheckpoint, deadline: Deadline) -> LoadPlan:
-        """See ``plan_load``."""
-        is_strict = self.options.strict_dtype
-        return plan_load(
-            state, checkpoint, self.destination_of, is_strict=is_strict, deadline=deadline
-        )
+            answers = run_and_gather(comm, prepare)  # 1
+            return load_sharded(  # 2
+                comm, plans[0], answers, checkpoint_dir, self.options, self.allowed
+            )
 
     def open_to_load(self, root: Location, options: Options, save: OpenedSave | None = None) -> Any:
         """The checkpoint at a place, of which the common state was read. Rank-local.
@@ -159,7 +157,6 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
 
     def _stored_metadata(self, checkpoint_dir: str | Path, *, with_objects: bool) -> StateDict:
         root, options = located(checkpoint_dir, self.options), self.options
-        deadline = Deadline.after(ALL * options.timeout_s)
 
         def look_up() -> StateDict:
             if isinstance(root, Path):
@@ -174,7 +171,7 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
                 stored |= {id_.unique_key: metadata_object(id_) for id_ in checkpoint.object_ids()}
             return stored
 
-        return run_within(deadline, root, look_up)
+        return self.within(ALL, root, look_up)
 
     @raises_megatron_errors
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
@@ -192,26 +189,7 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
             require_directory(directory)
             commit.remove_keys(directory, key_prefix)
 
-        run_within(Deadline.after(self.options.timeout_s), root, remove)
-
-    @raises_megatron_errors
-    def check_backend_compatibility(self, loaded_version: str) -> None:
-        """Raise IncompatibleVersionError unless the backend is one that it reads.
-
-        Args:
-            loaded_version: the backend's name; Megatron-Core 0.15 called it so in these classes.
-        """
-        versions = dict(self.formats)
-        backend = loaded_version if loaded_version in versions else self.formats[0][0]
-        require_own(backend, (versions[backend],), loaded_version, versions[backend])
-
-    @raises_megatron_errors
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise IncompatibleVersionError unless it reads that version."""
-        backend, version = self.formats[0]
-        if (backend, loaded_version) == FORMAT2:
-            raise IncompatibleVersionError(f"the checkpoint {FORMAT2_REFUSED}")
-        require_own(backend, (version,), backend, loaded_version)
+        self.within(1.0, root, remove)
 
     destination_of = staticmethod(destination)
     """Gives the tensor that is filled for a ShardedTensor."""

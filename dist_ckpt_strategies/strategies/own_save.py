@@ -6,97 +6,55 @@ What differs between the formats is in ``safetensors`` and ``zarr``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
-from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.comm.base import Message
 from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
 from dist_ckpt_strategies.errors import CoverageError
-from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.locations import located, place_of
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
-    is_main,
-    object_id,
+    is_main_message,
+    message_of,
+    object_from_message,
     shard_data,
-    shard_spec,
+    shard_from_message,
     sharded_values,
 )
 from dist_ckpt_strategies.megatron.types import (
     AsyncSaveShardedStrategy,
-    ShardedTensor,
     hash_folders,
     raises_megatron_errors,
     split_common_object,
 )
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
-from dist_ckpt_strategies.sharded.pack_async import Background, WriteJob, begin_in_background
-from dist_ckpt_strategies.sharded.pack_save import Contents, Known, Prepared, Started, start_save
+from dist_ckpt_strategies.sharded.background import Kept, begin_in_background
+from dist_ckpt_strategies.sharded.save import (
+    Contents,
+    SaveFormat,
+    Started,
+    finish_save,
+    start_save,
+    write_share,
+)
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.host import no_garbage_collection
-from dist_ckpt_strategies.storage.io_pool import WORK, Deadline
-from dist_ckpt_strategies.strategies.configured import Configured, require_own
+from dist_ckpt_strategies.strategies.configured import ConfiguredSaver
 
 
-class SaveSteps(NamedTuple):
-    """The functions that save in a format, after ``start_save``.
+class OwnSaveShardedStrategy(ConfiguredSaver, AsyncSaveShardedStrategy):  # type: ignore[misc]
+    """Save strategy for a format of this package; arguments are those of ConfiguredSaver."""
 
-    Attributes:
-        write: writes this rank's share. Rank-local.
-        job: gives what writes it from a copy. Rank-local.
-        finish: makes the save visible, once every rank has written. Collective.
-    """
+    save_format: ClassVar[SaveFormat]
 
-    write: Callable[[Started, Deadline], Any]
-    job: Callable[[Started], WriteJob]
-    finish: Callable[..., Known]
-
-
-@dataclass(slots=True)
-class _Kept:
-    """From save to save: what ranks know of each other, and memory for the copy."""
-
-    known: Known | None = None
-    background: Background = field(default_factory=Background)
-
-
-class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ignore[misc]
-    """Save strategy for a format of this package.
-
-    Args:
-        backend: that of the format.
-        version: that of the format.
-        group: ranks that save together; the world by default.
-        options: timeouts and memory bounds; by default from the environment.
-        allow: further classes that ShardedObjects may be of; a load has to allow them too.
-    """
-
-    own_format: ClassVar[tuple[str, int]]
-    steps: ClassVar[SaveSteps]
-
-    @raises_megatron_errors
-    def __init__(
-        self,
-        backend: str | None = None,
-        version: int | None = None,
-        *,
-        group: ProcessGroup | None = None,
-        options: Options | None = None,
-        allow: Allowed = (),
-    ) -> None:
-        own_backend, own_version = self.own_format
-        backend = own_backend if backend is None else backend
-        version = own_version if version is None else version
-        require_own(own_backend, (own_version,), backend, version)
-        super().__init__(backend, version)
-        self.kept = _Kept()
-        self._configure(options, allow, group)
+    def _configure(self, *args: Any, **changes: Any) -> None:
+        super()._configure(*args, **changes)
+        self.kept = Kept()
 
     @raises_megatron_errors
     def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
@@ -137,9 +95,9 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
         hash_folders()
         comm = self.communicator("save", f"to {checkpoint_dir}")
 
-        def prepare() -> Prepared:
+        def prepare() -> tuple[Place, Contents, Message]:
             if is_async:
-                self.kept.background.get_ready(self.options)
+                self.kept.get_ready(self.options)
             store = self.place(checkpoint_dir)
             sharded, common = split_common_object(state)
             content = None
@@ -147,31 +105,28 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
                 content = dump_loadable(common.data, name=common.key, allow=self.allowed)
             elif comm.rank == 0:
                 content = self.take_over(store)
-            contents = self.contents(sharded, content, copies_common=common is not None)
-            return Prepared(store, contents, kind=str(self.own_format))
+            return store, self.contents(sharded, content, copies_common=common is not None), None
 
         with no_garbage_collection():
-            started = start_save(comm, prepare, self.kept.known, self.options)
-            return self.finish(started, marker=None, is_async=is_async)
+            started = start_save(comm, self.save_format, prepare, self.kept.known, self.options)
+            return self.finish(started, None, is_async=is_async)
 
     def finish(
-        self, started: Started, marker: bytes | None, *, is_async: bool
+        self,
+        started: Started,
+        marker: bytes | None,
+        *,
+        is_async: bool,
+        overwrite: bool = False,
     ) -> LocalSaveRequest | None:
         """Write a save and make it visible; begin to, and return the request, if ``is_async``.
 
-        Collective. ``marker`` is the content of ``metadata.json``; None where Megatron-Core writes
-        it.
+        Collective. ``marker`` and ``overwrite`` are as for ``finish_save``.
         """
-        kept, steps = self.kept, self.steps
-
-        def finish(save: Started, written: Callable[[], Any]) -> None:
-            kept.known = steps.finish(save, written, marker=marker, fence=require_own_place)
-            save.report()
-
         if is_async:
-            return begin_in_background(started, kept.background, steps.job, finish)
-        deadline = Deadline.after(WORK * self.options.timeout_s)
-        finish(started, lambda: steps.write(started, deadline))
+            return begin_in_background(started, self.kept, marker, overwrite=overwrite)
+        write = partial(write_share, started)
+        self.kept.known = finish_save(started, write, marker=marker, overwrite=overwrite)
         return None
 
     def place(self, checkpoint_dir: Any) -> Place:
@@ -195,14 +150,14 @@ class OwnSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ign
         objects: dict[ObjectId, bytes] = {}
         object_copies: list[ObjectId] = []
         for value in sharded_values(state):
-            if isinstance(value, ShardedTensor):
-                spec = shard_spec(value)
+            message = message_of(value)
+            if (spec := shard_from_message(message)) is not None:
                 (shards if spec.is_main else copies).append(spec)
                 if spec.is_main:
                     tensors.append(shard_data(value))
                 continue
-            name = object_id(value)
-            if not is_main(value):
+            name = object_from_message(message)
+            if not is_main_message(message):
                 object_copies.append(name)
                 continue
             if name in objects:

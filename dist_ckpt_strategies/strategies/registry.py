@@ -309,22 +309,10 @@ def resolve(
     return strategy
 
 
-class Call(NamedTuple):
-    """What a save or a load is carried out with.
-
-    Attributes:
-        comm: the ranks.
-        options: those of the strategy, where it is one of this package.
-        strategy: the one to call; None after an error.
-        base: that inside of wrappers.
-        invalid: an error in the arguments, for the first collective to raise.
-    """
-
-    comm: Communicator
-    options: Options
-    strategy: Strategy
-    base: Strategy
-    invalid: Exception | None
+Call = tuple[Communicator, Options, Strategy, Strategy, Exception | None]
+"""What a save or a load is carried out with: the ranks; the options, those of the strategy where it
+is one of this package; the strategy to call, and that inside of wrappers, both None after an error;
+an error in the arguments, for the first collective to raise."""
 
 
 def open_call(
@@ -355,7 +343,7 @@ def open_call(
         invalid = error
     options, group = options or Options(), process_group or group
     comm = open_communicator(group, timeout_s=options.timeout_s, purpose=purpose, detail=detail)
-    return Call(comm, options, strategy, base, invalid)
+    return comm, options, strategy, base, invalid
 
 
 def _require_process_group() -> None:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 from uuid import uuid4
 
 from xxhash import xxh3_64_hexdigest
 
 from dist_ckpt_strategies.comm.base import (
     Communicator,
+    Message,
     run_and_gather,
     run_collectively,
     run_on_first_rank,
@@ -44,8 +45,13 @@ from dist_ckpt_strategies.megatron.types import (
     require_psutil,
 )
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
-from dist_ckpt_strategies.sharded.checks import check_save, warn_of_differences
-from dist_ckpt_strategies.sharded.pack_save import Prepared, require_alike, start_save
+from dist_ckpt_strategies.sharded.checks import (
+    check_save,
+    require_one_strategy,
+    warn_of_differences,
+)
+from dist_ckpt_strategies.sharded.save import Contents, start_save
+from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     Directory,
@@ -109,8 +115,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     Collective over the world. The directory is made where it is missing.
 
     Args:
-        sharded_state_dict: nested dict of ShardedTensors, ShardedObjects, factories and values
-            that are equal on all ranks.
+        sharded_state_dict: ShardedTensors, ShardedObjects, factories, values equal on all ranks.
         checkpoint_dir: a directory that all ranks see; for ("safetensors", 1) also
             ``s3://bucket/path`` or ``gs://bucket/path``. ``file:///path`` is a directory.
         sharded_strategy: strategy or (backend, version); ("safetensors", 1) by default.
@@ -119,10 +124,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             another package saves, run Megatron-Core's own checks of the sharding.
         async_sharded_save: write in the background, and return a request for Megatron-Core's queue;
             see ``save_async``.
-        preprocess_common_before_consistancy_check: applied to the common state before ranks
-            compare it.
-        content_metadata: stored in the common state, for Megatron-Core's ``load_content_metadata``,
-            which takes what ``load`` gives, or after ``register()`` a directory.
+        preprocess_common_before_consistancy_check: applied to what ranks compare of it.
+        content_metadata: stored in the common state, for Megatron-Core's ``load_content_metadata``.
         async_strategy: ``"nvrx"`` or ``"mcore"``; any queue of theirs takes the request.
         verify_integrity: have digests of all that is saved. ("safetensors", 1) always has them, no
             other format does.
@@ -130,8 +133,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             this needs space for both. A save of ("safetensors", 1) that is killed leaves the one or
             the other, of another format in its last step maybe none. Also remove arrays and
             objects of ("zarr", 1) of no finished checkpoint that this save does not replace.
-        allow: further classes that objects and the common state may be of; ``load`` has to be given
-            them too.
+        allow: further classes that objects and the common state may be of, for ``load`` too.
         timeout_s: longest wait for a peer; by default the strategy's own.
 
     Raises:
@@ -139,26 +141,15 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         PlanError: the main replicas do not make up the arrays.
         UnsafeObjectError: an object needs a class that ``load`` would refuse.
         StorageError: writing failed on this rank.
-        PeerError: another rank failed; it is of the class of that rank's error too, and names
-            rank, key and file.
-        StrategyError: there is no such strategy, or it cannot save in the background or with
-            digests where that is asked for.
+        PeerError: another rank failed; also of that rank's class. It names rank, key and file.
+        StrategyError: there is no such strategy, or it cannot do what is asked for.
     """
     action, detail = StrategyAction.SAVE_SHARDED, f"to {checkpoint_dir}"
-    call = _Save(
-        *open_call(action, sharded_strategy, detail, timeout_s, allow),
-        sharded_state_dict,
-        checkpoint_dir,
-        common_strategy,
-        validate_access_integrity,
-        async_sharded_save,
-        preprocess_common_before_consistancy_check,
-        content_metadata,
-        async_strategy,
-        verify_integrity,
-        overwrite,
-        allow,
-    )
+    opened = open_call(action, sharded_strategy, detail, timeout_s, allow)
+    what = sharded_state_dict, checkpoint_dir, common_strategy, validate_access_integrity
+    common = preprocess_common_before_consistancy_check, content_metadata
+    how = async_sharded_save, *common, async_strategy, verify_integrity, overwrite, allow
+    call = _Save(*(*opened, *what), *how)
     with allowing(() if call.invalid else allow), no_garbage_collection():
         if isinstance(call.base, OwnSaveShardedStrategy):
             return _save_own(call)
@@ -221,21 +212,17 @@ def _save_own(call: _Save) -> LocalSaveRequest | None:
     split: list[tuple[StateDict, StateDict]] = []
     compared: list[StateDict | None] = []
 
-    def divide() -> None:
-        split.append(split_for_save(call.state, call.content_metadata))
-
     if call.strategy is not call.base:  # a wrapper, which chooses the main replicas
-        run_collectively(comm, divide)
+        divide = partial(split_for_save, call.state, call.content_metadata)
+        split.append(run_collectively(comm, divide))
         run_collectively(comm, lambda: call.strategy.apply_saving_parallelization(split[0][0]))
 
-    def prepare() -> Prepared:
+    def prepare() -> tuple[Place, Contents, Message]:
         if call.is_async:
-            strategy.kept.background.get_ready(strategy.options)
+            strategy.kept.get_ready(strategy.options)
         saver = _suitable_saver(call)
         store = strategy.place(call.checkpoint_dir)
-        if not split:
-            divide()
-        state, common = split[0]
+        state, common = split[0] if split else split_for_save(call.state, call.content_metadata)
         seen, content = _common_to_save(call, saver, common)
         compared.append(seen)
         digest = ""
@@ -243,15 +230,15 @@ def _save_own(call: _Save) -> LocalSaveRequest | None:
             known = content if seen is common else None
             digest = xxh3_64_hexdigest(known or dump_object(seen, name=COMMON_STATE))
         contents = strategy.contents(state, content, call.allow, copies_common=True)
-        return Prepared(store, contents, digest, str(strategy.own_format), call.overwrite)
+        return store, contents, digest
 
-    started = start_save(comm, prepare, strategy.kept.known, strategy.options)  # 1
+    kept, options = strategy.kept, strategy.options
+    started = start_save(comm, strategy.save_format, prepare, kept.known, options)  # 1
     if len(set(started.notes)) > 1:
         warn_of_differences(comm, compared[0], started.notes)
     marker = CheckpointMarker(call.base.backend, call.base.version).to_json()
-    request: LocalSaveRequest | None
-    request = strategy.finish(started, marker, is_async=call.is_async)  # 2, 3
-    return request
+    ways = {"is_async": call.is_async, "overwrite": call.overwrite}
+    return cast("LocalSaveRequest | None", strategy.finish(started, marker, **ways))  # 2, 3
 
 
 def _suitable_saver(call: _Save) -> Any:
@@ -308,88 +295,82 @@ def _common_to_save(
     return seen, content
 
 
-class _Opened(NamedTuple):
-    """What a rank has made ready before the first collective of a save by another strategy.
-
-    ``compared`` is what ranks compare of the common state, ``content`` what the first one writes.
-    """
-
-    root: Path
-    saver: Any
-    state: StateDict
-    common: StateDict
-    compared: StateDict | None
-    content: bytes | None
-
-
-def _opened(call: _Save) -> _Opened:
-    if call.invalid is not None:
-        raise call.invalid
-    saver = _suitable_saver(call)
-    root = require_path(located(call.checkpoint_dir, call.options), type(call.strategy).__name__)
-    state, common = split_for_save(call.state, call.content_metadata)
-    compared, content = _common_to_save(call, saver, common)
-    require_readable(sharded_values(state))
-    return _Opened(root, saver, state, common, compared, content)
-
-
 def _save_by_other(call: _Save) -> None:
     """Save by a strategy of another package, or to the nodes. Collective.
 
     The strategy takes a staging directory for the checkpoint. Its time is its own; this package
     waits no longer than its limit for its own files.
     """
-    comm, timeout_s = call.comm, call.options.timeout_s
-    results: list[_Opened] = []
+    comm, timeout_s, base = call.comm, call.options.timeout_s, call.base
+    opened: list[tuple[Path, Any, StateDict, StateDict, StateDict | None, bytes | None]] = []
 
     def open_save() -> list[str]:
-        results.append(_opened(call))
+        opened.append(_opened(call))
         return ["another strategy", uuid4().hex]
 
     answers = run_and_gather(comm, open_save)
-    require_alike(comm, answers)
-    save_id, opened = answers[0][1], results[0]
-    root, saver = opened.root, opened.saver
-    if opened.compared is not None:
-        check_save(comm, opened.state, opened.compared)
-    staging = staging_of(root, save_id)
+    require_one_strategy(comm, "a save", answers)
+    root, saver, state, common, compared, content = opened[0]
+    save_id, staging = answers[0][1], staging_of(root, answers[0][1])
+    if compared is not None:
+        check_save(comm, state, compared)
 
     def make_staging() -> None:
         with file_errors(None, staging.root):
             make_directories(staging.root)
 
+    def save_common() -> None:
+        _save_common(saver, common, content, staging, Deadline.after(ENDING * timeout_s))
+
     def commit() -> None:
-        formats = call.base.backend, call.base.version, saver.backend, saver.version
-        marker = CheckpointMarker(*formats).to_json()
-        staged, overwrite = Staged(root, save_id), call.overwrite
-        move = lambda: commit_staged(staged, marker, overwrite=overwrite, fence=require_own_place)  # noqa: E731
+        marker = CheckpointMarker(base.backend, base.version, saver.backend, saver.version)
+        move = partial(commit_staged, Staged(root, save_id), marker.to_json())
+        move = partial(move, overwrite=call.overwrite, fence=require_own_place)
         run_within(Deadline.after(ENDING * timeout_s), root, move)
 
     # Each node of a network file system has to see it.
-    make = lambda: run_within(Deadline.after(OPENING * timeout_s), staging, make_staging)  # noqa: E731
-    run_collectively(comm, make)
-    if isinstance(call.base, LocalReplicatedSaveShardedStrategy):
-        run_collectively(comm, lambda: _save_common(call, opened, staging))
-        to_nodes = partial(call.base.save, opened.state, root)
-        run_collectively(comm, lambda: to_nodes(common_dir=staging.root, commit=commit))
+    opening = Deadline.after(OPENING * timeout_s)
+    run_collectively(comm, partial(run_within, opening, staging, make_staging))
+    if isinstance(base, LocalReplicatedSaveShardedStrategy):
+        run_collectively(comm, save_common)
+        to_nodes = partial(base.save, state, root, common_dir=staging.root, commit=commit)
+        run_collectively(comm, to_nodes)
         return
-    _save_sharded(call, opened, staging.root)
-    run_collectively(comm, lambda: _save_common(call, opened, staging))
+    _save_sharded(call, saver, state, staging.root)
+    run_collectively(comm, save_common)
     run_on_first_rank(comm, commit)
 
 
-def _save_common(call: _Save, opened: _Opened, staging: Directory) -> None:
-    content = opened.content
-    if not isinstance(opened.saver, TorchCommonSaveStrategy):
-        opened.saver.save_common(opened.common, staging.root)
+def _opened(
+    call: _Save,
+) -> tuple[Path, Any, StateDict, StateDict, StateDict | None, bytes | None]:
+    """What a rank makes ready before the first collective of a save by another strategy.
+
+    Directory, strategy for the common state, sharded state, common state, and what
+    ``_common_to_save`` returns.
+    """
+    if call.invalid is not None:
+        raise call.invalid
+    saver, name = _suitable_saver(call), type(call.strategy).__name__
+    root = require_path(located(call.checkpoint_dir, call.options), name)
+    state, common = split_for_save(call.state, call.content_metadata)
+    ready = root, saver, state, common, *_common_to_save(call, saver, common)
+    require_readable(sharded_values(state))
+    return ready
+
+
+def _save_common(
+    saver: Any, common: StateDict, content: bytes | None, staging: Directory, deadline: Deadline
+) -> None:
+    if not isinstance(saver, TorchCommonSaveStrategy):
+        saver.save_common(common, staging.root)
     elif content is not None:
-        deadline = Deadline.after(ENDING * call.options.timeout_s)
-        run_within(deadline, staging, lambda: staging.write(COMMON_NAME, content))
+        run_within(deadline, staging, partial(staging.write, COMMON_NAME, content))
 
 
-def _save_sharded(call: _Save, opened: _Opened, staging: Path) -> None:
+def _save_sharded(call: _Save, saver: Any, state: StateDict, staging: Path) -> None:
     """Save what is sharded: objects apart, where the strategy does not take them. Collective."""
-    comm, strategy, saver, state = call.comm, call.strategy, opened.saver, opened.state
+    comm, strategy = call.comm, call.strategy
 
     def save_objects(objects: StateDict) -> None:
         if not handles_objects(saver):
@@ -400,6 +381,6 @@ def _save_sharded(call: _Save, opened: _Opened, staging: Path) -> None:
         saver.save_sharded_objects(objects, staging)
 
     if not handles_objects(strategy):
-        objects, state = run_collectively(comm, lambda: split_objects(opened.state))
+        objects, state = run_collectively(comm, partial(split_objects, state))
         run_collectively(comm, lambda: save_objects(objects))
     run_collectively(comm, lambda: strategy.save(state, staging))

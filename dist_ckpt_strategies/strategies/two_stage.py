@@ -33,7 +33,6 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
 from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
 from dist_ckpt_strategies.two_stage.load import load_by_group
 from dist_ckpt_strategies.two_stage.sources import OwnSource, Source, StrategySource
 
@@ -83,7 +82,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.data_parallel_group_orig = data_parallel_group
         self.data_parallel_group = None if cpu_transfer else data_parallel_group
         if base_strategy is None:
-            base_strategy = EitherFormatLoadShardedStrategy(allow=allow)
+            base_strategy = OwnLoadShardedStrategy(allow=allow)
         if not is_strategy(base_strategy, StrategyAction.LOAD_SHARDED):
             raise StrategyError(
                 f"base_strategy: expected a sharded load strategy, found {base_strategy!r}"

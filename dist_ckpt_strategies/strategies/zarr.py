@@ -8,17 +8,16 @@ from typing import Any
 from dist_ckpt_strategies.formats.commit import set_marker_aside
 from dist_ckpt_strategies.formats.locations import located, require_path
 from dist_ckpt_strategies.formats.zarr_write import require_on_grid
-from dist_ckpt_strategies.sharded.chunk_save import chunk_job, finish_chunks, write_chunks
-from dist_ckpt_strategies.sharded.pack_save import Contents
+from dist_ckpt_strategies.sharded.chunk_save import CHUNKS
+from dist_ckpt_strategies.sharded.save import Contents
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import Directory
-from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
-from dist_ckpt_strategies.strategies.own_load import PACK, ZARR, OwnLoadShardedStrategy
-from dist_ckpt_strategies.strategies.own_save import OwnSaveShardedStrategy, SaveSteps
+from dist_ckpt_strategies.storage.io_pool import OPENING
+from dist_ckpt_strategies.strategies.own_load import ZARR, OwnLoadShardedStrategy
+from dist_ckpt_strategies.strategies.own_save import OwnSaveShardedStrategy
 from dist_ckpt_strategies.strategies.registry import register_default_zarr_strategies
 
 __all__ = [
-    "EitherFormatLoadShardedStrategy",
     "ZarrLoadShardedStrategy",
     "ZarrSaveShardedStrategy",
     "register_default_zarr_strategies",
@@ -29,13 +28,13 @@ class ZarrSaveShardedStrategy(OwnSaveShardedStrategy):
     """Save strategy for ("zarr", 1): one Zarr v2 array per key, one chunk per shard.
 
     All shards of an array have one shape, and lie on a regular grid. Arguments are those of
-    OwnSaveShardedStrategy.
+    ConfiguredSaver.
 
     Source: format 1 is the layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
 
-    own_format = ZARR
-    steps = SaveSteps(write_chunks, chunk_job, finish_chunks)
+    formats = (ZARR,)
+    save_format = CHUNKS
 
     def place(self, checkpoint_dir: Any) -> Directory:
         """See OwnSaveShardedStrategy."""
@@ -50,17 +49,10 @@ class ZarrSaveShardedStrategy(OwnSaveShardedStrategy):
     def take_over(self, store: Place) -> None:
         """See OwnSaveShardedStrategy. A checkpoint that is there counts no more."""
         if isinstance(store, Directory):
-            deadline = Deadline.after(OPENING * self.options.timeout_s)
-            run_within(deadline, store, lambda: set_marker_aside(store.root))
+            self.within(OPENING, store, lambda: set_marker_aside(store.root))
 
 
 class ZarrLoadShardedStrategy(OwnLoadShardedStrategy):
     """Load strategy for ("zarr", 1); arguments are those of OwnLoadShardedStrategy."""
 
     formats = (ZARR,)
-
-
-class EitherFormatLoadShardedStrategy(OwnLoadShardedStrategy):
-    """Load strategy for every format of this package, by what lies in the directory."""
-
-    formats = (ZARR, PACK)

@@ -46,28 +46,22 @@ _FREE_PER_NBYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What one rank of a group requests: its ShardedTensors, their names in the source, objects."""
-
-    source: Source
-    tensors: Sequence[Any]
-    names: Sequence[str]
-    objects: Mapping[str, Any]  # by unique key; of equal ones any
-
-
-@dataclass(frozen=True, slots=True)
 class GroupLoad:
     """What one rank of a group loads.
 
     Attributes:
-        request: of this rank.
+        source: what is read.
+        tensors: ShardedTensors that this rank requests.
+        objects: ShardedObjects that it requests, by unique key; of equal ones any.
         readers: the rank that reads each object of the group, and whether others request it too.
         arrays: that ``plan`` and ``matched`` number.
         matched: how the tensors are filled.
         plan: of the group.
     """
 
-    request: Request
+    source: Source
+    tensors: Sequence[Any]
+    objects: Mapping[str, Any]
     readers: Mapping[str, tuple[int, bool]]
     arrays: Sequence[ArraySpec]
     matched: Matched
@@ -98,13 +92,13 @@ def load_by_group(  # noqa: PLR0913, PLR0917
 
     def prepare() -> Message:
         loads.append(plan_by_group(group, open_source, state, options))
-        return [loads[0].matched.converted, loads[0].request.source.identity]
+        return [loads[0].matched.converted, loads[0].source.identity]
 
     converted, identities = zip(*run_and_gather(world, prepare), strict=True)
     require_same_checkpoint(world, name, identities)
     load, limit_s = loads[0], ENDING * options.timeout_s
     read = lambda: read_by_group(group, load, state, options, allow)  # noqa: E731
-    loaded = run_collectively(world, lambda: load.request.source.save.read(read, limit_s))
+    loaded = run_collectively(world, lambda: load.source.save.read(read, limit_s))
     warn_of_conversions(world, name, converted)
     return loaded
 
@@ -117,26 +111,29 @@ def plan_by_group(
     No tensor has been filled. The caller runs it within an error check, so that every rank raises
     the PlanError, ArrayNotFoundError or StorageError of one.
     """
-    requests: list[Request] = []
+    requests: list[tuple[Source, list[Any], dict[str, Any]]] = []
 
     def request() -> bytes:
         source, values = open_source(), list(sharded_values(state))
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
         objects = {object_id(v).unique_key: v for v in values if not isinstance(v, ShardedTensor)}
-        names = [source.name(tensor) for tensor in tensors]
-        requests.append(Request(source, tensors, names, objects))
+        requests.append((source, tensors, objects))
         cache = _page_cache(comm, source, options)
-        shared = cache and [cache.name, cache.is_storage]
-        return json.dumps([options.max_inflight_bytes, shared, sorted(set(names))]).encode()
+        shared, names = cache and [cache.name, cache.is_storage], set(map(source.name, tensors))
+        return json.dumps([options.max_inflight_bytes, shared, sorted(names)]).encode()
 
     answers = run_and_gather_bytes(comm, request)  # 1
     parsed = {answer: json.loads(answer) for answer in set(answers)}
     budgets, _, all_names = zip(*parsed.values(), strict=True)
     caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
-    if all(cache and cache.is_storage for cache in caches):
-        return _planned_alone(comm, requests[0])
+    source, tensors, objects = requests[0]
+    if all(cache and cache.is_storage for cache in caches):  # each reads alone: storage is memory
+        arrays = source.find(parsed[answers[comm.rank]][2])
+        readers = dict.fromkeys(objects, (comm.rank, False))
+        matched, nothing = source.match(tensors, arrays), GroupPlan((), frozenset(), ())
+        return GroupLoad(source, tensors, objects, readers, arrays, matched, nothing)
     names = sorted(set(chain.from_iterable(all_names)))
-    return _planned(comm, requests[0], names, caches, min(budgets))
+    return _planned(comm, *requests[0], names, caches, min(budgets))
 
 
 def _page_cache(comm: Communicator, source: Source, options: Options) -> PageCache | None:
@@ -148,27 +145,20 @@ def _page_cache(comm: Communicator, source: Source, options: Options) -> PageCac
     return run_within(deadline, root, lambda: page_cache_of(root))
 
 
-def _planned_alone(comm: Communicator, request: Request) -> GroupLoad:
-    """Have every rank read all that it requests: storage is memory. Rank-local."""
-    names = sorted(set(request.names))
-    arrays = request.source.find(names)
-    matched = request.source.match(request.tensors, _numbers(request, names), arrays)
-    readers = dict.fromkeys(request.objects, (comm.rank, False))
-    return GroupLoad(request, readers, arrays, matched, GroupPlan((), frozenset(), ()))
-
-
-def _planned(
+def _planned(  # noqa: PLR0913, PLR0917
     comm: Communicator,
-    request: Request,
+    source: Source,
+    tensors: Sequence[Any],
+    objects: Mapping[str, Any],
     names: Sequence[str],
     caches: Sequence[PageCache | None],
     budget: int,
 ) -> GroupLoad:
     """Have one rank read what several request. Collective; ``names`` are those of all ranks."""
-    rank, size, source = comm.rank, comm.size, request.source
+    rank, size = comm.rank, comm.size
 
     def look_up() -> bytes:
-        return pickle.dumps((source.find(names[rank::size]), sorted(request.objects)))
+        return pickle.dumps((source.find(names[rank::size]), sorted(objects)))
 
     answers = run_and_gather_bytes(comm, look_up)  # 2: each name is looked up by one rank
     shares, keys = zip(*map(pickle.loads, answers), strict=True)
@@ -176,7 +166,7 @@ def _planned(
     matched: list[Matched] = []
 
     def describe() -> bytes:
-        matched.append(source.match(request.tensors, _numbers(request, names), arrays))
+        matched.append(source.match(tensors, arrays))
         targets = matched[0].targets
         nbytes = min(budget, sum(tensor.nbytes for _, _, tensor in targets))
         regions = encode_regions((array, region) for array, region, _ in targets)
@@ -188,13 +178,7 @@ def _planned(
     cache_names = tuple(cache.name if cache and fits else None for cache in caches)
     regions = [distinct[answer][2] for answer in answers]
     plan = build_group_plan(regions, arrays, cache_names, max_inflight_bytes=budget)
-    return GroupLoad(request, _object_readers(keys), arrays, matched[0], plan)
-
-
-def _numbers(request: Request, names: Sequence[str]) -> list[int]:
-    """The number of each tensor's array."""
-    number = {name: n for n, name in enumerate(names)}
-    return [number[name] for name in request.names]
+    return GroupLoad(source, tensors, objects, _object_readers(keys), arrays, matched[0], plan)
 
 
 def _object_readers(keys: Sequence[Sequence[str]]) -> dict[str, tuple[int, bool]]:
@@ -224,24 +208,21 @@ def read_by_group(
 
     The caller runs it within an error check, so that every rank raises the StorageError of one.
     """
-    request = load.request
     opened: list[Opened] = []
 
     def open_reader() -> Opened:
         for tensor in load.matched.padding:
             tensor.zero_()
-        by_name = dict(zip(request.names, request.tensors, strict=True))
+        by_name = {load.source.name(tensor): tensor for tensor in load.tensors}
         tensors = {name: by_name[name] for name in _arrays_read(load, comm.rank)}
-        objects = {key: request.objects[key] for key in _objects_read(load, comm.rank)}
-        opened.append(request.source.opened(tensors, objects))
+        objects = {key: load.objects[key] for key in _objects_read(load, comm.rank)}
+        opened.append(load.source.opened(tensors, objects))
         return opened[0]
 
     targets = load.matched.targets
     report = run_group_plan(load.plan, load.arrays, targets, open_reader, comm, options)
     contents = _object_contents(comm, load, opened[0], READING * options.timeout_s)
-    filled = {
-        id(t): result for t, result in zip(request.tensors, load.matched.results, strict=True)
-    }
+    filled = dict(zip(map(id, load.tensors), load.matched.results, strict=True))
 
     def loaded(value: Any) -> Any:
         if id(value) in filled:
@@ -272,7 +253,7 @@ def _object_contents(
     contents: dict[str, tuple[str, bytes]] = {}
 
     def read(key: str) -> None:
-        name = object_id(load.request.objects[key])
+        name = object_id(load.objects[key])
         contents[key] = opened.object_path(name), opened.object_content(name)
 
     def read_all() -> bytes:

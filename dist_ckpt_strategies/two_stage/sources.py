@@ -82,23 +82,22 @@ class OwnSource:
         arrays = run_within(deadline, self.save.root, lambda: checkpoint.find(names))
         return [arrays[name] for name in names]
 
-    def match(self, tensors: Sequence[Any], numbers: Sequence[int], arrays: Any) -> Matched:
-        """How ShardedTensors are filled from arrays, each by its number. Rank-local.
+    def match(self, tensors: Sequence[Any], arrays: Sequence[ArraySpec]) -> Matched:
+        """How ShardedTensors are filled from arrays. Rank-local.
 
         Raises:
             PlanError: one cannot be.
         """
-        stored = {arrays[number].key: arrays[number] for number in numbers}
+        numbers = {array.key: number for number, array in enumerate(arrays)}
+        stored = {tensor.key: arrays[numbers[tensor.key]] for tensor in tensors}
         is_strict, specs = self.options.strict_dtype, map(shard_spec, tensors)
         reads, converted = matched(tensors, specs, stored, is_strict=is_strict)
         results = [self.destination_of(tensor) for tensor in tensors]
         targets, padding = [], []
-        for number, read, tensor, result in zip(numbers, reads, tensors, results, strict=True):
+        for read, tensor, result in zip(reads, tensors, results, strict=True):
             if read.source is not None:
-                view = _in_array_dims(result, tensor)
-                if read.target is not None:
-                    view = view[read.target.slices()]
-                targets.append((number, read.source, view))
+                part = read.part_of(result, tensor.prepend_axis_num)
+                targets.append((numbers[tensor.key], read.source, part))
             if read.is_padded:
                 padding.append(result.detach())
         return Matched(results, targets, padding, converted)
@@ -141,14 +140,16 @@ class StrategySource:
             arrays.append(ArraySpec(name, shape, spec.dtype, chunk, is_raw=False))
         return arrays
 
-    def match(self, tensors: Sequence[Any], numbers: Sequence[int], arrays: Any) -> Matched:
+    def match(self, tensors: Sequence[Any], arrays: Sequence[ArraySpec]) -> Matched:
         """See OwnSource. The strategy converts by itself."""
         results = [destination(tensor) for tensor in tensors]
-        targets = [
-            (number, Region.whole(arrays[number].shape), _in_array_dims(result, tensor))
-            for number, tensor, result in zip(numbers, tensors, results, strict=True)
-            if result.numel()
-        ]
+        numbers = {array.key: number for number, array in enumerate(arrays)}
+        targets = []
+        for tensor, result in zip(tensors, results, strict=True):
+            if result.numel():
+                number = numbers[self.name(tensor)]
+                whole = Region.whole(arrays[number].shape)
+                targets.append((number, whole, result.detach()[(None,) * tensor.prepend_axis_num]))
         return Matched(results, targets, (), [])
 
     def opened(self, tensors: Mapping[str, Any], objects: Mapping[str, Any]) -> LoadedByStrategy:
@@ -202,8 +203,3 @@ def _in_memory(array: ArraySpec, tensor: torch.Tensor) -> HostArray:
             f"{key}: shape {tuple(tensor.shape)} loaded, {array.shape} expected", key=key
         )
     return to_host([tensor.to(getattr(torch, array.dtype.value)).reshape(array.shape)])[0]
-
-
-def _in_array_dims(result: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """The tensor with the dims that a ShardedTensor prepends."""
-    return result.detach()[(None,) * tensor.prepend_axis_num]

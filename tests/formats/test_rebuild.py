@@ -25,7 +25,7 @@ from dist_ckpt_strategies.formats.pack import PackLimits, lay_out
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.formats.pack_write import write_pack
 from dist_ckpt_strategies.formats.rebuild import rebuild_index
-from dist_ckpt_strategies.sharded.pack_save import Contents
+from dist_ckpt_strategies.sharded.save import Contents
 from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from tests.cli.commands import json_of, run

@@ -28,10 +28,10 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.local import CliqueReplicationStrategy
 from dist_ckpt_strategies.megatron.types import StrategyAction
+from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.registry import resolve
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
-    EitherFormatLoadShardedStrategy,
     ZarrLoadShardedStrategy,
 )
 from tests.support.entries import (
@@ -135,7 +135,7 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
         ),
         (partial(loads, finished, verify="off"), StrategyError, "1), which ZarrLoad"),
         (
-            partial(loads, finished, EitherFormatLoadShardedStrategy(), verify_integrity=True),
+            partial(loads, finished, OwnLoadShardedStrategy(), verify_integrity=True),
             StrategyError,
             "found ('zarr', 1)",
         ),

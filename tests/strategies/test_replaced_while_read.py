@@ -20,8 +20,8 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.integrations import dcp
+from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
 from tests.support.entries import (
     FORMATS,
     PACKS,
@@ -80,7 +80,7 @@ def replaced_at(root: Path, moment: str, replace: Callable[[], None]) -> Iterato
 
 
 def ways(root: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    own = EitherFormatLoadShardedStrategy(verify="off")
+    own = OwnLoadShardedStrategy(verify="off")
     two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
     parallel = FullyParallelLoadStrategyWrapper(own, dist.group.WORLD)
     ours, megatrons = (partial(load, entry, root=root) for entry in (Entry.OURS, Entry.MEGATRON))

@@ -11,17 +11,16 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckp
 from dist_ckpt_strategies.formats import pack, pack_header, pack_read, pack_verify, pack_write
 from dist_ckpt_strategies.formats.pack import PackLimits
 from dist_ckpt_strategies.formats.pack_commit import MARKER_CONTENT
-from dist_ckpt_strategies.sharded import pack_save
-from dist_ckpt_strategies.sharded.pack_save import (
+from dist_ckpt_strategies.sharded import save
+from dist_ckpt_strategies.sharded.save import (
+    PACKS,
     Contents,
-    Prepared,
     Started,
     finish_save,
     start_save,
-    write_packs,
+    write_share,
 )
 from dist_ckpt_strategies.storage.files import Directory
-from dist_ckpt_strategies.storage.io_pool import Deadline
 from dist_ckpt_strategies.storage.store import Bytes
 from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 
@@ -38,17 +37,16 @@ def save_packs(
     options = Options(timeout_s=60.0)
 
     def body(comm: ThreadCommunicator) -> None:
-        started = start_save(
-            comm, lambda: Prepared(Directory(root), contents(comm.rank)), None, options
-        )
-        records = write_packs(started, Deadline.after(60.0))
+        prepare = lambda: (Directory(root), contents(comm.rank), None)  # noqa: E731
+        started = start_save(comm, PACKS, prepare, None, options)
+        records = write_share(started)
         before_commit(started)
         finish_save(started, lambda: records, marker=MARKER_CONTENT)
 
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         if limits is not None:
-            stack.enter_context(patch.object(pack_save, "limits_of", lambda *_: limits))
+            stack.enter_context(patch.object(save, "limits_of", lambda *_: limits))
         run_ranks(size, body)
 
 

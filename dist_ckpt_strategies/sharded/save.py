@@ -1,4 +1,4 @@
-"""Save what each rank holds as packs: ``finish_save(start_save(...), write)``.
+"""Save what each rank holds: ``finish_save(start_save(...), write)``, for packs and ("zarr", 1).
 
 The ranks talk three times: about what they hold, about what they have written, and about the
 commit. A save whose shards are new takes one exchange more.
@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from dist_ckpt_strategies.comm.base import (
     Message,
     run_and_gather,
     run_on_first_rank,
-    who_is_where,
 )
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
@@ -36,38 +36,30 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
     PeerTimeoutError,
-    PlanError,
     StorageError,
     StorageTimeoutError,
 )
+from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, lay_out
-from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, new_save_id
+from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
 from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save
-from dist_ckpt_strategies.formats.pack_write import (
-    PackRecord,
-    delete_files,
-    file_of,
-    write_each,
-    write_pack,
-)
+from dist_ckpt_strategies.formats.pack_write import PackJob, PackRecord, delete_files, file_of
+from dist_ckpt_strategies.formats.zarr_write import ChunkJob
+from dist_ckpt_strategies.sharded.checks import require_one_strategy
 from dist_ckpt_strategies.sharded.ledger import (
     Description,
     Ledger,
+    described,
     proved,
     tell_first_rank,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
-from dist_ckpt_strategies.storage.io_pool import (
-    ENDING,
-    OPENING,
-    Deadline,
-    run_within,
-)
+from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, WORK, Deadline, run_within
 from dist_ckpt_strategies.storage.store import Bytes
 
 logger = logging.getLogger(__name__)
 
-PACKS = "packs"
+_REPORT = "rank %s: save to %s: num_packs %d, nbytes %d, seconds %.3f"
 
 OBJECT_NBYTES = 32 << 20
 """Of a pack in a bucket: several are put at the same time, each in one request."""
@@ -97,24 +89,12 @@ class Contents:
     copies_common: bool = False
     features: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What one rank brings to a save.
-
-    Attributes:
-        store: where it goes.
-        contents: what this rank holds.
-        note: for every rank.
-        kind: how it is stored, in words; the same on all ranks.
-        overwrite: whether it may replace what belongs to no finished checkpoint.
-    """
-
-    store: Place
-    contents: Contents
-    note: Message = None
-    kind: str = PACKS
-    overwrite: bool = False
+    def source(self, number: int) -> torch.Tensor | bytes:
+        """What a source of a layout stands for: a tensor, an object, or the common state."""
+        if number < len(self.tensors):
+            return self.tensors[number]
+        number -= len(self.tensors)
+        return self.objects[number][1] if number < len(self.objects) else self.common or b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +105,7 @@ class Known:
         ranks: that save together.
         key: what the layout was made of.
         layout: this rank's packs.
-        description: what it tells of them.
+        description: what the first rank is told of them.
         session: of the ledger that has been told; empty: of none.
         ledger: on the first rank, what all have told.
     """
@@ -138,12 +118,31 @@ class Known:
     ledger: Ledger | None = None
 
 
+class SaveFormat(NamedTuple):
+    """What differs between formats in a save. All functions are rank-local.
+
+    Attributes:
+        name: in words, for messages.
+        job: gives what writes this rank's share: from its tensors, or from a copy of them.
+        commit: makes the save visible, on the first rank: by what all have told and written, the
+            content of ``metadata.json``, and whether other arrays may be replaced. It returns why
+            Megatron-Core's copies could not be written.
+        discard: removes what was written, after a failure that all ranks know of.
+    """
+
+    name: str
+    job: Callable[[Started], PackJob | ChunkJob]
+    commit: Callable[[Started, Ledger, Sequence[Message], bytes | None, bool], object]
+    discard: Callable[[Started, Sequence[PackRecord], CheckpointError], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     """A save that every rank has begun; nothing of it is visible.
 
     Attributes:
         comm: the ranks.
+        format: how it is stored; the same on all ranks.
         store: where it goes.
         options: how it is carried out.
         save_id: equal on all ranks, and of no other save.
@@ -152,11 +151,12 @@ class Started:
         nbytes: of all packs of all ranks.
         num_packs: of all ranks.
         notes: what ``prepare`` has added on each rank.
-        overwrite: see Prepared.
+        rank: the global rank of this process.
         began: when all ranks knew of each other, by ``time.monotonic``.
     """
 
     comm: Communicator
+    format: SaveFormat
     store: Place
     options: Options
     save_id: str
@@ -165,24 +165,14 @@ class Started:
     nbytes: int
     num_packs: int
     notes: tuple[Message, ...]
-    overwrite: bool = False
+    rank: int
     began: float = field(default_factory=time.monotonic)
-
-    def report(self) -> None:
-        """Log that the save is visible, on the first rank at INFO."""
-        text = "rank %s: save to %s: num_packs %d, nbytes %d, seconds %.3f"
-        figures = self.num_packs, self.nbytes, time.monotonic() - self.began
-        rank = self.comm.global_ranks[self.comm.rank]
-        logger.log(self.comm.report_level, text, rank, self.store, *figures)
-
-    def require_space(self) -> None:
-        """Raise StorageError if the file system says that it has no room for all packs."""
-        self.store.require_space(self.nbytes, self.num_packs)
 
 
 def start_save(
     comm: Communicator,
-    prepare: Callable[[], Prepared],
+    save_format: SaveFormat,
+    prepare: Callable[[], tuple[Place, Contents, Message]],
     known: Known | None,
     options: Options,
 ) -> Started:
@@ -190,33 +180,35 @@ def start_save(
 
     Args:
         comm: the ranks.
-        prepare: what this rank saves; may raise.
+        save_format: how it is stored.
+        prepare: gives where to, what this rank saves, and a note for every rank; may raise.
         known: what ``finish_save`` has returned last.
         options: how it is carried out.
 
     Raises:
         CheckpointError: ``prepare`` has raised on a rank; a PeerError of its class on the others.
-        CoverageError, PlanError: this rank's shards cannot be stored.
+        CoverageError, PlanError: this rank's shards cannot be stored, or ranks save in
+            different formats.
     """
-    prepared: list[tuple[Prepared, Known]] = []
+    prepared: list[tuple[Place, Contents, Known]] = []
 
     def describe() -> Message:
-        own = prepare()
-        mine = _laid_out(comm, own.contents, known, limits_of(own.store, options))
-        prepared.append((own, mine))
-        said, ledger = mine.description, mine.ledger
-        sizes = said.num_packs, len(said.main), len(said.copies), said.copies_digest
-        save_id = ""
+        store, contents, note = prepare()
+        mine = _laid_out(comm, contents, known, limits_of(store, options))
+        prepared.append((store, contents, mine))
+        save_id, session = "", mine.ledger and mine.ledger.session
         if comm.rank == 0:
             deadline = Deadline.after(OPENING * options.timeout_s)
-            save_id = run_within(deadline, own.store, lambda: new_save_id(own.store))
+            save_id = run_within(deadline, store, lambda: new_save_id(store))
+        num_packs, main, copies, digest = mine.description
         nbytes = sum(pack.nbytes for pack in mine.layout.packs)
-        return [own.kind, save_id, ledger and ledger.session, mine.session, nbytes, sizes, own.note]
+        sizes = num_packs, len(main), len(copies), digest
+        return [save_format.name, save_id, session, mine.session, nbytes, sizes, note]
 
     answers = run_and_gather(comm, describe)  # 1
-    require_alike(comm, answers)
+    require_one_strategy(comm, "a save", answers)
     _, save_ids, ledgers, sessions, nbytes, sizes, notes = zip(*answers, strict=True)
-    own, mine = prepared[0]
+    store, contents, mine = prepared[0]
     announced = [
         None if session == ledgers[0] else of_rank
         for of_rank, session in zip(sizes, sessions, strict=True)
@@ -225,105 +217,56 @@ def start_save(
         session = save_ids[0]  # a rank that does not hear of the new ledger will tell it all again
         ledger = tell_first_rank(comm, mine.description, announced, session, mine.ledger)
         mine = replace(mine, session=session, ledger=ledger)
-    num_packs = sum(of_rank[0] for of_rank in sizes)
-    return Started(
-        comm,
-        own.store,
-        options,
-        save_ids[0],
-        own.contents,
-        mine,
-        sum(nbytes),
-        num_packs,
-        notes,
-        own.overwrite,
-    )
+    what = store, options, save_ids[0], contents, mine
+    total = sum(nbytes), sum(of_rank[0] for of_rank in sizes)
+    return Started(comm, save_format, *what, *total, notes, comm.global_ranks[comm.rank])
 
 
-def require_alike(comm: Communicator, answers: Sequence[Message]) -> None:
-    """Raise a PlanError, on every rank, where ranks save in different ways."""
-    kinds = [answer[0] if isinstance(answer, list) else "another strategy" for answer in answers]
-    if len(set(kinds)) > 1:
-        texts = [f"a save by {kind}" for kind in kinds]
-        raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
+def write_share(started: Started) -> Sequence[PackRecord]:
+    """Write what this rank holds, durably; what ``finish_save`` waits for. Rank-local.
+
+    Raises:
+        StorageError: it cannot be written, or there is no room for all: no pack stays.
+    """
+    contents, options = started.contents, started.options
+    require_space(started)
+    return write_contents(started.format.job(started), started.known.layout, contents, options)
 
 
-def write_packs(started: Started, deadline: Deadline) -> tuple[PackRecord, ...]:
-    """Write this rank's packs, each on a thread. Rank-local.
+def require_space(started: Started) -> None:
+    """Raise StorageError if the file system says that it has no room for all packs."""
+    deadline = Deadline.after(OPENING * started.options.timeout_s)
+    require = partial(started.store.require_space, started.nbytes, started.num_packs)
+    run_within(deadline, started.store, require)
+
+
+def write_contents(
+    job: PackJob | ChunkJob, layout: Layout, contents: Contents, options: Options
+) -> Sequence[PackRecord]:
+    """Write what a rank holds, from its tensors: see ``PackJob.write``. Rank-local.
 
     CUDA tensors and those that are not in C order are copied first, ``max_inflight_bytes`` at a
     time, or the largest tensor.
-
-    Raises:
-        StorageError: a pack cannot be written, or there is no room for all: nothing stays.
-    """
-    run_within(deadline, started.store, started.require_space)
-    return write_layout(
-        started.store,
-        started.known.layout,
-        started.contents,
-        started.options,
-        deadline,
-        save_id=started.save_id,
-        rank=started.comm.global_ranks[started.comm.rank],
-        num_packs=started.num_packs,
-    )
-
-
-def write_layout(  # noqa: PLR0913 - facts of the save are known when it is written
-    store: Place,
-    layout: Layout,
-    contents: Contents,
-    options: Options,
-    deadline: Deadline,
-    *,
-    save_id: str,
-    rank: int,
-    num_packs: int = 0,
-) -> tuple[PackRecord, ...]:
-    """Write the packs of a layout, each on a thread; ``save_id`` and others as in ``write_pack``.
-
-    Raises:
-        StorageError: a pack cannot be written: nothing stays.
     """
     settle(contents.tensors)
     budget = options.max_inflight_bytes // max(1, len(layout.packs))
-
-    def write(name: str, number: int) -> PackRecord:
-        pack = layout.packs[number]
-        batches = host_batches(contents, pack, budget)
-        with on_own_gpu():
-            return write_pack(
-                store, name, pack, batches, save_id=save_id, rank=rank, num_packs=num_packs
-            )
-
-    num_threads = num_writers(store, options)
-    return write_each(store, len(layout.packs), write, num_threads, deadline)
+    return job.write([host_batches(contents, pack, budget) for pack in layout.packs])
 
 
 def host_batches(contents: Contents, pack: PackLayout, budget: int) -> Iterator[Sequence[Bytes]]:
     """The bytes of a pack's tensors, in order; each batch is valid until the next is taken."""
-    num_shards = len(contents.shards)
-    tail = [content for _, content in contents.objects] + [contents.common or b""]
-    sources = [source for source in pack.sources if source >= 0]
-    tensors = [contents.tensors[source] for source in sources if source < num_shards]
-    staged = [0 if _is_direct(t) else t.numel() * t.element_size() for t in tensors]
-    memory = HostSnapshot()
-    for batch in build_batches(zip(tensors, staged, strict=True), budget):
-        yield [_flat(host) for host in to_host(batch, memory)]
-    yield [
-        np.frombuffer(tail[source - num_shards], np.uint8)
-        for source in sources
-        if source >= num_shards
+    sources = [contents.source(number) for number in pack.sources if number >= 0]
+    staged = [
+        (s, 0 if s.device.type == "cpu" and is_in_order(s) else s.numel() * s.element_size())
+        for s in sources
+        if isinstance(s, torch.Tensor)
     ]
-
-
-def _is_direct(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and is_in_order(tensor)
-
-
-def _flat(host: Bytes) -> Bytes:
-    return host.reshape(-1).view(np.uint8)
+    memory = HostSnapshot()
+    for batch in build_batches(staged, budget):
+        with on_own_gpu():
+            hosts = to_host(batch, memory)
+        yield [host.reshape(-1).view(np.uint8) for host in hosts]
+    yield [np.frombuffer(s, np.uint8) for s in sources if isinstance(s, bytes)]
 
 
 def finish_save(
@@ -331,61 +274,60 @@ def finish_save(
     written: Callable[[], Sequence[PackRecord]],
     *,
     marker: bytes | None,
-    fence: Callable[[], None] = lambda: None,
+    overwrite: bool = False,
 ) -> Known:
-    """Make the save the content of its place, once every rank has written its packs. Collective.
+    """Make the save the content of its place, once every rank has written its share. Collective.
 
     If it fails on any rank, every rank raises, and the place holds what it held before; what this
-    save has written is deleted.
+    save has written is removed. ("zarr", 1): unless files of the old checkpoint have been moved.
 
     Args:
         started: what ``start_save`` has returned.
-        written: waits for this rank's packs; may raise.
-        marker: content of ``metadata.json``, to be written after ``common.pt``; None where
-            Megatron-Core writes it.
-        fence: raises if this job may no longer write there.
+        written: waits for this rank's share; may raise.
+        marker: content of ``metadata.json``, written last; None where Megatron-Core writes it.
+        overwrite: whether it may replace what belongs to no finished checkpoint.
 
     Returns:
         What the next save takes as ``known``.
 
     Raises:
         CoverageError, PlanError: the shards do not make up the arrays.
-        StorageError: a pack could not be written on this rank, or the save not be committed.
+        StorageError: a share could not be written on this rank, or the save not be committed.
         PeerError: the same, on another rank.
     """
     comm, store, known = started.comm, started.store, started.known
-    packs: list[PackRecord] = []
+    records: list[PackRecord] = []
     ledgers: list[Ledger] = []
 
     def summarize() -> Message:
         if known.ledger is not None:
             ledgers.append(proved(known.ledger, comm.global_ranks))
-        packs.extend(written())
-        return PackSummary.of(known.layout, packs).to_message()
+        records.extend(written())
+        return PackSummary.of(known.layout, records).to_message() if records else None
 
     def make_visible() -> Message:
         if comm.rank > 0:
             return None
-        save = _new_save(started, ledgers[0], summaries)
-        content = started.contents.common if started.contents.copies_common else None
-        failure = commit(store, replace(save, common=content, marker=marker), fence)
+        failure = started.format.commit(started, ledgers[0], summaries, marker, overwrite)
         return failure and str(failure)
 
     may_be_visible = False
     try:
-        summaries = run_and_gather(comm, summarize)  # 2
+        summaries = run_and_gather(comm, summarize, is_sparse=True)  # 2
         may_be_visible = True
         deadline = Deadline.after(ENDING * started.options.timeout_s)
-        act = lambda: run_within(deadline, store, make_visible)  # noqa: E731
+        act = partial(run_within, deadline, store, make_visible)
         failure, *_ = run_and_gather(comm, act, is_sparse=True)  # 3
     except CheckpointError as error:
         # Where others, or a thread that was given up, may still commit: see prune --unfinished.
         unsure = (PeerTimeoutError, PeerLostError, *[StorageTimeoutError] * may_be_visible)
         if not isinstance(error, unsure):
-            delete_files(store, [file_of(pack.name) for pack in packs])
+            started.format.discard(started, records, error)
         raise
     if failure:
         run_on_first_rank(comm, lambda: _raise_uncopied(store, failure))
+    figures = started.num_packs, started.nbytes, time.monotonic() - started.began
+    logger.log(comm.report_level, _REPORT, started.rank, store, *figures)
     return replace(known, ledger=next(iter(ledgers), None))
 
 
@@ -395,13 +337,6 @@ def _raise_uncopied(store: Place, failure: Message) -> NoReturn:
         f"Megatron-Core's own: {failure}; save again",
         path=str(store),
     )
-
-
-def _new_save(started: Started, ledger: Ledger, summaries: Sequence[Message]) -> NewSave:
-    """The indexes of a save, by what all ranks have written."""
-    facts = {"ranks": started.comm.size, "created": time.time()}
-    written = [PackSummary.from_message(message) for message in summaries]
-    return build_save(started.save_id, ledger.segments, written, facts)
 
 
 def limits_of(store: Place, options: Options) -> PackLimits:
@@ -420,6 +355,40 @@ def num_writers(store: Place, options: Options) -> int:
     return max(1, most)
 
 
+def _pack_job(started: Started) -> PackJob:
+    options = started.options
+    return PackJob(
+        started.store,
+        started.known.layout.packs,
+        started.save_id,
+        started.rank,
+        WORK * options.timeout_s,
+        num_writers(started.store, options),
+        started.num_packs,
+    )
+
+
+def _commit_packs(
+    started: Started,
+    ledger: Ledger,
+    summaries: Sequence[Message],
+    marker: bytes | None,
+    _overwrite: bool,  # noqa: FBT001
+) -> StorageError | None:
+    facts = {"ranks": started.comm.size, "created": time.time()}
+    written = [PackSummary.from_message(message) for message in summaries if message]
+    save = build_save(started.save_id, ledger.segments or (), written, facts)
+    common = started.contents.common if started.contents.copies_common else None
+    return commit(started.store, replace(save, common=common, marker=marker), require_own_place)
+
+
+def _discard_packs(started: Started, records: Sequence[PackRecord], _: CheckpointError) -> None:
+    delete_files(started.store, [file_of(record.name) for record in records])
+
+
+PACKS = SaveFormat("('safetensors', 1)", _pack_job, _commit_packs, _discard_packs)
+
+
 def _laid_out(
     comm: Communicator, contents: Contents, known: Known | None, limits: PackLimits
 ) -> Known:
@@ -435,7 +404,7 @@ def _laid_out(
     layout = lay_out(
         contents.shards, sizes, common, rank=rank, limits=limits, features=contents.features
     )
-    said = Description.of(layout, contents.copies, contents.object_copies)
-    session = known.session if known is not None and known.description == said else ""
+    description = described(layout, contents.copies, contents.object_copies)
+    session = known.session if known is not None and known.description == description else ""
     ledger = None if known is None else known.ledger
-    return Known(comm.global_ranks, key, layout, said, session, ledger)
+    return Known(comm.global_ranks, key, layout, description, session, ledger)
