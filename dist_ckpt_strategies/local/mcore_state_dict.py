@@ -203,7 +203,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
             algo: accepted for Megatron's sake: what is missing is looked for on all ranks in any
                 case. So are ``exchange_algo`` and ``parallelization_group``.
             exchange_algo: see ``algo``.
-            validate_access_integrity: also run Megatron-Core's checks of what is wanted.
+            validate_access_integrity: also check that what ranks want makes up the arrays.
             parallelization_group: see ``algo``.
             strict: what to do about keys that only one side has.
             return_mismatch_keys: return missing and unexpected keys, too.

@@ -24,7 +24,6 @@ from megatron.core.dist_checkpointing.validation import (
     maybe_report_missing_and_unexpected_keys,
     parse_strict_flag,
     validate_integrity_and_strict_load,
-    validate_sharding_integrity,
 )
 
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape, ShardId, ShardSpec
@@ -201,6 +200,11 @@ def object_from_message(message: Message) -> ObjectId:
     return ObjectId(key, tuple(offset), tuple(shape))
 
 
+def is_on_grid(message: Message) -> bool:
+    """Whether Megatron-Core would check it: an object, or a shard on a regular grid."""
+    return len(message) == _NUM_OBJECT_FIELDS or message[6] is not None
+
+
 def is_main_message(message: Message) -> bool:
     """Whether this replica is the one that is written."""
     replica = message[_NUM_OBJECT_FIELDS - 1]
@@ -251,52 +255,6 @@ def split_for_save(
     if isinstance(content, dict):
         common[CONTENT_METADATA_KEY] = {k: v for k, v in content.items() if k != _GROUP_KEY}
     return sharded, common
-
-
-def require_valid_sharding(everyone: list[list[Any]]) -> None:
-    """Megatron-Core's check, on rank 0, that the main replicas make up every array and object.
-
-    Empty tensors are left out: Megatron-Core 0.16.1 divides by their size. Arrays and objects
-    are checked apart: it takes the values of one key for all of one kind. Raises a PlanError that
-    names the key if elements or objects are missing, or held twice.
-    """
-    for is_object in (False, True):
-        chosen = [
-            [v for v in values if isinstance(v, ShardedObject) is is_object and not _is_empty(v)]
-            for values in everyone
-        ]
-        error = _sharding_error(chosen)
-        if error is not None:
-            keys = sorted({value.key for values in chosen for value in values})
-            key = next((key for key in keys if _sharding_error(_of_key(chosen, key))), None)
-            raise PlanError(
-                f"{key}: the shards of all ranks do not fit together: {error}", key=key
-            ) from error
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, ShardedTensor) and 0 in value.local_shape
-
-
-def _of_key(everyone: list[list[Any]], key: str) -> list[list[Any]]:
-    return [[value for value in values if value.key == key] for values in everyone]
-
-
-def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
-    """What Megatron-Core's check raises; of what lies outside its grid that can be anything."""
-    try:
-        validate_sharding_integrity(everyone)
-    except (
-        CheckpointingException,
-        AssertionError,
-        ArithmeticError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        return error
-    return None
 
 
 def split_for_load(state_dict: StateDict) -> tuple[StateDict, StateDict, StateDict]:

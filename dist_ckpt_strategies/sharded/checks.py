@@ -3,14 +3,13 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from dist_ckpt_strategies.comm.base import (
     Communicator,
@@ -21,8 +20,6 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
-from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -37,13 +34,16 @@ from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     StrictOutcome,
     apply_strictness,
+    is_main_message,
+    is_on_grid,
     message_of,
-    require_valid_sharding,
-    shard_spec,
+    object_from_message,
+    shard_from_message,
     sharded_values,
     value_from_message,
 )
-from dist_ckpt_strategies.megatron.types import ShardedTensor, StrictHandling
+from dist_ckpt_strategies.megatron.types import StrictHandling
+from dist_ckpt_strategies.sharded.ledger import Ledger, proved, shard_table
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, run_within
 
@@ -122,12 +122,9 @@ def _seen(address: str | Path, options: Options) -> str | None:
 
 
 def require_validated(comm: Communicator, messages: Sequence[Message]) -> None:
-    """Run Megatron-Core's checks of the sharding. Collective.
-
-    Raises a PlanError if the main replicas of a key do not fit together.
-    """
+    """Raise a PlanError where the main replicas of a key do not fit together. Collective."""
     everyone = comm.all_gather(list(messages))
-    run_collectively(comm, lambda: _require_valid(_values(everyone)))
+    run_collectively(comm, lambda: _require_valid(comm, everyone))
 
 
 def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
@@ -142,7 +139,7 @@ def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
     everyone, digests = zip(*answers, strict=True)
     if len(set(digests)) > 1:
         warn_of_differences(comm, common, digests)
-    run_collectively(comm, lambda: _require_valid(_values(everyone)))
+    run_collectively(comm, lambda: _require_valid(comm, everyone))
 
 
 def warn_of_differences(comm: Communicator, common: Any, digests: Sequence[str]) -> None:
@@ -208,11 +205,12 @@ def check_load(
     answers = run_and_gather(comm, describe, is_sparse=not needs_all)
 
     def check() -> StrictOutcome:
-        everyone = _values(answers) if needs_all else None
+        everyone = [[*map(value_from_message, of_rank)] for of_rank in answers if needs_all]
         if validate:
-            _require_valid(everyone or [])
-        local = None if everyone is None else everyone[comm.rank]
-        return apply_strictness(state, strict, local, everyone, stored[0] if stored else None)
+            _require_valid(comm, answers)
+        local = everyone[comm.rank] if needs_all else None
+        known = stored[0] if stored else None
+        return apply_strictness(state, strict, local, everyone or None, known)
 
     return run_collectively(comm, check)
 
@@ -221,36 +219,25 @@ def _messages(state: StateDict) -> list[Any]:
     return list(map(message_of, sharded_values(state)))
 
 
-def _values(answers: Iterable[Any]) -> list[list[Any]]:
-    return [list(map(value_from_message, messages)) for messages in answers]
+def _require_valid(comm: Communicator, everyone: Sequence[Sequence[Message]]) -> None:
+    """Raise a PlanError where the main replicas of all ranks do not make up an array or object.
 
-
-def _require_valid(everyone: list[list[Any]]) -> None:
-    """Megatron-Core's check, which asks torch.distributed who it is: a lone process goes without.
-
-    Our own check of a key at fault says better what is wrong, and on which ranks.
+    On the job's first rank, as Megatron-Core's own check. Like that it does nothing in a process
+    alone, and passes over arrays of which no shard is said to be on a regular grid.
     """
-    if not is_distributed():
+    if not is_distributed() or comm.global_ranks[comm.rank] != 0:
         return
-    try:
-        require_valid_sharding(everyone)
-    except PlanError as error:
-        _require_covered(everyone, error.key)
-        raise
-
-
-def _require_covered(everyone: list[list[Any]], key: str | None) -> None:
-    """Raise PlanError where the main replicas of an array do not make it up: who holds what."""
-    held = [
-        (rank, shard_spec(value))
-        for rank, values in enumerate(everyone)
-        for value in values
-        if isinstance(value, ShardedTensor) and value.key == key
-    ]
-    known = {ArrayFacts(spec.dtype.value, spec.array_shape) for _, spec in held}
-    main = [(rank, spec) for rank, spec in held if spec.is_main and 0 not in spec.region.shape]
-    if key is None or len(known) != 1:
-        return
-    blocks = [(key, spec.region) for _, spec in main]
-    table = BlockTable.of({key: known.pop()}, blocks, [(0, 0, 0)] * len(blocks))
-    require_coverage(table, np.array([rank for rank, _ in main], np.int64), [])
+    on_grid = {m[0] for messages in everyone for m in messages if is_on_grid(m)}
+    told: list[tuple[int, bytes, str]] = []
+    copies: dict[str, bytes] = {}
+    for messages in everyone:
+        tables = []
+        for is_main in (True, False):
+            held = [m for m in messages if m[0] in on_grid and is_main_message(m) is is_main]
+            shards = [shard_from_message(m) for m in held]
+            names = [object_from_message(m) for m in held if shard_from_message(m) is None]
+            tables.append(shard_table([shard for shard in shards if shard], names))
+        digest = xxh3_128_hexdigest(tables[1])
+        told.append((0, tables[0], digest))
+        copies[digest] = tables[1]
+    proved(Ledger("", tuple(told), copies), comm.global_ranks)

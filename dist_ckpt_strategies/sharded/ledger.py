@@ -40,12 +40,17 @@ def described(
     layout: Layout, copies: Sequence[ShardSpec], object_copies: Sequence[ObjectId]
 ) -> Description:
     """The description of what a rank writes, and of the replicas that it does not write."""
-    arrays = {c.key: ArrayFacts(c.dtype.value, c.array_shape) for c in copies}
-    blocks = sorted((c.key, c.region) for c in copies)
-    table = BlockTable.of(arrays, blocks, [(0, 0, 0)] * len(blocks))
-    others = with_objects(table, object_copies).to_bytes()
+    others = shard_table(copies, object_copies)
     main = with_objects(layout.table, [name for name, _ in layout.objects]).to_bytes()
     return len(layout.packs), main, others, xxhash.xxh3_128_hexdigest(others)
+
+
+def shard_table(shards: Sequence[ShardSpec], objects: Sequence[ObjectId]) -> bytes:
+    """A table of shards that have no place in a pack."""
+    arrays = {shard.key: ArrayFacts(shard.dtype.value, shard.array_shape) for shard in shards}
+    blocks = sorted((shard.key, shard.region) for shard in shards)
+    table = BlockTable.of(arrays, blocks, [(0, 0, 0)] * len(blocks))
+    return with_objects(table, objects).to_bytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         checkpoint_dir: directory of a finished checkpoint, or its URL.
         sharded_strategy: strategy or (backend, version); by default what the checkpoint names.
         common_strategy: the same for the common state.
-        validate_access_integrity: also run Megatron-Core's own checks of the sharding.
+        validate_access_integrity: also check that main replicas make up the arrays on grids.
         strict: what to do about keys that only one side has, as in Megatron-Core.
         verify_integrity: the same as ``verify="read"``, whatever the environment says.
         process_group: the ranks that load together; with a strategy of your own, its ``group``.

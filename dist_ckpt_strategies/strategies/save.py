@@ -121,7 +121,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         sharded_strategy: strategy or (backend, version); ("safetensors", 1) by default.
         common_strategy: strategy or (backend, version); ("torch", 1) by default.
         validate_access_integrity: compare the ranks' common states, and where a strategy of
-            another package saves, run Megatron-Core's own checks of the sharding.
+            another package saves, prove that main replicas make up the arrays.
         async_sharded_save: return a request for Megatron-Core's queue; see ``save_async``.
         preprocess_common_before_consistancy_check: applied to what ranks compare of it.
         content_metadata: stored in the common state, for Megatron-Core's ``load_content_metadata``.
