@@ -104,9 +104,11 @@ class LocalTier:
 
     def load(self, comm: Communicator, candidate: Candidate, read: Read | None) -> Loaded:
         """See DiskTier."""
-        step = candidate.iteration
-        limits = {} if step == NO_STEP else {"at_least": step, "at_most": step}
-        state, (iteration, *_) = self._manager.load(**limits)
+        step, manager = candidate.iteration, self._manager
+        if step == NO_STEP:
+            state, (iteration, *_) = manager.load()
+        else:
+            state, (iteration, *_) = manager.load(at_least=step, at_most=step)
         if read is not None:
             state = read(state)
         return Loaded(Tier.LOCAL, iteration, f"iter_{iteration:07d}_{comm.rank}_local", state)

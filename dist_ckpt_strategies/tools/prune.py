@@ -178,13 +178,15 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         StorageError: ``root`` cannot be read, or something cannot be removed; what went before is
             gone.
     """
-    location = located(root, store, what="root")
-    found, num_best = _find(location, pattern), None
+    location, best = located(root, store, what="root"), None
     if keep_best is not None:
-        metric, mode, num_best = require_keep_best(keep_best)
+        metric, mode, best = require_keep_best(keep_best)
+    found = _find(location, pattern)
+    if best is not None:
         found = _ranked(location, found, metric, mode)
-    rules = {"unfinished": unfinished, "older_than_s": older_than_s, "best": num_best}
-    plan = build_prune_plan(found, keep_last, keep_every, **rules)
+    plan = build_prune_plan(
+        found, keep_last, keep_every, best=best, unfinished=unfinished, older_than_s=older_than_s
+    )
     return _carry_out(location, plan, older_than_s, dry_run=dry_run)
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -73,7 +74,10 @@ def loads_steps(rank: int, root: str) -> None:
     with TieredCheckpointManager(run, local=node, policy=policy, options=OPTIONS) as manager:
         for step in (3, 4, 5, 8):
             save(manager, step)
-        load = lambda step: loaded_by(partial(manager.load, step))  # noqa: E731
+
+        def load(step: int) -> Any:
+            return loaded_by(partial(manager.load, step))
+
         assert [load(step) for step in (3, 4, 5, 8)] == [
             *((Tier.LOCAL, 3), (Tier.GLOBAL, 4), (Tier.LOCAL, 5), (Tier.GLOBAL, 8))
         ]
@@ -135,9 +139,10 @@ def reads_beside_a_training(rank: int, root: str) -> None:
         dist.barrier()
         assert evaluator.latest_step() == 8
         assert loaded_by(evaluator.load_latest) == (Tier.GLOBAL, 8)
+    own: Any
     for own in ({"local": LocalCheckpointManager(f"{root}/node")}, {"recovery": object()}):
         with pytest.raises(PlanError, match="read_only"):
-            TieredCheckpointManager(f"{root}/run", read_only=True, **own)  # type: ignore[arg-type]
+            TieredCheckpointManager(f"{root}/run", read_only=True, **own)
 
 
 def test_an_evaluator_reads_beside_a_training_and_changes_nothing(tmp_path: Path) -> None:
@@ -200,6 +205,7 @@ def saves_a_step_again(root: Path) -> None:
         manager.load(1, state_of(0.0))
         save(manager, 2, force=True)
         assert manager.metrics(2) == {}
+        metrics: Any
         for metrics in ({"loss": "low"}, [("loss", 1.0)], {"loss": torch.zeros(2)}):
             found = outcome(partial(manager.save, 3, state_of(3.0), force=True, metrics=metrics))
             assert PlanError.__name__ in found.kinds, found
@@ -314,15 +320,17 @@ def test_a_rank_can_ask_whether_it_was_preempted(tmp_path: Path) -> None:
     assert found == [[False, rank == 1, False, False] for rank in range(2)]
 
 
-def reports(rank: int, root: str) -> None:
-    """Body of a rank: a save, a skip, a failure, and loads."""
+def makes_events(rank: int, root: str, options: ManagerOptions) -> None:
+    """A save, a skip, a failure, and loads."""
     in_threads()
-    file = Path(root, "events.jsonl")
-    options = ManagerOptions(timeout_s=40.0, metrics=file)
     policy, node = SavePolicy(local_every_steps=1), LocalCheckpointManager(f"{root}/node{rank}")
     run = Path(root, "run")
 
+    goes_on = threading.Event()
+
     def refuse(_name: str, path: str) -> None:
+        if "iter_0000002/packs/" in path:
+            assert goes_on.wait(60)
         if rank == 1 and "iter_0000004/packs/" in path:
             raise OSError(errno.EIO, "a disk that fails")
 
@@ -333,13 +341,20 @@ def reports(rank: int, root: str) -> None:
         manager.load_latest(state_of(0.0))  # there is none: nothing to report
         save(manager, 1)
         assert manager.save(2, state_of(2.0), force=True)
-        assert not manager.save(3, state_of(3.0))  # step 2 may be under way
+        assert not manager.save(3, state_of(3.0))
+        goes_on.set()
         manager.wait()
         manager.save(4, state_of(4.0), force=True)
         assert isinstance(outcome(manager.wait), Failure)
         assert loaded_by(manager.load_latest) == (Tier.GLOBAL, 2)
         assert isinstance(loaded_by(partial(manager.load, 7)), Failure)
     dist.barrier()
+
+
+def reports(rank: int, root: str) -> None:
+    """Body of a rank: what the file has of its events."""
+    file = Path(root, "events.jsonl")
+    makes_events(rank, root, ManagerOptions(timeout_s=40.0, metrics=file))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     events = [(line["kind"], line["step"], line["tier"]) for line in lines]
     assert events == [

@@ -47,7 +47,8 @@ def trains(rank: int, root: str, num_steps: int) -> list[int]:
         if loaded is not None:
             first, num_consumed = loaded.iteration, loaded.state["num_consumed"]
         sampler = sampler_of_the_page()(NUM_SAMPLES, num_consumed, rank, num_ranks)
-        batches = DataLoader(range(NUM_SAMPLES), BATCH_SIZE, sampler=sampler)  # type: ignore[arg-type]
+        samples: Any = range(NUM_SAMPLES)
+        batches: Any = DataLoader(samples, BATCH_SIZE, sampler=sampler)
         for step, batch in enumerate(islice(batches, num_steps), first):
             trained += batch.tolist()
             num_consumed += BATCH_SIZE * num_ranks
