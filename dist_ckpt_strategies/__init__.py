@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
     from dist_ckpt_strategies.core.report import SaveMetrics
+    from dist_ckpt_strategies.manager.manager import TieredCheckpointManager
+    from dist_ckpt_strategies.manager.policy import ManagerOptions, SavePolicy
     from dist_ckpt_strategies.strategies.install import install, installed, uninstall
     from dist_ckpt_strategies.strategies.load import load
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
         register_default_zarr_strategies,
     )
     from dist_ckpt_strategies.strategies.save import SaveHandle, save, save_async
-    from dist_ckpt_strategies.tiered import ManagerOptions, SavePolicy, TieredCheckpointManager
     from dist_ckpt_strategies.tools.convert import convert, copy, upgrade
     from dist_ckpt_strategies.tools.diff import diff
     from dist_ckpt_strategies.tools.opened import open  # noqa: A004
@@ -35,6 +36,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "config": ("LocalOptions", "Options", "StoreOptions"),
     "core.report": ("SaveMetrics",),
+    "manager.manager": ("TieredCheckpointManager",),
+    "manager.policy": ("ManagerOptions", "SavePolicy"),
     "strategies.install": ("install", "installed", "uninstall"),
     "strategies.load": ("load",),
     "strategies.save": ("SaveHandle", "save", "save_async"),
@@ -47,7 +50,6 @@ _NAMES = {
         "register_default_tensorstore_strategies",
         "register_default_zarr_strategies",
     ),
-    "tiered": ("ManagerOptions", "SavePolicy", "TieredCheckpointManager"),
     "tools.convert": ("convert", "copy", "upgrade"),
     "tools.diff": ("diff",),
     "tools.opened": ("open",),

@@ -228,6 +228,7 @@ SCRIPTS = {
     "docs/nemo.md": (f"{_MODEL}\nsave('model.')", _NEMO_AFTER),
     "docs/two_stage.md": (_TWO_STAGE_BEFORE, "assert torch.equal(weight, torch.arange(6.0))"),
     "docs/cli.md": ("import os\nos.mkdir('checkpoints')", "assert report.removed == ()"),
+    "docs/manager.md": (_WORLD_OF_ONE, ""),
     "docs/dcp.md": (_DCP_BEFORE, "assert state['step'] == 10"),
     "docs/adopt.md": (_MEGATRON_LM_BEFORE, _MEGATRON_LM_AFTER),
 }

@@ -12,7 +12,13 @@ from rich.text import Text
 
 from dist_ckpt_strategies.cli.render import bytes_text, counted, print_json, print_table, printable
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.tools.prune import PruneDecision, PruneReport, prune
+from dist_ckpt_strategies.tools.prune import (
+    KeepBest,
+    PruneDecision,
+    PruneReport,
+    prune,
+    require_keep_best,
+)
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -29,14 +35,17 @@ def prune_checkpoints(
 ) -> None:
     """Show what would be removed, ask, and remove it.
 
-    ``rules`` are ``keep_last``, ``keep_every`` and ``unfinished`` of the library's ``prune``. With
+    ``rules`` are the ``keep_`` and ``unfinished`` of the library's ``prune``. With
     ``as_json`` nothing is asked: it needs ``dry_run`` or ``is_agreed``.
     """
     pruned: Callable[..., PruneReport] = partial(
         prune, root, **rules, older_than_s=parse_duration_s(older_than)
     )
     if not any(rules.values()):
-        raise PlanError("nothing is selected: add --keep-last N, --keep-every N or --unfinished")
+        raise PlanError(
+            "nothing is selected: add --keep-last N, --keep-every N, --keep-best METRIC:MODE:N or "
+            "--unfinished"
+        )
     if as_json and not (dry_run or is_agreed):
         raise PlanError("--json does not prompt; add --yes, or --dry-run")
     if as_json:
@@ -55,6 +64,12 @@ def parse_duration_s(text: str) -> float:
     if found is None or not math.isfinite(float(found[1])):
         raise PlanError(f"{text!r}: expected a duration such as 90s, 30m, 1h or 2d")
     return float(found[1]) * _UNIT_S[found[2]]
+
+
+def parse_keep_best(text: str) -> KeepBest:
+    """The rule of a text such as ``loss:min:3``; else a PlanError."""
+    metric, *rule = text.rsplit(":", 2)
+    return require_keep_best((metric, *(int(part) if part.isdecimal() else part for part in rule)))
 
 
 def _is_wanted(plan: PruneReport) -> bool:

@@ -8,7 +8,8 @@ class _Report:
     """Prints as its figures, in one line for a log."""
 
     def __str__(self) -> str:
-        figures = ((field.name, getattr(self, field.name)) for field in fields(self))
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        figures = ((name, value) for name, value in named if value != "")
         return ", ".join(
             f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
             for name, value in figures
@@ -17,17 +18,22 @@ class _Report:
 
 @dataclass(frozen=True, slots=True)
 class SaveMetrics(_Report):
-    """One save of all ranks, by a TieredCheckpointManager. Times are those of the slowest rank.
+    """What a TieredCheckpointManager did: one save, load, skip or failure of all ranks.
+
+    Times of a save are those of the slowest rank, others those of rank 0. What does not apply is 0.
 
     Attributes:
-        step: training step.
-        tier: ``"local"`` or ``"global"``.
+        step: training step; -1 for a load that failed and was not of one step.
+        tier: ``"local"``, ``"global"`` or ``"memory"``; empty if a load failed.
         waited_s: seconds that training waited for the previous save.
-        blocking_s: seconds that this save blocked training.
+        blocking_s: seconds that this save or load blocked training.
         background_s: seconds that it was written in the background.
         nbytes: bytes written by all ranks together; for a local save without the copies.
         gb_per_s: ``nbytes`` in 1e9 bytes, divided by ``blocking_s + background_s``.
         unix_s: time when it was complete, in seconds since the epoch.
+        kind: ``"save"`` is visible now; ``"load"``; ``"skip"``: a local save was due, and another
+            save still ran; ``"failure"`` of a save or a load.
+        reason: of a skip or failure; of a load, which checkpoints were refused before, and why.
     """
 
     step: int
@@ -38,6 +44,8 @@ class SaveMetrics(_Report):
     nbytes: int = 0
     gb_per_s: float = 0.0
     unix_s: float = 0.0
+    kind: str = "save"
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ newer than it says was left too, and local saves from before then.
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
@@ -74,6 +75,26 @@ def write_course(place: Directory | Bucket, course: Course) -> None:
         place.write(TRACKER_NAME, str(course.newest).encode())
     content = {"newest": course.newest, "left": sorted(course.left), "resumed": course.resumed}
     place.write(COURSE_NAME, json.dumps(content).encode())
+
+
+def metrics_name(step: int) -> str:
+    """The file of a root that has the metrics with which a step was saved."""
+    return f".dist-ckpt-metrics-{step:07d}.json"
+
+
+def write_metrics(place: Directory | Bucket, step: int, metrics: Mapping[str, float]) -> None:
+    """Write the metrics of a step; JSON, with NaN and Infinity as Python has them."""
+    place.write(metrics_name(step), json.dumps(dict(metrics)).encode())
+
+
+def read_metrics(place: Directory | Bucket, step: int) -> dict[str, float]:
+    """The metrics of a step; empty if there are none. What is damaged is not used."""
+    try:
+        found = json.loads(_content(place, metrics_name(step)) or b"{}")
+        return {str(name): float(value) for name, value in found.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        logger.warning("%s/%s is damaged, and not used", place, metrics_name(step))
+        return {}
 
 
 def _content(place: Directory | Bucket, name: str) -> bytes | None:

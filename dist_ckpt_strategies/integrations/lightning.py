@@ -25,8 +25,9 @@ from dist_ckpt_strategies.integrations.lightning_state import (
     peft_callback_of,
     wrapper_of,
 )
-from dist_ckpt_strategies.recovery import Loaded, PEFTCheckpointManager, Phase, Tier
-from dist_ckpt_strategies.tiered import TieredCheckpointManager
+from dist_ckpt_strategies.manager.candidates import Loaded, Tier
+from dist_ckpt_strategies.manager.manager import TieredCheckpointManager
+from dist_ckpt_strategies.recovery import PEFTCheckpointManager, Phase
 
 __all__ = [
     "CheckpointlessCallback",

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
+from dist_ckpt_strategies.manager.manager import TieredCheckpointManager
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.types import (
     has_registry,
@@ -34,7 +35,6 @@ from dist_ckpt_strategies.sharded.async_request import SaveQueue
 from dist_ckpt_strategies.strategies.install import replace_functions
 from dist_ckpt_strategies.strategies.load import load
 from dist_ckpt_strategies.strategies.save import save
-from dist_ckpt_strategies.tiered import TieredCheckpointManager
 
 __all__ = ["install"]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from itertools import chain, takewhile
+from math import inf
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.errors import (
@@ -91,12 +92,12 @@ def gather_inventory(
     session_id: str,
     timeout_s: float,
     begin: Callable[[], object],
-    at_least: int = 0,
+    between: tuple[int, float] = (0, inf),
 ) -> Inventory:
     """What the ranks have of a session, by what the files state; damaged ones are left out.
 
     Collective: two gathers, of a few bytes for each save and shard that a rank keeps. Files of
-    other sessions and trainings, of iterations before ``at_least``, and of courses that the
+    other sessions and trainings, of iterations not ``between`` these two, and of courses that the
     training has left, are left out too. ``begin`` is called first.
     """
 
@@ -114,7 +115,7 @@ def gather_inventory(
         return listing(directory, comm.rank, nodes, training_id, session_id, deadline)
 
     answers = run_and_gather(comm, look)
-    return build_inventory(directory, nodes, answers, training_id, at_least)
+    return build_inventory(directory, nodes, answers, training_id, between)
 
 
 def nodes_of(names: Sequence[str]) -> list[int]:
@@ -128,13 +129,13 @@ def build_inventory(
     nodes: Sequence[int],
     answers: Sequence[Message],
     training_id: str,
-    at_least: int = 0,
+    between: tuple[int, float] = (0, inf),
 ) -> Inventory:
     """The inventory, given the ``listing`` of every rank."""
     copies: dict[int, list[ShardFile]] = {node: [] for node in nodes}
     for node, answer in zip(nodes, answers, strict=True):
         for holder, iteration, stamp, rank, *sizes in answer["files"]:
-            if iteration >= at_least:
+            if between[0] <= iteration <= between[1]:
                 shard_id = LocalShardId(SaveId(iteration, stamp), rank)
                 copies[node].append(ShardFile(holder, shard_id, *sizes))
     foreign = ""

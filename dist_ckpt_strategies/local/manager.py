@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -218,17 +219,28 @@ class LocalCheckpointManager:
         Collective. Descriptions are checked, tensors are not: ``load`` may have to fall back. With
         -1, ``load`` tells by its error whether there was a checkpoint whose shards were lost.
         """
+        return next(iter(self.complete_iterations()), _NO_ITERATION)
+
+    @raises_megatron_errors
+    def complete_iterations(self) -> list[int]:
+        """Iterations whose shards are all there somewhere, the newest first.
+
+        Collective. Descriptions are checked, tensors are not.
+        """
         comm = self.communicator("search for local checkpoints")
         inventory = self._inventory(comm)
-        newest, missing = inventory.newest(), inventory.missing_text()
+        missing = inventory.missing_text()
         if missing and comm.rank == 0:
             logger.warning("%s: incomplete local checkpoints: %s", self._directory, missing)
         if inventory.foreign and comm.rank == 0:
             logger.warning("%s", inventory.foreign)
-        return newest[0].iteration if newest else _NO_ITERATION
+        lacking = inventory.missing().items()
+        return list(dict.fromkeys(save.iteration for (save, _), ranks in lacking if not ranks))
 
     @raises_megatron_errors
-    def load(self, *, at_least: int = 0, on_host: bool = False) -> tuple[Any, tuple[int, int, str]]:
+    def load(
+        self, *, at_least: int = 0, at_most: float = inf, on_host: bool = False
+    ) -> tuple[Any, tuple[int, int, str]]:
         """The newest state that can be assembled, and its id, as NVRx gives it.
 
         Collective. Every tensor's digest is compared. Where a copy is damaged another one is
@@ -236,6 +248,7 @@ class LocalCheckpointManager:
 
         Args:
             at_least: saves of iterations before this one are left alone.
+            at_most: saves of later iterations are left alone.
             on_host: leave all tensors on the CPU, as where the host has no GPU. By default each is
                 moved back to the device that it was on.
 
@@ -249,7 +262,7 @@ class LocalCheckpointManager:
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         comm = self.communicator("load of a local checkpoint")
-        inventory, limit = self._inventory(comm, at_least), self.max_bucket_bytes
+        inventory, limit = self._inventory(comm, (at_least, at_most)), self.max_bucket_bytes
         shards = load_newest(comm, self._directory, inventory, limit, self.timeout_s)
         info = shards[0].info
 
@@ -300,9 +313,9 @@ class LocalCheckpointManager:
         if self._running is not None:
             self._running.wait(limit_of_wait(self.timeout_s), "the save before")
 
-    def _inventory(self, comm: Communicator, at_least: int = 0) -> Inventory:
+    def _inventory(self, comm: Communicator, between: tuple[int, float] = (0, inf)) -> Inventory:
         where = self._directory, self.session_id
-        return gather_inventory(comm, *where, self.timeout_s, self._let_finish, at_least)
+        return gather_inventory(comm, *where, self.timeout_s, self._let_finish, between)
 
     def _prepare(
         self,

@@ -1,7 +1,7 @@
 """Get training going again: from the memory of other ranks, or from the newest checkpoint.
 
 What needs Megatron-Core is imported on first use: its import would make up most of the time until
-a process that has died is replaced.
+a process that has died is replaced. The search for the newest checkpoint is the manager's.
 """
 
 from importlib import import_module
@@ -18,15 +18,14 @@ from dist_ckpt_strategies.recovery.provider import (
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.recovery.latest import Attempt, Loaded, Tier, load_latest
     from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
 
 _HOMES = {
-    "Attempt": "latest",
-    "Loaded": "latest",
-    "MegatronStateProvider": "megatron_provider",
-    "Tier": "latest",
-    "load_latest": "latest",
+    "Attempt": "manager.candidates",
+    "Loaded": "manager.candidates",
+    "MegatronStateProvider": "recovery.megatron_provider",
+    "Tier": "manager.candidates",
+    "load_latest": "manager.latest",
 }
 
 __all__ = [
@@ -48,5 +47,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """A name of a module that needs Megatron-Core, on first use."""
     if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(import_module(f"dist_ckpt_strategies.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -189,7 +189,8 @@ class LocalSaveRequest:
         comm: the ranks of the save.
         name: tells the save from others.
         work: this rank's share, on a thread.
-        finalise: is called once all ranks' work has ended. Collective.
+        finalise: is called once all ranks' work has ended. Collective. A manager of saves may put
+            its own in the place of ``request.finalise``.
         timeout_s: longest wait for the work.
     """
 
@@ -206,7 +207,7 @@ class LocalSaveRequest:
         timeout_s: float,
     ) -> None:
         self.comm, self.work = comm, work
-        self._name, self._finalise, self._timeout_s = name, finalise, timeout_s
+        self._name, self.finalise, self._timeout_s = name, finalise, timeout_s
         self._is_the_same = False  # all ranks end this save
         self._is_ended = False
         self._error: Exception | None = None
@@ -225,10 +226,6 @@ class LocalSaveRequest:
     def add_finalize_fn(self, fn: Callable[[], None]) -> None:
         """Have ``fn`` called after those that are there, once the save is finalised."""
         self.finalize_fns.append(fn)
-
-    def wrap_end(self, wrapper: Callable[[Callable[[], None]], None]) -> None:
-        """Have ``wrapper`` called, with what makes the save visible, in place of that."""
-        self._finalise = partial(wrapper, self._finalise)
 
     def give_up(self) -> None:
         """Do not report that the save was never ended: its ranks are no more. Rank-local."""
@@ -303,7 +300,7 @@ class LocalSaveRequest:
             self._require_the_same(run_and_gather(self.comm, lambda: [*self._name]))
         self._is_ended = True
         try:
-            self._finalise()
+            self.finalise()
         except Exception as error:
             self._error = error
             self.give_up()

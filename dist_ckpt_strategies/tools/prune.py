@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import inf
+from math import inf, isnan, nan
 from pathlib import Path
 
 from dist_ckpt_strategies.config import StoreOptions
@@ -21,7 +21,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.commit import OLD_MARKER_NAME, remove_contents
-from dist_ckpt_strategies.formats.course import read_course
+from dist_ckpt_strategies.formats.course import metrics_name, read_course, read_metrics
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.locations import (
@@ -55,6 +55,9 @@ from dist_ckpt_strategies.tools.prune_packs import (
     written_s,
 )
 
+KeepBest = tuple[str, str, int]
+"""A metric, ``"min"`` or ``"max"``, and how many of the best to keep."""
+
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 _OF_A_TRAINING = re.compile(r"iter_\d{7,}")
 
@@ -86,6 +89,7 @@ class PruneDecision:
         is_named: whether ``latest_checkpointed_iteration.txt`` names it.
         is_left: whether the training has gone back from it: it counts as older than all that is of
             the present course.
+        rank: its place among those with the metric of ``keep_best``, the best has 0; or None.
         is_removed: whether it is removed.
         why: the reason, in words; of what is not decided yet, why it cannot be read.
         stays: names in a removed one that are no part of the checkpoint and stay, with the
@@ -100,6 +104,7 @@ class PruneDecision:
     nbytes: int | None = None
     is_named: bool = False
     is_left: bool = False
+    rank: int | None = None
     is_removed: bool = False
     why: str = ""
     stays: tuple[str, ...] = ()
@@ -133,6 +138,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    keep_best: KeepBest | None = None,
     unfinished: bool = False,
     older_than_s: float = 3600.0,
     dry_run: bool = False,
@@ -152,9 +158,11 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     Args:
         root: holds the checkpoints, each in a directory; its iteration is the last number in its
             name. ``s3://bucket/path`` or ``gs://bucket/path`` too.
-        keep_last: number of newest complete ones to keep; without this and ``keep_every`` all are
-            kept.
+        keep_last: number of newest complete ones to keep; without any ``keep_`` all are kept.
         keep_every: keep iterations that are a multiple of it.
+        keep_best: ``("loss", "min", 3)``: also keep the best, by the metrics with which a
+            TieredCheckpointManager saved them. NaN and missing ones are no best; of equal ones the
+            newest is.
         unfinished: also remove files of killed saves and conversions.
         older_than_s: keep unfinished ones that changed less than this many seconds ago: the save
             may still be running. In an object store the time is that of the save's start, so it
@@ -170,15 +178,23 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         StorageError: ``root`` cannot be read, or something cannot be removed; what went before is
             gone.
     """
-    location = located(root, store, what="root")
+    location, best = located(root, store, what="root"), None
+    if keep_best is not None:
+        metric, mode, best = require_keep_best(keep_best)
+    found = _find(location, pattern)
+    if best is not None:
+        found = _ranked(location, found, metric, mode)
+    plan = build_prune_plan(
+        found, keep_last, keep_every, best=best, unfinished=unfinished, older_than_s=older_than_s
+    )
+    return _carry_out(location, plan, older_than_s, dry_run=dry_run)
+
+
+def _carry_out(
+    location: Location, plan: Iterable[PruneDecision], older_than_s: float, *, dry_run: bool
+) -> PruneReport:
     removed, kept = [], []
-    for decision in build_prune_plan(
-        _find(location, pattern),
-        keep_last,
-        keep_every,
-        unfinished=unfinished,
-        older_than_s=older_than_s,
-    ):
+    for decision in plan:
         if not decision.is_removed:
             kept.append(decision)
         elif dry_run:
@@ -192,6 +208,8 @@ def prune(  # noqa: PLR0913 - one parameter for each option
             if now.status is decision.status and not may_run:  # no save has begun there since
                 stays = _remove(location, decision.name, older_than_s)
                 removed.append(replace(decision, stays=stays))
+                if decision.name == f"iter_{decision.iteration:07d}" and not stays:
+                    place_of(location).delete([metrics_name(decision.iteration or 0)])
     return PruneReport(location, tuple(removed), tuple(kept), dry_run)
 
 
@@ -200,6 +218,7 @@ def build_prune_plan(
     last: int | None = None,
     every: int | None = None,
     *,
+    best: int | None = None,
     unfinished: bool = False,
     older_than_s: float = 3600.0,
 ) -> tuple[PruneDecision, ...]:
@@ -210,7 +229,7 @@ def build_prune_plan(
     from, see ``load_latest``, is older than its present course. What the run's tracker file names
     stays, too. Unfinished ones are removed first, then the oldest.
     """
-    for name, count in (("keep_last", last), ("keep_every", every)):
+    for name, count in (("keep_last", last), ("keep_every", every), ("keep_best", best)):
         if count is not None and count < 1:
             raise PlanError(f"{name} is {count}, expected 1 or more")
     if not older_than_s >= 0:
@@ -218,7 +237,7 @@ def build_prune_plan(
     ordered = sorted(found, key=_order)
     numbered = [one for one in ordered if one.iteration is not None]
     complete = [one for one in numbered if one.status is Status.COMPLETE]
-    is_all_kept, num_kept = last is None and every is None, last or 0
+    is_all_kept, num_kept = last is None and every is None and best is None, last or 0
     decisions = []
     for one in sorted(ordered, key=lambda one: one.status is not Status.UNFINISHED):
         is_killed, is_complete = one.status is Status.UNFINISHED, one.status is Status.COMPLETE
@@ -238,6 +257,7 @@ def build_prune_plan(
             (is_complete and num_newer == 0, "the newest"),
             (is_complete and num_newer < num_kept, f"one of the last {last}"),
             (not is_killed and is_multiple, f"a multiple of {every}"),
+            (one.rank is not None and one.rank < (best or 0), f"one of the {best} best"),
             (not is_killed and one.is_named, "the run's tracker file names it"),
         )
         why = next((why for applies, why in reasons if applies), "")
@@ -246,6 +266,34 @@ def build_prune_plan(
             removal = "packs that no index names, of killed saves; the checkpoint stays"
         decisions.append(replace(one, is_removed=not why, why=why or removal))
     return tuple(decisions)
+
+
+def require_keep_best(keep_best: object) -> KeepBest:
+    """The rule as a tuple; a PlanError if it is none."""
+    match keep_best:
+        case (str(metric), ("min" | "max") as mode, int(count)) if count >= 1:
+            return metric, mode, count
+    raise PlanError(
+        f"keep_best: expected a metric, 'min' or 'max', and a number such as ('loss', 'min', 3), "
+        f"found {keep_best!r}"
+    )
+
+
+def _ranked(
+    root: Location, found: Iterable[PruneDecision], metric: str, mode: str
+) -> list[PruneDecision]:
+    """The same, complete ones with their rank by a metric, the best first."""
+    ordered, store = list(found), place_of(root)
+    values: dict[int, float] = {}
+    for number, one in enumerate(ordered):
+        if one.status is Status.COMPLETE and one.iteration is not None:
+            value = read_metrics(store, one.iteration).get(metric, nan)
+            if not isnan(value):
+                values[number] = value if mode == "min" else -value
+    best = sorted(values, key=lambda number: (values[number], -(ordered[number].iteration or 0)))
+    for rank, number in enumerate(best):
+        ordered[number] = replace(ordered[number], rank=rank)
+    return ordered
 
 
 def _order(one: PruneDecision) -> tuple[bool, int, float, str]:

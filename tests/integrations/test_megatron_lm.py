@@ -209,7 +209,8 @@ def use_manager(rank: int, scratch: Path) -> None:
         load_checkpoint(module, directory)
     manager.close()
     assert (manager.all_steps(), tracked) == ([2, 3], [2, 3])
-    assert [one.step for one in metrics] == ([1, 2, 3] if rank == 0 else [])
+    events = [(one.kind, one.step) for one in metrics]
+    assert events == ([*(("save", step) for step in (1, 2, 3)), ("load", 2)] if rank == 0 else [])
 
 
 @pytest.mark.multiprocess

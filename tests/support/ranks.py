@@ -36,7 +36,7 @@ _PRELOADED = (
     "dist_ckpt_strategies.inprocess.wrap",
     "dist_ckpt_strategies.inprocess.store_rendezvous",
     "dist_ckpt_strategies.local",
-    "dist_ckpt_strategies.recovery.latest",
+    "dist_ckpt_strategies.manager.manager",
     "hypothesis",
     "psutil",
     "pytest",

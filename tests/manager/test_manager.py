@@ -37,7 +37,8 @@ from dist_ckpt_strategies import (
 from dist_ckpt_strategies.config import JOB
 from dist_ckpt_strategies.errors import CheckpointChangedError, PlanError
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
-from dist_ckpt_strategies.recovery import CheckpointManager, Loaded, Tier, load_latest
+from dist_ckpt_strategies.manager.candidates import Loaded, Tier
+from dist_ckpt_strategies.recovery import CheckpointManager, load_latest
 from tests.local.clique_worlds import once
 from tests.support.entries import Failure, outcome
 from tests.support.memory_provider import MemoryProvider
@@ -561,7 +562,7 @@ def takes_over(rank: int, root: str) -> Any:
         return is_refused(rank, f"{root}/run")
     if rank == 0:
         until(Path(root, "saved").exists, 60.0)
-        return outcome(manager._lease.require).text  # its next save would wait for rank 1
+        return outcome(manager._root.require_lock).text  # its next save would wait for rank 1
     if rank == 1:
         dist.destroy_process_group()
     began = time.monotonic()
@@ -710,7 +711,7 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dist_ckpt_strategies.tiered").addHandler(handler)
+    logging.getLogger("dist_ckpt_strategies.manager").addHandler(handler)
     quiet = ManagerOptions(timeout_s=40.0, preemption_signals=(), metrics=f"{root}/metrics.jsonl")
     policy = SavePolicy(every_steps=10, keep_last=1, keep_every=20)
     with TieredCheckpointManager(f"{root}/steps", policy=policy, options=quiet) as manager:
@@ -758,6 +759,8 @@ def test_steps_minutes_and_retention_are_as_the_policy_says(tmp_path: Path) -> N
     lines = [json.loads(one) for one in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
     assert first["begun"] == second["begun"] == [10, 20, 30, 40, 50]
+    assert [line["kind"] for line in lines] == [*["save"] * 5, "failure", "save", "load", "save"]
+    lines = [line for line in lines if line["kind"] == "save"]
     assert [line["step"] for line in lines] == [*first["begun"], 50, 41]
     assert first["back"] == second["back"] == 40
     assert all(line["nbytes"] == 2 * 8 * 16 * 4 and line["gb_per_s"] > 0 for line in lines)
