@@ -259,5 +259,9 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         root = self._directory(checkpoint_dir)
         return {name.unique_key: metadata_object(name) for name in object_ids(root)}
 
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise IncompatibleVersionError unless the backend is ``"torch"``."""
+        super().check_backend_compatibility(loaded_backend)  # Megatron-Core's names differ
+
     def _directory(self, checkpoint_dir: str | Path) -> Path:
         return require_path(located(checkpoint_dir, self.options), _OBJECT_FILES)
