@@ -191,7 +191,7 @@ def read_of_needed(hidden: int) -> float:
         target, column = np.empty(half, np.float32), np.array([shape])
         start, boxes = np.zeros((1, 3), np.int64), np.array([half])
         of_block = BlockReads({0: record}, start, column, 0 * boxes, boxes, [target], [shard.key])
-        read += sum(pack_read._spans(of_block, pack_read.READ_NBYTES).nbytes)  # noqa: SLF001
+        read += sum(s[4] for s in pack_read._spans(of_block, pack_read.READ_NBYTES))  # noqa: SLF001
         needed += target.nbytes
     return read / needed
 
@@ -312,7 +312,7 @@ def index_form(form: str, table: BlockTable) -> dict[str, Any]:
             stack.enter_context(patch.object(BlockTable, "from_bytes", staticmethod(_from_json)))
         began = time.process_time()
         segments = index.array_segments(table)
-        content, pointer = index.build_full_index("s", segments, [], [], None, {})
+        content, pointer = index.build_full_index(index.NewSave("s", segments, (), {}))
         built = time.process_time() - began
         read: list[int] = []
 

@@ -29,7 +29,13 @@ import numpy as np
 from benchmarks.common.command_line import Parser, open_output
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
-from dist_ckpt_strategies.formats.index import FullIndex, array_segments, build_full_index
+from dist_ckpt_strategies.formats.index import (
+    FullIndex,
+    NewSave,
+    PackSummary,
+    array_segments,
+    build_full_index,
+)
 from dist_ckpt_strategies.formats.pack import lay_out
 from dist_ckpt_strategies.formats.pack_write import PackRecord
 from dist_ckpt_strategies.sharded.ledger import Description, Ledger, described, proved
@@ -167,7 +173,9 @@ def _open(job: Job) -> dict[str, float]:
     packs = [
         PackRecord(token_hex(8), digest, 1 << 30, 4096, 4096, rank) for rank in range(job.num_ranks)
     ]
-    content, pointer = build_full_index("s", array_segments(table), [], packs, None, {})
+    content, pointer = build_full_index(
+        NewSave("s", array_segments(table), [PackSummary(tuple(packs))], {})
+    )
     sizes: list[int] = []
 
     def read(byte_offset: int, nbytes: int) -> bytes:

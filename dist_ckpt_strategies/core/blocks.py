@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.core.array import ObjectId, Region, Shape
+from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape
 
 Column = npt.NDArray[np.int64]
 
@@ -81,6 +81,13 @@ class BlockTable:
         array = np.array([number[key] for key, _ in blocks], np.int64)
         place = np.array(places, np.int64).reshape(len(blocks), 3)
         return cls(keys, tuple(arrays.values()), array, origin, extent, place)
+
+    @property
+    def nbytes(self) -> Column:
+        """Bytes of each block."""
+        sizes = np.array([DType(facts.dtype).itemsize for facts in self.facts], np.int64)
+        numel: Column = self.extent.prod(axis=1)
+        return numel * sizes[self.array]
 
     def region(self, row: int) -> Region:
         """The region of a block."""
@@ -166,33 +173,21 @@ def merged(tables: Iterable[BlockTable]) -> tuple[BlockTable, Column, list[tuple
         tuple(number),
         tuple(facts),
         _joined(arrays),
-        _joined([_widened(part.origin, width, 0) for part in parts], width),
-        _joined([_widened(part.extent, width, 1) for part in parts], width),
+        _joined([widened(part.origin, width, 0) for part in parts], width),
+        _joined([widened(part.extent, width, 1) for part in parts], width),
         _joined([part.place for part in parts], 3),
     )
     sources = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return table, sources, differing
 
 
-@dataclass(frozen=True, slots=True)
-class Overlaps:
-    """Boxes that blocks and regions have in common, as columns, by region and then by block.
+def overlaps(
+    table: BlockTable, arrays: Sequence[int], regions: Sequence[Region]
+) -> tuple[Column, Column, Column, Column]:
+    """Boxes that regions of arrays share with the blocks of a table.
 
-    Attributes:
-        row: the number of the block.
-        of_region: the number of the region.
-        origin: first element of the box in the array.
-        extent: its shape.
-    """
-
-    row: Column
-    of_region: Column
-    origin: Column
-    extent: Column
-
-
-def overlaps(table: BlockTable, arrays: Sequence[int], regions: Sequence[Region]) -> Overlaps:
-    """What regions of arrays share with the blocks of a table, sorted by array and origin.
+    The number of the block, that of the region, the first element of
+    the box in the array, and its shape.
 
     Args:
         table: the blocks.
@@ -202,29 +197,68 @@ def overlaps(table: BlockTable, arrays: Sequence[int], regions: Sequence[Region]
     width, array = table.origin.shape[1], np.array(arrays, np.int64)
     low = padded([region.offset for region in regions], width, 0)
     high = low + padded([region.shape for region in regions], width, 1)
-    first, stop = _candidates(table, array, low, high)
-    parts: list[tuple[Column, ...]] = []
-    for region, row in pairs(first, stop):
-        origin = np.maximum(table.origin[row], low[region])
-        extent = np.minimum(table.origin[row] + table.extent[row], high[region]) - origin
-        shared = (extent > 0).all(axis=1)
-        parts.append((row[shared], region[shared], origin[shared], extent[shared]))
+    blocks = table.array, table.origin, table.origin + table.extent
+    parts = list(shared_boxes(blocks, (array, low, high)))
     rows, of_region, origins, extents = zip(*parts, strict=True) if parts else ([], [], [], [])
-    return Overlaps(
-        _joined([*rows]),
-        _joined([*of_region]),
-        _joined([*origins], width),
-        _joined([*extents], width),
-    )
+    boxes = _joined([*origins], width), _joined([*extents], width)
+    return _joined([*rows]), _joined([*of_region]), *boxes
+
+
+Boxes = tuple[Column, Column, Column]
+"""Boxes ``[low, high)`` in arrays: numbers of the arrays, and two tables with a column per dim."""
+
+
+def shared_boxes(blocks: Boxes, regions: Boxes) -> Iterator[tuple[Column, Column, Column, Column]]:
+    """Boxes that blocks and regions of equal arrays share, part by part; see ``overlaps``."""
+    (_, block_low, block_high), (_, low, high) = blocks, regions
+    for row, region in _meeting(blocks, regions):
+        origin = np.maximum(block_low[row], low[region])
+        extent = np.minimum(block_high[row], high[region]) - origin
+        shared = (extent > 0).all(axis=1)
+        yield row[shared], region[shared], origin[shared], extent[shared]
+
+
+def _meeting(blocks: Boxes, regions: Boxes) -> Iterator[tuple[Column, Column]]:
+    """Numbers of blocks and regions that may share an element, part by part.
+
+    They have the same index in all dims in which every box of their array has one element, as in
+    the dims of experts, and meet along that of the others in which the boxes are shortest.
+    """
+    array, start, end = map(np.concatenate, zip(blocks, regions, strict=True))
+    num, width, num_arrays = len(blocks[0]), max(1, start.shape[1]), 1 + array.max(initial=-1)
+    start, end = widened(start, width, 0), widened(end, width, 1)
+    length = np.full((num_arrays, width), np.inf)  # of the boxes of an array, of all its elements
+    group = array
+    for dim in range(width):
+        extent = (end - start)[:, dim]
+        is_long = np.bincount(array, extent != 1, num_arrays) > 0
+        ends = np.ones(num_arrays)
+        np.maximum.at(ends, array, end[:, dim])
+        length[is_long, dim] = (np.bincount(array, extent, num_arrays) / ends)[is_long]
+        if not is_long.all():
+            at = np.where(is_long[array], 0, start[:, dim])
+            number = np.unique(at, return_inverse=True)[1]
+            group = np.unique(group * len(array) + number, return_inverse=True)[1]
+    along = np.arange(len(array)), length.argmin(axis=1)[array]
+    places = np.unique(np.concatenate([start[along], end[along]]), return_inverse=True)[1]
+    first, last = (group * len(places) + part for part in np.split(places, 2))
+    in_order, of_regions = np.argsort(first[:num]), np.argsort(first[num:])
+    starts, others = first[:num][in_order], first[num:][of_regions]
+    of_region = np.searchsorted(starts, first[num:]), np.searchsorted(starts, last[num:])
+    for region, row in _pairs(*of_region):  # blocks that begin within a region
+        yield in_order[row], region
+    of_block = np.searchsorted(others, first[:num], "right"), np.searchsorted(others, last[:num])
+    for row, region in _pairs(*of_block):  # regions that begin within a block, after its origin
+        yield row, of_regions[region]
 
 
 _PAIRS = 1 << 20
 """Compared at once."""
 
 
-def pairs(first: Column, stop: Column) -> Iterator[tuple[Column, Column]]:
+def _pairs(first: Column, stop: Column) -> Iterator[tuple[Column, Column]]:
     """Each number with its partners ``first`` to ``stop``, as two columns, part by part."""
-    count = stop - first
+    count = np.maximum(stop - first, 0)
     before = np.concatenate([[0], np.cumsum(count)])
     start = 0
     while start < len(count):
@@ -233,39 +267,6 @@ def pairs(first: Column, stop: Column) -> Iterator[tuple[Column, Column]]:
         shift = (first - before[:-1])[start:end] + before[start]
         yield number, np.arange(len(number)) + np.repeat(shift, count[start:end])
         start = end
-
-
-def _candidates(
-    table: BlockTable, array: Column, low: Column, high: Column
-) -> tuple[Column, Column]:
-    """The first row that may share an element with each region, and the first that follows them.
-
-    Blocks are sorted by array and origin. They are searched along the first dim of their array in
-    which not all blocks and regions have one element, as in the prepended dims of experts.
-    """
-    num, width = table.origin.shape
-    if not width:
-        edges = np.searchsorted(table.array, np.arange(len(table.keys) + 1))
-        return edges[array], edges[array + 1]
-    is_single = np.ones((len(table.keys), width), bool)
-    np.logical_and.at(is_single, table.array, table.extent == 1)
-    np.logical_and.at(is_single, array, high - low == 1)
-    dims = np.minimum(np.cumprod(is_single, axis=1).sum(axis=1), width - 1)  # of each array
-    group = arrays = np.concatenate([table.array, array])
-    start = np.concatenate([table.origin, low])
-    for dim in range(int(dims.max(initial=0))):
-        at = np.where(dims[arrays] > dim, start[:, dim], 0)
-        group = np.unique(group * (1 + at.max()) + at, return_inverse=True)[1]
-    along = (np.arange(len(arrays)), dims[arrays])
-    start, extent = start[along], np.concatenate([table.extent, high - low])[along]
-    height = np.zeros(len(table.keys), np.int64)
-    np.maximum.at(height, table.array, extent[:num])
-    span = 1 + int((start + extent).max(initial=0))
-    places = group * span + start
-    lowest = np.minimum(start[num:], height[array] - 1)
-    first = np.searchsorted(places[:num], places[num:] - lowest, "left")
-    stop = np.searchsorted(places[:num], places[num:] + extent[num:], "left")
-    return first, np.maximum(first, stop)  # a block or a region may be without elements
 
 
 def with_objects(table: BlockTable, objects: Sequence[ObjectId]) -> BlockTable:
@@ -293,7 +294,8 @@ def padded(rows: Sequence[Shape], width: int, value: int) -> Column:
     return table
 
 
-def _widened(column: Column, width: int, value: int) -> Column:
+def widened(column: Column, width: int, value: int) -> Column:
+    """The table with so many columns; further ones have this value."""
     missing = width - column.shape[1]
     return np.pad(column, ((0, 0), (0, missing)), constant_values=value) if missing else column
 

@@ -89,23 +89,6 @@ class GroupReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicationReport(_Report):
-    """One rank's share of a local save.
-
-    Attributes:
-        num_shards: shards that this rank has written: its own and those of its peers.
-        own_nbytes: size of its own shard, without the description.
-        received_nbytes: sizes of its peers' shards, likewise.
-        seconds: wall time, waiting for peers included.
-    """
-
-    num_shards: int
-    own_nbytes: int
-    received_nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class RecoveryReport(_Report):
     """One rank's share of a recovery from the memory of others.
 

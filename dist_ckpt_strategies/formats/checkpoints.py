@@ -23,14 +23,15 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     array_not_found,
 )
-from dist_ckpt_strategies.formats.locations import OpenedSave, refuse_format2
-from dist_ckpt_strategies.formats.objects import object_ids, object_path
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.locations import refuse_format2
+from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave, PackCheckpoint
 from dist_ckpt_strategies.formats.pack_read import READ_NBYTES, BlockReads, read_jobs
 from dist_ckpt_strategies.formats.zarr2 import (
     METADATA_NAME,
     array_keys,
     decode_chunk,
+    object_ids,
+    object_path,
     parse_metadata,
 )
 from dist_ckpt_strategies.storage.files import (

@@ -9,9 +9,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from uuid import uuid4
 
@@ -19,8 +18,7 @@ from dist_ckpt_strategies.config import place_from_environment
 from dist_ckpt_strategies.errors import CheckpointExistsError, PeerLostError, StorageError, some_of
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.locations import Location, is_finished
-from dist_ckpt_strategies.formats.objects import object_ids, object_path
-from dist_ckpt_strategies.formats.zarr2 import array_keys, lock_directories
+from dist_ckpt_strategies.formats.zarr2 import array_keys, lock_directories, object_ids, object_path
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -48,14 +46,6 @@ _TRASH_NAME = f"{REMOVED_PREFIX}old"
 """Where in its staging directory a commit moves what it replaces."""
 
 
-def set_marker_aside(root: Path) -> None:
-    """Make a directory count as incomplete, durably, before anything of it changes.
-
-    That it has held a checkpoint is still known afterwards. Several ranks may do it at once.
-    """
-    set_aside(root, MARKER_NAME)
-
-
 def staging_of(root: Path, save_id: str) -> Directory:
     """Where a save writes; nothing else does."""
     return Directory(root / f"{PARTIAL_PREFIX}{save_id}")
@@ -70,48 +60,32 @@ def require_unfinished(root: Location) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A save that is written, and not yet visible.
-
-    Attributes:
-        root: the checkpoint's directory.
-        save_id: of the save.
-        keys: of its arrays and objects; None where another package has named the files.
-        parts: directories below that of the save, each laid out like the checkpoint.
-    """
-
-    root: Path
-    save_id: str
-    keys: Collection[str] | None = None
-    parts: Sequence[str] = ("",)
-
-
 def commit_staged(
-    save: Staged,
+    staging: Path,
     marker: bytes | None,
     *,
     overwrite: bool,
-    fence: Callable[[], None] = lambda: None,
+    keys: Collection[str] | None = None,
+    parts: Sequence[str] = ("",),
 ) -> None:
     """Make a save, all of it durable, the content of its directory. One rank calls it.
 
     Args:
-        save: what was written.
+        staging: where it was written, see ``staging_of``.
         marker: content of ``metadata.json``; None where Megatron-Core writes it, and has set
             the old one aside.
         overwrite: whether a finished checkpoint is replaced, and arrays and objects of other keys.
-        fence: raises if this job may no longer write here.
+        keys: of its arrays and objects; None where another package has named the files.
+        parts: directories below ``staging``, each laid out like the checkpoint.
 
     Raises:
         CheckpointExistsError: there is a finished checkpoint, or other arrays, or a file is in the
             way, or a key leads into another checkpoint, or through a link.
-        StorageError: a file cannot be moved.
+        StorageError: a file cannot be moved, or this node is out of the job.
     """
-    root, keys = save.root, save.keys
-    staging = staging_of(root, save.save_id).root
+    root = staging.parent
     with Directory(root).locked(), file_errors(None, root):
-        sources = [str(staging / part) for part in save.parts]
+        sources = [str(staging / part) for part in parts]
         for source in sources:  # where a rank has written nothing
             make_directories(Path(source))
         if not overwrite and marker is not None:
@@ -128,8 +102,8 @@ def commit_staged(
         replaced = {f"{root}/{name}" for name in going}
         for source in sources:
             list(_moves(source, str(root), replaced))  # may raise
-        fence()
-        set_marker_aside(root)
+        require_own_place()
+        set_aside(root, MARKER_NAME)  # durably, before anything changes
         _move_out(root, going, staging / _TRASH_NAME)
         _move_in(sources, root)
         raise_if_cancelled()
@@ -168,7 +142,7 @@ def give_up(staging: Path) -> None:
 
 def remove_contents(root: Path) -> None:
     """Remove a checkpoint's files, the marker first, and what killed saves have left of others."""
-    set_marker_aside(root)
+    set_aside(root, MARKER_NAME)
     with file_errors(None, root):
         _remove(root, _contents(root))
         (root / COMMON_NAME).unlink(missing_ok=True)

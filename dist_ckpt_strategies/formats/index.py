@@ -12,23 +12,27 @@ import re
 import struct
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import xxhash
 
 from dist_ckpt_strategies.core.array import ObjectId
-from dist_ckpt_strategies.core.blocks import BlockTable, merged
+from dist_ckpt_strategies.core.blocks import BlockTable, Column, merged
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     IncompatibleVersionError,
 )
-from dist_ckpt_strategies.formats.pack import StoredBytes
+from dist_ckpt_strategies.formats.pack import StoredBytes, StoredObject
 from dist_ckpt_strategies.formats.pack_header import MALFORMED
 from dist_ckpt_strategies.formats.pack_write import PackRecord
+
+T = TypeVar("T")
 
 INDEX_NAME = "index"
 SAVES = "saves"
@@ -133,14 +137,6 @@ def _require(is_good: bool, name: str, value: object) -> None:  # noqa: FBT001
         raise ValueError(f"{name} {value!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """One shard of a grid of objects, and where it is."""
-
-    id: ObjectId
-    stored: StoredBytes
-
-
 # Written by the first rank
 
 
@@ -164,59 +160,122 @@ def array_segments(table: BlockTable) -> list[tuple[bytes, list[Any]]]:
     return segments
 
 
-def build_full_index(
-    save_id: str,
-    arrays: Sequence[tuple[bytes, list[Any]]],
-    objects: Iterable[StoredObject],
-    packs: Sequence[PackRecord],
-    common: StoredBytes | None,
-    facts: dict[str, Any],
-) -> tuple[bytes, Pointer]:
-    """The full index of a save, and what ``index`` says of it.
+@dataclass(frozen=True, slots=True)
+class PackSummary:
+    """What one rank has written, but for its blocks, which are in the table of its layout.
 
-    Args:
-        save_id: of the save.
-        arrays: what ``array_segments`` made.
-        objects: all shards of objects.
-        packs: all packs, by their numbers.
-        common: where the common state is.
-        facts: further fields of JSON types, such as the number of ranks.
+    Attributes:
+        packs: in the order of its layout.
+        objects: shards of objects, and where they are.
+        common: where the common state is; None if this rank has not written it.
     """
+
+    packs: tuple[PackRecord, ...]
+    objects: tuple[StoredObject, ...] = ()
+    common: StoredBytes | None = None
+
+    def to_message(self) -> list[Any]:
+        """The summary in JSON types."""
+        packs, objects = map(astuple, self.packs), _rows_of(self.objects)
+        return [list(packs), objects, self.common and astuple(self.common)]
+
+    @classmethod
+    def from_message(cls, message: list[Any]) -> Self:
+        """The summary that ``to_message`` made a message of."""
+        packs, objects, common = message
+        records = tuple(PackRecord(*record) for record in packs)
+        return cls(records, tuple(_objects_in(objects)), common and StoredBytes(*common))
+
+
+def _rows_of(objects: Iterable[StoredObject]) -> list[list[Any]]:
+    return [[*astuple(name), *astuple(where)] for name, where in objects]
+
+
+def _objects_in(rows: Iterable[Any]) -> Iterator[StoredObject]:
+    for key, offset, shape, *where in rows:
+        yield ObjectId(key, tuple(offset), tuple(shape)), StoredBytes(*where)
+
+
+@dataclass(frozen=True, slots=True)
+class NewSave:
+    """All that a commit needs of a save whose packs are written.
+
+    Attributes:
+        save_id: of the save.
+        segments: what ``array_segments`` made of the blocks of all ranks.
+        summaries: of all ranks, in the order of ``joined_tables``.
+        facts: further fields of the index, of JSON types, such as the number of ranks.
+        common: the new content of ``common.pt``; None where Megatron-Core has written it.
+        marker: the new content of ``metadata.json``; None where Megatron-Core writes it.
+    """
+
+    save_id: str
+    segments: Sequence[tuple[bytes, list[Any]]]
+    summaries: Sequence[PackSummary]
+    facts: Mapping[str, Any]
+    common: bytes | None = None
+    marker: bytes | None = None
+
+    @property
+    def packs(self) -> list[PackRecord]:
+        """All packs, by their numbers in the index."""
+        return list(chain.from_iterable(summary.packs for summary in self.summaries))
+
+
+def joined_tables(
+    tables: Sequence[BlockTable], num_packs: Sequence[int]
+) -> tuple[BlockTable, Column, list[tuple[str, int, int]]]:
+    """The blocks of all ranks, as ``merged`` returns them; packs are numbered through."""
+    table, sources, differing = merged(tables)
+    table.place[:, 0] += np.cumsum([0, *num_packs])[sources]
+    return table, sources, differing
+
+
+def build_full_index(save: NewSave) -> tuple[bytes, Pointer]:
+    """The full index of a save, and what ``index`` says of it."""
     content = bytearray()
 
     def add(segment: bytes) -> list[Any]:
         content.extend(segment)
         return [len(content) - len(segment), len(segment), xxhash.xxh3_128_hexdigest(segment)]
 
-    blocks = [[*said, *add(segment)] for segment, said in arrays]
-    ordered = sorted(objects, key=lambda found: found.id)
+    objects, common, first = [], None, 0
+    for summary in save.summaries:
+        objects += [(name, _moved(where, first)) for name, where in summary.objects]
+        common = _moved(summary.common, first) if summary.common else common
+        first += len(summary.packs)
+    objects.sort(key=itemgetter(0))
+    blocks = [[*said, *add(segment)] for segment, said in save.segments]
     listed = []
-    for start in range(0, len(ordered), _OBJECTS):
-        part = ordered[start : start + _OBJECTS]
-        rows = [[o.id.key, o.id.offset, o.id.shape, *astuple(o.stored)] for o in part]
-        segment = zlib.compress(json.dumps(rows).encode(), _LEVEL)
-        listed.append([part[0].id.key, len(part), *add(segment)])
+    for start in range(0, len(objects), _OBJECTS):
+        part = objects[start : start + _OBJECTS]
+        segment = zlib.compress(json.dumps(_rows_of(part)).encode(), _LEVEL)
+        listed.append([part[0][0].key, len(part), *add(segment)])
+    packs = save.packs
     records = np.array(
         [(bytes.fromhex(p.name), bytes.fromhex(p.digest), *astuple(p)[2:]) for p in packs],
         _PACK_RECORD,
     )
     root = {
-        "save_id": save_id,
+        "save_id": save.save_id,
         "version": VERSION,
-        **facts,
+        **save.facts,
         "common": None if common is None else astuple(common),
         "arrays": blocks,
         "objects": listed,
         "num_packs": len(packs),
         "packs": [
-            add(zlib.compress(rows.tobytes(), _LEVEL))
+            add(zlib.compress(records[start : start + _RECORDS].tobytes(), _LEVEL))
             for start in range(0, len(packs), _RECORDS)
-            for rows in [records[start : start + _RECORDS]]
         ],
     }
     described = json.dumps(root, separators=(",", ":")).encode()
     content += described + _LENGTH.pack(len(described))
-    return bytes(content), Pointer.of(save_id, bytes(content), "")
+    return bytes(content), Pointer.of(save.save_id, bytes(content), "")
+
+
+def _moved(stored: StoredBytes, first_pack: int) -> StoredBytes:
+    return replace(stored, pack=first_pack + stored.pack)
 
 
 def _record_in(content: bytes, number: int) -> PackRecord:
@@ -237,7 +296,7 @@ class FullIndex:
         path: for messages.
 
     Attributes:
-        save_id: of the save.
+        pointer: see there.
         nbytes: of the file.
         facts: the root, a dict of JSON types.
 
@@ -246,20 +305,11 @@ class FullIndex:
     """
 
     def __init__(self, pointer: Pointer, read: Callable[[int, int], bytes], path: str) -> None:
-        self._read, self._path = read, path
-        self.save_id = pointer.save_id
+        self._read, self._path, self.pointer = read, path, pointer
         self.nbytes = pointer.byte_offset + pointer.nbytes + _LENGTH.size
-        self._end = _LENGTH.pack(pointer.nbytes)
-        root = self._part(pointer.byte_offset, pointer.nbytes, pointer.digest)
+        (root,) = self._parts([(pointer.byte_offset, pointer.nbytes, pointer.digest)])
         self.facts: dict[str, Any] = json.loads(root)
-        self._tables: dict[int, BlockTable] = {}
-        self._objects: dict[int, list[StoredObject]] = {}
-        self._packs: dict[int, bytes] = {}
-
-    @property
-    def num_packs(self) -> int:
-        """How many packs there are."""
-        return int(self.facts["num_packs"])
+        self._held: dict[tuple[str, int], Any] = {}
 
     @property
     def common(self) -> StoredBytes | None:
@@ -274,55 +324,61 @@ class FullIndex:
             ArrayNotFoundError: there is no such array.
         """
         wanted = sorted(set(keys))
-        firsts = [segment[0] for segment in self.facts["arrays"]]
-        numbers = {n for key in wanted for n in _numbers(firsts, key)}
-        missing = [n for n in sorted(numbers) if n not in self._tables]
-        parts = [self.facts["arrays"][n][3:] for n in missing]
-        for n, content in zip(missing, self._parts(parts), strict=True):
-            self._tables[n] = BlockTable.from_bytes(zlib.decompress(content))
-        table, _, _ = merged(_of_keys(self._tables[n], wanted) for n in sorted(numbers))
+        found = self._segments("arrays", self._numbers("arrays", wanted), BlockTable.from_bytes)
+        table, _, _ = merged(_of_keys(segment, wanted) for segment in found)
         for key in sorted(set(wanted).difference(table.keys)):
             raise ArrayNotFoundError(f"{key}: no such array in {self._path}", key=key)
         return table
 
     def tables(self) -> Iterator[BlockTable]:
         """The blocks of all arrays, segment by segment, by key and origin; none of them is kept."""
-        end = self.nbytes - _LENGTH.size
-        self._part(end, _LENGTH.size, xxhash.xxh3_128_hexdigest(self._end))
-        for *_, byte_offset, nbytes, digest in self.facts["arrays"]:
-            content = self._part(byte_offset, nbytes, digest)
+        end = _LENGTH.pack(self.pointer.nbytes)
+        last = self.nbytes - len(end), len(end), xxhash.xxh3_128_hexdigest(end)
+        list(self._parts([last]))
+        for _, _, _, *part in self.facts["arrays"]:
+            (content,) = self._parts([part])
             yield BlockTable.from_bytes(zlib.decompress(content))
 
     def objects(self, keys: Iterable[str] | None = None) -> list[StoredObject]:
         """Shards of objects of these keys, or all, sorted."""
-        listed = self.facts["objects"]
         wanted = None if keys is None else set(keys)
-        firsts = [segment[0] for segment in listed]
-        numbers = [*range(len(listed))]
-        if wanted is not None:
-            numbers = sorted({n for key in wanted for n in _numbers(firsts, key)})
-        found: list[StoredObject] = []
-        for n in numbers:
-            if n not in self._objects:
-                content = zlib.decompress(self._part(*listed[n][2:]))
-                self._objects[n] = [
-                    StoredObject(ObjectId(k, tuple(o), tuple(s)), StoredBytes(*where))
-                    for k, o, s, *where in json.loads(content)
-                ]
-            found += self._objects[n]
-        return [one for one in found if wanted is None or one.id.key in wanted]
+        numbers = None if wanted is None else self._numbers("objects", wanted)
+        found = self._segments("objects", numbers, lambda rows: list(_objects_in(json.loads(rows))))
+        return [one for part in found for one in part if wanted is None or one[0].key in wanted]
 
-    def packs(self, numbers: Iterable[int]) -> dict[int, PackRecord]:
-        """The records of these packs."""
-        wanted = sorted(set(numbers))
-        missing = sorted({n // _RECORDS for n in wanted} - self._packs.keys())
-        parts = self._parts([self.facts["packs"][n] for n in missing])
-        for n, content in zip(missing, parts, strict=True):
-            self._packs[n] = zlib.decompress(content)
-        return {n: _record_in(self._packs[n // _RECORDS], n % _RECORDS) for n in wanted}
+    def packs(self, numbers: Iterable[int] | None = None) -> dict[int, PackRecord]:
+        """The records of these packs, or of all."""
+        wanted = sorted(set(range(self.facts["num_packs"]) if numbers is None else numbers))
+        parts = sorted({n // _RECORDS for n in wanted})
+        held = dict(zip(parts, self._segments("packs", parts, bytes), strict=True))
+        return {n: _record_in(held[n // _RECORDS], n % _RECORDS) for n in wanted}
+
+    def _numbers(self, name: str, keys: Iterable[str]) -> set[int]:
+        """The segments that may hold some of these keys, by the first key of each."""
+        firsts = [segment[0] for segment in self.facts[name]]
+        return {
+            n
+            for key in keys
+            for n in range(max(0, bisect_left(firsts, key) - 1), bisect_right(firsts, key))
+        }
+
+    def _segments(
+        self, name: str, numbers: Iterable[int] | None, parse: Callable[[bytes], T]
+    ) -> list[T]:
+        """Segments of arrays, objects or packs, by number, or all; each is read once."""
+        listed, held = self.facts[name], self._held
+        wanted = sorted(range(len(listed)) if numbers is None else numbers)
+        missing = [n for n in wanted if (name, n) not in held]
+        for n, content in zip(missing, self._parts([listed[n][-3:] for n in missing]), strict=True):
+            held[name, n] = parse(zlib.decompress(content))
+        return [held[name, n] for n in wanted]
 
     def _parts(self, parts: Sequence[Sequence[Any]]) -> Iterator[bytes]:
-        """The bytes of parts, each by offset, size and digest; neighbours are read at once."""
+        """The bytes of parts, each by offset, size and digest; neighbours are read at once.
+
+        Raises:
+            CorruptCheckpointError: one has another digest.
+        """
         runs: list[list[Sequence[Any]]] = []
         for part in parts:
             if runs and part[0] - sum(runs[-1][-1][:2]) <= _GAP_NBYTES:
@@ -332,23 +388,17 @@ class FullIndex:
         for run in runs:
             start, end = run[0][0], sum(run[-1][:2])
             content = self._read(start, end - start)
-            for byte_offset, nbytes, digest in run:
-                found = content[byte_offset - start : byte_offset - start + nbytes]
-                yield self._compared(found, byte_offset, digest)
-
-    def _part(self, byte_offset: int, nbytes: int, digest: str) -> bytes:
-        return self._compared(self._read(byte_offset, nbytes), byte_offset, digest)
-
-    def _compared(self, content: bytes, byte_offset: int, digest: str) -> bytes:
-        found = xxhash.xxh3_128_hexdigest(content)
-        if found != digest:
-            raise CorruptCheckpointError(
-                f"{self._path} is damaged: {len(content)} bytes from byte {byte_offset} have "
-                f"digest {found}, expected {digest}; the packs are not damaged: dist-ckpt "
-                "rebuild-index makes the index anew",
-                path=self._path,
-            )
-        return content
+            for byte_offset, nbytes, expected in run:
+                part = content[byte_offset - start : byte_offset - start + nbytes]
+                found = xxhash.xxh3_128_hexdigest(part)
+                if found != expected:
+                    raise CorruptCheckpointError(
+                        f"{self._path} is damaged: {len(part)} bytes from byte {byte_offset} have "
+                        f"digest {found}, expected {expected}; the packs are not damaged: "
+                        "dist-ckpt rebuild-index makes the index anew",
+                        path=self._path,
+                    )
+                yield part
 
 
 def _of_keys(table: BlockTable, wanted: Sequence[str]) -> BlockTable:
@@ -359,8 +409,3 @@ def _of_keys(table: BlockTable, wanted: Sequence[str]) -> BlockTable:
     is_wanted = np.zeros(len(known), bool)
     is_wanted[[at for at, key in places if known[at] == key]] = True
     return table.rows(np.flatnonzero(is_wanted[table.array]))
-
-
-def _numbers(firsts: Sequence[str], key: str) -> range:
-    """The segments that may hold a key, by the first key of each."""
-    return range(max(0, bisect_left(firsts, key) - 1), bisect_right(firsts, key))

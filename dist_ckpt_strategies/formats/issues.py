@@ -217,31 +217,32 @@ def checked_marker(
     """
     from dist_ckpt_strategies.formats.locations import CheckpointMarker  # noqa: PLC0415
 
-    def found(problem: Problem, expected: str, what: str) -> Issue:
-        return Issue(problem, None, MARKER_NAME, expected, what)
-
+    problem, text = Problem.DAMAGED, "the fields of a marker as JSON"
     try:
         marker = CheckpointMarker.from_json(store.read(MARKER_NAME))
     except NO_ANSWER:
         raise
     except IncompleteCheckpointError:
-        text = "the last file that a save writes"
-        return None, [found(Problem.MISSING_MARKER, text, NO_FILE)]
+        problem, text, why = Problem.MISSING_MARKER, "the last file that a save writes", NO_FILE
     except StorageError as error:
         why = error.message.removeprefix(f"{store.path(MARKER_NAME)}: ")
         return None, [unreadable(None, MARKER_NAME, why)]
     except (ValueError, TypeError) as error:
-        return None, [found(Problem.DAMAGED, "the fields of a marker as JSON", str(error))]
-    pairs = {
-        "sharded": (marker.sharded_format, expected),
-        "common": (marker.common_format, expected and COMMON_FORMAT),
-    }
-    return marker, [
-        found(
-            Problem.UNKNOWN_BACKEND,
-            f"{which} backend {wanted[0]} version {wanted[1]}",
-            f"{held[0]} version {held[1]}",
-        )
-        for which, (held, wanted) in pairs.items()
-        if wanted and held != wanted
-    ]
+        why = str(error)
+    else:
+        pairs = {
+            "sharded": (marker.sharded_format, expected),
+            "common": (marker.common_format, expected and COMMON_FORMAT),
+        }
+        return marker, [
+            Issue(
+                Problem.UNKNOWN_BACKEND,
+                None,
+                MARKER_NAME,
+                f"{which} backend {wanted[0]} version {wanted[1]}",
+                f"{held[0]} version {held[1]}",
+            )
+            for which, (held, wanted) in pairs.items()
+            if wanted and held != wanted
+        ]
+    return None, [Issue(problem, None, MARKER_NAME, text, why)]

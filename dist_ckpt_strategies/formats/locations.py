@@ -6,26 +6,23 @@ A location is a Path, absolute, or a Bucket.
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from urllib.parse import unquote
 
 from dist_ckpt_strategies.config import Options, StoreOptions, store_options_from_environment
 from dist_ckpt_strategies.errors import (
-    CheckpointChangedError,
     CheckpointNotFoundError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
     StorageError,
-    StorageTimeoutError,
     StrategyError,
     some_of,
 )
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
-from dist_ckpt_strategies.formats.pack_commit import current_pointer
 from dist_ckpt_strategies.formats.pack_write import FOLDER as PACKS_FOLDER
 from dist_ckpt_strategies.formats.zarr2 import array_keys
 from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket, Place
@@ -39,9 +36,6 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     require_directory,
 )
-from dist_ckpt_strategies.storage.io_pool import Deadline, run_within
-
-T = TypeVar("T")
 
 Location = Path | Bucket
 
@@ -178,7 +172,7 @@ def read_marker(location: Location) -> CheckpointMarker:
         raise
     if content is None:
         require_something(location)
-    _refuse_format2(location, content or b"")
+    refuse_format2(location, content or b"")
     if content is None:
         raise IncompleteCheckpointError(
             f"{location} is not a distributed checkpoint, or is incomplete: {path}, the last file "
@@ -228,13 +222,12 @@ def holds_packs(location: Location) -> bool:
     return False
 
 
-def refuse_format2(location: Location) -> Any:
-    """The format that the marker names, if it does; IncompatibleVersionError for ("zarr", 2)."""
-    return _refuse_format2(location, _marker_content(place_of(location)) or b"")
+def refuse_format2(location: Location, marker: bytes | None = None) -> Any:
+    """The format that the marker names, if it does; IncompatibleVersionError for ("zarr", 2).
 
-
-def _refuse_format2(location: Location, marker: bytes) -> Any:
-    """See ``refuse_format2``. The marker may be lost, or not tell; see ``read_marker``."""
+    The marker, read unless it is given, may be lost, or not tell; see ``read_marker``.
+    """
+    marker = (_marker_content(place_of(location)) or b"") if marker is None else marker
     named = None
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         fields = json.loads(marker)
@@ -306,67 +299,6 @@ def is_finished(location: Location) -> bool:
     except IncompatibleVersionError:  # whole, and not to be read by this release
         return True
     return True
-
-
-class OpenedSave:
-    """The save at a location, told apart from one that replaces it: made before it is read.
-
-    A commit removes the marker before it moves other files; where there is none, its renames change
-    the directory's time. What a save has put into a bucket never changes.
-
-    Attributes:
-        identity: the same on all ranks that have opened this save; empty where nothing tells.
-    """
-
-    def __init__(self, root: Location) -> None:
-        self.root, self.has_packs = root, holds_packs(root)
-        self.identity, self._state = _look(root, self.has_packs)
-
-    def require_current(self, limit_s: float | None = None) -> None:
-        """Raise CheckpointChangedError where it has been replaced or removed since.
-
-        With a limit storage is asked on another thread.
-        """
-        root = self.root
-        if limit_s is None:
-            state = _look(root, self.has_packs)
-        else:
-            state = run_within(Deadline.after(limit_s), root, lambda: _look(root, self.has_packs))
-        if state != (self.identity, self._state):
-            raise CheckpointChangedError(
-                f"{root}: another save replaced this checkpoint while it was read, or it was "
-                "removed; what was read may be of both saves; load it again",
-                path=str(root),
-            )
-
-    def read(self, step: Callable[[], T], limit_s: float | None = None) -> T:
-        """What a step reads of it. ``require_current`` also comes before an error of the step."""
-        try:
-            found = step()
-        except StorageTimeoutError:
-            raise
-        except StorageError:
-            self.require_current(limit_s)
-            raise
-        self.require_current(limit_s)
-        return found
-
-
-def _look(root: Location, has_packs: bool) -> tuple[str, str]:  # noqa: FBT001
-    """The identity of the save that is there, and what else tells it from another one."""
-    if has_packs:
-        pointer = current_pointer(place_of(root))
-        return (pointer.digest if pointer else ""), ""
-    if isinstance(root, Path):
-        for path in (root / MARKER_NAME, root):
-            refused = (FileNotFoundError, NotADirectoryError, PermissionError)
-            with file_errors(None, path), suppress(*refused):
-                handle = os.open(path, READ_AT_ONCE)  # an NFS client then asks its server
-                status = os.fstat(handle)
-                os.close(handle)
-                identity = "" if path == root else str(status.st_mtime_ns)
-                return identity, f"{status.st_ino} {status.st_mtime_ns}"
-    return "", ""
 
 
 def require_something(location: Location) -> None:

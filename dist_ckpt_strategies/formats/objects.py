@@ -1,4 +1,4 @@
-"""Objects of a checkpoint: their files, values that need no pickle, and what is unpickled.
+"""Objects of a checkpoint, pickled and unpickled.
 
 The only place that unpickles, and never freely. Loads torch only where that is needed.
 """
@@ -12,13 +12,12 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -28,9 +27,6 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.zarr2 import entries_below
-
-OBJECT_SUFFIX = ".pt"
 
 _REFUSED_FLAGS = 0x2061
 """Encrypted, patched, masked: torch's reader refuses such entries."""
@@ -53,44 +49,6 @@ Allowed = Sequence[Any]
 
 _CHANGES_LIST = threading.Lock()
 """Held while torch's list of allowed classes changes."""
-
-
-def object_ids(root: Path) -> Iterator[ObjectId]:
-    """Every object shard below a checkpoint, sorted; names of the older form are completed.
-
-    An older name lacks the last number of the grid's shape: it is one more than the largest
-    offset found, as Megatron-Core concludes.
-    """
-    by_key: dict[str, list[ObjectId]] = {}
-    for path, _ in entries_below(root):
-        if found := shard_id(path):
-            by_key.setdefault(found.key, []).append(found)
-    for key in sorted(by_key):
-        last = max(object_id.offset[-1] for object_id in by_key[key]) + 1
-        for object_id in sorted(by_key[key]):
-            shape = object_id.shape
-            if shape[-1] == UNKNOWN:
-                shape = (*shape[:-1], last)
-            yield ObjectId(key, object_id.offset, shape)
-
-
-def shard_id(path: str) -> ObjectId | None:
-    """The shard in a file of that path below a checkpoint; None where the name is none of a shard.
-
-    The last number of the shape is UNKNOWN in a name of the older form.
-    """
-    if not path.endswith(OBJECT_SUFFIX):
-        return None
-    found = ObjectId.parse(path.removesuffix(OBJECT_SUFFIX))
-    return found if found and found.unique_key + OBJECT_SUFFIX == path else None
-
-
-def object_path(root: Path, object_id: ObjectId) -> Path:
-    """The file of a shard that ``object_ids`` yielded."""
-    older_id = replace(object_id, shape=(*object_id.shape[:-1], UNKNOWN))
-    path = root / (object_id.unique_key + OBJECT_SUFFIX)
-    older = root / (older_id.unique_key + OBJECT_SUFFIX)
-    return path if path.exists() or not older.exists() else older
 
 
 def file_damage(file: IO[bytes]) -> str | None:

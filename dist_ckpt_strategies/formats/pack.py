@@ -142,6 +142,10 @@ class StoredBytes:
     nbytes: int
 
 
+StoredObject = tuple[ObjectId, StoredBytes]
+"""One shard of a grid of objects, and where it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The packs of a rank. Their sources are numbers: of shards, then of objects, then the common.
@@ -155,7 +159,7 @@ class Layout:
 
     packs: tuple[PackLayout, ...]
     table: BlockTable
-    objects: tuple[tuple[ObjectId, StoredBytes], ...]
+    objects: tuple[StoredObject, ...]
     common: StoredBytes | None
 
 
@@ -412,8 +416,3 @@ def opened_table(content: bytes, expected: str | None, path: str) -> Digests:
             path=path,
         )
     return np.frombuffer(content, "<u8", count=len(content) // _DIGEST_NBYTES - NUM_TRAILING)
-
-
-def header_digest(table: bytes) -> bytes:
-    """The digest of the header that the last tensor holds."""
-    return table[-32:-16]

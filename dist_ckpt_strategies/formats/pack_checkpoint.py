@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -18,13 +18,20 @@ from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    StorageError,
+    StorageTimeoutError,
     array_not_found,
     some_of,
 )
-from dist_ckpt_strategies.formats.index import INDEX_NAME, StoredObject
-from dist_ckpt_strategies.formats.locations import Location, place_of, require_something
+from dist_ckpt_strategies.formats.index import INDEX_NAME
+from dist_ckpt_strategies.formats.locations import (
+    Location,
+    holds_packs,
+    place_of,
+    require_something,
+)
 from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, StoredBytes, num_ranges
-from dist_ckpt_strategies.formats.pack_commit import current_save, missing_packs, read_pointer
+from dist_ckpt_strategies.formats.pack_commit import current_save, read_pointer, require_packs
 from dist_ckpt_strategies.formats.pack_read import (
     BlockReads,
     DigestTables,
@@ -34,6 +41,7 @@ from dist_ckpt_strategies.formats.pack_read import (
 )
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import MARKER_NAME, READ_AT_ONCE, file_errors
 from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer, run_within
 from dist_ckpt_strategies.storage.store import ArrayRead
 
@@ -42,13 +50,77 @@ T = TypeVar("T")
 COMMON = "common state"
 
 
-@dataclass(frozen=True, slots=True)
-class _LookUp:
-    """Arrays that were looked up together: their blocks, numbers by key, and packs by number."""
+class OpenedSave:
+    """The save at a location, told apart from one that replaces it: made before it is read.
 
-    table: BlockTable
-    numbers: dict[str, int]
-    packs: dict[int, PackRecord]
+    A commit removes the marker before it moves other files; where there is none, its renames change
+    the directory's time. Packs never change, and are removed with their save.
+
+    Attributes:
+        identity: the same on all ranks that have opened this save; empty where nothing tells. Of
+            packs it is the digest of the index, and may be given.
+    """
+
+    def __init__(self, root: Location, identity: str = "") -> None:
+        self.root, self.has_packs = root, bool(identity) or holds_packs(root)
+        self.identity, self._state = (identity, "") if identity else _look(root, self.has_packs)
+
+    def require_current(self, limit_s: float | None = None) -> None:
+        """Raise CheckpointChangedError where it has been replaced or removed since.
+
+        With a limit storage is asked on another thread.
+        """
+        root = self.root
+        if limit_s is None:
+            state = _look(root, self.has_packs)
+        else:
+            state = run_within(Deadline.after(limit_s), root, lambda: _look(root, self.has_packs))
+        if state != (self.identity, self._state):
+            raise CheckpointChangedError(
+                f"{root}: another save replaced this checkpoint while it was read, or it was "
+                "removed; what was read may be of both saves; load it again",
+                path=str(root),
+            )
+
+    def read(self, step: Callable[[], T], limit_s: float | None = None) -> T:
+        """What a step reads of it. ``require_current`` comes before an error of the step, too.
+
+        Packs are looked for again only after one of them was missing.
+        """
+        try:
+            found = step()
+        except StorageTimeoutError:
+            raise
+        except StorageError as error:
+            if not self.has_packs or isinstance(error, IncompleteCheckpointError):
+                self.require_current(limit_s)
+            raise
+        if not self.has_packs:
+            self.require_current(limit_s)
+        return found
+
+
+def _look(root: Location, has_packs: bool) -> tuple[str, str]:  # noqa: FBT001
+    """The identity of the save that is there, and what else tells it from another one."""
+    if has_packs:
+        store = place_of(root)
+        found = current_save(store) if isinstance(store, Bucket) else None
+        pointer = found.pointer if found else read_pointer(store)
+        return (pointer.digest if pointer else ""), ""
+    if isinstance(root, Path):
+        for path in (root / MARKER_NAME, root):
+            refused = (FileNotFoundError, NotADirectoryError, PermissionError)
+            with file_errors(None, path), suppress(*refused):
+                handle = os.open(path, READ_AT_ONCE)  # an NFS client then asks its server
+                status = os.fstat(handle)
+                os.close(handle)
+                identity = "" if path == root else str(status.st_mtime_ns)
+                return identity, f"{status.st_ino} {status.st_mtime_ns}"
+    return "", ""
+
+
+_Lookup = tuple[BlockTable, dict[str, int], dict[int, PackRecord]]
+"""Arrays that were looked up together: their blocks, their numbers by key, and packs by number."""
 
 
 class PackCheckpoint:
@@ -59,7 +131,7 @@ class PackCheckpoint:
         options: how it is read.
 
     Attributes:
-        root: the location.
+        save: what is opened.
         identity: the digest of its index, which no other save has.
         index: what is stored where.
 
@@ -70,46 +142,19 @@ class PackCheckpoint:
     """
 
     def __init__(self, location: Location, options: Options) -> None:
-        self.root, self._store, self._options = location, place_of(location), options
-        opened = current_save(self._store)
-        if opened is None:
+        self._store, self._options = place_of(location), options
+        index = current_save(self._store)
+        if index is None:
             require_something(location)
             raise IncompleteCheckpointError(
                 f"{self._store.path(INDEX_NAME)} does not exist: there are no packs, or a save has "
                 "not ended, or it is lost; dist-ckpt rebuild-index makes it anew from the packs",
                 path=self._store.path(INDEX_NAME),
             )
-        pointer, self.index = opened
-        self.identity = pointer.digest
-        self._last = _LookUp(merged([])[0], {}, {})
+        self.index, self.identity = index, index.pointer.digest
+        self.save = OpenedSave(location, self.identity)
+        self._last: _Lookup = (merged([])[0], {}, {})
         self._tables: DigestTables = {}
-
-    @property
-    def save(self) -> PackCheckpoint:
-        """What consumers of either format read through."""
-        return self
-
-    def read(self, step: Callable[[], T], limit_s: float | None = None) -> T:
-        """What a step reads of it. Packs are never written again, but removed with their save.
-
-        With a limit storage is asked on another thread what is there, where a pack is gone.
-
-        Raises:
-            CheckpointChangedError: another save has replaced it.
-        """
-        try:
-            return step()
-        except IncompleteCheckpointError as error:
-            look = partial(read_pointer, self._store)
-            limit = None if limit_s is None else Deadline.after(limit_s)
-            pointer = look() if limit is None else run_within(limit, self.root, look)
-            if pointer is None or pointer.digest == self.identity:
-                raise
-            raise CheckpointChangedError(
-                f"{self._store}: another save replaced this checkpoint while it was read; load it "
-                "again",
-                path=str(self._store),
-            ) from error
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -118,9 +163,9 @@ class PackCheckpoint:
 
     def blocks(self, key: str) -> Iterator[tuple[Region, int]]:
         """The stored blocks of an array, and which rank wrote each."""
-        found = self._look_up([key])
-        for row in np.flatnonzero(found.table.array == found.numbers[key]).tolist():
-            yield found.table.region(row), found.packs[int(found.table.place[row, 0])].rank
+        table, numbers, packs = self._look_up([key])
+        for row in np.flatnonzero(table.array == numbers[key]).tolist():
+            yield table.region(row), packs[int(table.place[row, 0])].rank
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """The arrays of these keys, sorted by key.
@@ -129,23 +174,23 @@ class PackCheckpoint:
             ArrayNotFoundError: there is no such array; names similar ones.
         """
         specs = {}
-        table = self._look_up(keys).table
+        table, *_ = self._look_up(keys)
         for key, facts in zip(table.keys, table.facts, strict=True):
             chunk = tuple([size or 1 for size in facts.shape])
             specs[key] = ArraySpec(key, facts.shape, DType(facts.dtype), chunk)
         return dict(sorted(specs.items()))
 
-    def _look_up(self, keys: Iterable[str]) -> _LookUp:
+    def _look_up(self, keys: Iterable[str]) -> _Lookup:
         """The blocks of these keys, and perhaps of others: those that were looked up last."""
-        wanted, last = set(keys), self._last
-        if wanted <= last.numbers.keys():
-            return last
+        wanted = set(keys)
+        if wanted <= self._last[1].keys():
+            return self._last
         try:
             table = self.index.find(wanted)
         except ArrayNotFoundError as error:
             raise array_not_found(str(error.key), list(self.keys()), self._store) from error
         packs = self.index.packs(np.unique(table.place[:, 0]).tolist())
-        self._last = _LookUp(table, {key: n for n, key in enumerate(table.keys)}, packs)
+        self._last = table, {key: n for n, key in enumerate(table.keys)}, packs
         return self._last
 
     def digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
@@ -153,12 +198,11 @@ class PackCheckpoint:
 
         By key and region.
         """
-        wanted = set(keys)
-        look = self._look_up(wanted)
-        table, found, damaged = look.table, {}, set()
+        wanted, found, damaged = set(keys), {}, set()
+        table, _, packs = self._look_up(wanted)
         places = zip(table.array.tolist(), table.place.tolist(), strict=True)
         for row, (array, (number, _, first)) in enumerate(places):
-            key, pack, region = table.keys[array], look.packs[number], table.region(row)
+            key, pack, region = table.keys[array], packs[number], table.region(row)
             if key not in wanted:
                 continue
             if pack not in self._tables and pack not in damaged:
@@ -184,30 +228,24 @@ class PackCheckpoint:
 
         Storage is asked only for arrays that ``find`` has not given last.
         """
-        found = self._look_up(read.array.key for read in reads)
-        arrays = [found.numbers[read.array.key] for read in reads]
-        common = overlaps(found.table, arrays, [read.region for read in reads])
-        targets = []
-        for number, low, shape in zip(
-            common.of_region.tolist(), common.origin.tolist(), common.extent.tolist(), strict=True
+        table, numbers, packs = self._look_up(read.array.key for read in reads)
+        arrays = [numbers[read.array.key] for read in reads]
+        rows, of_read, origin, shape = overlaps(table, arrays, [read.region for read in reads])
+        keys, targets = [], []
+        for number, low, extent in zip(
+            of_read.tolist(), origin.tolist(), shape.tolist(), strict=True
         ):
             region, target = reads[number].region, reads[number].target
-            if shape[: region.ndim] != list(region.shape):
-                dims = zip(low, shape, region.offset, strict=False)
+            if extent[: region.ndim] != list(region.shape):
+                dims = zip(low, extent, region.offset, strict=False)
                 target = target[(*(slice(a - at, a - at + n) for a, n, at in dims), ...)]
             targets.append(target)
-        rows, max_nbytes = common.row, max(RANGE_NBYTES, min(self._store.read_nbytes, self._budget))
+            keys.append(reads[number].array.key)
+        place, offset = table.place[rows], origin - table.origin[rows]
+        max_nbytes = max(RANGE_NBYTES, min(self._store.read_nbytes, self._budget))
         return begin_reads(
             self._store,
-            BlockReads(
-                found.packs,
-                found.table.place[rows],
-                found.table.extent[rows],
-                common.origin - found.table.origin[rows],
-                common.extent,
-                targets,
-                [reads[number].array.key for number in common.of_region.tolist()],
-            ),
+            BlockReads(packs, place, table.extent[rows], offset, shape, targets, keys),
             num_threads=max(1, min(self._store.num_readers, self._budget // max_nbytes)),
             verify=self._options.verify is not Verify.OFF,
             tables=self._tables,
@@ -222,22 +260,15 @@ class PackCheckpoint:
 
     def require_files(self) -> None:
         """Raise an IncompleteCheckpointError unless all packs are there, as far as sizes tell."""
-        packs = list(self.index.packs(range(self.index.num_packs)).values())
-        for pack in missing_packs(self._store, packs)[:1]:
-            path = self._store.path(file_of(pack.name))
-            raise IncompleteCheckpointError(
-                f"{path}, written by rank {pack.rank}, is missing or has another size than "
-                f"{pack.nbytes} bytes",
-                path=path,
-            )
+        require_packs(self._store, list(self.index.packs().values()), "")
 
     def object_ids(self) -> Iterator[ObjectId]:
         """All shards of objects, sorted."""
-        return (found.id for found in self.index.objects())
+        return (name for name, _ in self.index.objects())
 
     def object_path(self, object_id: ObjectId) -> str:
         """The file of one shard of an object, for messages."""
-        return self._file(self._object(object_id).stored)
+        return self._file(self._object(object_id))
 
     def object_content(self, object_id: ObjectId) -> bytes:
         """What is stored of one shard of an object; its digest is compared.
@@ -245,7 +276,7 @@ class PackCheckpoint:
         Raises:
             ArrayNotFoundError: there is no such shard.
         """
-        return self._content(self._object(object_id).stored, object_id.unique_key)
+        return self._content(self._object(object_id), object_id.unique_key)
 
     def common_content(self) -> bytes:
         """The common state, pickled; its digest is compared.
@@ -258,12 +289,11 @@ class PackCheckpoint:
             raise IncompleteCheckpointError(f"{self._store} has no common state")
         return self._content(stored, COMMON)
 
-    def _object(self, object_id: ObjectId) -> StoredObject:
-        of_key = self.index.objects([object_id.key])
-        for found in of_key:
-            if found.id == object_id:
-                return found
-        known = some_of([found.id.unique_key for found in of_key]) or "none of that key"
+    def _object(self, object_id: ObjectId) -> StoredBytes:
+        of_key = dict(self.index.objects([object_id.key]))
+        if object_id in of_key:
+            return of_key[object_id]
+        known = some_of([name.unique_key for name in of_key]) or "none of that key"
         raise ArrayNotFoundError(
             f"{object_id.unique_key}: no such object in {self._store}; stored are {known}",
             key=object_id.key,
@@ -272,7 +302,7 @@ class PackCheckpoint:
 
     def _content(self, stored: StoredBytes, key: str) -> bytes:
         pack = self.index.packs([stored.pack])[stored.pack]
-        return self.read(lambda: read_content(self._store, pack, stored, key, self._tables))
+        return self.save.read(lambda: read_content(self._store, pack, stored, key, self._tables))
 
     def _file(self, stored: StoredBytes) -> str:
         return self._store.path(file_of(self.index.packs([stored.pack])[stored.pack].name))

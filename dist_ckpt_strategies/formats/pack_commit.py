@@ -6,17 +6,16 @@ deleted afterwards, and nothing else: neither a file that no index names nor tha
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from dist_ckpt_strategies.core.blocks import merged
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -25,13 +24,19 @@ from dist_ckpt_strategies.errors import (
     StorageTimeoutError,
     some_of,
 )
+from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.index import (
     INDEX_NAME,
     SAVES,
     FullIndex,
+    NewSave,
+    PackSummary,
     Pointer,
+    array_segments,
+    build_full_index,
     full_index_of,
 )
+from dist_ckpt_strategies.formats.locations import PACKS, CheckpointMarker
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, delete_files, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.files import (
@@ -45,37 +50,14 @@ from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancell
 
 logger = logging.getLogger(__name__)
 
-MARKER = {
-    "sharded_backend": "safetensors",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-MARKER_CONTENT = json.dumps(MARKER).encode()
-
 _INTEGRITY = "integrity.json"  # Megatron-Core's digests, written after a save of its own
 _OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME, _INTEGRITY)
 
+_NOT_COMMITTED = (
+    "; nothing was committed; save again, from all ranks to one directory on a file system that "
+    "they share"
+)
 _NUM_THREADS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class NewSave:
-    """All that a commit needs of a save whose packs are written.
-
-    Attributes:
-        pointer: the new content of ``index``.
-        full_index: the content of the full index.
-        packs: all packs.
-        common: the new content of ``common.pt``; None where Megatron-Core has written it.
-        marker: the new content of ``metadata.json``; None where Megatron-Core writes it.
-    """
-
-    pointer: Pointer
-    full_index: bytes
-    packs: Sequence[PackRecord]
-    common: bytes | None = None
-    marker: bytes | None = MARKER_CONTENT
 
 
 def read_pointer(store: Place) -> Pointer | None:
@@ -121,7 +103,7 @@ def new_save_id(store: Place) -> str:
 def commit(
     store: Place,
     save: NewSave,
-    fence: Callable[[], None] = lambda: None,
+    require: Callable[[], None] = require_own_place,
     *,
     deletes_replaced: bool = True,
 ) -> StorageError | None:
@@ -133,7 +115,7 @@ def commit(
     Args:
         store: the place.
         save: what was written.
-        fence: raises if this job may no longer write here.
+        require: raises if it must not be committed, by default if this node is out of the job.
         deletes_replaced: whether to delete what the replaced index alone names.
 
     Returns:
@@ -145,18 +127,18 @@ def commit(
     with store.locked():
         replaced = _files_replaced(store, save) if deletes_replaced else []
         is_over_another = save.marker is not None and warn_of_another_format(store)
-        fence()
-        _require_packs(store, save.packs)
-        name = full_index_of(save.pointer.save_id)
+        require()
+        require_packs(store, save.packs, _NOT_COMMITTED)
+        name, (full_index, pointer) = full_index_of(save.save_id), build_full_index(save)
         try:
-            store.write_pieces(name, [[np.frombuffer(save.full_index, np.uint8)]])
+            store.write_pieces(name, [[np.frombuffer(full_index, np.uint8)]])
             raise_if_cancelled()
             if save.marker is None:
                 set_other_format_aside(store)
-            store.write(INDEX_NAME, save.pointer.to_bytes())
+            store.write(INDEX_NAME, pointer.to_bytes())
         except StorageError as error:
             raise_if_cancelled()
-            if not _is_named(store, save.pointer, error):
+            if not _is_named(store, pointer, error):
                 delete_files(store, [name])
                 raise
             logger.exception("%s: the new index is there, but may not be durable", store)
@@ -190,7 +172,7 @@ def warn_of_another_format(store: Place) -> bool:
     """Whether a checkpoint of another format counts here, or would; logs what stays of it."""
     with suppress(StorageError, ValueError):
         content = store.read(MARKER_NAME)
-        if MARKER | json.loads(content) == MARKER:  # of later releases it says less
+        if CheckpointMarker.from_json(content) == PACKS:  # of later releases it says less
             return False
         stays = {name.partition("/")[0] for name in store.names()} - {*_OWN_NAMES}
         logger.warning(
@@ -235,11 +217,11 @@ def _files_replaced(store: Place, new: NewSave) -> list[str]:
         if pointer is None:
             return []
         index = open_full_index(store, pointer)
-        files = [file_of(pack.name) for pack in index.packs(range(index.num_packs)).values()]
+        files = [file_of(pack.name) for pack in index.packs().values()]
     except (CorruptCheckpointError, IncompleteCheckpointError) as error:
         logger.warning("%s: files of the save that is replaced stay: %s", store, error)
         return []
-    is_later = pointer.save_id > new.pointer.save_id
+    is_later = pointer.save_id > new.save_id
     if is_later and not {file_of(pack.name) for pack in new.packs}.issubset(files):
         raise StorageError(
             f"{store}: another save to it started before this one ended, and was committed; "
@@ -249,15 +231,12 @@ def _files_replaced(store: Place, new: NewSave) -> list[str]:
     return [full_index_of(pointer.save_id), *files]
 
 
-def _require_packs(store: Place, packs: Sequence[PackRecord]) -> None:
+def require_packs(store: Place, packs: Sequence[PackRecord], why: str) -> None:
+    """Raise an IncompleteCheckpointError unless all are there, as far as sizes tell."""
     for pack in missing_packs(store, packs)[:1]:
         path = store.path(file_of(pack.name))
-        raise IncompleteCheckpointError(
-            f"{path}, which rank {pack.rank} has written, is gone or has another size; nothing was "
-            "committed; save again, from all ranks to one directory on a file system that they "
-            "share",
-            path=path,
-        )
+        text = f"{path}, which rank {pack.rank} has written, is gone or has another size than "
+        raise IncompleteCheckpointError(f"{text}{pack.nbytes} bytes{why}", path=path)
 
 
 def missing_packs(store: Place, packs: Sequence[PackRecord]) -> list[PackRecord]:
@@ -273,8 +252,8 @@ def missing_packs(store: Place, packs: Sequence[PackRecord]) -> list[PackRecord]
     return sorted(missing, key=lambda pack: (pack.rank, pack.name))
 
 
-def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:
-    """The save that a place holds; None where there is no ``index``.
+def current_save(store: Place) -> FullIndex | None:
+    """The index of the save that a place holds; None where there is no ``index``.
 
     In a bucket the request that replaced ``index`` may be carried out late, and name a save that is
     gone: then the whole save with the largest id counts.
@@ -287,7 +266,7 @@ def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:
     if pointer is None:
         return None
     try:
-        return pointer, open_full_index(store, pointer)
+        return open_full_index(store, pointer)
     except IncompleteCheckpointError:
         if read_pointer(store) != pointer:  # another save has just replaced it
             return current_save(store)
@@ -298,11 +277,37 @@ def current_save(store: Place) -> tuple[Pointer, FullIndex] | None:
             with suppress(StorageError, ValueError):
                 name = full_index_of(save_id)
                 pointer = Pointer.of(save_id, store.read(name), store.path(name))
-                return pointer, open_full_index(store, pointer)
+                return open_full_index(store, pointer)
         raise
 
 
-def current_pointer(store: Place) -> Pointer | None:
-    """What ``index`` says; in a bucket, what it would say of the save that counts."""
-    found = current_save(store) if isinstance(store, Bucket) else None
-    return found[0] if found else read_pointer(store)
+def remove_keys(store: Place, key_prefix: str) -> None:
+    """Remove the arrays and objects whose key starts with a prefix. One rank calls it.
+
+    A new index no longer names them. Their bytes stay in the packs, until the checkpoint is
+    converted.
+
+    Raises:
+        IncompleteCheckpointError: there is no index.
+    """
+    index = current_save(store)
+    if index is None:
+        path = store.path(INDEX_NAME)
+        raise IncompleteCheckpointError(f"{store} holds no packs: {path} is missing", path=path)
+    kept, nbytes = [], 0
+    for table in index.tables():
+        goes = np.array([key.startswith(key_prefix) for key in table.keys], bool)[table.array]
+        nbytes += int(table.nbytes[goes].sum())
+        kept.append(table.rows(np.flatnonzero(~goes)))
+    objects = index.objects()
+    stay = tuple(found for found in objects if not found[0].key.startswith(key_prefix))
+    nbytes += sum(where.nbytes for name, where in objects if name.key.startswith(key_prefix))
+    facts = {name: index.facts[name] for name in index.facts.keys() - {"save_id", "version"}}
+    summary = PackSummary(tuple(index.packs().values()), stay, index.common)
+    commit(store, NewSave(new_save_id(store), array_segments(merged(kept)[0]), [summary], facts))
+    logger.warning(
+        "%s: %d bytes of %s* stay in the packs; dist-ckpt convert leaves them out",
+        store,
+        nbytes,
+        key_prefix,
+    )

@@ -1,17 +1,26 @@
-"""What a pack says of itself: its header, read back and checked."""
+"""What a pack says of itself: its header, read back and checked, and every byte by its digest."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
-from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompatibleVersionError
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompatibleVersionError,
+    IncompleteCheckpointError,
+)
+from dist_ckpt_strategies.formats.issues import NO_FILE, Issue, Problem
 from dist_ckpt_strategies.formats.pack import (
     COMMON,
     DIGESTS,
@@ -22,12 +31,18 @@ from dist_ckpt_strategies.formats.pack import (
     SAFETENSORS_NAMES,
     UNVERIFIED,
     VERSION,
+    Digests,
     StoredBytes,
+    StoredObject,
     num_ranges,
+    opened_table,
     table_nbytes,
 )
+from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
+from dist_ckpt_strategies.storage.bucket import Place
 
 _DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
+_READ_NBYTES = 16 * RANGE_NBYTES
 _NAME = re.compile(r"(.*)([@#])(|\d+(?:\.\d+)*)", re.DOTALL | re.ASCII)
 
 MALFORMED = (
@@ -64,7 +79,7 @@ class PackHeader:
     rank: int
     features: tuple[str, ...]
     table: BlockTable
-    objects: tuple[tuple[ObjectId, StoredBytes], ...]
+    objects: tuple[StoredObject, ...]
     common: StoredBytes | None
     num_ranges: int
     data_start: int
@@ -117,7 +132,7 @@ def _parsed(
     shapes, dtypes, grids = (json.loads(metadata[n]) for n in ("arrays", "dtypes", "objects"))
     ordered = sorted(tensors.items(), key=lambda item: item[1]["data_offsets"])
     blocks: list[tuple[str, ArrayFacts, Region, StoredBytes]] = []
-    objects: list[tuple[ObjectId, StoredBytes]] = []
+    objects: list[StoredObject] = []
     common = None
     end = first = 0
     places: list[tuple[str, int, int, int]] = []
@@ -193,3 +208,123 @@ def _size(number: Any) -> int:
 
 def _numbers(text: str) -> Shape:
     return tuple(map(int, text.split("."))) if text else ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPack:
+    """A pack whose header and table of digests are whole. Its tensors are not compared yet.
+
+    Attributes:
+        record: as the index lists it.
+        header: what it says of itself.
+        digests: of all ranges.
+    """
+
+    record: PackRecord
+    header: PackHeader
+    digests: Digests
+
+
+def open_pack(store: Place, name: str, expected: PackRecord | None = None) -> OpenedPack:
+    """A pack, once its header and its table of digests have been compared with their digests.
+
+    ``expected``: how the index lists it, if there is one.
+
+    Raises:
+        IncompleteCheckpointError: it is missing.
+        CorruptCheckpointError: its header, its table or its size is not what was written.
+        IncompatibleVersionError: a later version of this package wrote it.
+    """
+    file = file_of(name)
+    path = store.path(file)
+    header = None
+    if expected is None:
+        start = header_nbytes(store.read(file, 0, LENGTH.size), path)
+        content = store.read(file, 0, start)
+        header = parse_header(content, path)
+        end, num_ranges = header.nbytes, header.num_ranges
+    else:  # a damaged version or size in the header is damage
+        start, end, num_ranges = expected.data_start, expected.nbytes, expected.num_ranges
+        content = store.read(file, 0, start)
+    table = store.read(file, end - table_nbytes(num_ranges), table_nbytes(num_ranges))
+    if len(table) < table_nbytes(num_ranges) or _has_byte(store, file, end):
+        raise CorruptCheckpointError(f"{path} is damaged: expected {end} bytes", path=path)
+    digests = opened_table(table, None if expected is None else expected.digest, path)
+    found, stated = xxhash.xxh3_128_digest(content).hex(), table[-32:-16].hex()
+    if found != stated:
+        text = f"{path} is damaged: its header has digest {found}, expected {stated}"
+        raise CorruptCheckpointError(text, path=path)
+    header = header or parse_header(content, path)
+    record = PackRecord(name, table[-16:].hex(), end, start, num_ranges, header.rank)
+    return OpenedPack(record, header, digests)
+
+
+def _has_byte(store: Place, name: str, byte_offset: int) -> bool:
+    try:
+        return bool(store.read(name, byte_offset, 1))
+    except CorruptCheckpointError:  # a bucket says so where the object ends before
+        return False
+
+
+def verify_pack(
+    store: Place, name: str, expected: PackRecord | None = None, holds: str = ""
+) -> Iterator[Issue]:
+    """All that is damaged in a pack, in the order of the file. Reads every byte, 4 MiB at a time.
+
+    Where the header or the table is damaged, nothing tells what the other bytes should be: then
+    that is the only issue, which says what the pack ``holds``. ``expected``: how the index lists
+    it, if there is one.
+
+    Raises:
+        StorageError: storage fails.
+        IncompatibleVersionError: a later version of this package wrote it.
+    """
+    by = "" if expected is None else f", written by rank {expected.rank}"
+    whole = f"a whole pack{by}{holds}"
+    try:
+        pack = open_pack(store, name, expected)
+    except IncompleteCheckpointError:
+        yield Issue(Problem.MISSING_FILE, None, file_of(name), whole, NO_FILE)
+    except CorruptCheckpointError as error:
+        yield Issue(Problem.DAMAGED, None, file_of(name), whole, error.message)
+    else:
+        yield from _damaged_ranges(store, pack)
+
+
+def _damaged_ranges(store: Place, pack: OpenedPack) -> Iterator[Issue]:
+    """The ranges of a pack whose bytes do not have their digests, read some at a time."""
+    header, file, rank = pack.header, file_of(pack.record.name), pack.record.rank
+    memory = np.empty(_READ_NBYTES, np.uint8)  # memory that was never touched is slow
+    tensors = [number for number, tensor in enumerate(header.tensors) for _ in _starts(*tensor)]
+    starts = [header.data_start + at for tensor in header.tensors for at in _starts(*tensor)]
+    ends = [*starts[1:], header.nbytes - table_nbytes(header.num_ranges)]  # without a gap
+    first = 0
+    while first < len(starts):
+        begin, stop = starts[first], bisect_right(ends, starts[first] + memory.size)
+        store.read_into(file, begin, [memory[: ends[stop - 1] - begin]])
+        for number in range(first, stop):
+            start, end, stated = starts[number], ends[number], int(pack.digests[number])
+            digest = xxhash.xxh3_64_intdigest(memory[start - begin : end - begin].data)
+            if digest != stated:
+                key, part = _named(header, *header.tensors[tensors[number]][:2])
+                where = f"{part}, written by rank {rank}: bytes {start} to {end}"
+                expected = f"{where} with digest {stated:016x}"
+                yield Issue(Problem.DAMAGED, key, file, expected, f"digest {digest:016x}")
+        first = stop
+
+
+def _starts(_: str, start: int, _first: int, nbytes: int) -> range:
+    """The first bytes of a tensor's ranges, after the header."""
+    return range(start, start + nbytes, RANGE_NBYTES)
+
+
+def _named(header: PackHeader, name: str, byte_offset: int) -> tuple[str | None, str]:
+    """The key of a tensor that has bytes, if it is of one, and which part of that it is."""
+    if name in {COMMON, PADDING}:
+        return None, "common state" if name == COMMON else name
+    for object_id, where in header.objects:
+        if where.nbytes and where.byte_offset == byte_offset:
+            return object_id.unique_key, "object"
+    table = header.table
+    (row,) = np.flatnonzero((table.place[:, 1] == byte_offset) & (table.nbytes > 0)).tolist()
+    return table.keys[table.array[row]], str(table.region(row))

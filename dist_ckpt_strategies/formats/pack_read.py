@@ -7,7 +7,7 @@ columns, without an object for each of them.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,41 +71,27 @@ class BlockReads:
         return tuple(extent.tolist()), Region(*(tuple(part.tolist()) for part in box))
 
 
-@dataclass(frozen=True, slots=True)
-class _Spans:
-    """Ranges of one block that follow each other, as columns, in the order of the packs.
-
-    Attributes:
-        row: of BlockReads.
-        pack: number of the pack.
-        at: first byte in the pack, after its header.
-        start: first byte in the block.
-        nbytes: how many.
-        into: first byte in the target's memory; -1: they go through a buffer.
-    """
-
-    row: list[int]
-    pack: list[int]
-    at: list[int]
-    start: list[int]
-    nbytes: list[int]
-    into: list[int]
+_Span = tuple[int, int, int, int, int, int]
+"""Ranges of one block that follow each other: row of BlockReads; number of the pack; first byte in
+the pack, after its header; first byte in the block; how many; first byte in the target's memory, or
+-1: they go through a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
     """What the threads of a transfer share; tables of digests are read by the first that needs it.
 
-    ``verify``: digests are compared.
+    ``spans`` are in the order of the packs. ``verify``: digests are compared. ``local`` holds a
+    buffer for each thread.
     """
 
     store: Place
     reads: BlockReads
-    spans: _Spans
+    spans: Sequence[_Span]
     verify: bool
     tables: DigestTables
     locks: Mapping[int, Lock]
-    buffers: deque[Bytes]
+    local: threading.local
 
 
 def begin_reads(
@@ -148,15 +134,13 @@ def read_jobs(
     max_nbytes = max(max_nbytes, RANGE_NBYTES)
     spans = _spans(reads, max_nbytes)
     locks = {number: Lock() for number in reads.packs}
-    work = _Work(store, reads, spans, verify, tables, locks, deque())
-    return [
-        Job(
-            reads.keys[spans.row[first]],
-            store.path(_file(reads.packs[spans.pack[first]])),
-            partial(_read_batch, work, first, stop),
-        )
-        for first, stop in _batches(spans, max_nbytes)
-    ]
+    work = _Work(store, reads, spans, verify, tables, locks, threading.local())
+    jobs = []
+    for batch in _batches(spans, max_nbytes):
+        row, pack, *_ = spans[batch.start]
+        path = store.path(_file(reads.packs[pack]))
+        jobs.append(Job(reads.keys[row], path, partial(_read_batch, work, batch)))
+    return jobs
 
 
 def read_content(
@@ -169,15 +153,11 @@ def read_content(
     Raises:
         CorruptCheckpointError, IncompleteCheckpointError: as ``begin_reads``.
     """
-    content = np.empty(stored.nbytes, np.uint8)
-    if pack not in tables:
-        read_table(store, pack, tables, key)
-    start = pack.data_start + stored.byte_offset
-    with _named(key, pack):
-        store.read_into(file_of(pack.name), start, [content])
-    digests = tables[pack][stored.first_range :].tolist()
-    for at, expected in zip(range(0, content.size, RANGE_NBYTES), digests, strict=False):
-        _compare(store, pack, key, start + at, content[at : at + RANGE_NBYTES], expected)
+    content, size = np.empty(stored.nbytes, np.uint8), np.array([[stored.nbytes]])
+    place = np.array([[0, stored.byte_offset, stored.first_range]])
+    reads = BlockReads({0: pack}, place, size, 0 * size, size, [content], [key])
+    for job in read_jobs(store, reads, tables):
+        job.run()
     return content.tobytes()
 
 
@@ -209,7 +189,7 @@ def _named(key: str, pack: PackRecord | str) -> Iterator[None]:
 # Plans
 
 
-def _spans(reads: BlockReads, max_nbytes: int) -> _Spans:
+def _spans(reads: BlockReads, max_nbytes: int) -> list[_Span]:
     """What is to be read, none larger than ``max_nbytes``.
 
     Where the elements wanted follow each other in the block, and in memory, all but the first and
@@ -225,18 +205,18 @@ def _spans(reads: BlockReads, max_nbytes: int) -> _Spans:
     is_flat = is_in_order & (nbytes == stop - first) & (nbytes > 0)
     files = [number for number, pack in reads.packs.items() if isinstance(pack, str)]
     has_digests = ~np.isin(reads.place[:, 0], files)
-    rows, exact = np.flatnonzero(is_flat & has_digests), np.flatnonzero(is_flat & ~has_digests)
-    parts = [
-        _flat_spans(rows, first[rows], stop[rows], total[rows], max_nbytes),
-        _exact_spans(exact, first[exact], stop[exact], max_nbytes),
-    ]
+    parts = []
+    for rows, unit in (
+        (np.flatnonzero(is_flat & has_digests), RANGE_NBYTES),
+        (np.flatnonzero(is_flat & ~has_digests), 1),
+    ):
+        parts.append(_flat_spans(rows, first[rows], stop[rows], total[rows], max_nbytes, unit))
     strided = np.flatnonzero(~is_flat & (nbytes > 0)).tolist()
     parts += [_strided_spans(reads, row, int(total[row]), max_nbytes) for row in strided]
     row, start, size, into = np.concatenate(parts).T
-    at = reads.place[row, 1] + start
-    order = np.lexsort((at, reads.place[row, 0]))
-    columns = (row, reads.place[row, 0], at, start, size, into)
-    return _Spans(*(column[order].tolist() for column in columns))
+    pack, at = reads.place[row, 0], reads.place[row, 1] + start
+    columns = np.stack([row, pack, at, start, size, into], 1)
+    return list(map(tuple, columns[np.lexsort((at, pack))].tolist()))
 
 
 def _elements_after(extent: Column) -> Column:
@@ -248,23 +228,26 @@ def _elements_after(extent: Column) -> Column:
 
 
 def _flat_spans(
-    rows: Column, first: Column, stop: Column, total: Column, max_nbytes: int
+    rows: Column, first: Column, stop: Column, total: Column, max_nbytes: int, unit: int
 ) -> Column:
-    """Row, first byte, size, and place in memory, for bytes that follow each other."""
-    low, high = first // RANGE_NBYTES, -(-stop // RANGE_NBYTES)  # ranges that are touched
-    whole_low = -(-first // RANGE_NBYTES)
-    whole_high = np.where(stop == total, high, stop // RANGE_NBYTES)
+    """Row, first byte, size, and place in memory, for bytes that follow each other.
+
+    ``unit``: the bytes of a range; 1 without digests.
+    """
+    low, high = first // unit, -(-stop // unit)  # ranges that are touched
+    whole_low = -(-first // unit)
+    whole_high = np.where(stop == total, high, stop // unit)
     has_whole = whole_low < whole_high
-    per_span = max_nbytes // RANGE_NBYTES
+    per_span = max_nbytes // unit
     parts = []
 
     def add(chosen: Column, begin: Column, end: Column, *, is_direct: bool) -> None:
         count = -(-(end - begin) // per_span)
         which = np.repeat(np.arange(len(begin)), count)
         number = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
-        start = (begin[which] + number * per_span) * RANGE_NBYTES
-        limit = np.minimum(end * RANGE_NBYTES, total[chosen])[which]
-        size = np.minimum(start + per_span * RANGE_NBYTES, limit) - start
+        start = (begin[which] + number * per_span) * unit
+        limit = np.minimum(end * unit, total[chosen])[which]
+        size = np.minimum(start + per_span * unit, limit) - start
         into = start - first[chosen][which] if is_direct else np.full(len(which), -1)
         parts.append(np.stack([rows[chosen][which], start, size, into], 1))
 
@@ -277,15 +260,6 @@ def _flat_spans(
     ):
         add(chosen, begin[chosen], end[chosen], is_direct=False)
     return np.concatenate(parts)
-
-
-def _exact_spans(rows: Column, first: Column, stop: Column, max_nbytes: int) -> Column:
-    """The same where there are no digests, which would be of whole ranges."""
-    count = -(-(stop - first) // max_nbytes)
-    which = np.repeat(np.arange(len(rows)), count)
-    into = max_nbytes * (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count))
-    start = first[which] + into
-    return np.stack([rows[which], start, np.minimum(max_nbytes, stop[which] - start), into], 1)
 
 
 def _strided_spans(reads: BlockReads, row: int, total: int, max_nbytes: int) -> Column:
@@ -307,67 +281,68 @@ def _strided_spans(reads: BlockReads, row: int, total: int, max_nbytes: int) -> 
     return np.array(spans, np.int64).reshape(-1, 4)
 
 
-def _batches(spans: _Spans, max_nbytes: int) -> Iterator[tuple[int, int]]:
+def _batches(spans: Sequence[_Span], max_nbytes: int) -> Iterator[range]:
     """Spans that one call reads, by number: they follow each other in one pack."""
     first = nbytes = 0
     end = (-1, -1)
-    for number, (pack, at, size) in enumerate(zip(spans.pack, spans.at, spans.nbytes, strict=True)):
+    for number, (_, pack, at, _, size, _) in enumerate(spans):
         is_next = (pack, at) == end and number - first < _MAX_BUFFERS
         if number > first and not (is_next and nbytes + size <= max_nbytes):
-            yield first, number
+            yield range(first, number)
             first, nbytes = number, 0
         nbytes += size
         end = pack, at + size
-    if spans.row:
-        yield first, len(spans.row)
+    if spans:
+        yield range(first, len(spans))
 
 
 # Reads, on a thread
 
 
-def _read_batch(work: _Work, first: int, stop: int) -> None:
+def _read_batch(work: _Work, batch: range) -> None:
     """Read spans, compare each range with its digest, and bring them where they belong.
 
     A digest is taken as soon as its range is read: it is still in the processor's cache.
     """
-    reads, spans, store = work.reads, work.spans, work.store
-    pack, key = reads.packs[spans.pack[first]], reads.keys[spans.row[first]]
-    numbers = range(first, stop)
-    buffered = sum(spans.nbytes[n] for n in numbers if spans.into[n] < 0)
-    table = _table_of(work, spans.pack[first], pack, key)
-    with _buffer(work.buffers, buffered) as memory:
-        contents = _memory(reads, spans, numbers, memory)
-        ranges, expected, rows = [], [], []
-        for n, content in zip(numbers, contents, strict=True):
-            row, starts = spans.row[n], range(0, content.size, RANGE_NBYTES)
-            ranges += [content[start : start + RANGE_NBYTES] for start in starts]
-            if table is not None:
-                begin = int(reads.place[row, 2]) + spans.start[n] // RANGE_NBYTES
-                expected += table[begin : begin + len(starts)].tolist()
-                rows += [row] * len(starts)
-        at = spans.at[first] + (0 if isinstance(pack, str) else pack.data_start)
-        done = 0
-        with _named(key, pack):
-            for num_filled in store.read_steps(_file(pack), at, ranges):
-                raise_if_cancelled()
-                if table is not None and not isinstance(pack, str):
-                    for number in range(done, num_filled):
-                        row, content = rows[number], ranges[number]
-                        _compare(store, pack, reads.keys[row], at, content, expected[number])
-                        at += content.size
-                done = num_filled
-        for n, content in zip(numbers, contents, strict=True):
-            if spans.into[n] < 0:
-                _copy_out(reads, spans.row[n], spans.start[n], content)
+    reads, store, spans = work.reads, work.store, [work.spans[n] for n in batch]
+    row, number, at, *_ = spans[0]
+    pack, key = reads.packs[number], reads.keys[row]
+    table = _table_of(work, number, pack, key)
+    contents = _memory(work, spans)
+    ranges, expected, rows = [], [], []
+    for (row, _, _, start, *_), content in zip(spans, contents, strict=True):
+        starts = range(0, content.size, RANGE_NBYTES)
+        ranges += [content[begin : begin + RANGE_NBYTES] for begin in starts]
+        if table is not None:
+            begin = int(reads.place[row, 2]) + start // RANGE_NBYTES
+            expected += table[begin : begin + len(starts)].tolist()
+            rows += [row] * len(starts)
+    at += 0 if isinstance(pack, str) else pack.data_start
+    done = 0
+    with _named(key, pack):
+        for num_filled in store.read_steps(_file(pack), at, ranges):
+            raise_if_cancelled()
+            if table is not None and not isinstance(pack, str):
+                for number in range(done, num_filled):
+                    row, content = rows[number], ranges[number]
+                    _compare(store, pack, reads.keys[row], at, content, expected[number])
+                    at += content.size
+            done = num_filled
+    for (row, _, _, start, _, into), content in zip(spans, contents, strict=True):
+        if into < 0:
+            _copy_out(reads, row, start, content)
 
 
-def _memory(reads: BlockReads, spans: _Spans, numbers: range, buffer: Bytes) -> list[Bytes]:
-    """Where spans are read into: the memory of their target, or a part of the buffer."""
+def _memory(work: _Work, spans: Sequence[_Span]) -> list[Bytes]:
+    """Where spans are read into: the memory of their target, or a part of this thread's buffer."""
+    needed = sum(nbytes for *_, nbytes, into in spans if into < 0)
+    buffer = getattr(work.local, "buffer", None)
+    if buffer is None or buffer.size < needed:  # memory that was never touched is slow
+        buffer = work.local.buffer = np.empty(needed, np.uint8)
     contents, at = [], 0
-    for n in numbers:
-        nbytes, into = spans.nbytes[n], spans.into[n]
+    for row, *_, nbytes, into in spans:
         if into >= 0:
-            target = reads.targets[spans.row[n]].reshape(-1).view(np.uint8)
+            target = work.reads.targets[row].reshape(-1).view(np.uint8)
             contents.append(target[into : into + nbytes])
         else:
             contents.append(buffer[at : at + nbytes])
@@ -412,21 +387,3 @@ def _copy_out(reads: BlockReads, row: int, start: int, content: Bytes) -> None:
         at = flat_index(block, part.offset) - begin
         source = elements[at : at + part.numel].reshape(part.shape)
         target[common.within(box).slices()] = source[common.within(part).slices()]
-
-
-@contextmanager
-def _buffer(buffers: deque[Bytes], nbytes: int) -> Iterator[Bytes]:
-    """Memory that is this thread's alone within the block; what is not in use is used again."""
-    if nbytes == 0:
-        yield np.empty(0, np.uint8)
-        return
-    try:
-        memory = buffers.pop()
-    except IndexError:
-        memory = np.empty(nbytes, np.uint8)
-    if memory.size < nbytes:
-        memory = np.empty(nbytes, np.uint8)
-    try:
-        yield memory
-    finally:
-        buffers.append(memory)

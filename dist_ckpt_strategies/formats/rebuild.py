@@ -11,12 +11,12 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from dist_ckpt_strategies.core.blocks import BlockTable, merged, plain_text, with_objects
+from dist_ckpt_strategies.core.blocks import merged, plain_text, with_objects
 from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
@@ -27,7 +27,13 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     some_of,
 )
-from dist_ckpt_strategies.formats.index import INDEX_NAME, array_segments
+from dist_ckpt_strategies.formats.index import (
+    INDEX_NAME,
+    NewSave,
+    PackSummary,
+    array_segments,
+    joined_tables,
+)
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
     CheckpointMarker,
@@ -42,9 +48,8 @@ from dist_ckpt_strategies.formats.pack_commit import (
     open_full_index,
     read_pointer,
 )
+from dist_ckpt_strategies.formats.pack_header import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_read import read_content
-from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save, joined_tables
-from dist_ckpt_strategies.formats.pack_verify import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_write import FOLDER, file_of
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import MARKER_NAME
@@ -109,17 +114,24 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     for pack in opened:
         groups[pack.header.save_id].append(pack)
     why: list[str] = []
+
+    def require_unchanged() -> None:
+        if _content(store) != seen:
+            raise CheckpointChangedError(f"{store}: a save has replaced {INDEX_NAME}; begin anew")
+
     for save_id in sorted(groups, reverse=True):
         try:
-            table, summaries, common = _whole_save(store, groups[save_id])
+            num_arrays, save = _whole_save(store, groups[save_id])
         except (PlanError, CorruptCheckpointError, IncompleteCheckpointError) as error:
             why.append(f"save {save_id or 'without an id'}: {plain_text(error.message)}")
             continue
-        features = sorted({name for pack in groups[save_id] for name in pack.header.features})
-        _commit(store, table, summaries, common, features, seen)
-        num_objects = sum(len(summary.objects) for summary in summaries)
-        passed_over = (*why, *damaged)
-        return RebuiltIndex(save_id, len(summaries), len(table.keys), num_objects, passed_over)
+        commit(store, save, require_unchanged, deletes_replaced=False)
+        counts = (
+            len(save.packs),
+            num_arrays,
+            sum(len(of_pack.objects) for of_pack in save.summaries),
+        )
+        return RebuiltIndex(save_id, *counts, (*why, *damaged))
     raise IncompleteCheckpointError(
         f"{location}: no save is whole: {some_of([*why, *damaged], 20)}", path=str(location)
     )
@@ -154,7 +166,7 @@ def _is_whole(store: Place) -> bool:
         for _ in index.tables():
             pass
         index.objects()
-        return not missing_packs(store, list(index.packs(range(index.num_packs)).values()))
+        return not missing_packs(store, list(index.packs().values()))
     except (CorruptCheckpointError, IncompleteCheckpointError):
         return False
 
@@ -179,10 +191,8 @@ def _opened(store: Place, names: Sequence[str]) -> tuple[list[OpenedPack], list[
     return sorted(opened, key=lambda p: (p.record.rank, p.record.name)), sorted(damaged)
 
 
-def _whole_save(
-    store: Place, packs: Sequence[OpenedPack]
-) -> tuple[BlockTable, list[PackSummary], bytes | None]:
-    """The save that these packs are of: its blocks, what each pack has, and the common state.
+def _whole_save(store: Place, packs: Sequence[OpenedPack]) -> tuple[int, NewSave]:
+    """The number of arrays of the save that these packs are of, and the save.
 
     Raises:
         IncompleteCheckpointError: a pack is missing.
@@ -212,26 +222,8 @@ def _whole_save(
     ]
     if len(contents) > 1:
         raise PlanError("several packs hold a common state")
-    return table, summaries, contents[0] if contents else None
-
-
-def _commit(
-    store: Place,
-    table: BlockTable,
-    summaries: Sequence[PackSummary],
-    common: bytes | None,
-    features: Sequence[str],
-    seen: bytes | None,
-) -> None:
-    """Make a save the content of a place, unless its index is another than was seen."""
-
-    def require_unchanged() -> None:
-        if _content(store) != seen:
-            raise CheckpointChangedError(f"{store}: a save has replaced {INDEX_NAME}; begin anew")
-
-    ranks = {pack.rank for summary in summaries for pack in summary.packs}
-    facts = {"ranks": len(ranks), "created": time.time(), "features": features}
-    save = build_save(new_save_id(store), array_segments(table), summaries, facts)
-    marker = None if common is None else save.marker
-    save = replace(save, common=common, marker=marker)
-    commit(store, save, require_unchanged, deletes_replaced=False)
+    features = sorted({name for header in headers for name in header.features})
+    facts = {"ranks": len(set(ranks.tolist())), "created": time.time(), "features": features}
+    copies = (contents[0], PACKS.to_json()) if contents else ()
+    segments = array_segments(table)
+    return len(table.keys), NewSave(new_save_id(store), segments, summaries, facts, *copies)

@@ -1,32 +1,46 @@
 """Scan and verify a checkpoint without loading it. Loads no torch.
 
-A scan reads names, sizes and metadata. In packs the index lists all files. In format ("zarr", 1) a
-scan lists all directories; the metadata of arrays and the names of objects say which files there
-should be.
+A scan reads names, sizes and metadata. In packs the index lists all files; of format ("zarr", 1)
+see ``zarr2_scan``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     IncompatibleVersionError,
     StorageError,
+    some_of,
 )
-from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
+from dist_ckpt_strategies.formats.index import INDEX_NAME, SAVES, full_index_of
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
+    NO_FILE,
     FileCheck,
     Issue,
     Problem,
     Scan,
+    ScannedArray,
+    ScannedObject,
+    StaleFile,
+    StaleKind,
+    checked_marker,
+    compared,
     sorted_by_key,
     unreadable,
 )
@@ -35,17 +49,33 @@ from dist_ckpt_strategies.formats.locations import (
     Location,
     holds_checkpoints,
     holds_packs,
+    place_of,
     refuse_format2,
     require_something,
 )
-from dist_ckpt_strategies.formats.pack_scan import scan_packs
-from dist_ckpt_strategies.formats.pack_write import FOLDER as PACKS_FOLDER
+from dist_ckpt_strategies.formats.pack import StoredObject
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.pack_header import verify_pack
+from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
 from dist_ckpt_strategies.formats.zarr2_scan import scan_zarr
-from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import MARKER_NAME, reason, require_directory
+from dist_ckpt_strategies.storage.bucket import Bucket, Place
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    LOCK_NAME,
+    MARKER_NAME,
+    PARTIAL_PREFIX,
+    nbytes_text,
+    reason,
+    require_directory,
+)
+from dist_ckpt_strategies.storage.folders import folders_below, read_folder
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
+
+_FOLDERS = (FOLDER, SAVES)
+_TOP_NAMES = (INDEX_NAME, COMMON_NAME, MARKER_NAME)
+_STARTS = tuple(f"{name}/" for name in _FOLDERS)
 
 
 def scan(place: Location, watch: Watch | None = None) -> Scan:
@@ -66,17 +96,17 @@ def scan(place: Location, watch: Watch | None = None) -> Scan:
         place = place.absolute()
         require_directory(place)
     if holds_packs(place):
-        return scan_packs(place)
+        return _scan_packs(place)
     named = None
     with suppress(StorageError):
         named = refuse_format2(place)
     if isinstance(place, Bucket):
         names = place.names()
-        if not any(name.startswith(f"{PACKS_FOLDER}/") for name in names):
+        if not any(name.startswith(f"{FOLDER}/") for name in names):
             raise _not_packs(place, names)
-    elif named not in {None, PACKS.sharded_format} or not (place / PACKS_FOLDER).is_dir():
+    elif named not in {None, PACKS.sharded_format} or not (place / FOLDER).is_dir():
         return scan_zarr(place, watch)
-    return scan_packs(place)  # of a save that has not ended, or without its index
+    return _scan_packs(place)  # of a save that has not ended, or without its index
 
 
 def verify(
@@ -138,7 +168,7 @@ def _not_packs(bucket: Bucket, names: Sequence[str]) -> CheckpointError:
     """The error for a place in an object store that has no packs, but objects of these names."""
     if not names:
         require_something(bucket)
-    ends = (f"/{MARKER_NAME}", f"/{PACKS_INDEX}")
+    ends = (f"/{MARKER_NAME}", f"/{INDEX_NAME}")
     if inner := sorted({n.partition("/")[0] for n in names if n[n.find("/") :] in ends}):
         text = f"{bucket} is no checkpoint: {holds_checkpoints(inner)}"
         return CheckpointNotFoundError(text, path=str(bucket))
@@ -146,3 +176,141 @@ def _not_packs(bucket: Bucket, names: Sequence[str]) -> CheckpointError:
         f"{bucket} holds objects, but no checkpoint of packs, the only format in object stores; "
         "check the URL"
     )
+
+
+# Packs
+
+
+def _scan_packs(location: Location) -> Scan:
+    """See ``scan``; by names, sizes and the index."""
+    store = place_of(location)
+    files, others = _files_at(store)
+    marker, issues = checked_marker(store, PACKS.sharded_format)
+    scan = Scan(
+        root=location,
+        backend=PACKS.sharded_format,
+        marker=marker,
+        files=files,
+        num_threads=store.num_readers,
+        issues=tuple(one for one in issues if one.problem is not Problem.MISSING_MARKER),
+        others=others,
+    )
+    try:
+        scan = _with_contents(scan, store, PackCheckpoint(location, Options()))
+    except NO_ANSWER:
+        raise
+    except CheckpointError as error:
+        scan = replace(scan, issues=(*scan.issues, _bad_index(error, store)))
+    return replace(scan, issues=sorted_by_key(scan.issues))
+
+
+def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan:
+    """The scan with what the index says, and whether that is there."""
+    index, files = checkpoint.index, scan.files
+    packs = index.packs()
+    arrays, keys = _arrays(checkpoint, packs)
+    name, nbytes = full_index_of(index.pointer.save_id), index.nbytes
+    checks = [_pack_check(store, pack, keys[number]) for number, pack in packs.items()]
+    # Its parts are compared with their digests whenever they are read.
+    checks.append(FileCheck(None, name, nbytes, nbytes_text(nbytes), lambda: ()))
+    issues = [*scan.issues, *(issue for check in checks for issue in compared(check, files))]
+    if COMMON_NAME in files:
+        checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
+    lost = sorted({COMMON_NAME, MARKER_NAME} - files.keys()) if index.common is not None else ()
+    copy = "a copy for Megatron-Core"
+    issues += (Issue(Problem.MISSING_FILE, None, name, copy, NO_FILE) for name in lost)
+    stale = files.keys() - {check.name for check in checks} - {*_TOP_NAMES}
+    return replace(
+        scan,
+        arrays=arrays,
+        objects=tuple(_objects(index.objects(), packs)),
+        stale_files=tuple(
+            StaleFile(StaleKind.PARTIAL, name, files[name] or 0) for name in sorted(stale)
+        ),
+        issues=tuple(issues),
+        checks=tuple(checks),
+        facts=index.facts,
+    )
+
+
+def _files_at(store: Place) -> tuple[dict[str, int | None], tuple[str, ...]]:
+    """The files of checkpoints of packs, with their sizes where a list says them, and others."""
+    if isinstance(store, Bucket):
+        names = store.names()
+        own = {n: None for n in names if n in _TOP_NAMES or n.startswith(_STARTS)}
+        return {**own}, tuple(sorted({n.partition("/")[0] for n in names if n not in own}))
+    root = Path(str(store))
+    top = read_folder(root, "")
+    files: dict[str, int | None] = {
+        name: nbytes
+        for name, nbytes in top.files.items()
+        if name in _TOP_NAMES or name.startswith(PARTIAL_PREFIX)
+    }
+    for folder in folders_below(root, [name for name in _FOLDERS if name in top.folders]):
+        files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
+    found = {*top.files, *top.folders, *top.links, *top.others}
+    return files, tuple(sorted(found.difference(files, _FOLDERS, (LOCK_NAME,))))
+
+
+def _bad_index(error: CheckpointError, store: Place) -> Issue:
+    name = (error.path or "").removeprefix(f"{store}/") or INDEX_NAME
+    what = error.message.removeprefix(f"{error.path} ").removeprefix("is damaged: ")
+    return Issue(Problem.DAMAGED, None, name, "what the save wrote", what)
+
+
+def _arrays(
+    checkpoint: PackCheckpoint, packs: Mapping[int, PackRecord]
+) -> tuple[tuple[ScannedArray, ...], Mapping[int, list[str]]]:
+    """Each array, with the ranks that have written it; the keys in each pack, by its number."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    keys: dict[int, list[str]] = defaultdict(list)
+    writers: dict[str, set[int]] = defaultdict(set)
+    specs: dict[str, ArraySpec] = {}
+    for table in checkpoint.index.tables():
+        nbytes = table.nbytes
+        for n, (key, facts) in enumerate(zip(table.keys, table.facts, strict=True)):
+            is_own = table.array == n
+            chunk = tuple(max(1, size) for size in facts.shape)
+            specs.setdefault(key, ArraySpec(key, facts.shape, DType(facts.dtype), chunk))
+            counts[key][0] += int(is_own.sum())
+            counts[key][1] += int(nbytes[is_own].sum())
+            for pack in np.unique(table.place[is_own, 0]).tolist():
+                writers[key].add(packs[pack].rank)
+                keys[pack] += [key] if keys[pack][-1:] != [key] else []
+    scanned = (
+        ScannedArray(spec, counts[key][0], counts[key][1], tuple(sorted(writers[key])))
+        for key, spec in specs.items()
+    )
+    return tuple(scanned), keys
+
+
+def _objects(
+    objects: Iterable[StoredObject], packs: Mapping[int, PackRecord]
+) -> Iterator[ScannedObject]:
+    for (key, shape), some in groupby(objects, lambda found: (found[0].key, found[0].shape)):
+        places = [where for _, where in some]
+        nbytes = sum(where.nbytes for where in places)
+        writers = sorted({packs[where.pack].rank for where in places})
+        yield ScannedObject(key, shape, len(places), len(places), nbytes, tuple(writers))
+
+
+def _pack_check(store: Place, pack: PackRecord, keys: Sequence[str]) -> FileCheck:
+    holds = f", with blocks of {some_of(keys)}" if keys else ""
+    expected = f"{nbytes_text(pack.nbytes)}, written by rank {pack.rank}{holds}"
+    run = partial(verify_pack, store, pack.name, pack, holds)
+    return FileCheck(None, file_of(pack.name), pack.nbytes, expected, run)
+
+
+def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> FileCheck:
+    """``common.pt``, which Megatron-Core's own load reads, is the common state in the packs."""
+
+    def run() -> Iterator[Issue]:
+        if checkpoint.index.common is None:
+            return
+        content, listed = store.read(COMMON_NAME), checkpoint.common_content()
+        if content != listed:
+            expected = f"the common state in the packs, {nbytes_text(len(listed))}"
+            found = f"{nbytes_text(len(content))} that differ"
+            yield Issue(Problem.DAMAGED, None, COMMON_NAME, expected, found)
+
+    return FileCheck(None, COMMON_NAME, nbytes, "", run)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -43,8 +42,14 @@ from dist_ckpt_strategies.formats.issues import (
     unreadable,
 )
 from dist_ckpt_strategies.formats.locations import other_contents
-from dist_ckpt_strategies.formats.objects import OBJECT_SUFFIX, file_damage, shard_id
-from dist_ckpt_strategies.formats.zarr2 import LOCKS_SUFFIX, METADATA_NAME, parse_metadata
+from dist_ckpt_strategies.formats.objects import file_damage
+from dist_ckpt_strategies.formats.zarr2 import (
+    LOCKS_SUFFIX,
+    METADATA_NAME,
+    object_name,
+    parse_metadata,
+    shard_id,
+)
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -78,13 +83,8 @@ Sizes = Mapping[str, int]
 """The bytes of files, by their paths below the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """An array, or a grid of objects: what is there of it, its files, and what is wrong."""
-
-    scanned: tuple[ScannedArray | ScannedObject, ...] = ()
-    checks: tuple[FileCheck, ...] = ()
-    issues: tuple[Issue, ...] = ()
+_Part = tuple[ScannedArray | ScannedObject | None, Sequence[FileCheck], Sequence[Issue]]
+"""An array, or a grid of objects: what is there of it, its files, and what is wrong."""
 
 
 def scan_zarr(root: Path, watch: Watch | None) -> Scan:
@@ -97,33 +97,32 @@ def scan_zarr(root: Path, watch: Watch | None) -> Scan:
     issues += (unreadable(None, f.key, f.failure) for f in folders if f.failure)
     is_foreign = marker is not None and marker.sharded_format != _FORMAT1
     files, stale = _split([] if is_foreign else folders)
-    parts = []
+    parts: list[_Part] = []
     if not is_foreign:
         issues += chain.from_iterable(map(_no_files, folders))
         known = {issue.path for issue in issues}
         parts = [*_arrays(store, files, known), *_objects(root, files)]
     listed = {folder.path_of(name): n for folder in folders for name, n in folder.files.items()}
     if COMMON_NAME in listed:
-        parts.append(_Part(checks=(_archive(root, None, COMMON_NAME, listed[COMMON_NAME]),)))
+        parts.append((None, [_archive(root, None, COMMON_NAME, listed[COMMON_NAME])], ()))
     elif marker is None or marker.common_format == COMMON_FORMAT:
         issues.append(missing_common())
-    issues += chain.from_iterable(part.issues for part in parts)
+    issues += chain.from_iterable(found for _, _, found in parts)
     if marker is None and not parts:
         is_damaged = stale or MARKER_NAME in listed or issues[2:]  # beyond both that are missing
         if what := other_contents(root) or ("" if is_damaged else "it has no file of one"):
             raise CheckpointNotFoundError(f"{root} is no checkpoint: {what}", path=str(root))
     issues += [] if is_foreign else _emptied(folders, files)
-    scanned = [one for part in parts for one in part.scanned]
     return Scan(
         root=root,
         backend=None if is_foreign else _FORMAT1,
         marker=marker,
         files=listed,
-        arrays=tuple(one for one in scanned if isinstance(one, ScannedArray)),
-        objects=tuple(one for one in scanned if isinstance(one, ScannedObject)),
+        arrays=tuple(one for one, *_ in parts if isinstance(one, ScannedArray)),
+        objects=tuple(one for one, *_ in parts if isinstance(one, ScannedObject)),
         stale_files=tuple(sorted(stale, key=lambda one: one.path)),
         issues=sorted_by_key(issues),
-        checks=tuple(check for part in parts for check in part.checks),
+        checks=tuple(check for _, checks, _ in parts for check in checks),
         num_threads=_NUM_THREADS,
     )
 
@@ -215,8 +214,7 @@ def _arrays(store: Directory, files: Sizes, known: set[str]) -> Iterator[_Part]:
         if key + _SUFFIX not in known:
             text = f"{NO_FILE}; files that look like chunks: {len(named)}"
             expected = "the array's metadata"
-            issue = Issue(Problem.MISSING_FILE, key, key + _SUFFIX, expected, text)
-            yield _Part(issues=(issue,))
+            yield None, (), [Issue(Problem.MISSING_FILE, key, key + _SUFFIX, expected, text)]
 
 
 def _array(store: Directory, key: str, present: Sizes) -> _Part:
@@ -227,9 +225,9 @@ def _array(store: Directory, key: str, present: Sizes) -> _Part:
     except (CorruptCheckpointError, PlanError) as error:
         text = error.message.removeprefix(f"{key}: {path}").lstrip(": ")
         expected = "the metadata of a Zarr v2 array"
-        return _Part(issues=(Issue(Problem.DAMAGED, key, path, expected, text),))
+        return None, (), [Issue(Problem.DAMAGED, key, path, expected, text)]
     except StorageError as error:
-        return _Part(issues=(unreadable(key, path, error.message),))
+        return None, (), [unreadable(key, path, error.message)]
     expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
     inside, issues = _compared_grid(key, array.grid, array.chunk_file, present, expected)
     checks = []
@@ -238,8 +236,7 @@ def _array(store: Directory, key: str, present: Sizes) -> _Part:
         run = partial(_check_readable, store, name, size)
         checks.append(FileCheck(key, name, size, expected, run))
         issues += compared(checks[-1], present)
-    scanned = ScannedArray(array, len(inside), sum(inside.values()))
-    return _Part((scanned,), tuple(checks), tuple(issues))
+    return ScannedArray(array, len(inside), sum(inside.values())), checks, issues
 
 
 def _check_readable(store: Directory, path: str, nbytes: int) -> Iterator[Issue]:
@@ -262,14 +259,13 @@ def _objects(root: Path, files: Sizes) -> Iterator[_Part]:
         shape = (*stated[:-1], last[key, stated] + 1) if stated[-1] == UNKNOWN else stated
 
         def path_of(offset: Shape, key: str = key, stated: Shape = stated) -> str:
-            return ObjectId(key, offset, stated).unique_key + OBJECT_SUFFIX
+            return object_name(ObjectId(key, offset, stated))
 
         expected = f"one of {math.prod(shape)} shards"
         inside, issues = _compared_grid(key, shape, path_of, present, expected)
         nbytes = sum(present.values())
         scanned = ScannedObject(key, shape, len(inside), math.prod(shape), nbytes)
-        checks = tuple(_archive(root, key, *one) for one in sorted(present.items()))
-        yield _Part((scanned,), checks, tuple(issues))
+        yield scanned, [_archive(root, key, *one) for one in sorted(present.items())], issues
 
 
 def _compared_grid(

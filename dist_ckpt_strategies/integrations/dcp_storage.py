@@ -47,13 +47,13 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import require_own_place, require_unfinished
-from dist_ckpt_strategies.formats.locations import Location, located, place_of
+from dist_ckpt_strategies.formats.commit import require_unfinished
+from dist_ckpt_strategies.formats.index import NewSave, PackSummary
+from dist_ckpt_strategies.formats.locations import PACKS, Location, located, place_of
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_object, load_content
 from dist_ckpt_strategies.formats.pack import lay_out
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
-from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save
 from dist_ckpt_strategies.formats.pack_write import PackJob, delete_files, file_of
 from dist_ckpt_strategies.sharded.ledger import Ledger, described, proved
 from dist_ckpt_strategies.sharded.load import TensorRead, run_reads
@@ -181,7 +181,8 @@ class PackStorageWriter(_Placed, StorageWriter):
         job = PackJob(place, layout.packs, "", rank, limit_s, num_threads)
         packs = write_contents(job, layout, contents, options)
         self._written = tuple(file_of(pack.name) for pack in packs)
-        stored = rank, PackSummary.of(layout, packs), described(layout, (), ())
+        summary = PackSummary(packs, layout.objects, layout.common)
+        stored = rank, summary, described(layout, (), ())
         nbytes = sum(pack.nbytes for pack in packs)
         return _done([WriteResult(MetadataIndex(""), nbytes, stored)])
 
@@ -201,8 +202,9 @@ class PackStorageWriter(_Placed, StorageWriter):
 
         def make_visible() -> CheckpointError | None:
             place = place_of(self._root)
-            save = build_save(new_save_id(place), ledger.segments or (), summaries, facts)
-            return commit(place, replace(save, common=_no_common_state()), require_own_place)
+            common, marker, save_id = _no_common_state(), PACKS.to_json(), new_save_id(place)
+            save = NewSave(save_id, ledger.segments or (), summaries, facts, common, marker)
+            return commit(place, save)
 
         deadline = Deadline.after(WORK * self._options.timeout_s)
         if failure := run_within(deadline, self._root, make_visible):

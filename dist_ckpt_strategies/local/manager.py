@@ -15,7 +15,6 @@ from dist_ckpt_strategies.comm.base import Communicator, run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import limit_of_wait, options_from_environment
-from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.device import HostSnapshot, await_gpu, uses_cuda
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.formats.course import Resumed
@@ -109,7 +108,7 @@ class LocalCheckpointManager:
         self.max_bucket_bytes = max_bucket_bytes
         self._allowed = default_local_allowed(allow)
         self._memory = HostSnapshot()
-        self._running: BackgroundWork[ReplicationReport] | None = None
+        self._running: BackgroundWork[str] | None = None
         self._newest: SaveId | None = None
 
     @property
@@ -182,7 +181,7 @@ class LocalCheckpointManager:
             strategy.note_use(work)
         work.begin()
 
-        def written() -> ReplicationReport:
+        def written() -> str:
             work.wait((WORK + 1 / 8) * self.timeout_s)  # the work's own limit says more
             return work.result()
 
@@ -200,7 +199,7 @@ class LocalCheckpointManager:
         )
         return LocalSaveRequest(comm, name, work, finish, self.timeout_s)
 
-    def _finish(self, started: Started, written: Callable[[], ReplicationReport]) -> None:
+    def _finish(self, started: Started, written: Callable[[], str]) -> None:
         """Complete a save, then remove what is not kept. Collective.
 
         While a later save is under way, that one removes it.

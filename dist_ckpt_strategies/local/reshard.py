@@ -124,8 +124,9 @@ def _meeting(
     sources = [[spec.id] if spec.id in held else [] for spec, _ in wants]
     parts = [n for n, (spec, _) in enumerate(wants) if not sources[n] and spec.key in arrays]
     regions = [wants[n][0].region for n in parts]
-    common = overlaps(table, [bisect_left(keys, wants[n][0].key) for n in parts], regions)
-    for row, number in zip(common.row.tolist(), common.of_region.tolist(), strict=True):
+    numbers = [bisect_left(keys, wants[n][0].key) for n in parts]
+    rows, of_region, *_ = overlaps(table, numbers, regions)
+    for row, number in zip(rows.tolist(), of_region.tolist(), strict=True):
         sources[parts[number]].append(blocks[row])
     return sources
 

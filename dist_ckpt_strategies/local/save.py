@@ -15,7 +15,6 @@ import torch
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import MESSAGE_NBYTES, Incoming, Outgoing, Rounds
-from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.device import TensorBytes, to_host
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -49,7 +48,7 @@ _HEAD_START_S = 0.01
 """Training is back from an asynchronous save before the rest of it asks for Python's lock."""
 
 
-_Background = BackgroundWork[ReplicationReport] | None
+_Background = BackgroundWork[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def start_save(
     started: list[Started] = []
     folder = directory.holder_directory(comm.rank)
 
-    def work() -> ReplicationReport:
+    def work() -> str:
         yield_to_training()
         started[0].rounds.threads.submit_to_all(yield_to_training)
         time.sleep(_HEAD_START_S)
@@ -177,10 +176,11 @@ def _require_alike(answers: Sequence[Message]) -> None:
             )
 
 
-def write_shards(started: Started) -> ReplicationReport:
-    """Write the packs of all members of a clique at each of them, durably; no file has a name yet.
+def write_shards(started: Started) -> str:
+    """Write the packs of all members of a clique at each of them, durably; what this rank wrote.
 
-    All members call it together, here or on a thread, and learn of its outcome in ``finish_save``.
+    No file has a name yet. All members call it together, here or on a thread, and learn of its
+    outcome in ``finish_save``.
 
     Raises:
         StorageError: a file cannot be written.
@@ -196,17 +196,11 @@ def write_shards(started: Started) -> ReplicationReport:
     flushes = [Job(None, writer, writer.flush) for writer in started.writers]
     Transfer(flushes, len(flushes)).wait(deadline.left_s)
     own_nbytes = own.image.numel()
-    return ReplicationReport(
-        num_shards=len(sizes),
-        own_nbytes=own_nbytes,
-        received_nbytes=sum(sizes) - own_nbytes,
-        seconds=time.monotonic() - began,
-    )
+    nbytes = f"own_nbytes {own_nbytes}, received_nbytes {sum(sizes) - own_nbytes}"
+    return f"num_shards {len(sizes)}, {nbytes}, seconds {time.monotonic() - began:.3f}"
 
 
-def finish_save(
-    started: Started, written: Callable[[], ReplicationReport], session_id: str
-) -> Inventory:
+def finish_save(started: Started, written: Callable[[], str], session_id: str) -> Inventory:
     """Give the files their names, once every rank has written its own. Collective.
 
     If it fails on any rank, every rank raises, and nothing of the save stays. Where contact with a

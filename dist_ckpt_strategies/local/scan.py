@@ -34,7 +34,7 @@ from dist_ckpt_strategies.formats.issues import (
     missing_common,
     unreadable,
 )
-from dist_ckpt_strategies.formats.pack_verify import verify_pack
+from dist_ckpt_strategies.formats.pack_header import verify_pack
 from dist_ckpt_strategies.formats.scan import run_checks
 from dist_ckpt_strategies.local.plan import LocalShardId
 from dist_ckpt_strategies.local.shard_files import (

@@ -22,7 +22,7 @@ from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.formats.course import Resumed
 from dist_ckpt_strategies.formats.locations import Location
-from dist_ckpt_strategies.formats.pack_verify import OpenedPack, open_pack
+from dist_ckpt_strategies.formats.pack_header import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_write import SUFFIX
 from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
 from dist_ckpt_strategies.storage.files import (

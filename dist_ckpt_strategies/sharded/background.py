@@ -16,7 +16,7 @@ from dist_ckpt_strategies.device import bytes_of_mapping, copy_into, host_memory
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats.pack import Layout
 from dist_ckpt_strategies.formats.pack_write import PackJob, pack_starts, places_of
-from dist_ckpt_strategies.formats.zarr_write import ChunkJob
+from dist_ckpt_strategies.formats.zarr2 import ChunkJob
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
     LocalSaveRequest,

@@ -27,8 +27,9 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     some_of,
 )
+from dist_ckpt_strategies.formats.checkpoints import OpenedSave
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
-from dist_ckpt_strategies.formats.locations import OpenedSave, located
+from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import dump_object, leaves
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,

@@ -17,14 +17,12 @@ from dist_ckpt_strategies.errors import (
     StorageTimeoutError,
 )
 from dist_ckpt_strategies.formats.commit import (
-    Staged,
     commit_staged,
     give_up,
-    require_own_place,
     staging_of,
 )
 from dist_ckpt_strategies.formats.pack_write import PackRecord, pack_starts, places_of
-from dist_ckpt_strategies.formats.zarr_write import (
+from dist_ckpt_strategies.formats.zarr2 import (
     ChunkJob,
     chunk_name,
     expected_files,
@@ -69,8 +67,8 @@ def _commit(
     require_grids(tables, ranks)
     _require_files(started, tables)
     keys = {key.removesuffix(OBJECT_SUFFIX) for table in tables for key in table.keys}
-    staged = Staged(_root(started), started.save_id, keys, [str(rank) for rank in ranks])
-    commit_staged(staged, marker, overwrite=overwrite, fence=require_own_place)
+    staging, parts = staging_of(_root(started), started.save_id).root, [str(rank) for rank in ranks]
+    commit_staged(staging, marker, overwrite=overwrite, keys=keys, parts=parts)
 
 
 def _discard(started: Started, _: Sequence[PackRecord], error: CheckpointError) -> None:

@@ -22,11 +22,10 @@ from dist_ckpt_strategies.core.blocks import (
     plain_text,
     with_objects,
 )
-from dist_ckpt_strategies.core.coverage import Copies, require_coverage
+from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.formats.index import array_segments
+from dist_ckpt_strategies.formats.index import array_segments, joined_tables
 from dist_ckpt_strategies.formats.pack import Layout
-from dist_ckpt_strategies.formats.pack_summary import joined_tables
 
 Description = tuple[int, bytes, bytes, str]
 """What a rank tells of its shards; equal ones are of equal shards, stored in equal places.
@@ -144,7 +143,7 @@ def _proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
     ranks = np.array(global_ranks, np.int64)
     tables = [BlockTable.from_bytes(main) for _, main, _ in ledger.told]
     copies = [
-        Copies(
+        (
             tuple(r for r, (*_, d) in zip(global_ranks, ledger.told, strict=True) if d == digest),
             BlockTable.from_bytes(content),
         )
@@ -158,12 +157,12 @@ def _proved(ledger: Ledger, global_ranks: Sequence[int]) -> Ledger:
         raise PlanError(f"{key}: {text}; all shards of an array have one shape and dtype", key=key)
     facts = dict(zip(table.keys, table.facts, strict=True))
     holder = {key: n for n, t in reversed([*enumerate(tables)]) for key in t.keys}
-    for held in copies:
-        for key, seen in zip(held.table.keys, held.table.facts, strict=True):
+    for holders, held in copies:
+        for key, seen in zip(held.keys, held.facts, strict=True):
             if facts.setdefault(key, seen) != seen:
                 raise PlanError(
                     f"{key}: {facts[key]} on rank {global_ranks[holder[key]]}, {seen} on rank "
-                    f"{held.ranks[0]}; all replicas of an array have one shape and dtype",
+                    f"{holders[0]}; all replicas of an array have one shape and dtype",
                     key=key,
                 )
     require_coverage(table, ranks[sources], copies)

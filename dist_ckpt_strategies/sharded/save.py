@@ -39,12 +39,11 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from dist_ckpt_strategies.formats.commit import require_own_place
+from dist_ckpt_strategies.formats.index import NewSave, PackSummary
 from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, lay_out
 from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
-from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save
 from dist_ckpt_strategies.formats.pack_write import PackJob, PackRecord, delete_files, file_of
-from dist_ckpt_strategies.formats.zarr_write import ChunkJob
+from dist_ckpt_strategies.formats.zarr2 import ChunkJob
 from dist_ckpt_strategies.sharded.checks import require_one_strategy
 from dist_ckpt_strategies.sharded.ledger import (
     Description,
@@ -303,7 +302,8 @@ def finish_save(
         if known.ledger is not None:
             ledgers.append(proved(known.ledger, comm.global_ranks))
         records.extend(written())
-        return PackSummary.of(known.layout, records).to_message() if records else None
+        stored = known.layout.objects, known.layout.common
+        return PackSummary(tuple(records), *stored).to_message() if records else None
 
     def make_visible() -> Message:
         if comm.rank > 0:
@@ -377,9 +377,10 @@ def _commit_packs(
 ) -> StorageError | None:
     facts = {"ranks": started.comm.size, "created": time.time()}
     written = [PackSummary.from_message(message) for message in summaries if message]
-    save = build_save(started.save_id, ledger.segments or (), written, facts)
     common = started.contents.common if started.contents.copies_common else None
-    return commit(started.store, replace(save, common=common, marker=marker), require_own_place)
+    segments = ledger.segments or ()
+    save = NewSave(started.save_id, segments, written, facts, common, marker)
+    return commit(started.store, save)
 
 
 def _discard_packs(started: Started, records: Sequence[PackRecord], _: CheckpointError) -> None:

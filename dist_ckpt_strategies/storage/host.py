@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -101,20 +100,10 @@ def directory_name(directory: Path) -> str:
     return f"{_boot_id()} {status.st_dev} {status.st_ino}"
 
 
-@dataclass(frozen=True, slots=True)
-class PageCache:
-    """What processes of one host read a directory through; they share it if names are equal.
-
-    ``is_storage``: it is the storage itself, a file system in memory.
-    """
-
-    name: str
-    is_storage: bool
-
-
-def page_cache_of(directory: Path) -> PageCache | None:
+def page_cache_of(directory: Path) -> tuple[str, bool] | None:
     """The page cache that a directory on a local file system is read through; None elsewhere.
 
+    Processes of one host share it if names are equal. True: it is the storage itself, in memory.
     None too where the system does not say: a directory that is missing is for its reader to report.
     """
     with suppress(OSError):
@@ -124,7 +113,7 @@ def page_cache_of(directory: Path) -> PageCache | None:
             fields, _, source = line.partition(" - ")
             kind = source.split()[0]
             if fields.split()[2] == f"{os.major(device)}:{os.minor(device)}" and kind in _LOCAL:
-                return PageCache(name, kind in _IN_MEMORY)
+                return name, kind in _IN_MEMORY
     return None
 
 

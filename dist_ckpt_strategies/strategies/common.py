@@ -13,24 +13,21 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     IncompleteCheckpointError,
 )
-from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
-from dist_ckpt_strategies.formats.commit import set_marker_aside
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, OpenedSave
 from dist_ckpt_strategies.formats.locations import (
     Location,
-    OpenedSave,
     holds_packs,
     located,
     place_of,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import (
-    OBJECT_SUFFIX,
     Allowed,
     dump_loadable,
     load_content,
-    object_ids,
 )
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.zarr2 import object_ids, object_name
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
@@ -45,7 +42,7 @@ from dist_ckpt_strategies.megatron.types import (
     StrategyAction,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory, set_aside
 from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within
 from dist_ckpt_strategies.strategies.configured import Configured, ConfiguredSaver
 from dist_ckpt_strategies.strategies.registry import REGISTERED
@@ -154,7 +151,7 @@ class TorchCommonSaveStrategy(ConfiguredSaver, SaveCommonStrategy):  # type: ign
         def write() -> None:
             content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed)
             if isinstance(root, Path) and not holds_packs(root):  # they hold their own copy
-                set_marker_aside(root)
+                set_aside(root, MARKER_NAME)
             place_of(root).write(COMMON_NAME, content)
 
         run_on_first_rank(comm, lambda: self.within(ALL, root, write))
@@ -175,8 +172,7 @@ class TorchCommonSaveStrategy(ConfiguredSaver, SaveCommonStrategy):  # type: ign
         for value in objects:
             name = object_id(value)
             content = dump_loadable(value.data, name=name.unique_key, allow=self.allowed)
-            file = f"{name.unique_key}{OBJECT_SUFFIX}"
-            Directory(root).write(file, content, key=name.key)
+            Directory(root).write(object_name(name), content, key=name.key)
 
 
 class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[misc]

@@ -19,12 +19,11 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.checkpoints import common_digest
+from dist_ckpt_strategies.formats.checkpoints import OpenedSave, common_digest
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
     CheckpointMarker,
     Location,
-    OpenedSave,
     located,
     read_marker,
     require_path,

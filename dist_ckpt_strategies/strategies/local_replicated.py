@@ -36,7 +36,6 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoints import common_digest
-from dist_ckpt_strategies.formats.commit import set_marker_aside
 from dist_ckpt_strategies.formats.locations import CheckpointMarker, is_finished
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
@@ -68,6 +67,7 @@ from dist_ckpt_strategies.storage.files import (
     Directory,
     file_errors,
     make_directories,
+    set_aside,
 )
 from dist_ckpt_strategies.storage.io_pool import (
     ALL,
@@ -188,7 +188,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, ConfiguredSaver, SaveShardedS
             with file_errors(None, root):
                 make_directories(root)
             if common_dir is None:
-                set_marker_aside(root)
+                set_aside(root, MARKER_NAME)
             return b"" if comm.rank else self._common_content(place, common_object)
 
         name = partial(self.within, WORK, root, ShardDirectory(root).name)

@@ -10,12 +10,11 @@ from typing import Any, ClassVar
 from dist_ckpt_strategies.comm.base import Message, run_and_gather
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.formats import commit, pack_remove
-from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, StoredCheckpoint
+from dist_ckpt_strategies.formats import commit, pack_commit
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, OpenedSave, StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
     Location,
-    OpenedSave,
     holds_packs,
     located,
     place_of,
@@ -183,7 +182,7 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
 
         def remove() -> None:
             if self._reads_packs(root):
-                pack_remove.remove_keys(place_of(root), key_prefix)
+                pack_commit.remove_keys(place_of(root), key_prefix)
                 return
             directory = require_path(root, f"format {ZARR}")
             require_directory(directory)

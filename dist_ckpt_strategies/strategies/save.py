@@ -23,9 +23,7 @@ from dist_ckpt_strategies.comm.base import (
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.formats.commit import (
-    Staged,
     commit_staged,
-    require_own_place,
     require_unfinished,
     staging_of,
 )
@@ -323,8 +321,8 @@ def _save_by_other(call: _Save) -> None:
 
     def commit() -> None:
         marker = CheckpointMarker(base.backend, base.version, saver.backend, saver.version)
-        move = partial(commit_staged, Staged(root, save_id), marker.to_json())
-        move = partial(move, overwrite=call.overwrite, fence=require_own_place)
+        content = marker.to_json()
+        move = partial(commit_staged, staging.root, content, overwrite=call.overwrite)
         run_within(Deadline.after(ENDING * timeout_s), root, move)
 
     # Each node of a network file system has to see it.

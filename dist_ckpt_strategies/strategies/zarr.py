@@ -5,13 +5,12 @@ Names that Megatron-Core 0.15 gave to strategies are importable from here.
 
 from typing import Any
 
-from dist_ckpt_strategies.formats.commit import set_marker_aside
 from dist_ckpt_strategies.formats.locations import located, require_path
-from dist_ckpt_strategies.formats.zarr_write import require_on_grid
+from dist_ckpt_strategies.formats.zarr2 import require_on_grid
 from dist_ckpt_strategies.sharded.chunk_save import CHUNKS
 from dist_ckpt_strategies.sharded.save import Contents
 from dist_ckpt_strategies.storage.bucket import Place
-from dist_ckpt_strategies.storage.files import Directory
+from dist_ckpt_strategies.storage.files import MARKER_NAME, Directory, set_aside
 from dist_ckpt_strategies.storage.io_pool import OPENING
 from dist_ckpt_strategies.strategies.own_load import ZARR, OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.own_save import OwnSaveShardedStrategy
@@ -49,7 +48,7 @@ class ZarrSaveShardedStrategy(OwnSaveShardedStrategy):
     def take_over(self, store: Place) -> None:
         """See OwnSaveShardedStrategy. A checkpoint that is there counts no more."""
         if isinstance(store, Directory):
-            self.within(OPENING, store, lambda: set_marker_aside(store.root))
+            self.within(OPENING, store, lambda: set_aside(store.root, MARKER_NAME))
 
 
 class ZarrLoadShardedStrategy(OwnLoadShardedStrategy):

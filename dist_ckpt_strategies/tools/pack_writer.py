@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from itertools import chain
 from operator import add, itemgetter
 from typing import Any
@@ -13,10 +13,10 @@ import numpy as np
 from dist_ckpt_strategies.core.array import DType, Region, runs
 from dist_ckpt_strategies.errors import CheckpointExistsError
 from dist_ckpt_strategies.formats.commit import require_own_place
-from dist_ckpt_strategies.formats.index import array_segments
+from dist_ckpt_strategies.formats.index import NewSave, PackSummary, array_segments
+from dist_ckpt_strategies.formats.locations import PACKS
 from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, lay_out
-from dist_ckpt_strategies.formats.pack_commit import NewSave, commit, read_pointer
-from dist_ckpt_strategies.formats.pack_summary import PackSummary, build_save
+from dist_ckpt_strategies.formats.pack_commit import commit, read_pointer
 from dist_ckpt_strategies.formats.pack_write import (
     FOLDER,
     PackRecord,
@@ -109,10 +109,10 @@ class PackWriter(TargetWriter):
                 held = [contents[source] for source in pack.sources if source >= 0]
                 memory = [np.frombuffer(content, np.uint8) for content in held]
                 written.append(self._write(pack, [memory]))
-            summaries.append(PackSummary.of(layout, written))
+            summaries.append(PackSummary(tuple(written), layout.objects, layout.common))
         facts = {"ranks": 1, "created": time.time(), "features": [*plan.features]}
-        save = build_save(self._save_id, array_segments(plan.layout.table), summaries, facts)
-        return replace(save, common=common)
+        segments = array_segments(plan.layout.table)
+        return NewSave(self._save_id, segments, summaries, facts, common, PACKS.to_json())
 
     def commit(self, save: NewSave) -> None:
         """See TargetWriter."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.index import INDEX_NAME, SAVES, full_index_of
+from dist_ckpt_strategies.formats.locations import PACKS, CheckpointMarker
 from dist_ckpt_strategies.formats.pack import LENGTH
-from dist_ckpt_strategies.formats.pack_commit import MARKER, current_save
+from dist_ckpt_strategies.formats.pack_commit import current_save
 from dist_ckpt_strategies.formats.pack_header import header_nbytes
 from dist_ckpt_strategies.formats.pack_write import FOLDER, file_of
 from dist_ckpt_strategies.storage.bucket import Place
@@ -119,7 +120,7 @@ def remove_lock(directory: Directory) -> None:
 
 def _says_packs(store: Place) -> bool:
     with suppress(IncompleteCheckpointError, ValueError):
-        return bool(json.loads(store.read(MARKER_NAME)) == MARKER)
+        return CheckpointMarker.from_json(store.read(MARKER_NAME)) == PACKS
     return False
 
 
@@ -141,13 +142,11 @@ def _listed(store: Place) -> Mapping[str, tuple[int | None, float | None]]:
 
 def _named_sizes(store: Place) -> dict[str, int]:
     """The files that the index names, the full index first, and their sizes."""
-    current = current_save(store)
-    if current is None:
+    index = current_save(store)
+    if index is None:
         return {}
-    pointer, index = current
-    packs = index.packs(range(index.num_packs)).values()
-    nbytes = pointer.byte_offset + pointer.nbytes + LENGTH.size
-    return {full_index_of(pointer.save_id): nbytes} | {file_of(p.name): p.nbytes for p in packs}
+    packs = {file_of(pack.name): pack.nbytes for pack in index.packs().values()}
+    return {full_index_of(index.pointer.save_id): index.nbytes} | packs
 
 
 def written_s(store: Place, found: FoundPacks, names: Iterable[str]) -> float:

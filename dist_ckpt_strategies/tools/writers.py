@@ -13,15 +13,12 @@ import numpy as np
 
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape
 from dist_ckpt_strategies.formats.commit import (
-    Staged,
     commit_staged,
     discard,
-    require_own_place,
     staging_of,
 )
 from dist_ckpt_strategies.formats.locations import CheckpointMarker
-from dist_ckpt_strategies.formats.objects import OBJECT_SUFFIX
-from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, metadata_content
+from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, metadata_content, object_name
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, make_directories
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, Bytes, HostArray
@@ -111,7 +108,7 @@ class StagedWriter(TargetWriter):
 
     def __init__(self, root: Path, save_id: str, plan: ConvertPlan, block_nbytes: int) -> None:
         super().__init__(plan, block_nbytes)
-        self._root, self._save_id = root, save_id
+        self._root = root
         self.files = staging_of(root, save_id)
 
     def commit(self, save: None) -> None:
@@ -119,13 +116,12 @@ class StagedWriter(TargetWriter):
         del save
         backend, version = self.plan.target.backend
         marker = CheckpointMarker(backend, version).to_json() if backend else None
-        staged = Staged(self._root, self._save_id, self.plan.keys)
-        commit_staged(staged, marker, overwrite=False, fence=require_own_place)
+        commit_staged(self.files.root, marker, overwrite=False, keys=self.plan.keys)
 
     def _write_objects(self, objects: Objects, common: bytes) -> None:
         """Objects beside the arrays, and the common state, as Zarr checkpoints have them."""
         for object_id, content in objects:
-            self.files.write(f"{object_id.unique_key}{OBJECT_SUFFIX}", content, key=object_id.key)
+            self.files.write(object_name(object_id), content, key=object_id.key)
         self.files.write(COMMON_NAME, common)
 
 

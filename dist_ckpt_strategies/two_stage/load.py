@@ -35,7 +35,7 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.checks import require_same_checkpoint
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
-from dist_ckpt_strategies.storage.host import PageCache, available_nbytes, page_cache_of
+from dist_ckpt_strategies.storage.host import available_nbytes, page_cache_of
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
 from dist_ckpt_strategies.two_stage.broadcast import READING, run_group_plan
 from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
@@ -119,24 +119,25 @@ def plan_by_group(
         objects = {object_id(v).unique_key: v for v in values if not isinstance(v, ShardedTensor)}
         requests.append((source, tensors, objects))
         cache = _page_cache(comm, source, options)
-        shared, names = cache and [cache.name, cache.is_storage], set(map(source.name, tensors))
-        return json.dumps([options.max_inflight_bytes, shared, sorted(names)]).encode()
+        names = sorted(set(map(source.name, tensors)))
+        return json.dumps([options.max_inflight_bytes, cache, names]).encode()
 
     answers = run_and_gather_bytes(comm, request)  # 1
     parsed = {answer: json.loads(answer) for answer in set(answers)}
     budgets, _, all_names = zip(*parsed.values(), strict=True)
-    caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
+    caches = [parsed[answer][1] or ["", False] for answer in answers]
     source, tensors, objects = requests[0]
-    if all(cache and cache.is_storage for cache in caches):  # each reads alone: storage is memory
+    if all(is_storage for _, is_storage in caches):  # each reads alone: storage is memory
         arrays = source.find(parsed[answers[comm.rank]][2])
         readers = dict.fromkeys(objects, (comm.rank, False))
         matched, nothing = source.match(tensors, arrays), GroupPlan((), frozenset(), ())
         return GroupLoad(source, tensors, objects, readers, arrays, matched, nothing)
     names = sorted(set(chain.from_iterable(all_names)))
-    return _planned(comm, *requests[0], names, caches, min(budgets))
+    cache_names = [name for name, _ in caches]
+    return _planned(comm, *requests[0], names, cache_names, min(budgets))
 
 
-def _page_cache(comm: Communicator, source: Source, options: Options) -> PageCache | None:
+def _page_cache(comm: Communicator, source: Source, options: Options) -> tuple[str, bool] | None:
     """What this rank reads through, if it may share that with others of its host."""
     root = source.save.root
     if not isinstance(source, OwnSource) or not isinstance(root, Path) or comm.device.type != "cpu":
@@ -151,10 +152,13 @@ def _planned(  # noqa: PLR0913, PLR0917
     tensors: Sequence[Any],
     objects: Mapping[str, Any],
     names: Sequence[str],
-    caches: Sequence[PageCache | None],
+    caches: Sequence[str],
     budget: int,
 ) -> GroupLoad:
-    """Have one rank read what several request. Collective; ``names`` are those of all ranks."""
+    """Have one rank read what several request. Collective; ``names`` are those of all ranks.
+
+    ``caches``: the name of the page cache that each rank reads through; empty without one.
+    """
     rank, size = comm.rank, comm.size
 
     def look_up() -> bytes:
@@ -175,7 +179,7 @@ def _planned(  # noqa: PLR0913, PLR0917
     answers = run_and_gather_bytes(comm, describe)  # 3
     distinct = {answer: answer.decode().partition("\n") for answer in set(answers)}
     fits = all(stays_cached == "1" for stays_cached, _, _ in distinct.values())
-    cache_names = tuple(cache.name if cache and fits else None for cache in caches)
+    cache_names = tuple(name or None if fits else None for name in caches)
     regions = [distinct[answer][2] for answer in answers]
     plan = build_group_plan(regions, arrays, cache_names, max_inflight_bytes=budget)
     return GroupLoad(source, tensors, objects, _object_readers(keys), arrays, matched[0], plan)
@@ -193,10 +197,10 @@ def _object_readers(keys: Sequence[Sequence[str]]) -> dict[str, tuple[int, bool]
     }
 
 
-def _stays_cached(caches: Sequence[PageCache | None], rank: int, wanted_nbytes: int) -> bool:
+def _stays_cached(caches: Sequence[str], rank: int, wanted_nbytes: int) -> bool:
     """Whether what the ranks of this host read stays in its page cache for long enough."""
     num_sharing = sum(caches[rank] == other for other in caches)
-    if caches[rank] is None or num_sharing == 1:
+    if not caches[rank] or num_sharing == 1:
         return True
     return _FREE_PER_NBYTES * num_sharing * wanted_nbytes <= available_nbytes()
 

@@ -45,7 +45,9 @@ def test_regions_share_with_stored_blocks_what_comparing_each_with_each_finds(
     ]
     wanted = data.draw(st.permutations(wanted))
 
-    found = overlaps(stored, [number for number, _ in wanted], [region for _, region in wanted])
+    row_of, region_of, origin, extent = overlaps(
+        stored, [number for number, _ in wanted], [region for _, region in wanted]
+    )
 
     expected = set()
     for row, array in enumerate(stored.array.tolist()):
@@ -53,12 +55,12 @@ def test_regions_share_with_stored_blocks_what_comparing_each_with_each_finds(
             shared = stored.region(row).intersect(region) if of_array == array else None
             if shared is not None:
                 expected.add((row, number, shared))
-    columns = zip(found.row.tolist(), found.of_region.tolist(), strict=True)
-    ndims = [len(stored.facts[array].shape) for array in stored.array[found.row].tolist()]
+    columns = zip(row_of.tolist(), region_of.tolist(), strict=True)
+    ndims = [len(stored.facts[array].shape) for array in stored.array[row_of].tolist()]
     assert len(ndims) == len(expected)
     assert expected == {
         (*pair, Region(tuple(low[:ndim]), tuple(size[:ndim])))
         for pair, ndim, low, size in zip(
-            columns, ndims, found.origin.tolist(), found.extent.tolist(), strict=True
+            columns, ndims, origin.tolist(), extent.tolist(), strict=True
         )
     }

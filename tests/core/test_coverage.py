@@ -44,7 +44,7 @@ def copies_of(arrays: Arrays, held: list[Held]) -> list[Copies]:
     for rank in {rank for _, _, rank in held}:
         of_rank = [block for block in held if block[2] == rank]
         shapes_of_rank = {key: arrays[key] for key, _, _ in of_rank}
-        copies.append(Copies((rank,), table_of(shapes_of_rank, of_rank)))
+        copies.append(((rank,), table_of(shapes_of_rank, of_rank)))
     return copies
 
 

@@ -30,9 +30,8 @@ from dist_ckpt_strategies.formats.pack import (
     PackLimits,
     lay_out,
 )
-from dist_ckpt_strategies.formats.pack_header import parse_header
+from dist_ckpt_strategies.formats.pack_header import open_pack, parse_header, verify_pack
 from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads
-from dist_ckpt_strategies.formats.pack_verify import open_pack, verify_pack
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of, write_pack
 from tests.support.packs import MemoryPlace, small_ranges
 from tests.support.sharding import at_random

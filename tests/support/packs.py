@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
-from dist_ckpt_strategies.formats import pack, pack_header, pack_read, pack_verify, pack_write
+from dist_ckpt_strategies.formats import pack, pack_header, pack_read, pack_write
+from dist_ckpt_strategies.formats.locations import PACKS as MARKER
 from dist_ckpt_strategies.formats.pack import PackLimits
-from dist_ckpt_strategies.formats.pack_commit import MARKER_CONTENT
 from dist_ckpt_strategies.sharded import save
 from dist_ckpt_strategies.sharded.save import (
     PACKS,
@@ -41,7 +41,7 @@ def save_packs(
         started = start_save(comm, PACKS, prepare, None, options)
         records = write_share(started)
         before_commit(started)
-        finish_save(started, lambda: records, marker=MARKER_CONTENT)
+        finish_save(started, lambda: records, marker=MARKER.to_json())
 
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -54,9 +54,9 @@ def save_packs(
 def small_ranges(nbytes: int) -> Iterator[None]:
     """Within the block digests are of ranges of so many bytes, and calls read and write eight."""
     with ExitStack() as stack:
-        for module in (pack, pack_header, pack_read, pack_verify, pack_write):
+        for module in (pack, pack_header, pack_read, pack_write):
             stack.enter_context(patch.object(module, "RANGE_NBYTES", nbytes))
-        stack.enter_context(patch.object(pack_verify, "_READ_NBYTES", 8 * nbytes))
+        stack.enter_context(patch.object(pack_header, "_READ_NBYTES", 8 * nbytes))
         stack.enter_context(patch.object(pack_write, "_WRITE_NBYTES", 8 * nbytes))
         yield
 
