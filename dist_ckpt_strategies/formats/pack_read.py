@@ -8,7 +8,7 @@ columns, without an object for each of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,24 +74,7 @@ class BlockReads:
 _Span = tuple[int, int, int, int, int, int]
 """Ranges of one block that follow each other: row of BlockReads; number of the pack; first byte in
 the pack, after its header; first byte in the block; how many; first byte in the target's memory, or
--1: they go through a buffer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What the threads of a transfer share; tables of digests are read by the first that needs it.
-
-    ``spans`` are in the order of the packs. ``verify``: digests are compared. ``local`` holds a
-    buffer for each thread.
-    """
-
-    store: Place
-    reads: BlockReads
-    spans: Sequence[_Span]
-    verify: bool
-    tables: DigestTables
-    locks: Mapping[int, Lock]
-    local: threading.local
+-1: they go through a buffer. In the order of the packs."""
 
 
 def begin_reads(
@@ -133,13 +116,23 @@ def read_jobs(
     """What brings elements of blocks into memory; see ``begin_reads``."""
     max_nbytes = max(max_nbytes, RANGE_NBYTES)
     spans = _spans(reads, max_nbytes)
-    locks = {number: Lock() for number in reads.packs}
-    work = _Work(store, reads, spans, verify, tables, locks, threading.local())
+    locks, local = {number: Lock() for number in reads.packs}, threading.local()
+
+    def table_of(number: int, key: str) -> Digests | None:  # read by the first that needs it
+        pack = reads.packs[number]
+        if not verify or isinstance(pack, str):
+            return None
+        with locks[number]:
+            if pack not in tables:
+                read_table(store, pack, tables, key)
+        return tables[pack]
+
     jobs = []
     for batch in _batches(spans, max_nbytes):
-        row, pack, *_ = spans[batch.start]
+        row, pack, *_ = batch[0]
         path = store.path(_file(reads.packs[pack]))
-        jobs.append(Job(reads.keys[row], path, partial(_read_batch, work, batch)))
+        run = partial(_read_batch, store, reads, batch, table_of, local)
+        jobs.append(Job(reads.keys[row], path, run))
     return jobs
 
 
@@ -281,34 +274,39 @@ def _strided_spans(reads: BlockReads, row: int, total: int, max_nbytes: int) -> 
     return np.array(spans, np.int64).reshape(-1, 4)
 
 
-def _batches(spans: Sequence[_Span], max_nbytes: int) -> Iterator[range]:
-    """Spans that one call reads, by number: they follow each other in one pack."""
+def _batches(spans: Sequence[_Span], max_nbytes: int) -> Iterator[Sequence[_Span]]:
+    """Spans that one call reads: they follow each other in one pack."""
     first = nbytes = 0
     end = (-1, -1)
     for number, (_, pack, at, _, size, _) in enumerate(spans):
         is_next = (pack, at) == end and number - first < _MAX_BUFFERS
         if number > first and not (is_next and nbytes + size <= max_nbytes):
-            yield range(first, number)
+            yield spans[first:number]
             first, nbytes = number, 0
         nbytes += size
         end = pack, at + size
     if spans:
-        yield range(first, len(spans))
+        yield spans[first:]
 
 
 # Reads, on a thread
 
 
-def _read_batch(work: _Work, batch: range) -> None:
+def _read_batch(
+    store: Place,
+    reads: BlockReads,
+    spans: Sequence[_Span],
+    table_of: Callable[[int, str], Digests | None],
+    local: threading.local,
+) -> None:
     """Read spans, compare each range with its digest, and bring them where they belong.
 
     A digest is taken as soon as its range is read: it is still in the processor's cache.
     """
-    reads, store, spans = work.reads, work.store, [work.spans[n] for n in batch]
     row, number, at, *_ = spans[0]
     pack, key = reads.packs[number], reads.keys[row]
-    table = _table_of(work, number, pack, key)
-    contents = _memory(work, spans)
+    table = table_of(number, key)
+    contents = _memory(reads, spans, local)
     ranges, expected, rows = [], [], []
     for (row, _, _, start, *_), content in zip(spans, contents, strict=True):
         starts = range(0, content.size, RANGE_NBYTES)
@@ -333,30 +331,21 @@ def _read_batch(work: _Work, batch: range) -> None:
             _copy_out(reads, row, start, content)
 
 
-def _memory(work: _Work, spans: Sequence[_Span]) -> list[Bytes]:
+def _memory(reads: BlockReads, spans: Sequence[_Span], local: threading.local) -> list[Bytes]:
     """Where spans are read into: the memory of their target, or a part of this thread's buffer."""
     needed = sum(nbytes for *_, nbytes, into in spans if into < 0)
-    buffer = getattr(work.local, "buffer", None)
+    buffer = getattr(local, "buffer", None)
     if buffer is None or buffer.size < needed:  # memory that was never touched is slow
-        buffer = work.local.buffer = np.empty(needed, np.uint8)
+        buffer = local.buffer = np.empty(needed, np.uint8)
     contents, at = [], 0
     for row, *_, nbytes, into in spans:
         if into >= 0:
-            target = work.reads.targets[row].reshape(-1).view(np.uint8)
+            target = reads.targets[row].reshape(-1).view(np.uint8)
             contents.append(target[into : into + nbytes])
         else:
             contents.append(buffer[at : at + nbytes])
             at += nbytes
     return contents
-
-
-def _table_of(work: _Work, number: int, pack: PackRecord | str, key: str) -> Digests | None:
-    if not work.verify or isinstance(pack, str):
-        return None
-    with work.locks[number]:
-        if pack not in work.tables:
-            read_table(work.store, pack, work.tables, key)
-    return work.tables[pack]
 
 
 def _compare(
