@@ -10,11 +10,13 @@ import json
 import math
 import operator
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from dist_ckpt_strategies.core.array import (
 from dist_ckpt_strategies.core.blocks import OBJECT, BlockTable
 from dist_ckpt_strategies.core.blocks import OBJECT_SUFFIX as KEY_SUFFIX
 from dist_ckpt_strategies.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     PlanError,
@@ -185,34 +188,47 @@ def decode_chunk(root: Path, array: ArraySpec, index: Shape, region: Region) -> 
             key=array.key,
             path=str(directory / METADATA_NAME),
         )
-    try:
-        import tensorstore as ts  # noqa: PLC0415 - takes a while, and few arrays need it
-
-        opened = ts.open(array_store_spec(directory), read=True).result()
+    with tensorstore_errors(array.key, f"{root}/{array.chunk_file(index)}"):
+        opened = open_tensorstore("zarr", directory)
         return np.asarray(opened[region.slices()].read().result())
-    except OSError:
+
+
+def open_tensorstore(driver: str, path: Path, **fields: Any) -> Any:
+    """TensorStore's array at a place; it reads no chunk that is missing as zeros."""
+    import tensorstore as ts  # noqa: PLC0415 - takes a while, and few arrays need it
+
+    plain = Path("/", *path.resolve().parts[1:])  # with one leading slash
+    place = {"driver": "file", "path": str(plain)}
+    spec = {"driver": driver, "kvstore": place, "fill_missing_data_reads": False, **fields}
+    return ts.open(spec).result()
+
+
+_KINDS: Mapping[str, type[StorageError]] = MappingProxyType(
+    {
+        "NOT_FOUND": IncompleteCheckpointError,
+        "DATA_LOSS": CorruptCheckpointError,
+        "INVALID_ARGUMENT": CorruptCheckpointError,
+        "FAILED_PRECONDITION": CorruptCheckpointError,
+    }
+)
+
+
+@contextmanager
+def tensorstore_errors(
+    key: str, path: Path | str, kinds: Mapping[str, type[StorageError]] = _KINDS
+) -> Iterator[None]:
+    """Within the block TensorStore's errors are of this package: of these kinds, by their codes."""
+    try:
+        yield
+    except (OSError, CheckpointError):
         raise
     except Exception as error:
-        path, text = f"{root}/{array.chunk_file(index)}", str(error)
-        kind: type[StorageError] = StorageError
+        text = str(error).partition(" [tensorstore_spec")[0]
+        kind = kinds.get(text.partition(":")[0], StorageError)
         if "is not registered" in text or "filters are not supported" in text:
+            kind = StorageError
             text = f"TensorStore has no decoder; rewrite the array with zarr-python ({text})"
-        elif text.startswith("NOT_FOUND"):
-            kind = IncompleteCheckpointError
-        elif text.startswith(("DATA_LOSS", "INVALID_ARGUMENT", "FAILED_PRECONDITION")):
-            kind = CorruptCheckpointError
-        raise kind(f"{array.key}: {path}: {text}", key=array.key, path=path) from error
-
-
-def array_store_spec(path: Path) -> dict[str, Any]:
-    """The TensorStore spec of a format 1 array; a missing chunk does not read as zeros."""
-    plain = Path("/", *path.resolve().parts[1:])  # with one leading slash
-    return {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": str(plain)},
-        "metadata_key": METADATA_NAME,
-        "fill_missing_data_reads": False,
-    }
+        raise kind(f"{key}: {path}: {text}", key=key, path=str(path)) from error
 
 
 # Objects

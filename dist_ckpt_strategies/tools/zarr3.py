@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,9 @@ from typing import Any
 import numpy as np
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    StorageError,
-    array_not_found,
-)
+from dist_ckpt_strategies.errors import IncompleteCheckpointError, array_not_found
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
+from dist_ckpt_strategies.formats.zarr2 import open_tensorstore, tensorstore_errors
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX, REMOVED_PREFIX
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead
@@ -32,13 +27,6 @@ METADATA_NAME = "zarr.json"
 
 _CHUNK = re.compile(r"(.+)/c(/\d+)*")
 """The name of a chunk, as Zarr v3 names them by default: the array's key comes first."""
-
-_KINDS: Mapping[str, type[StorageError]] = {
-    "NOT_FOUND": IncompleteCheckpointError,
-    "DATA_LOSS": CorruptCheckpointError,
-    "INVALID_ARGUMENT": CorruptCheckpointError,
-    "FAILED_PRECONDITION": CorruptCheckpointError,
-}
 
 
 class Zarr3Checkpoint(Format1Checkpoint):
@@ -72,7 +60,7 @@ class Zarr3Checkpoint(Format1Checkpoint):
         key, target = read.array.key, read.target
         path = self._root / key
         opened = _opened(path, key)
-        with _errors(path, key):
+        with tensorstore_errors(key, path):
             elements = np.asarray(opened[read.region.slices()].read().result())
         bits = np.dtype((np.void, target.dtype.itemsize))
         np.copyto(target.view(bits), elements.view(bits))
@@ -106,7 +94,7 @@ class Zarr3Writer(StagedWriter):
             region = item.region.intersect(Region.whole(item.array.shape))
             assert region is not None  # noqa: S101 - a chunk has elements of the array
             elements = self._block(item, region, read)
-            with _errors(self.files.root / key, key, {}):
+            with tensorstore_errors(key, self.files.root / key, {}):
                 opened[region.slices()].write(elements).result()
 
     def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> None:
@@ -122,35 +110,18 @@ class Zarr3Writer(StagedWriter):
         """The array, made unless another thread or rank has made it."""
         grid = {"name": "regular", "configuration": {"chunk_shape": array.chunk_shape}}
         metadata = {"shape": array.shape, "data_type": array.dtype.value, "chunk_grid": grid}
-        return _opened(
-            self.files.root / array.key,
-            array.key,
-            metadata=metadata,
-            create=True,
-            open=True,
-            store_data_equal_to_fill_value=True,  # a chunk that is not there is lost
-        )
+        path = self.files.root / array.key
+        with tensorstore_errors(array.key, path, {}):
+            return open_tensorstore(
+                "zarr3",
+                path,
+                metadata=metadata,
+                create=True,
+                open=True,
+                store_data_equal_to_fill_value=True,  # a chunk that is not there is lost
+            )
 
 
-def _opened(path: Path, key: str, **fields: Any) -> Any:
-    """TensorStore's array at a place; it reads no chunk that is missing as zeros."""
-    import tensorstore as ts  # noqa: PLC0415 - takes a while
-
-    plain = Path("/", *path.resolve().parts[1:])  # with one leading slash
-    place = {"driver": "file", "path": str(plain)}
-    spec = {"driver": "zarr3", "kvstore": place, "fill_missing_data_reads": False, **fields}
-    with _errors(path, key, {} if "create" in fields else _KINDS):
-        return ts.open(spec).result()
-
-
-@contextmanager
-def _errors(
-    path: Path, key: str, kinds: Mapping[str, type[StorageError]] = _KINDS
-) -> Iterator[None]:
-    """Within the block TensorStore's errors are of this package: of these kinds, by their codes."""
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        text = str(error).partition(" [tensorstore_spec")[0]
-        kind = kinds.get(text.partition(":")[0], StorageError)
-        raise kind(f"{key}: {path}: {text}", key=key, path=str(path)) from error
+def _opened(path: Path, key: str) -> Any:
+    with tensorstore_errors(key, path):
+        return open_tensorstore("zarr3", path)
