@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
     array_not_found,
     some_of,
 )
-from dist_ckpt_strategies.formats.index import INDEX_NAME
+from dist_ckpt_strategies.formats.index import INDEX_NAME, FullIndex
 from dist_ckpt_strategies.formats.locations import (
     Location,
     holds_packs,
@@ -56,14 +56,21 @@ class OpenedSave:
     A commit removes the marker before it moves other files; where there is none, its renames change
     the directory's time. Packs never change, and are removed with their save.
 
+    Args:
+        root: the location.
+        index: of its packs, if that is open.
+
     Attributes:
+        index: None where there are no packs.
         identity: the same on all ranks that have opened this save; empty where nothing tells. Of
-            packs it is the digest of the index, and may be given.
+            packs it is the digest of the index.
     """
 
-    def __init__(self, root: Location, identity: str = "") -> None:
-        self.root, self.has_packs = root, bool(identity) or holds_packs(root)
-        self.identity, self._state = (identity, "") if identity else _look(root, self.has_packs)
+    def __init__(self, root: Location, index: FullIndex | None = None) -> None:
+        if index is None and holds_packs(root):
+            index = current_save(place_of(root))
+        self.root, self.index, self.has_packs = root, index, index is not None
+        self.identity, self._state = (index.pointer.digest, "") if index else _look(root)
 
     def require_current(self, limit_s: float | None = None) -> None:
         """Raise CheckpointChangedError where it has been replaced or removed since.
@@ -71,10 +78,11 @@ class OpenedSave:
         With a limit storage is asked on another thread.
         """
         root = self.root
-        if limit_s is None:
-            state = _look(root, self.has_packs)
-        else:
-            state = run_within(Deadline.after(limit_s), root, lambda: _look(root, self.has_packs))
+
+        def look() -> tuple[str, str]:
+            return (packs_identity(root), "") if self.has_packs else _look(root)
+
+        state = look() if limit_s is None else run_within(Deadline.after(limit_s), root, look)
         if state != (self.identity, self._state):
             raise CheckpointChangedError(
                 f"{root}: another save replaced this checkpoint while it was read, or it was "
@@ -100,13 +108,16 @@ class OpenedSave:
         return found
 
 
-def _look(root: Location, has_packs: bool) -> tuple[str, str]:  # noqa: FBT001
-    """The identity of the save that is there, and what else tells it from another one."""
-    if has_packs:
-        store = place_of(root)
-        found = current_save(store) if isinstance(store, Bucket) else None
-        pointer = found.pointer if found else read_pointer(store)
-        return (pointer.digest if pointer else ""), ""
+def packs_identity(root: Location) -> str:
+    """The identity of the packs that are there; empty without an index."""
+    store = place_of(root)
+    found = current_save(store) if isinstance(store, Bucket) else None
+    pointer = found.pointer if found else read_pointer(store)
+    return pointer.digest if pointer else ""
+
+
+def _look(root: Location) -> tuple[str, str]:
+    """The identity of a save that is not of packs, and what else tells it from another one."""
     if isinstance(root, Path):
         for path in (root / MARKER_NAME, root):
             refused = (FileNotFoundError, NotADirectoryError, PermissionError)
@@ -129,6 +140,7 @@ class PackCheckpoint:
     Args:
         location: of the checkpoint.
         options: how it is read.
+        save: that is opened; by default the one that is there.
 
     Attributes:
         save: what is opened.
@@ -141,9 +153,11 @@ class PackCheckpoint:
         CorruptCheckpointError: the index is damaged.
     """
 
-    def __init__(self, location: Location, options: Options) -> None:
+    def __init__(
+        self, location: Location, options: Options, save: OpenedSave | None = None
+    ) -> None:
         self._store, self._options = place_of(location), options
-        index = current_save(self._store)
+        index = current_save(self._store) if save is None else save.index
         if index is None:
             require_something(location)
             raise IncompleteCheckpointError(
@@ -151,8 +165,8 @@ class PackCheckpoint:
                 "not ended, or it is lost; dist-ckpt rebuild-index makes it anew from the packs",
                 path=self._store.path(INDEX_NAME),
             )
-        self.index, self.identity = index, index.pointer.digest
-        self.save = OpenedSave(location, self.identity)
+        self.index, self.save = index, save or OpenedSave(location, index)
+        self.identity = self.save.identity
         self._last: _Lookup = (merged([])[0], {}, {})
         self._tables: DigestTables = {}
 

@@ -27,10 +27,10 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     some_of,
 )
-from dist_ckpt_strategies.formats.checkpoints import OpenedSave
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
-from dist_ckpt_strategies.formats.locations import located
+from dist_ckpt_strategies.formats.locations import holds_packs, located
 from dist_ckpt_strategies.formats.objects import dump_object, leaves
+from dist_ckpt_strategies.formats.pack_checkpoint import packs_identity
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     StrictOutcome,
@@ -118,8 +118,7 @@ def _seen(address: str | Path, options: Options) -> str | None:
     root = located(address, options)
     if isinstance(root, Path) and root.is_dir():
         list(root.iterdir())  # an NFS client then asks its server
-    save = OpenedSave(root)
-    return save.identity if save.has_packs else None
+    return packs_identity(root) if holds_packs(root) else None
 
 
 def require_validated(comm: Communicator, messages: Sequence[Message]) -> None:

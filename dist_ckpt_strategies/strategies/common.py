@@ -74,21 +74,6 @@ def common_read_last(root: Location) -> OpenedSave | None:
     return save
 
 
-def open_packs(root: Location, options: Options, save: OpenedSave | None) -> PackCheckpoint:
-    """The packs at a place: those of the save that was opened before, if there is one.
-
-    Raises:
-        CheckpointChangedError: another save has replaced it.
-    """
-    packs = PackCheckpoint(root, options)
-    if save is not None and save.identity != packs.identity:
-        raise CheckpointChangedError(
-            f"{root}: another save replaced this checkpoint while it was opened; load it again",
-            path=str(root),
-        )
-    return packs
-
-
 def require_own_common(root: Location, checkpoint: Any) -> None:
     """Raise unless ``common.pt``, which Megatron-Core has read, is of the save in the packs."""
     if not isinstance(checkpoint, PackCheckpoint) or checkpoint.index.common is None:
@@ -211,7 +196,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
         def read(attempts_left: int = 2) -> tuple[OpenedSave, bytes]:
             save = OpenedSave(root)
             try:
-                packs = open_packs(root, options, save) if save.has_packs else None
+                packs = PackCheckpoint(root, options, save) if save.has_packs else None
                 return save, common_content(root, options, self.allowed, packs)
             except CheckpointChangedError:  # in Megatron-Core's load others wait for this rank
                 if not attempts_left:

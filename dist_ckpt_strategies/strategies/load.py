@@ -29,6 +29,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     merged,
@@ -64,7 +65,6 @@ from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     common_content,
-    open_packs,
 )
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
@@ -284,7 +284,7 @@ def _begun(call: _Call, saves: list[OpenedSave]) -> _Load:
         if is_direct:
             checkpoint = sharded.open_checkpoint(root, sharded.options, save)
         if save.has_packs and is_own:
-            packs = checkpoint or open_packs(root, options, save)
+            packs = checkpoint or PackCheckpoint(root, options, save)
         content = common_content(root, loader.options, loader.allowed, packs) if is_own else b""
         return checkpoint, content
 

@@ -21,6 +21,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import LoadShardedStrategy, raises_megatron_errors
 from dist_ckpt_strategies.sharded.load import (
@@ -35,7 +36,6 @@ from dist_ckpt_strategies.storage.host import no_garbage_collection
 from dist_ckpt_strategies.storage.io_pool import ALL, OPENING, Deadline, run_within
 from dist_ckpt_strategies.strategies.common import (
     common_read_last,
-    open_packs,
     require_own_common,
 )
 from dist_ckpt_strategies.strategies.configured import Configured
@@ -138,7 +138,7 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
     ) -> StoredCheckpoint:
         """The checkpoint at a place; ``save``: what a load has opened. Rank-local."""
         if self._reads_packs(root):
-            return open_packs(root, options, save)
+            return PackCheckpoint(root, options, save)
         return Format1Checkpoint(require_path(root, f"format {ZARR}"), options, save)
 
     def _reads_packs(self, root: Location) -> bool:

@@ -308,7 +308,7 @@ def _save_by_other(call: _Save) -> None:
     answers = run_and_gather(comm, open_save)
     require_one_strategy(comm, "a save", answers)
     root, saver, state, common, compared, content = opened[0]
-    save_id, staging = answers[0][1], staging_of(root, answers[0][1])
+    staging = staging_of(root, answers[0][1])
     if compared is not None:
         check_save(comm, state, compared)
 
@@ -321,8 +321,7 @@ def _save_by_other(call: _Save) -> None:
 
     def commit() -> None:
         marker = CheckpointMarker(base.backend, base.version, saver.backend, saver.version)
-        content = marker.to_json()
-        move = partial(commit_staged, staging.root, content, overwrite=call.overwrite)
+        move = partial(commit_staged, staging.root, marker.to_json(), overwrite=call.overwrite)
         run_within(Deadline.after(ENDING * timeout_s), root, move)
 
     # Each node of a network file system has to see it.
