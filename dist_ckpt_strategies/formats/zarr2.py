@@ -434,6 +434,6 @@ class ChunkJob:
             files = [(*next(chunks)[:2], content) for content in filled]
             write_files(self.store, files, self.num_threads, deadline)
         write_files(self.store, self.others, self.num_threads, deadline)
-        names = [(key, name) for key, name, *_ in (*self.chunks, *self.others)]
+        names = [*(chunk[:2] for chunk in self.chunks), *(file[:2] for file in self.others)]
         sync_files(self.store, names, self.num_threads, deadline)
         return ()

@@ -181,7 +181,7 @@ class PackStorageWriter(_Placed, StorageWriter):
         job = PackJob(place, layout.packs, "", rank, limit_s, num_threads)
         packs = write_contents(job, layout, contents, options)
         self._written = tuple(file_of(pack.name) for pack in packs)
-        summary = PackSummary(packs, layout.objects, layout.common)
+        summary = PackSummary(tuple(packs), layout.objects, layout.common)
         stored = rank, summary, described(layout, (), ())
         nbytes = sum(pack.nbytes for pack in packs)
         return _done([WriteResult(MetadataIndex(""), nbytes, stored)])

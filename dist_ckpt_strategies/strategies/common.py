@@ -13,7 +13,7 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     IncompleteCheckpointError,
 )
-from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, OpenedSave
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint
 from dist_ckpt_strategies.formats.locations import (
     Location,
     holds_packs,
@@ -26,7 +26,7 @@ from dist_ckpt_strategies.formats.objects import (
     dump_loadable,
     load_content,
 )
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave, PackCheckpoint
 from dist_ckpt_strategies.formats.zarr2 import object_ids, object_name
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,

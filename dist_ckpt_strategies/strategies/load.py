@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.checkpoints import OpenedSave, common_digest
+from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
     CheckpointMarker,
@@ -29,7 +29,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave, PackCheckpoint
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     merged,

@@ -11,7 +11,7 @@ from dist_ckpt_strategies.comm.base import Message, run_and_gather
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats import commit, pack_commit
-from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, OpenedSave, StoredCheckpoint
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
     Location,
@@ -21,7 +21,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave, PackCheckpoint
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import LoadShardedStrategy, raises_megatron_errors
 from dist_ckpt_strategies.sharded.load import (

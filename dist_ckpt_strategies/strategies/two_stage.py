@@ -18,9 +18,10 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.checkpoints import OpenedSave, common_digest
+from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
 from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.types import (
     LoadShardedStrategy,

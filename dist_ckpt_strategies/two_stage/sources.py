@@ -17,8 +17,9 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.formats.checkpoints import OpenedSave, StoredCheckpoint
+from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.objects import dump_object
+from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave
 from dist_ckpt_strategies.formats.zarr2 import object_path
 from dist_ckpt_strategies.megatron.shards import (
     message_of,

@@ -40,7 +40,7 @@ def table_of(arrays: Arrays, held: list[Held]) -> BlockTable:
 
 def copies_of(arrays: Arrays, held: list[Held]) -> list[Copies]:
     """One table for each rank, of the keys that it holds."""
-    copies = []
+    copies: list[Copies] = []
     for rank in {rank for _, _, rank in held}:
         of_rank = [block for block in held if block[2] == rank]
         shapes_of_rank = {key: arrays[key] for key, _, _ in of_rank}
