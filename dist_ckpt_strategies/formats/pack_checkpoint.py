@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from dist_ckpt_strategies.errors import (
     array_not_found,
     some_of,
 )
-from dist_ckpt_strategies.formats.index import INDEX_NAME, FullIndex
+from dist_ckpt_strategies.formats.index import INDEX_NAME, Pointer
 from dist_ckpt_strategies.formats.locations import (
     Location,
     holds_packs,
@@ -31,7 +32,12 @@ from dist_ckpt_strategies.formats.locations import (
     require_something,
 )
 from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, StoredBytes, num_ranges
-from dist_ckpt_strategies.formats.pack_commit import current_save, read_pointer, require_packs
+from dist_ckpt_strategies.formats.pack_commit import (
+    current_save,
+    open_full_index,
+    read_pointer,
+    require_packs,
+)
 from dist_ckpt_strategies.formats.pack_read import (
     BlockReads,
     DigestTables,
@@ -58,19 +64,19 @@ class OpenedSave:
 
     Args:
         root: the location.
-        index: of its packs, if that is open.
+        pointer: what its ``index`` says, if that has been read.
 
     Attributes:
-        index: None where there are no packs.
+        pointer: None where there are no packs.
         identity: the same on all ranks that have opened this save; empty where nothing tells. Of
             packs it is the digest of the index.
     """
 
-    def __init__(self, root: Location, index: FullIndex | None = None) -> None:
-        if index is None and holds_packs(root):
-            index = current_save(place_of(root))
-        self.root, self.index, self.has_packs = root, index, index is not None
-        self.identity, self._state = (index.pointer.digest, "") if index else _look(root)
+    def __init__(self, root: Location, pointer: Pointer | None = None) -> None:
+        if pointer is None and holds_packs(root):
+            pointer = pointer_at(root)
+        self.root, self.pointer, self.has_packs = root, pointer, pointer is not None
+        self.identity, self._state = (pointer.digest, "") if pointer else _look(root)
 
     def require_current(self, limit_s: float | None = None) -> None:
         """Raise CheckpointChangedError where it has been replaced or removed since.
@@ -80,7 +86,8 @@ class OpenedSave:
         root = self.root
 
         def look() -> tuple[str, str]:
-            return (packs_identity(root), "") if self.has_packs else _look(root)
+            pointer = pointer_at(root) if self.has_packs else None
+            return (pointer.digest, "") if pointer else _look(root)
 
         state = look() if limit_s is None else run_within(Deadline.after(limit_s), root, look)
         if state != (self.identity, self._state):
@@ -108,12 +115,11 @@ class OpenedSave:
         return found
 
 
-def packs_identity(root: Location) -> str:
-    """The identity of the packs that are there; empty without an index."""
+def pointer_at(root: Location) -> Pointer | None:
+    """What ``index`` says at a place; in a bucket, what it would say of the save that counts."""
     store = place_of(root)
     found = current_save(store) if isinstance(store, Bucket) else None
-    pointer = found.pointer if found else read_pointer(store)
-    return pointer.digest if pointer else ""
+    return found.pointer if found else read_pointer(store)
 
 
 def _look(root: Location) -> tuple[str, str]:
@@ -157,7 +163,11 @@ class PackCheckpoint:
         self, location: Location, options: Options, save: OpenedSave | None = None
     ) -> None:
         self._store, self._options = place_of(location), options
-        index = current_save(self._store) if save is None else save.index
+        index = None
+        if save is None:
+            index = current_save(self._store)
+        elif save.pointer is not None:
+            index = save.read(partial(open_full_index, self._store, save.pointer))
         if index is None:
             require_something(location)
             raise IncompleteCheckpointError(
@@ -165,7 +175,7 @@ class PackCheckpoint:
                 "not ended, or it is lost; dist-ckpt rebuild-index makes it anew from the packs",
                 path=self._store.path(INDEX_NAME),
             )
-        self.index, self.save = index, save or OpenedSave(location, index)
+        self.index, self.save = index, save or OpenedSave(location, index.pointer)
         self.identity = self.save.identity
         self._last: _Lookup = (merged([])[0], {}, {})
         self._tables: DigestTables = {}

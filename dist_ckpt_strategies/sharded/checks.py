@@ -30,7 +30,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.locations import holds_packs, located
 from dist_ckpt_strategies.formats.objects import dump_object, leaves
-from dist_ckpt_strategies.formats.pack_checkpoint import packs_identity
+from dist_ckpt_strategies.formats.pack_checkpoint import pointer_at
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     StrictOutcome,
@@ -118,7 +118,8 @@ def _seen(address: str | Path, options: Options) -> str | None:
     root = located(address, options)
     if isinstance(root, Path) and root.is_dir():
         list(root.iterdir())  # an NFS client then asks its server
-    return packs_identity(root) if holds_packs(root) else None
+    pointer = pointer_at(root) if holds_packs(root) else None
+    return None if pointer is None else pointer.digest
 
 
 def require_validated(comm: Communicator, messages: Sequence[Message]) -> None:
