@@ -186,8 +186,7 @@ def overlaps(
 ) -> tuple[Column, Column, Column, Column]:
     """Boxes that regions of arrays share with the blocks of a table.
 
-    The number of the block, that of the region, the first element of
-    the box in the array, and its shape.
+    The numbers of block and region, the first element of the box in the array, and its shape.
 
     Args:
         table: the blocks.
