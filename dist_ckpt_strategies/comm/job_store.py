@@ -12,7 +12,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from dist_ckpt_strategies.comm.process_group import AbortableWaits
+from dist_ckpt_strategies.comm.abort import AbortableWaits
 from dist_ckpt_strategies.comm.teardown import open_sockets
 from dist_ckpt_strategies.config import place_from_environment
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, text_of
