@@ -591,7 +591,7 @@ def run(
     Run the same command on each of several nodes. If a node is lost, a spare node takes its place.
     """
     from dist_ckpt_strategies.cli.run import nodes_of, ranks_of, run_script  # noqa: PLC0415
-    from dist_ckpt_strategies.inprocess.elastic_agent import Job, script_command  # noqa: PLC0415
+    from dist_ckpt_strategies.inprocess.job import Job, script_command  # noqa: PLC0415
 
     if store_only and script:
         raise PlanError(f"--store-only: the store's process runs no script, found {script}")
