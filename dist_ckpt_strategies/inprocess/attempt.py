@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -176,11 +177,31 @@ class Interrupter:
         return frame is not None
 
 
+class Stage(IntEnum):
+    """How far an attempt is; it only grows."""
+
+    RUNNING = 0
+    FAULTY = 1
+    """A fault is known, and ``abort`` runs."""
+
+    ABORTED = 2
+    """``abort`` is done."""
+
+    STOPPED = 3
+    """The block has been left too: nothing of the attempt runs."""
+
+    OVER = 4
+    """Nothing waits for a fault any more."""
+
+
 class Attempt:
     """One round of this process.
 
-    ``communication`` is all that it opens to talk to its peers. ``fault`` is what has ended it, and
-    ``lost`` the error of a rendezvous that does not answer; None before.
+    Attributes:
+        communication: all that it opens to talk to its peers.
+        fault: what has ended it; None before.
+        lost: the error of a rendezvous that does not answer; None before.
+        restart_round: the rendezvous's number of it.
     """
 
     def __init__(
@@ -194,10 +215,8 @@ class Attempt:
         self._state = replace(state, communication=self.communication)
         self._client = client
         self._interrupter = interrupter
-        self._over = threading.Event()
-        self._heard = threading.Event()
-        self._stopped = threading.Event()
-        self._aborted = threading.Event()
+        self._stage = Stage.RUNNING
+        self._changed = threading.Condition()
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(
             target=self._watch, name=f"dist_ckpt-faults-{state.restart_round}", daemon=True
@@ -225,20 +244,30 @@ class Attempt:
 
     def hears_within(self, timeout_s: float) -> bool:
         """Whether a fault is known by then."""
-        return self._heard.wait(timeout_s)
+        return self._await(Stage.FAULTY, timeout_s)
 
     def wait_stopped(self) -> None:
         """Return when communication has ended, and nothing of this attempt runs.
 
         The process ends if that takes longer than it may.
         """
-        self._stopped.wait()
+        self._await(Stage.STOPPED)
         self._thread.join()
 
     def end(self) -> None:
         """Watch no longer."""
         self._interrupter.leave()
-        self._over.set()
+        self._reach(Stage.OVER)
+
+    def _reach(self, stage: Stage) -> None:
+        with self._changed:
+            self._stage = max(self._stage, stage)
+            self._changed.notify_all()
+
+    def _await(self, stage: Stage, timeout_s: float | None = None) -> bool:
+        """Whether the attempt has come so far by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._stage >= stage, timeout_s)
 
     def _watch(self) -> None:
         try:
@@ -247,21 +276,21 @@ class Attempt:
             self.lost = error if isinstance(error, PeerError) else _lost_by(error)
             why = f"the rendezvous does not answer: {self.lost}"
             fault = Fault(None, self.restart_round, FaultMode.DEATH, why)
-        if fault is None or self._over.is_set():
+        if fault is None or self._stage is Stage.OVER:
             return
         self.fault = fault
-        self._heard.set()
+        self._reach(Stage.FAULTY)
         try:
             logger.warning("%s", fault)
             self._stop(fault)
         except Exception:  # noqa: BLE001 - no new thread, or a log handler fails
             _die("stopping the block failed")
-        self._stopped.set()
+        self._reach(Stage.STOPPED)
 
     def _awaited_fault(self) -> Fault | None:
         limit_s = self._wrapper.progress_timeout_s
         poll_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s / 4)
-        while not self._over.is_set():
+        while self._stage is not Stage.OVER:
             fault = self._client.wait_fault(self.restart_round, poll_s)
             if fault is not None:
                 return fault
@@ -287,7 +316,7 @@ class Attempt:
 
     def _may_interrupt(self) -> bool:
         raises_early = self._wrapper.async_raise_before_abort and self.communication.is_ended
-        return raises_early or self._aborted.is_set()
+        return raises_early or self._stage >= Stage.ABORTED
 
     def _abort(self) -> None:
         """Abort, and cut what is opened afterwards, until the block has been left."""
@@ -307,7 +336,7 @@ class Attempt:
                 "restart round %d: abort failed; the restart continues", self.restart_round
             )
         finally:
-            self._aborted.set()
+            self._reach(Stage.ABORTED)
         while self.communication.is_ended and not self._interrupter.has_left:
             self.communication.cut()
             time.sleep(_CUT_PAUSE_S)
