@@ -112,12 +112,12 @@ def as_tensor(elements: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
 
 
 def require_plain(tensor: object, *, key: str, is_filled: bool = False) -> None:
-    """Raise a PlanError unless it is a dense tensor whose elements lie in memory of its own.
+    """Raise a PlanError if the tensor is not dense, or has no memory of its own.
 
-    Not so: sparse, nested, quantized and meta tensors, subclasses that wrap others, as DTensor
-    does, and tensors whose storage was released or cut by ``untyped_storage().resize_``. One that
-    is to be filled must not have two elements in one place, as after ``expand``; that is exact for
-    slices, permutations and expansions of a dense tensor.
+    Refuses sparse, nested, quantized and meta tensors, subclasses that wrap others, as DTensor
+    does, and tensors whose storage was released or cut by ``untyped_storage().resize_``. A tensor
+    that is to be filled must not have two elements in one place, as after ``expand``; that is exact
+    for slices, permutations and expansions of a dense tensor.
     """
     lack = kind = ""
     if isinstance(tensor, torch.Tensor):

@@ -21,8 +21,8 @@ _LONGEST_WAIT_S = 86400.0
 """Of one request: torch's client warns on stderr each time that one ends without a result."""
 
 _NUM_LOOKS = 3
-"""After so many pauses without an answer a request is given up: where this process itself was
-stopped, the first pause is over at once."""
+"""Number of timeouts before a request fails. More than one, because a process that was suspended
+sees the first timeout at once."""
 
 
 class JobStore:

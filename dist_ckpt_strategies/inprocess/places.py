@@ -304,7 +304,7 @@ class Places:
     def _watch_others(self, *, is_idle: bool) -> None:
         """Look at all places if this node has nothing to do, else at those before its own.
 
-        Of these the nearest that is held is enough: its node looks at those before it.
+        Stops at the nearest place that is held: its node watches the earlier ones.
         """
         size, wanted = self._nodes.num_nodes, self._nodes.node_rank
         if self._place is not None and not is_idle:

@@ -256,9 +256,10 @@ class LocalCheckpointManager:
             The state; and iteration, this rank, and session id.
 
         Raises:
-            CheckpointNotFoundError: there are none, at most what a first save that was killed left.
-            NoReplicasAvailableError: of each save some shard is lost; says which.
-            StorageError: all are of other trainings.
+            CheckpointNotFoundError: there is no complete checkpoint; what a first save that was killed
+                has left does not count.
+            NoReplicasAvailableError: each save has lost a shard; says which.
+            NoUsableCheckpointError: all are of other trainings.
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         comm = self.communicator("load of a local checkpoint")

@@ -309,6 +309,21 @@ class HeldTensors(ReplicatedState):
         raise RestartError("held tensors have no gradients to update from")
 
 
+def copied_to_host(checkpoint: InMemoryCheckpoint, shards: Shards) -> InMemoryCheckpoint:
+    """A state whose tensors, those of ``shards``, are copies on the host."""
+    flat_shards(shards)  # a tensor without memory cannot be copied
+    every = [tensor for tensors in shards.values() for tensor in tensors.values()]
+    copies = iter(HostSnapshot().take(every))
+    copied = {shard_id: dict(zip(names, copies)) for shard_id, names in shards.items()}  # noqa: B905 - as many as there are names
+    host = HeldTensors(
+        lambda: copied,
+        step=checkpoint.step,
+        gathered=checkpoint.provider.gathered_parts(),
+        objects=copy.deepcopy(dict(checkpoint.provider.objects())),
+    )
+    return InMemoryCheckpoint(host, checkpoint.step, checkpoint.phase)
+
+
 class ParameterUpdateLock:
     """Held by the one thread that changes parameters.
 

@@ -1,15 +1,17 @@
 """The random states of a process, and back. Importing this does not import Megatron-Core."""
 
+import pickle
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from dist_ckpt_strategies.comm.process_group import global_rank
 from dist_ckpt_strategies.device import uses_cuda
-from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.errors import CorruptCheckpointError, RestartError
 
 RandomState = tuple[str, Any]
 """Of one generator: its name, and what it needs to go on from there."""
@@ -64,6 +66,36 @@ def restore_random_states(states: Sequence[RandomState]) -> None:
             raise CorruptCheckpointError(f"random states: {name}: {error}") from error
     if tracker:
         tracker.set_states(tracked)
+
+
+class KnownRandomStates(dict[tuple[int, int], bytes]):
+    """Encoded random states at the beginning of the last steps, by global rank and step."""
+
+    def take(self, step: int) -> bytes:
+        """Keep the current ones of this process as those of a step, and return them."""
+        content = self[global_rank(), step] = pickle.dumps(capture_random_states())
+        return content
+
+    def own(self, step: int) -> list[RandomState] | None:
+        """Those of this process; None if they are not known."""
+        content = self.get((global_rank(), step))
+        return None if content is None else list(pickle.loads(content))  # noqa: S301 - of this job
+
+    def restore(self, step: int) -> None:
+        """Go back to those of this process; a RestartError if they are not known."""
+        states = self.own(step)
+        if states is None:
+            raise RestartError(f"no random states are known for step {step}")
+        restore_random_states(states)
+
+    def add(self, step: int, by_rank: Mapping[int, bytes]) -> None:
+        """Keep those of other ranks."""
+        self.update({(rank, step): content for rank, content in by_rank.items()})
+
+    def forget_before(self, step: int) -> None:
+        """Forget those of earlier steps."""
+        for key in [key for key in self if key[1] < step]:
+            del self[key]
 
 
 def _tracker() -> Any:
