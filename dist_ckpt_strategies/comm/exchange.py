@@ -23,7 +23,8 @@ from dist_ckpt_strategies.comm.base import (
     run_and_gather,
     run_collectively,
 )
-from dist_ckpt_strategies.device import HostSnapshot, TensorBytes, host_memory, to_host, uses_cuda
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
+from dist_ckpt_strategies.device import HostSnapshot, host_memory, to_host, uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.storage.io_pool import Deadline, OrderedQueues, settled
 

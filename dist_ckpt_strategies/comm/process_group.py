@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather
+from dist_ckpt_strategies.device import current_gpu
 from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
@@ -77,7 +78,7 @@ def message_device(group: ProcessGroup | None) -> torch.device:
 def payload_device(group: ProcessGroup | None) -> torch.device:
     """Where tensors are that the group's own backend sends without a detour: the GPU with NCCL."""
     if is_distributed() and "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
+        return current_gpu()
     return torch.device("cpu")
 
 

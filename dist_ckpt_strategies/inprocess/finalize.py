@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from dist_ckpt_strategies.device import gpu_memory_nbytes, release_gpu_memory
 from dist_ckpt_strategies.inprocess.health_check import HPState
 
 logger = logging.getLogger(__name__)
 
-_cuda: Any = torch.cuda
 _TOLERANCE = 1.2
 _SLACK_BYTES = 256 << 20
 _NOT_FREED_BYTES = 32 << 20
@@ -138,8 +138,7 @@ class ProcessMemory:
 def memory_in_use() -> tuple[int, int]:
     """Resident bytes of this process, and bytes that torch has allocated on its CUDA device."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    cuda = _cuda.memory_allocated() if _cuda.is_initialized() else 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE"), cuda
+    return int(pages) * os.sysconf("SC_PAGE_SIZE"), gpu_memory_nbytes()
 
 
 def release_free_memory() -> None:
@@ -151,5 +150,4 @@ def release_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    if _cuda.is_initialized():
-        _cuda.empty_cache()
+    release_gpu_memory()

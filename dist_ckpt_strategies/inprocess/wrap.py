@@ -19,6 +19,7 @@ import torch
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
 from dist_ckpt_strategies.comm.teardown import rendezvous_by_attempt
 from dist_ckpt_strategies.config import require_in_range, update_environment
+from dist_ckpt_strategies.device import has_gpu
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
@@ -279,7 +280,7 @@ class HPCallWrapper:
             self._client = (self.wrapper.hp_api_factory or rendezvous_from_environment)()
             self._client.wait_rank()
             register_interruptible_gloo()
-            if torch.cuda.is_available():
+            if has_gpu():
                 outlive_nccl_errors()
         return self._client
 

@@ -256,8 +256,8 @@ class LocalCheckpointManager:
             The state; and iteration, this rank, and session id.
 
         Raises:
-            CheckpointNotFoundError: there is no complete checkpoint; what a first save that was killed
-                has left does not count.
+            CheckpointNotFoundError: there is no complete checkpoint. (The remains of a first save
+                that was killed do not count.)
             NoReplicasAvailableError: each save has lost a shard; says which.
             NoUsableCheckpointError: all are of other trainings.
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.

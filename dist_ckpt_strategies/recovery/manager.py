@@ -10,13 +10,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.core.report import RecoveryReport
-from dist_ckpt_strategies.device import uses_cuda
+from dist_ckpt_strategies.device import release_gpu_memory
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -107,8 +105,7 @@ class InMemoryCheckpointManager(TrackedState):
         """Forget the in-memory state and its random states, and collect what they leave."""
         self._drop("delete_checkpoint was called")
         gc.collect()
-        if uses_cuda():
-            torch.cuda.empty_cache()
+        release_gpu_memory()
 
     def maybe_offload_checkpoint(self) -> None:
         """Move the in-memory state to the host, if that is enabled and the state may be released.

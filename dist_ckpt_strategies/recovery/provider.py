@@ -19,7 +19,8 @@ from typing import Any, NoReturn, Protocol, Self, cast
 import torch
 import xxhash
 
-from dist_ckpt_strategies.device import HostSnapshot, TensorBytes, require_plain, to_host
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
+from dist_ckpt_strategies.device import HostSnapshot, require_plain, to_host
 from dist_ckpt_strategies.errors import PlanError, RestartError, StorageError, StrategyError
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.recovery.plan import Phase, ShardInfo

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dist_ckpt_strategies.comm.process_group import global_rank
-from dist_ckpt_strategies.device import uses_cuda
+from dist_ckpt_strategies.device import gpu_random_state, set_gpu_random_state
 from dist_ckpt_strategies.errors import CorruptCheckpointError, RestartError
 
 RandomState = tuple[str, Any]
@@ -30,8 +30,9 @@ def capture_random_states() -> tuple[RandomState, ...]:
         ("numpy", np.random.get_state()),  # noqa: NPY002 - the global one
         ("torch", torch.get_rng_state().numpy()),
     ]
-    if uses_cuda():
-        found.append(("cuda", torch.cuda.get_rng_state().numpy()))
+    on_gpu = gpu_random_state()
+    if on_gpu is not None:
+        found.append(("cuda", on_gpu))
     tracker = _tracker()
     for name, state in sorted(tracker.get_states().items()) if tracker else ():
         tensor = state.get_state() if isinstance(state, torch.Generator) else state
@@ -48,7 +49,7 @@ def restore_random_states(states: Sequence[RandomState]) -> None:
         "python": random.setstate,
         "numpy": np.random.set_state,
         "torch": lambda state: torch.set_rng_state(torch.from_numpy(state)),
-        "cuda": lambda state: torch.cuda.set_rng_state(torch.from_numpy(state)),
+        "cuda": set_gpu_random_state,
     }
     tracker = _tracker()
     tracked = dict(tracker.get_states()) if tracker else {}
