@@ -1,7 +1,5 @@
 """One attempt to run the block: a thread stops it when a fault is heard, wherever it is."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -10,20 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.device import on_own_gpu
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, StrategyError, text_of
-from dist_ckpt_strategies.inprocess.abort import Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RendezvousClient
-
-if TYPE_CHECKING:
-    from dist_ckpt_strategies.inprocess.wrap import HPWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +25,6 @@ T = TypeVar("T")
 
 EXIT_UNSTOPPABLE = 86
 """Exit code of a process whose block could not be stopped in time."""
-
-DEFAULT_ABORT_TIMEOUT_S = 60.0
-"""Where ``abort_timeout`` is None: a rank that cannot be stopped must not be waited for."""
 
 _POLL_S = 0.5
 _PAUSE_S = 0.002
@@ -177,21 +168,31 @@ class Interrupter:
         return frame is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When and how the block is stopped.
+
+    Attributes:
+        abort: called with the state when a fault is known.
+        limit_s: longest time from a fault until the block has been left; then the process ends.
+        raises_early: interrupt the block as soon as communication has ended, not after ``abort``.
+        progress_s: longest time between two pings of the block; None: unlimited.
+    """
+
+    abort: Callable[[HPState], HPState] | None
+    limit_s: float
+    raises_early: bool
+    progress_s: float | None
+
+
 class Stage(IntEnum):
     """How far an attempt is; it only grows."""
 
     RUNNING = 0
-    FAULTY = 1
-    """A fault is known, and ``abort`` runs."""
-
-    ABORTED = 2
-    """``abort`` is done."""
-
-    STOPPED = 3
-    """The block has been left too: nothing of the attempt runs."""
-
-    OVER = 4
-    """Nothing waits for a fault any more."""
+    FAULTY = 1  # a fault is known, and ``abort`` runs
+    ABORTED = 2  # ``abort`` is done
+    STOPPED = 3  # the block has been left too: nothing of the attempt runs
+    OVER = 4  # nothing waits for a fault any more
 
 
 class Attempt:
@@ -205,13 +206,17 @@ class Attempt:
     """
 
     def __init__(
-        self, wrapper: HPWrapper, state: HPState, client: RendezvousClient, interrupter: Interrupter
+        self,
+        stopping: Stopping,
+        state: HPState,
+        client: RendezvousClient,
+        interrupter: Interrupter,
     ) -> None:
         self.fault: Fault | None = None
         self.lost: PeerError | None = None
         self.communication = Communication()
         self.restart_round = state.restart_round
-        self._wrapper = wrapper
+        self._stopping = stopping
         self._state = replace(state, communication=self.communication)
         self._client = client
         self._interrupter = interrupter
@@ -288,7 +293,7 @@ class Attempt:
         self._reach(Stage.STOPPED)
 
     def _awaited_fault(self) -> Fault | None:
-        limit_s = self._wrapper.progress_timeout_s
+        limit_s = self._stopping.progress_s
         poll_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s / 4)
         while self._stage is not Stage.OVER:
             fault = self._client.wait_fault(self.restart_round, poll_s)
@@ -302,7 +307,7 @@ class Attempt:
         return None
 
     def _stop(self, fault: Fault) -> None:
-        limit_s = self._wrapper.abort_timeout or DEFAULT_ABORT_TIMEOUT_S
+        limit_s = self._stopping.limit_s
         deadline = time.monotonic() + limit_s
         aborting = threading.Thread(target=self._abort, name="dist_ckpt-abort", daemon=True)
         aborting.start()
@@ -315,20 +320,15 @@ class Attempt:
             _die(f"{what} within {limit_s:g} s")
 
     def _may_interrupt(self) -> bool:
-        raises_early = self._wrapper.async_raise_before_abort and self.communication.is_ended
-        return raises_early or self._stage >= Stage.ABORTED
+        is_early = self._stopping.raises_early and self.communication.is_ended
+        return is_early or self._stage >= Stage.ABORTED
 
     def _abort(self) -> None:
         """Abort, and cut what is opened afterwards, until the block has been left."""
-        abort = self._wrapper.abort
-        if self._wrapper.early_abort_communicator and isinstance(abort, Compose):
-            kind = HPAbortTorchDistributed
-            # The last one runs first.
-            abort = Compose(*sorted(abort.instances, key=lambda one: isinstance(one, kind)))
         try:
-            if abort is not None:
+            if self._stopping.abort is not None:
                 with on_own_gpu():
-                    abort(self.state)
+                    self._stopping.abort(self.state)
         except Exception:
             # A step of the user's: the block is interrupted all the same, and where it cannot be,
             # this process ends.

@@ -29,7 +29,12 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.attempt import Attempt, Interrupter, RankShouldRestart
+from dist_ckpt_strategies.inprocess.attempt import (
+    Attempt,
+    Interrupter,
+    RankShouldRestart,
+    Stopping,
+)
 from dist_ckpt_strategies.inprocess.finalize import Finalize, ProcessMemory
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.launch import outlive_nccl_errors
@@ -53,6 +58,7 @@ _FIRST_TELLER_S = 0.1
 _LONG_S = 600.0
 """An attempt of this length is not idle where nothing says how many steps it has done."""
 
+_ABORT_TIMEOUT_S = 60.0  # by default: a rank that cannot be stopped must not be waited for
 _LEAVE_S = 3.0
 """Ranks that leave after a common save do so together, if the first does not interrupt others."""
 
@@ -211,7 +217,16 @@ class HPCallWrapper:
         client = self._opened()
         place = client.wait_rank()
         state = HPState(place.global_rank, place.world_size, self._round, self.num_attempts)
-        self._attempt = Attempt(self.wrapper, state, client, self._interrupter)
+        options, abort = self.wrapper, self.wrapper.abort
+        if options.early_abort_communicator and isinstance(abort, Compose):
+            abort = abort.with_communication_first()
+        stopping = Stopping(
+            abort,
+            options.abort_timeout or _ABORT_TIMEOUT_S,
+            options.async_raise_before_abort,
+            options.progress_timeout_s,
+        )
+        self._attempt = Attempt(stopping, state, client, self._interrupter)
         self._attempt.start()
 
     def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> Any:
