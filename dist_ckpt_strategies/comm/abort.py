@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, uses_nccl
 from dist_ckpt_strategies.device import RELEASED
-from dist_ckpt_strategies.errors import WaitReleasedError
+from dist_ckpt_strategies.errors import PeerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class AbortableWaits:
     def require_waiting(self) -> None:
         """Raise if all calls have been ended."""
         if self.is_aborted:
-            raise WaitReleasedError(None, RELEASED)
+            raise PeerLostError(None, RELEASED)
 
     def begin(self) -> Future[Any]:
         """A call for ``settle``; it fails when ``abort`` comes first, at once if it has."""
@@ -93,7 +93,7 @@ class AbortableWaits:
         meanwhile: Callable[[], object] | None = None,
         every_s: float | None = None,
     ) -> Any:
-        """What ``wait`` returns or raises, on another thread; WaitReleasedError if it is aborted.
+        """What ``wait`` returns or raises, on another thread; PeerLostError if it is aborted.
 
         ``meanwhile`` is called after each ``every_s`` seconds without a result. What it raises is
         raised here. The thread may go on waiting in either case.
@@ -114,7 +114,7 @@ class AbortableWaits:
         self.is_aborted = True
         for call in list(self._calls):
             with suppress(InvalidStateError):  # its result has just come
-                call.set_exception(WaitReleasedError(None, RELEASED))
+                call.set_exception(PeerLostError(None, RELEASED))
 
 
 def run_abandonable(call: Callable[[], Any], timeout_s: float, what: str) -> Any:

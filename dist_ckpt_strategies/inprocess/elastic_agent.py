@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 from uuid import uuid4
 
-from dist_ckpt_strategies.errors import PeerLostError, RestartError, RestartLimitError
+from dist_ckpt_strategies.errors import PeerLostError, RestartError
 from dist_ckpt_strategies.inprocess.failures import Failures
 from dist_ckpt_strategies.inprocess.job import (
     FENCED,
@@ -257,13 +257,13 @@ class ElasticAgent:
             )
 
     def _count_failure(self, rank: int | None, why: str) -> None:
-        """Raise a RestartLimitError if too many workers of the job have died."""
+        """Raise a RestartError if too many workers of the job have died."""
         if (idle := self._store.get(IDLE)) is not None:
-            raise RestartLimitError(idle)
+            raise RestartError(idle)
         num_failures = self._store.add("failures")
         if num_failures > self._job.max_restarts:
             who = "a spare" if rank is None else f"rank {rank}"
-            raise RestartLimitError(
+            raise RestartError(
                 f"{num_failures} workers have died ({self._failures.counts() or 'spares'}), "
                 f"{self._job.max_restarts} restarts are allowed; the last one was {who}: {why}"
             )

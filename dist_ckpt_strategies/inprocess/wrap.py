@@ -366,11 +366,11 @@ class HPCallWrapper:
         """Raise unless this process may run another attempt."""
         limit = self.wrapper.max_attempts
         if limit is not None and state.attempt >= limit:
-            raise RestartLimitError(
+            raise RestartError(
                 f"{state.attempt} attempts, {limit} allowed; the last: {state.fault}"
             ) from train_ex
         if why := self._idle.end_attempt(state, self._opened(), self.step_upon_restart):
-            raise RestartLimitError(why) from train_ex
+            raise RestartError(why) from train_ex
         if self.wrapper.health_check is not None:
             self.wrapper.health_check(state, train_ex)
 

@@ -259,7 +259,7 @@ class LocalCheckpointManager:
             CheckpointNotFoundError: there is no complete checkpoint. (The remains of a first save
                 that was killed do not count.)
             NoReplicasAvailableError: each save has lost a shard; says which.
-            NoUsableCheckpointError: all are of other trainings.
+            StorageError: all are of other trainings.
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         comm = self.communicator("load of a local checkpoint")

@@ -148,7 +148,7 @@ class TrackedState:
     def end_update(self) -> None:
         """Give the lock back: this rank's shard and objects are those of the next step.
 
-        Raises a WaitReleasedError if communication was ended: what the block has received since
+        Raises a PeerLostError if communication was ended: what the block has received since
         ``begin_update`` may be garbage, so the state stays inconsistent.
         """
         self._require_not_aborted()
@@ -167,7 +167,7 @@ class TrackedState:
         """Note that the step is over: the weights are gathered. Gives back a lock that is held.
 
         The GPU need not have gathered them: every recovery gathers them again. Raises a
-        WaitReleasedError if communication was ended.
+        PeerLostError if communication was ended.
         """
         checkpoint, _ = self._tracked(Phase.UPDATED)
         self._require_not_aborted()
