@@ -1,6 +1,7 @@
 """A Communicator over a process group of torch.distributed."""
 
 import json
+import math
 import struct
 import time
 from collections import Counter
@@ -292,8 +293,10 @@ class TorchCommunicator(Communicator):
         """See Communicator."""
         self._progress.note_failure(error)
 
-    def peer_error(self, error: BaseException, deadline: float, peer: int | None) -> PeerError:
-        """The error for a collective that timed out or broke off, with the ranks to blame."""
+    def peer_error(
+        self, error: BaseException, deadline: float = math.inf, peer: int | None = None
+    ) -> PeerError:
+        """See Communicator."""
         is_lost = time.monotonic() < deadline - _CLOCK_S
         return self._progress.peer_error(error, self._what, self._timeout_s, peer, is_lost=is_lost)
 

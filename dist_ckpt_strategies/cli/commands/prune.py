@@ -20,6 +20,10 @@ def prune(
     keep_every: Annotated[
         int | None, value(min=1, metavar="N", help="Keep those of every N-th iteration.")
     ] = None,
+    keep_best: Annotated[
+        str | None,
+        value(metavar="METRIC:MODE:N", help="Keep the N best of a manager's: loss:min:3."),
+    ] = None,
     unfinished: Annotated[
         bool, flag("--unfinished", help="Remove what killed saves left behind.")
     ] = False,
@@ -42,10 +46,12 @@ def prune(
     name, or is neither a checkpoint of ("safetensors", 1) or ("zarr", 1) nor left by a killed save
     of these. Shows what would be removed, and prompts.
     """
-    from dist_ckpt_strategies.cli.prune import prune_checkpoints  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.prune import parse_keep_best, prune_checkpoints  # noqa: PLC0415
 
     prepare(root)
-    rules = {"keep_last": keep_last, "keep_every": keep_every, "unfinished": unfinished}
+    best = keep_best and parse_keep_best(keep_best)
+    rules = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": best}
+    rules |= {"unfinished": unfinished}
     prune_checkpoints(
         root, rules, older_than=older_than, dry_run=dry_run, is_agreed=yes, as_json=as_json
     )
