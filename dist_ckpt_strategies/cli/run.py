@@ -23,8 +23,8 @@ from torch.distributed.run import determine_local_world_size
 from dist_ckpt_strategies.cli.render import printable
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.errors import PeerLostError, PlanError
-from dist_ckpt_strategies.inprocess.elastic_agent import ElasticAgent, Job
-from dist_ckpt_strategies.inprocess.places import FENCED, NODE_MISSING, Nodes
+from dist_ckpt_strategies.inprocess.elastic_agent import ElasticAgent
+from dist_ckpt_strategies.inprocess.job import FENCED, NODE_MISSING, Job, Nodes
 
 _LOOK_S = 0.2
 _PATIENCE_S = 5.0

@@ -145,8 +145,8 @@ def out_of_step(global_rank: int, what: str) -> PeerLostError:
     """The error for a rank that answers, but in another step than this one."""
     return PeerLostError(
         global_rank,
-        f"ranks are out of step: what this one has sent does not belong to {what}; it has left an "
-        "earlier step by an error of its own, or this one has: see what each of them raised first",
+        f"ranks are out of step: rank {global_rank} is in another collective than this rank "
+        f"({what}); one of the two raised an error earlier: look at the first error of each",
     )
 
 

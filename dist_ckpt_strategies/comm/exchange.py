@@ -23,7 +23,8 @@ from dist_ckpt_strategies.comm.base import (
     run_and_gather,
     run_collectively,
 )
-from dist_ckpt_strategies.device import HostSnapshot, TensorBytes, host_memory, to_host, uses_cuda
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
+from dist_ckpt_strategies.device import HostSnapshot, host_memory, to_host, uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.storage.io_pool import Deadline, OrderedQueues, settled
 
@@ -44,8 +45,8 @@ _RECEIVE_SLOTS = 2
 class Outgoing:
     """A block of bytes for another rank, or for this one.
 
-    ``read`` is called on a thread with the first byte of a message, and memory for it. It returns
-    the message's bytes, in that memory or in other memory that stays as it is.
+    ``read`` is called on a worker thread with a message's byte offset and a buffer. It returns the
+    message's bytes, in that buffer or in other memory that stays as it is.
     """
 
     name: str
@@ -63,8 +64,8 @@ class Outgoing:
 class Incoming:
     """A block of bytes from another rank, or from this one.
 
-    ``take`` is called on a thread, in order, with the first byte of a message and its bytes.
-    ``landing`` is called with the first byte of a message and its size, and says where it is to
+    ``take`` is called on a worker thread, in order, with a message's byte offset and its bytes.
+    ``landing`` is called with the byte offset and the size, and says where the message is to
     arrive, on the host or on the communicator's device; None: anywhere. ``key`` is for errors.
     """
 
@@ -112,8 +113,8 @@ def exchange(
     """Carry the blocks of all ranks; returns what ``finish`` returned on every rank, by rank.
 
     Collective: either every rank returns, or every rank raises. Between two ranks the n-th outgoing
-    block meets the n-th incoming one, of the same size. What fails while messages travel is raised
-    at the end: until then peers get other bytes, so that no rank waits for this one.
+    block meets the n-th incoming one, of the same size. A local failure does not stop the exchange:
+    this rank sends placeholder bytes, and every rank raises at the end.
 
     Args:
         comm: the ranks.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from dist_ckpt_strategies.comm.process_group import AbortableWaits, settle
+from dist_ckpt_strategies.comm.abort import AbortableWaits, settle
 
 BACKEND_NAME = "interruptible_gloo"
 

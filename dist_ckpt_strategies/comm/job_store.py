@@ -12,7 +12,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from dist_ckpt_strategies.comm.process_group import AbortableWaits
+from dist_ckpt_strategies.comm.abort import AbortableWaits
 from dist_ckpt_strategies.comm.teardown import open_sockets
 from dist_ckpt_strategies.config import place_from_environment
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, text_of
@@ -21,8 +21,8 @@ _LONGEST_WAIT_S = 86400.0
 """Of one request: torch's client warns on stderr each time that one ends without a result."""
 
 _NUM_LOOKS = 3
-"""After so many pauses without an answer a request is given up: where this process itself was
-stopped, the first pause is over at once."""
+"""Number of timeouts before a request fails. More than one, because a process that was suspended
+sees the first timeout at once."""
 
 
 class JobStore:

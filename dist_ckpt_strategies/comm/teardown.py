@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from dist_ckpt_strategies.comm.abort import abort_nccl
 from dist_ckpt_strategies.comm.interruptible_gloo import InterruptibleGloo
-from dist_ckpt_strategies.comm.process_group import abort_nccl, uses_nccl
+from dist_ckpt_strategies.comm.process_group import uses_nccl
 from dist_ckpt_strategies.device import ABORTED
 
 logger = logging.getLogger(__name__)

@@ -1,25 +1,22 @@
-"""A Communicator over a process group of torch.distributed; it names ranks that are missing."""
+"""A Communicator over a process group of torch.distributed."""
 
 import json
 import math
-import os
 import struct
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
 
+from dist_ckpt_strategies.comm.abort import abort_nccl, disconnect_gloo
 from dist_ckpt_strategies.comm.base import (
     Buffer,
     Communicator,
@@ -31,34 +28,24 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
-    abort_nccl,
     is_distributed,
     is_from_peer,
-    is_of_communication,
-    message_device,
     require_member,
-    run_abandonable,
 )
+from dist_ckpt_strategies.comm.progress import progress_of
 from dist_ckpt_strategies.device import raise_if_aborted, to_host_beside
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerError,
-    PeerLostError,
-    PeerTimeoutError,
     PlanError,
     as_checkpoint_error,
     error_from_peer,
-    text_of,
 )
-from dist_ckpt_strategies.storage.host import has_ended, process_name
 
 _DEVICE_PAUSE_S = 0.0002
 
 _ABORT_S = 1.0
 """Longest wait for what an abort does after it has ended the group's works."""
-
-_TAG_OF_NOTHING = 1 << 30
-"""Of a message that no rank sends; others have the tag 0."""
 
 _NUMBER = struct.Struct("=q")
 """How a number travels; another collective of the job most likely sends one too."""
@@ -70,31 +57,7 @@ _PURPOSE_BITS = 63 - _SIZE_BITS
 _PURPOSE_NBYTES = 160
 """Of the text that ranks exchange where their purposes differ."""
 
-_LOOKUP_S = 5.0
-"""Longest wait for the job's key-value store, once a collective has failed."""
-
-_LOOKUP_PAUSE_S = 0.05
-
-
-@dataclass(slots=True)
-class _Reached:
-    """How far a group is: its collectives so far, and when the last one was reached.
-
-    Torch's own sequence number counts messages between single ranks too. A later group may have
-    torch's name of this one, but not ``name``. Messages have to be on ``device``. ``failure`` is
-    this rank's own error since the last collective.
-    """
-
-    device: torch.device
-    total: int = 0
-    at: float = 0.0
-    failure: str = ""
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-
-_REACHED: WeakKeyDictionary[Any, _Reached] = WeakKeyDictionary()
-"""Of each group: it takes no attributes."""
-
+_CLOCK_S = 0.001
 _ROUNDING_S = 0.002
 """Torch's limits are whole milliseconds."""
 
@@ -146,10 +109,7 @@ class TorchCommunicator(Communicator):
     Works over gloo on the CPU and, where the group has no CPU backend, over NCCL through device
     buffers.
 
-    A collective that times out does not say which rank it waited for. So each rank writes one key
-    per collective to the job's key-value store: how many collectives of this package the group has
-    had, which is equal on all ranks, and its process, so that ranks on the same host see that it
-    has died.
+    Its errors name the ranks that a collective waited for; see ``progress.py``.
     """
 
     def __init__(
@@ -165,10 +125,8 @@ class TorchCommunicator(Communicator):
         self._channels = tuple(channels) or (group,)
         self._has_own_channels = bool(channels)
         self._timeout_s = timeout_s
-        if group not in _REACHED:
-            _REACHED[group] = _Reached(message_device(group))
-        self._reached = _REACHED[group]
-        self._message_device, self.group_id = self._reached.device, self._reached.name
+        self._progress = progress_of(group)
+        self._message_device, self.group_id = self._progress.device, self._progress.name
         self.device = payload_device or self._message_device
         self._unconnected = [
             channel
@@ -179,10 +137,6 @@ class TorchCommunicator(Communicator):
         # Not 0, which other collectives of the job begin with.
         digest = xxhash.xxh3_64_intdigest(what[0].encode())
         self._purpose_number = digest % ((1 << _PURPOSE_BITS) - 1) + 1
-        self._store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public way
-        prefix = f"dist_ckpt/{group.group_name}"
-        self._keys = {rank: f"{prefix}/{rank}" for rank in self.global_ranks}
-        self._given_up_key = f"{prefix}/given_up"
         self._num_collectives = 0
 
     @property
@@ -256,17 +210,16 @@ class TorchCommunicator(Communicator):
         """
         raise_if_aborted()  # what this rank would send may rest on garbage
         self._num_collectives += 1
-        now, reached = time.monotonic(), self._reached
-        before, reached.at = reached.at, now
-        reached.total += 1
-        deadline = now + self._timeout_s
+        progress = self._progress
+        pause_s = progress.begin_collective()
+        deadline = time.monotonic() + self._timeout_s
         device = self._message_device
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         mine = mine.to(device, non_blocking=True)  # without a wait for what the GPU has to do
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with _PeerErrors(self, deadline):
-            if reached.total == 1:
-                self._write_note(self._store)
+            if progress.total == 1:
+                progress.write_note()
             while self._unconnected:
                 nothing = torch.zeros(1, device=self.device)
                 channel = self._unconnected.pop()
@@ -278,11 +231,11 @@ class TorchCommunicator(Communicator):
             deadline = time.monotonic() + self._timeout_s
             with _PeerErrors(self, deadline):
                 if not _is_done_within(work, min(_PATIENCE_S, self._timeout_s), device):
-                    self._write_note(self._store)
+                    progress.write_note()
                     _wait(work, deadline, device)
-                if now - before > _SHARE_OF_LIMIT * self._timeout_s:
-                    self._require_awaited()
-            reached.failure = ""
+                if pause_s > _SHARE_OF_LIMIT * self._timeout_s:
+                    progress.require_awaited(self._what)
+            progress.failure = ""
             return [tensor.numpy().tobytes() for tensor in to_host_beside(found)]
 
         return await_all
@@ -336,113 +289,27 @@ class TorchCommunicator(Communicator):
     def _tensor_of(self, data: Buffer) -> torch.Tensor:
         return _as_tensor(data).to(self.device)
 
-    def break_off(self) -> None:
-        """Abort NCCL; over gloo, have every channel wait in vain, for something no rank sends.
-
-        Gloo breaks off all connections of a group that has waited in vain, but of no other: the
-        channels beside it would carry the next call's bytes, to peers that still are in this one.
-        NCCL breaks off nothing: its group is aborted.
-        """
-        # Any group may be broken off, aborted or destroyed already.
-        if self.device.type != "cpu":
-            abort_nccl({self._group, *self._channels}, _ABORT_S)
-        if self._has_own_channels and self._message_device.type == "cpu":
-            peer = self.global_ranks[self.rank - 1]
-            for channel in self._channels:
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                with suppress(RuntimeError, ValueError):
-                    work: Any = dist.irecv(nothing, peer, group=channel, tag=_TAG_OF_NOTHING)
-                    work.wait(timedelta(milliseconds=1))
+    def note_failure(self, error: BaseException) -> None:
+        """See Communicator."""
+        self._progress.note_failure(error)
 
     def peer_error(
         self, error: BaseException, deadline: float = math.inf, peer: int | None = None
     ) -> PeerError:
         """See Communicator."""
-        is_lost = time.monotonic() < deadline - 0.001
-        missing = {peer: ""} if peer is not None else self._missing(is_lost=is_lost)
-        if missing is None:
-            who = "a peer (perhaps rank 0: the job's key-value store does not answer)"
-        else:
-            who = f"ranks {list(missing)}" if missing else "a peer"
-        first, why = next(iter(missing or {}), None), "".join((missing or {}).values())
-        if not is_lost:
-            late = f"{who} did not reach this collective within {self._timeout_s:g} s: {self._what}"
-            return PeerTimeoutError(first, late + why)
-        return PeerLostError(
-            first if missing and len(missing) == 1 else None,
-            f"lost contact with {who}: {self._what}: {error}{why}",
-        )
+        is_lost = time.monotonic() < deadline - _CLOCK_S
+        return self._progress.peer_error(error, self._what, self._timeout_s, peer, is_lost=is_lost)
 
-    def _require_awaited(self) -> None:
-        """Raise if the other ranks had given up on this one before it reached the collective.
+    def break_off(self) -> None:
+        """Make the channels unusable: no later call may take the bytes of this one.
 
-        What they sent may have arrived all the same.
+        An NCCL group is aborted. Gloo has closed the connections of the group that timed out, but
+        not those of the channels beside it.
         """
-        if not self._store.check([self._given_up_key]):
-            return
-        rank, total, name = self._store.get(self._given_up_key).decode().split()
-        key = self._keys.get(int(rank))  # an earlier group of that name had other ranks
-        if key is None or int(total) < self._reached.total:
-            return
-        if self._store.get(key).decode().split()[1] == name:
-            raise PeerTimeoutError(
-                None,
-                "this rank reached the collective after others had waited for their whole limit: "
-                f"{self._what}",
-            )
-
-    def note_failure(self, error: BaseException) -> None:
-        """See Communicator. What comes from a peer is no error of this rank."""
-        if is_of_communication(error):
-            return
-        text = f"{type(error).__name__}: {text_of(error)}"
-        self._reached.failure = text.encode(errors="replace").decode()
-        with suppress(RuntimeError, TimeoutError):
-            run_abandonable(lambda: self._write_note(self._store.clone()), _LOOKUP_S, "")
-
-    def _write_note(self, store: Any) -> None:
-        """Note how far this rank is, and by what error it is about to leave."""
-        reached = self._reached
-        note = f"{reached.total} {reached.name} {process_name(os.getpid())}\n{reached.failure}"
-        store.set(self._keys[self.global_ranks[self.rank]], note)
-
-    def _missing(self, *, is_lost: bool) -> dict[int, str] | None:
-        """Global ranks to blame for a failed collective, with what their errors add to the message.
-
-        None if the store does not answer. After a timeout, notes for late ranks that this rank has
-        given up. To blame are those that have left by an error of their own. Else after a timeout
-        those that have not reached it, else those whose processes on this host have ended. Where
-        contact broke off, those that have ended, else those that have not reached it once slower
-        ranks had time to.
-
-        A question to a store hosted by a silent rank never returns, so it is asked over a new
-        connection on a thread.
-        """
-        limit_s = min(self._timeout_s, _LOOKUP_S)
-        total = self._reached.total  # the thread may go on after it was given up
-
-        me = self.global_ranks[self.rank]
-        others = {rank: key for rank, key in self._keys.items() if rank != me}
-
-        def ask() -> dict[int, str]:
-            store = self._store.clone()
-            self._write_note(store)
-            if not is_lost:
-                store.set(self._given_up_key, f"{me} {total} {self._reached.name}")
-                ended, late, failed = _ended_and_late(store, others, total)
-                return failed or dict.fromkeys(late or ended, "")
-            deadline = time.monotonic() + limit_s / 2
-            while True:
-                ended, late, failed = _ended_and_late(store, others, total)
-                if failed or ended or len(late) <= 1 or time.monotonic() >= deadline:
-                    return failed or dict.fromkeys(ended or late, "")
-                time.sleep(_LOOKUP_PAUSE_S)
-
-        try:
-            found: dict[int, str] = run_abandonable(ask, limit_s, "the job's key-value store")
-        except (RuntimeError, TimeoutError):
-            return None
-        return found
+        if self.device.type != "cpu":
+            abort_nccl({self._group, *self._channels}, _ABORT_S)
+        if self._has_own_channels and self._message_device.type == "cpu":
+            disconnect_gloo(self._channels, self.global_ranks[self.rank - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,28 +373,3 @@ def _wait(work: Any, deadline: float, device: torch.device) -> None:
         time.sleep(_DEVICE_PAUSE_S)
     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
     raise_if_aborted()
-
-
-# Which ranks have not reached a collective, or have died in it
-
-
-def _ended_and_late(
-    store: Any, keys: Mapping[int, str], total: int
-) -> tuple[list[int], list[int], dict[int, str]]:
-    """Ranks whose processes have ended, and those that have not reached so many collectives.
-
-    Of those that left by an error of their own also a text.
-    """
-    written = {rank: key for rank, key in keys.items() if store.check([key])}
-    texts = store.multi_get(list(written.values())) if written else []
-    notes = {r: text.decode().partition("\n") for r, text in zip(written, texts, strict=True)}
-    found = {rank: note.split(" ", 2) for rank, (note, _, _) in notes.items()}
-    ended = [rank for rank, (_, _, process) in found.items() if has_ended(process)]
-    late = [rank for rank in keys if rank not in found or int(found[rank][0]) < total]
-    left = "; rank {} left by an error of its own: {}"
-    failed = {
-        rank: left.format(rank, why)
-        for rank, (*_, why) in notes.items()
-        if why and int(found[rank][0]) >= total - 1  # else it has gone on since
-    }
-    return ended, late, failed

@@ -63,6 +63,11 @@ class Compose(Abort):
             raise RestartError(f"abort failed: {texts}") from ExceptionGroup("abort", errors)
         return state
 
+    def with_communication_first(self) -> "Compose":
+        """The same parts; those that end communication are called before all others."""
+        kind = HPAbortTorchDistributed
+        return Compose(*sorted(self.instances, key=lambda one: isinstance(one, kind)))
+
 
 class AbortTransformerEngine(Abort):
     """Destroys Transformer Engine's buffers for overlapped communication, if it is imported."""

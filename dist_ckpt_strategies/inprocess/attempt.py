@@ -1,7 +1,5 @@
 """One attempt to run the block: a thread stops it when a fault is heard, wherever it is."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -10,19 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.device import on_own_gpu
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, StrategyError, text_of
-from dist_ckpt_strategies.inprocess.abort import Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RendezvousClient
-
-if TYPE_CHECKING:
-    from dist_ckpt_strategies.inprocess.wrap import HPWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +25,6 @@ T = TypeVar("T")
 
 EXIT_UNSTOPPABLE = 86
 """Exit code of a process whose block could not be stopped in time."""
-
-DEFAULT_ABORT_TIMEOUT_S = 60.0
-"""Where ``abort_timeout`` is None: a rank that cannot be stopped must not be waited for."""
 
 _POLL_S = 0.5
 _PAUSE_S = 0.002
@@ -176,28 +168,60 @@ class Interrupter:
         return frame is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When and how the block is stopped.
+
+    Attributes:
+        abort: called with the state when a fault is known.
+        limit_s: longest time from a fault until the block has been left; then the process ends.
+        raises_early: interrupt the block as soon as communication has ended, not after ``abort``.
+        progress_s: longest time between two pings of the block; None: unlimited.
+    """
+
+    abort: Callable[[HPState], HPState] | None
+    limit_s: float
+    raises_early: bool
+    progress_s: float | None
+
+
+class Stage(IntEnum):
+    """How far an attempt is; it only grows."""
+
+    RUNNING = 0
+    FAULTY = 1  # a fault is known, and ``abort`` runs
+    ABORTED = 2  # ``abort`` is done
+    STOPPED = 3  # the block has been left too: nothing of the attempt runs
+    OVER = 4  # nothing waits for a fault any more
+
+
 class Attempt:
     """One round of this process.
 
-    ``communication`` is all that it opens to talk to its peers. ``fault`` is what has ended it, and
-    ``lost`` the error of a rendezvous that does not answer; None before.
+    Attributes:
+        communication: all that it opens to talk to its peers.
+        fault: what has ended it; None before.
+        lost: the error of a rendezvous that does not answer; None before.
+        restart_round: the rendezvous's number of it.
     """
 
     def __init__(
-        self, wrapper: HPWrapper, state: HPState, client: RendezvousClient, interrupter: Interrupter
+        self,
+        stopping: Stopping,
+        state: HPState,
+        client: RendezvousClient,
+        interrupter: Interrupter,
     ) -> None:
         self.fault: Fault | None = None
         self.lost: PeerError | None = None
         self.communication = Communication()
         self.restart_round = state.restart_round
-        self._wrapper = wrapper
+        self._stopping = stopping
         self._state = replace(state, communication=self.communication)
         self._client = client
         self._interrupter = interrupter
-        self._over = threading.Event()
-        self._heard = threading.Event()
-        self._stopped = threading.Event()
-        self._aborted = threading.Event()
+        self._stage = Stage.RUNNING
+        self._changed = threading.Condition()
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(
             target=self._watch, name=f"dist_ckpt-faults-{state.restart_round}", daemon=True
@@ -225,20 +249,30 @@ class Attempt:
 
     def hears_within(self, timeout_s: float) -> bool:
         """Whether a fault is known by then."""
-        return self._heard.wait(timeout_s)
+        return self._await(Stage.FAULTY, timeout_s)
 
     def wait_stopped(self) -> None:
         """Return when communication has ended, and nothing of this attempt runs.
 
         The process ends if that takes longer than it may.
         """
-        self._stopped.wait()
+        self._await(Stage.STOPPED)
         self._thread.join()
 
     def end(self) -> None:
         """Watch no longer."""
         self._interrupter.leave()
-        self._over.set()
+        self._reach(Stage.OVER)
+
+    def _reach(self, stage: Stage) -> None:
+        with self._changed:
+            self._stage = max(self._stage, stage)
+            self._changed.notify_all()
+
+    def _await(self, stage: Stage, timeout_s: float | None = None) -> bool:
+        """Whether the attempt has come so far by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._stage >= stage, timeout_s)
 
     def _watch(self) -> None:
         try:
@@ -247,21 +281,21 @@ class Attempt:
             self.lost = error if isinstance(error, PeerError) else _lost_by(error)
             why = f"the rendezvous does not answer: {self.lost}"
             fault = Fault(None, self.restart_round, FaultMode.DEATH, why)
-        if fault is None or self._over.is_set():
+        if fault is None or self._stage is Stage.OVER:
             return
         self.fault = fault
-        self._heard.set()
+        self._reach(Stage.FAULTY)
         try:
             logger.warning("%s", fault)
             self._stop(fault)
         except Exception:  # noqa: BLE001 - no new thread, or a log handler fails
             _die("stopping the block failed")
-        self._stopped.set()
+        self._reach(Stage.STOPPED)
 
     def _awaited_fault(self) -> Fault | None:
-        limit_s = self._wrapper.progress_timeout_s
+        limit_s = self._stopping.progress_s
         poll_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s / 4)
-        while not self._over.is_set():
+        while self._stage is not Stage.OVER:
             fault = self._client.wait_fault(self.restart_round, poll_s)
             if fault is not None:
                 return fault
@@ -273,7 +307,7 @@ class Attempt:
         return None
 
     def _stop(self, fault: Fault) -> None:
-        limit_s = self._wrapper.abort_timeout or DEFAULT_ABORT_TIMEOUT_S
+        limit_s = self._stopping.limit_s
         deadline = time.monotonic() + limit_s
         aborting = threading.Thread(target=self._abort, name="dist_ckpt-abort", daemon=True)
         aborting.start()
@@ -286,20 +320,15 @@ class Attempt:
             _die(f"{what} within {limit_s:g} s")
 
     def _may_interrupt(self) -> bool:
-        raises_early = self._wrapper.async_raise_before_abort and self.communication.is_ended
-        return raises_early or self._aborted.is_set()
+        is_early = self._stopping.raises_early and self.communication.is_ended
+        return is_early or self._stage >= Stage.ABORTED
 
     def _abort(self) -> None:
         """Abort, and cut what is opened afterwards, until the block has been left."""
-        abort = self._wrapper.abort
-        if self._wrapper.early_abort_communicator and isinstance(abort, Compose):
-            kind = HPAbortTorchDistributed
-            # The last one runs first.
-            abort = Compose(*sorted(abort.instances, key=lambda one: isinstance(one, kind)))
         try:
-            if abort is not None:
+            if self._stopping.abort is not None:
                 with on_own_gpu():
-                    abort(self.state)
+                    self._stopping.abort(self.state)
         except Exception:
             # A step of the user's: the block is interrupted all the same, and where it cannot be,
             # this process ends.
@@ -307,7 +336,7 @@ class Attempt:
                 "restart round %d: abort failed; the restart continues", self.restart_round
             )
         finally:
-            self._aborted.set()
+            self._reach(Stage.ABORTED)
         while self.communication.is_ended and not self._interrupter.has_left:
             self.communication.cut()
             time.sleep(_CUT_PAUSE_S)

@@ -1,6 +1,7 @@
 """What is cleaned up between two attempts, once nothing of the block is running any more."""
 
 import ctypes
+import gc
 import logging
 import os
 import sys
@@ -10,11 +11,11 @@ from typing import Any
 
 import torch
 
+from dist_ckpt_strategies.device import gpu_memory_nbytes, release_gpu_memory
 from dist_ckpt_strategies.inprocess.health_check import HPState
 
 logger = logging.getLogger(__name__)
 
-_cuda: Any = torch.cuda
 _TOLERANCE = 1.2
 _SLACK_BYTES = 256 << 20
 _NOT_FREED_BYTES = 32 << 20
@@ -99,28 +100,45 @@ def _clear(owner: Any, name: str) -> None:
         setattr(owner, name, None)
 
 
+class ProcessMemory:
+    """The memory of this process, from one attempt to the next."""
+
+    def __init__(self) -> None:
+        release_free_memory()
+        self._before = memory_in_use()
+        self._first: tuple[int, int] | None = None
+
+    def release(self) -> None:
+        """Have free memory returned. Most of an attempt is freed without the garbage collector.
+
+        That goes through all objects of all libraries, which takes longer than all else that a
+        restart does. So it runs only where an attempt has left much behind.
+        """
+        release_free_memory()
+        now = memory_in_use()
+        if max(now[0] - self._before[0], now[1] - self._before[1]) > _NOT_FREED_BYTES:
+            gc.collect()
+            release_free_memory()
+        self._before = memory_in_use()
+
+    def log(self, attempt: int) -> None:
+        """Log what is in use, with a warning if it has grown by more than allocators vary."""
+        now, first = self._before, self._first or self._before
+        self._first = first
+        grows = any(a > _TOLERANCE * b + _SLACK_BYTES for a, b in zip(now, first, strict=True))
+        logger.log(
+            logging.WARNING if grows else logging.INFO,
+            "%safter attempt %d: %d MiB resident, %d MiB of CUDA memory; at first %d and %d",
+            "memory grows: " if grows else "",
+            attempt,
+            *(number >> 20 for number in (*now, *first)),
+        )
+
+
 def memory_in_use() -> tuple[int, int]:
     """Resident bytes of this process, and bytes that torch has allocated on its CUDA device."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    cuda = _cuda.memory_allocated() if _cuda.is_initialized() else 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE"), cuda
-
-
-def has_kept_memory(now: tuple[int, int], before: tuple[int, int]) -> bool:
-    """Whether an attempt has left so much behind that collecting its cycles is worth it."""
-    return max(now[0] - before[0], now[1] - before[1]) > _NOT_FREED_BYTES
-
-
-def log_memory(attempt: int, now: tuple[int, int], first: tuple[int, int]) -> None:
-    """Log what is in use, with a warning if it is above ``first`` by more than allocators vary."""
-    grows = any(a > _TOLERANCE * b + _SLACK_BYTES for a, b in zip(now, first, strict=True))
-    logger.log(
-        logging.WARNING if grows else logging.INFO,
-        "%safter attempt %d: %d MiB resident, %d MiB of CUDA memory; at first %d and %d",
-        "memory grows: " if grows else "",
-        attempt,
-        *(number >> 20 for number in (*now, *first)),
-    )
+    return int(pages) * os.sysconf("SC_PAGE_SIZE"), gpu_memory_nbytes()
 
 
 def release_free_memory() -> None:
@@ -132,5 +150,4 @@ def release_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    if _cuda.is_initialized():
-        _cuda.empty_cache()
+    release_gpu_memory()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.process_group import run_abandonable
+from dist_ckpt_strategies.comm.abort import run_abandonable
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import local_rank
 from dist_ckpt_strategies.errors import RestartError

@@ -12,24 +12,36 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
-from dist_ckpt_strategies.errors import PeerError, PeerLostError, PlanError, RestartError
+from dist_ckpt_strategies.errors import (
+    PeerError,
+    PeerLostError,
+    PlanError,
+    RestartError,
+    text_of,
+)
+from dist_ckpt_strategies.inprocess.job import (
+    FENCED,
+    GAVE_UP,
+    NODE_MISSING,
+    SIGNAL_CODE,
+    Ended,
+    News,
+    Nodes,
+    Placed,
+)
 from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode
 from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState
-
-GAVE_UP, NODE_MISSING, FENCED, KILLED, SIGNAL_CODE = 1, 87, 88, 89, 128
-"""Exit codes of an agent: all ended by an error; a node is missing; this node is out; after a
-signal ranks had to be killed; a signal, whose number is added."""
 
 _DONE, _LEFT = "done", "left"
 """Instead of n: the node has finished its ranks; it has left its place."""
 
-_FENCES_PER_TTL = 2
+_HOST = "127.0.0.1"
 _RENEWALS_PER_TTL = 10
 _PAUSE_S = 0.5
 _CLOSED = "closed"
@@ -42,99 +54,115 @@ OUTSIDE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
-    """The nodes of a job. All its agents say the same, but for ``wait_s`` and the last two.
+class _Seen:
+    """What the key of a place holds, and for how long this node has seen it hold that."""
 
-    Attributes:
-        num_nodes: places.
-        num_ranks: of each node.
-        num_spare_nodes: nodes that may wait for a place, for as long as the job runs.
-        run_id: name of the job.
-        ttl_s: seconds without a renewal after which a place may be given to another node. A node
-            that has not renewed its own for half of them kills its workers.
-        wait_s: how long the job waits for a node, at its start or for another one's place.
-        endpoint: host and port of the store.
-        node_rank: the place to take if it is vacant.
-        is_store_only: run no ranks, but host the store.
-    """
-
-    num_nodes: int
-    num_ranks: int
-    num_spare_nodes: int = 0
-    run_id: str = "none"
-    ttl_s: float = 10.0
-    wait_s: float = 600.0
-    endpoint: tuple[str, int] = ("127.0.0.1", 29400)
-    node_rank: int | None = None
-    is_store_only: bool = False
+    value: str
+    silent_s: float
 
     @property
-    def fence_s(self) -> float:
-        """After how long without a renewal a node's workers are killed."""
-        return self.ttl_s / _FENCES_PER_TTL
+    def node(self) -> str:
+        return self.value.partition("#")[0]
+
+    @property
+    def state(self) -> str:
+        """A number, or how the node has ended; "" if there has been none."""
+        return self.value.partition("#")[2]
+
+    @property
+    def why(self) -> str:
+        """How the node was lost, in words."""
+        name = self.node.rpartition(":")[0]
+        if self.state == _LEFT:
+            return f"node {name} has left"
+        return f"node {name} no longer renews its place"
+
+    def is_held(self, ttl_s: float) -> bool:
+        """Whether a node renews the place."""
+        return self.state not in {"", _DONE, _LEFT} and self.silent_s < ttl_s
+
+
+class OnlyPlace:
+    """The place of a node that is a job of its own. See Places, for jobs of several nodes."""
+
+    node = ""
+
+    def __init__(self, post: Callable[[News], object]) -> None:
+        self._post = post
+        self._host = host_store(_HOST)
+        self.address = _HOST, int(self._host.port)
+
+    def connect(self, _on_note: Callable[[str], object]) -> JobStore:
+        """A client of the job's store."""
+        return JobStore(*self.address)
+
+    def start(self, _tell_guard: Callable[[str], object]) -> None:
+        """See Places."""
+        self._post(Placed(0))
+
+    def finish(self) -> None:
+        """See Places."""
+        self.close(0, "")
+
+    def close(self, code: int, why: str) -> None:
+        """See Places."""
+        self._post(Ended(code, why))
+
+    def announce_leave(self) -> None:
+        """See Places: no other node is there to hear it."""
+
+    def is_handed_over(self, _restart_round: int) -> bool:
+        """See Places."""
+        return False
+
+    def leave(self, _signals: Sequence[int], _patience_s: float, *, is_fenced: bool) -> None:
+        """See Places."""
 
 
 class Places:
-    """One node's part in the places of its job.
+    """One node's part in the places of its job; a thread of its own asks the store for long.
 
-    All that asks the store for long is for one thread: ``take``, then ``hold``.
-
-    ``on_renewed`` is called with the time, by the monotonic clock, when a look at the store was
-    begun that found this node's place to be its own; ``on_spare`` once this node waits as a spare;
-    ``on_note`` with a text where something happens to a node.
+    ``post`` is called with news, on that thread; ``on_note`` with a text while no store answers
+    yet.
 
     Raises a PeerLostError if no store comes to the endpoint in the time that a node is waited for,
     and a PlanError if the store belongs to a job with other options.
+
+    Attributes:
+        node: name of this node.
+        address: of the job's store.
     """
 
     def __init__(
-        self,
-        nodes: Nodes,
-        on_renewed: Callable[[float], object],
-        on_spare: Callable[[], object],
-        on_note: Callable[[str], object],
+        self, nodes: Nodes, post: Callable[[News], object], on_note: Callable[[str], object]
     ) -> None:
-        self._nodes = nodes
-        self._on_renewed, self._on_spare, self._on_note = on_renewed, on_spare, on_note
+        self._nodes, self._post = nodes, post
         self.node = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-        self.place: int | None = None
+        self.address = nodes.endpoint
         self._host = _hosted(nodes)
-        self._store = connected_store(nodes, on_note)
+        self._store = self.connect(on_note)
         self._state = RestartState(self._store)
+        self._place: int | None = None
         self._began = time.monotonic()
         self._key = self._written = ""
         self._count = 0
         self._seen: dict[str, tuple[str, float]] = {}
         self._lost: dict[int, str] = {}
-        self._closed: tuple[int, str] | None = None
+        self._closed: Ended | None = None
         self._has_news = threading.Event()
         self._is_finished = self._is_stopped = False
         self._require_same_job()
 
-    def take(self) -> int | None:
-        """Take a place that is vacant, or wait for one; None where the job has ended before.
+    def start(self, tell_guard: Callable[[str], object]) -> None:
+        """Take a place and keep it, on a thread, until the job ends or this node's part in it.
 
-        None too where this agent is for the store alone, and another one hosts it. Raises a
-        RestartError if too many spare nodes wait, and a PeerLostError as ``hold`` does.
+        The guard is told when each look at the store was begun that found the place to be this
+        node's. It has to kill the workers if no more such news come.
         """
-        if self._nodes.is_store_only and self._host is None:
-            self._closed = (0, "another agent of this machine hosts the store")
-            return None
-        self._look_around()
-        while self.place is None and self._closed is None and not self._is_stopped:
-            self._pause()
-            self._look_around()
-        return self.place
-
-    def hold(self) -> tuple[int, str]:
-        """Keep the place until the job ends; its exit code, and why.
-
-        Raises a PeerLostError if another node has the place, or the store does not answer.
-        """
-        while self._closed is None and not self._is_stopped:
-            self._pause()
-            self._look_around()
-        return self._closed or (0, "")
+        self._thread = threading.Thread(
+            target=self._keep, args=(tell_guard,), name="dist-ckpt-place", daemon=True
+        )
+        self._thread.start()
 
     def finish(self) -> None:
         """Note that all ranks of this node have ended well."""
@@ -144,11 +172,11 @@ class Places:
     def close(self, code: int, why: str) -> None:
         """End the job on all nodes, unless it has ended."""
         found = self._store.compare_set(_CLOSED, "", json.dumps([code, why]))
-        self._closed = tuple(json.loads(found))
+        self._closed = Ended(*json.loads(found))
 
     def announce_leave(self) -> None:
         """Say that this node was asked to leave, and how many spare nodes wait for places."""
-        if self.place is None or self._host is not None:  # the job ends without its store
+        if self._place is None or self._host is not None:  # the job ends without its store
             return
         with suppress(PeerError):
             owners = [self._store.get(f"spare/{s}") for s in range(self._nodes.num_spare_nodes)]
@@ -163,17 +191,18 @@ class Places:
         num_free = int(self._store.get(f"spares/{restart_round}") or 0)
         return 0 < num_leaving <= num_free and not self._state.has_finished()
 
-    def stop(self) -> None:
-        """Have ``take`` and ``hold`` return soon."""
-        self._is_stopped = True
-        self._has_news.set()
-
-    def shutdown(self, signals: Sequence[int], patience_s: float) -> None:
-        """Leave the job, after ``stop``, once no worker of this node is left.
+    def leave(self, signals: Sequence[int], patience_s: float, *, is_fenced: bool) -> None:
+        """Leave the job, once no worker of this node is left.
 
         ``signals`` have ended this agent. A store that is hosted here stays until the others have
-        gone, whose workers may take ``patience_s``, or until a second signal.
+        gone, whose workers may take ``patience_s``, or until a second signal. A node that is fenced
+        leaves nothing behind: the place may be another's.
         """
+        self._is_stopped = True
+        self._has_news.set()
+        self._thread.join(_PAUSE_S if is_fenced else None)
+        if is_fenced:
+            return
         with suppress(PeerError):
             if self._host is not None and signals:
                 self.close(SIGNAL_CODE + signals[0], "the host of the store was asked to end")
@@ -183,6 +212,55 @@ class Places:
             elif self._key and not self._is_done():
                 self._write(f"{self.node}#{_LEFT}")
         self._store.close()
+
+    def connect(self, on_note: Callable[[str], object]) -> JobStore:
+        """A client of the job's store, which may come as late as a node may; else PeerLostError."""
+        nodes, (host, port) = self._nodes, self.address
+        deadline = time.monotonic() + nodes.wait_s
+        is_waiting = False
+        while True:
+            try:
+                # Torch's client would write a trace to stderr for an address without an answer.
+                socket.create_connection(self.address, nodes.fence_s).close()
+                return JobStore(host, port, timeout_s=2 * nodes.fence_s)
+            except (OSError, PeerLostError) as error:
+                why = f"the rendezvous store at {host}:{port} does not answer: {error}"
+                if time.monotonic() > deadline:
+                    raise PeerLostError(None, why) from error
+            if not is_waiting:
+                on_note(f"{why}; it may come within {nodes.wait_s:g} s (--node-wait)")
+            is_waiting = True
+            time.sleep(_PAUSE_S)
+
+    # On the thread
+
+    def _keep(self, tell_guard: Callable[[str], object]) -> None:
+        """Take a place and renew it, until the job ends or another node has it."""
+        try:
+            ended = self._renew_until_the_end(tell_guard)
+        except RestartError as error:
+            ended = Ended(GAVE_UP, error.message)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing renews the place
+            ended = Ended(FENCED, text_of(error))
+        self._post(ended)
+        if ended.code == FENCED:  # the main thread may be held up
+            with suppress(PeerLostError):  # the guard is gone: it has fired
+                tell_guard("fence")
+
+    def _renew_until_the_end(self, tell_guard: Callable[[str], object]) -> Ended:
+        """How the job has ended.
+
+        Raises a PeerLostError if another node has the place, or the store does not answer, and a
+        RestartError if too many spare nodes wait.
+        """
+        if self._nodes.is_store_only and self._host is None:
+            return Ended(0, "another agent of this machine hosts the store")
+        self._look_around(tell_guard)
+        while self._closed is None and not self._is_stopped:
+            self._has_news.wait(self._nodes.ttl_s / _RENEWALS_PER_TTL)
+            self._has_news.clear()
+            self._look_around(tell_guard)
+        return self._closed or Ended(0, "")
 
     def _require_same_job(self) -> None:
         nodes = self._nodes
@@ -203,91 +281,82 @@ class Places:
                 f"options: expected {ours}, found {found}; start all agents with the same options"
             )
 
-    def _look_around(self) -> None:
-        """Renew what this node has, and look at what others have."""
+    def _look_around(self, tell_guard: Callable[[str], object]) -> None:
+        """Renew what this node has; then do what falls to it where other nodes are lost."""
         begun = time.monotonic()
         if self._key and not self._is_done():
             self._count += 1
             self._write(f"{self.node}#{_DONE if self._is_finished else self._count}")
         closed = self._store.get(_CLOSED)
         if closed is not None:
-            self._closed = tuple(json.loads(closed))
-            self._on_renewed(float("inf"))  # no node takes the place any more
+            self._closed = Ended(*json.loads(closed))
+            tell_guard("renewed inf")  # no node takes the place any more
             return
-        self._on_renewed(begun)
-        is_idle = self.place is None or self._is_done()
-        for place in self._watched(is_idle=is_idle):
-            if self._is_held(place) and not is_idle:
-                break
+        tell_guard(f"renewed {begun}")
+        is_idle = self._place is None or self._is_done()
+        self._watch_others(is_idle=is_idle)
         if not self._key and not self._nodes.is_store_only:
             self._wait_as_spare()
-        if is_idle and all(self._ended(f"place/{p}") for p in range(self._nodes.num_nodes)):
+        places = (f"place/{place}" for place in range(self._nodes.num_nodes))
+        if is_idle and all(self._seen[key][0].endswith(f"#{_DONE}") for key in places):
             self.close(0, "")
 
-    def _pause(self) -> None:
-        """Until the next renewal is due, or there is news from another thread."""
-        self._has_news.wait(self._nodes.ttl_s / _RENEWALS_PER_TTL)
-        self._has_news.clear()
+    def _watch_others(self, *, is_idle: bool) -> None:
+        """Look at all places if this node has nothing to do, else at those before its own.
 
-    def _watched(self, *, is_idle: bool) -> Iterator[int]:
-        """All places where this node has nothing to do, else those before its own.
-
-        Of these the nearest that is held is enough: its node looks at those before it.
+        Stops at the nearest place that is held: its node watches the earlier ones.
         """
-        size, own = self._nodes.num_nodes, self.place
-        if own is not None and not is_idle:
-            yield from ((own - step) % size for step in range(1, size))
+        size, wanted = self._nodes.num_nodes, self._nodes.node_rank
+        if self._place is not None and not is_idle:
+            watched = [(self._place - step) % size for step in range(1, size)]
+        else:
+            watched = [*([wanted] if wanted is not None and wanted < size else []), *range(size)]
+        for place in watched:
+            seen = self._look(f"place/{place}")
+            if seen.is_held(self._nodes.ttl_s):
+                if not is_idle:
+                    return
+            elif seen.state != _DONE:
+                self._note_loss(place, seen)
+                if not self._take_over(place, seen):
+                    self._require_in_time(place, seen)
+
+    def _note_loss(self, place: int, seen: _Seen) -> None:
+        """End the round of a place's ranks, once for each node that was lost."""
+        if not seen.value or self._lost.get(place) == seen.value:
             return
-        wanted = self._nodes.node_rank
-        if wanted is not None and wanted < size:
-            yield wanted
-        yield from range(size)
+        self._lost[place] = seen.value
+        self._post(f"place {place}: {seen.why}")
+        self._store.set(f"gone/{seen.node}", "1")
+        self._end_round(place, seen.why)
 
-    def _is_held(self, place: int) -> bool:
-        """Whether a node renews the place.
-
-        If there is none, and this node is a spare, it takes the place; where the time is over, it
-        ends the job.
-        """
-        key = f"place/{place}"
-        value, silent_s = self._look(key)
-        node, _, state = value.partition("#")
-        if state == _DONE:
+    def _take_over(self, place: int, seen: _Seen) -> bool:
+        """Take a vacant place, if this node waits for one and no other node is faster."""
+        is_waiting = self._place is None and not self._nodes.is_store_only
+        if not is_waiting or not self._take(f"place/{place}", seen.value):
             return False
-        if value and state != _LEFT and silent_s < self._nodes.ttl_s:
-            return True
-        name = node.rpartition(":")[0]
-        why = (
-            f"node {name} has left" if state == _LEFT else f"node {name} no longer renews its place"
-        )
-        if value and self._lost.get(place) != value:
-            self._lost[place] = value
-            self._on_note(f"place {place}: {why}")
-            self._store.set(f"gone/{node}", "1")
-            self._end_round(place, why)
-        is_waiting = self.place is None and not self._nodes.is_store_only
-        if is_waiting and self._take(key, value):
-            self.place = place
-            if value:
-                self._end_round(place, why)  # which its workers may have joined meanwhile
-        elif silent_s > self._nodes.ttl_s + self._nodes.wait_s:
-            what = why if value else "no node has come"
+        self._place = place
+        if seen.value:
+            self._end_round(place, seen.why)  # which its workers may have joined meanwhile
+        self._post(f"this node has place {place}")
+        self._post(Placed(place))
+        return True
+
+    def _require_in_time(self, place: int, seen: _Seen) -> None:
+        """End the job if no node has taken a place for too long."""
+        if seen.silent_s > self._nodes.ttl_s + self._nodes.wait_s:
             self.close(
                 NODE_MISSING,
-                f"place {place}: {what}, and none has taken the place within "
-                f"{self._nodes.wait_s:g} s (--node-wait); start the job again",
+                f"place {place}: {seen.why if seen.value else 'no node has come'}, and none has "
+                f"taken the place within {self._nodes.wait_s:g} s (--node-wait); start the job "
+                "again",
             )
-        return False
 
-    def _look(self, key: str) -> tuple[str, float]:
-        """What a key holds, and for how long it has been seen to hold that."""
+    def _look(self, key: str) -> _Seen:
         value, now = self._store.get(key) or "", time.monotonic()
         if self._seen.get(key, (None,))[0] != value:
             self._seen[key] = value, now
-        return value, now - self._seen[key][1]
-
-    def _ended(self, key: str) -> bool:
-        return self._seen.get(key, ("",))[0].endswith(f"#{_DONE}")
+        return _Seen(value, now - self._seen[key][1])
 
     def _is_done(self) -> bool:
         return self._written.endswith(f"#{_DONE}")
@@ -299,10 +368,11 @@ class Places:
         """
         for number in range(self._nodes.num_spare_nodes):
             key = f"spare/{number}"
-            value, silent_s = self._look(key)
-            is_free = not value or value.endswith(f"#{_LEFT}") or silent_s > self._nodes.ttl_s
-            if is_free and self._take(key, value):
-                self._on_spare()
+            seen = self._look(key)
+            is_free = seen.state in {"", _LEFT} or seen.silent_s > self._nodes.ttl_s
+            if is_free and self._take(key, seen.value):
+                self._post("all places are taken; this node waits as a spare")
+                self._post(Placed(None))
                 return
         if time.monotonic() - self._began > self._nodes.wait_s:
             raise RestartError(
@@ -356,26 +426,6 @@ class Places:
         gone = [f"gone/{node}" for node, _, state in owners if node and state != _LEFT]
         while not self._store.check(gone) and time.monotonic() < deadline and not signals[1:]:
             time.sleep(_PAUSE_S)
-
-
-def connected_store(nodes: Nodes, on_note: Callable[[str], object]) -> JobStore:
-    """A client of the job's store, which may come as late as a node may; else a PeerLostError."""
-    deadline = time.monotonic() + nodes.wait_s
-    host, port = nodes.endpoint
-    is_waiting = False
-    while True:
-        try:
-            # Torch's client would write a trace to stderr for an address that does not answer.
-            socket.create_connection(nodes.endpoint, nodes.fence_s).close()
-            return JobStore(host, port, timeout_s=2 * nodes.fence_s)
-        except (OSError, PeerLostError) as error:
-            why = f"the rendezvous store at {host}:{port} does not answer: {error}"
-            if time.monotonic() > deadline:
-                raise PeerLostError(None, why) from error
-        if not is_waiting:
-            on_note(f"{why}; it may come within {nodes.wait_s:g} s (--node-wait)")
-        is_waiting = True
-        time.sleep(_PAUSE_S)
 
 
 def _hosted(nodes: Nodes) -> Any:

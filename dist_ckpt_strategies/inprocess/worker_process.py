@@ -27,6 +27,9 @@ _FAREWELL = b"!"
 
 _CHUNK = 1 << 16
 _BEATS_PER_TIMEOUT = 4
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable that says where torch's ``@record`` writes what a process has raised."""
+
 _UNKILLABLE_S = 30.0
 """How long the end of a killed process may take, which frees its memory on host and devices."""
 
@@ -130,9 +133,17 @@ class OutputLines:
 class WorkerProcess:
     """A worker from its start to its end.
 
-    The environment is complete, but for what only this worker gets. Silence is a hang after
-    ``heartbeat_timeout_s``; 0: never. ``on_line`` is called with "stdout" or "stderr" and each
-    line of it.
+    The environment is complete, but for the heartbeat. A worker without one for
+    ``heartbeat_timeout_s`` seconds counts as hung; 0 disables the check. ``on_line`` is called with
+    the worker's rank or "spare", "stdout" or "stderr", and each line that it writes there.
+
+    Attributes:
+        name: of this process alone, in the whole job.
+        rank: None while it waits as a spare.
+        is_hung: whether it was killed because its heartbeats had ended.
+        error_file: where it notes what it has raised.
+        pid: of its process.
+        pidfd: can be read once the process has ended.
     """
 
     def __init__(
@@ -141,23 +152,24 @@ class WorkerProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         heartbeat_timeout_s: float,
-        on_line: Callable[[str, bytes], None],
+        on_line: Callable[[str, str, bytes], None],
     ) -> None:
         self.name = name
+        self.rank: int | None = None
+        self.error_file = environment[ERROR_FILE]
         self._timeout_s = heartbeat_timeout_s
         self._last_beat: float | None = None
         self._killed_at = math.inf
         self.is_hung = False
-        self.beats, theirs = os.pipe()
-        self.outputs = tuple(
-            OutputLines(partial(on_line, stream)) for stream in ("stdout", "stderr")
-        )
+        self._beats, theirs = os.pipe()
+        self._outputs = [OutputLines(partial(self._pass_on, s)) for s in ("stdout", "stderr")]
+        self._on_line = on_line
         own = {
             WORKER: name,
             HEARTBEAT_PIPE: f"{theirs}:{os.fstat(theirs).st_ino}" if heartbeat_timeout_s else "",
             HEARTBEAT_S: str(min(1.0, (heartbeat_timeout_s or 1) / _BEATS_PER_TIMEOUT)),
         }
-        out, err = (output.theirs for output in self.outputs)
+        out, err = (output.theirs for output in self._outputs)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the user's own command
                 [sys.executable, "-I", "-S", "-c", _TIED_EXEC, str(os.getpid()), *command],
@@ -174,9 +186,22 @@ class WorkerProcess:
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
 
-    def hear(self) -> bool:
-        """Take note of the heartbeats that have come; False once no more can."""
-        beats = os.read(self.beats, _CHUNK)
+    @property
+    def files(self) -> tuple[int, ...]:
+        """What can be read when something has happened: its end, heartbeats, output."""
+        return (self.pidfd, self._beats, *(output.fileno() for output in self._outputs))
+
+    def read(self, file: int) -> bool:
+        """Read heartbeats, or pass on output, that has come; False once no more can."""
+        if file == self._beats:
+            return self._hear()
+        return next(one for one in self._outputs if one.fileno() == file).pump()
+
+    def _pass_on(self, stream: str, line: bytes) -> None:
+        self._on_line("spare" if self.rank is None else str(self.rank), stream, line)
+
+    def _hear(self) -> bool:
+        beats = os.read(self._beats, _CHUNK)
         if not beats:
             return False
         if _FAREWELL in beats:
@@ -186,7 +211,7 @@ class WorkerProcess:
 
     def hear_waiting(self) -> bool:
         """Whether heartbeats had come that this process was too slow to take note of."""
-        return bool(select.select([self.beats], [], [], 0)[0]) and self.hear()
+        return bool(select.select([self._beats], [], [], 0)[0]) and self._hear()
 
     def excuse(self) -> None:
         """Count from now on: it was the agent that has not listened."""
@@ -220,18 +245,8 @@ class WorkerProcess:
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(self.reap_s())
         with ExitStack() as closing:  # a listener may raise
-            closing.callback(os.close, self.beats)
+            closing.callback(os.close, self._beats)
             closing.callback(os.close, self.pidfd)
-            for output in reversed(self.outputs):
+            for output in reversed(self._outputs):
                 closing.callback(output.close)
         return code
-
-
-def reason_of(code: int) -> str:
-    """Why a process is gone, in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

@@ -1,7 +1,6 @@
 """Runs a block of training again in place when a rank fails."""
 
 import functools
-import gc
 import importlib.util
 import inspect
 import logging
@@ -20,6 +19,7 @@ import torch
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
 from dist_ckpt_strategies.comm.teardown import rendezvous_by_attempt
 from dist_ckpt_strategies.config import require_in_range, update_environment
+from dist_ckpt_strategies.device import has_gpu
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
@@ -29,14 +29,13 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.attempt import Attempt, Interrupter, RankShouldRestart
-from dist_ckpt_strategies.inprocess.finalize import (
-    Finalize,
-    has_kept_memory,
-    log_memory,
-    memory_in_use,
-    release_free_memory,
+from dist_ckpt_strategies.inprocess.attempt import (
+    Attempt,
+    Interrupter,
+    RankShouldRestart,
+    Stopping,
 )
+from dist_ckpt_strategies.inprocess.finalize import Finalize, ProcessMemory
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.launch import outlive_nccl_errors
 from dist_ckpt_strategies.inprocess.rendezvous import RendezvousClient
@@ -59,6 +58,7 @@ _FIRST_TELLER_S = 0.1
 _LONG_S = 600.0
 """An attempt of this length is not idle where nothing says how many steps it has done."""
 
+_ABORT_TIMEOUT_S = 60.0  # by default: a rank that cannot be stopped must not be waited for
 _LEAVE_S = 3.0
 """Ranks that leave after a common save do so together, if the first does not interrupt others."""
 
@@ -168,15 +168,11 @@ class HPCallWrapper:
         self.last_fault: Any = None
         self._client: RendezvousClient | None = None
         self._round = 0
-        self._first_step: Any = None
-        self._began = 0.0
         self._attempt: Attempt | None = None
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
         self._interrupter = Interrupter(lock)
-        self._num_idle = 0
-        self._first_memory: tuple[int, int] | None = None
-        release_free_memory()
-        self._memory_before = memory_in_use()
+        self._idle = _IdleAttempts(wrapper.max_idle_attempts, wrapper.checkpoint_manager)
+        self._memory = ProcessMemory()
         self._records_gradients = torch.is_grad_enabled()
 
     def run(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
@@ -212,7 +208,7 @@ class HPCallWrapper:
         self._round = self._opened().barrier(self.wrapper.barrier_timeout_s)
         self.num_attempts += 1
         self.step_upon_restart = 0
-        self._first_step, self._began = self._step(), time.monotonic()
+        self._idle.begin_attempt()
         update_environment({"TORCHELASTIC_RESTART_COUNT": str(self._round)})
         self._is_in_block = True
 
@@ -221,7 +217,16 @@ class HPCallWrapper:
         client = self._opened()
         place = client.wait_rank()
         state = HPState(place.global_rank, place.world_size, self._round, self.num_attempts)
-        self._attempt = Attempt(self.wrapper, state, client, self._interrupter)
+        options, abort = self.wrapper, self.wrapper.abort
+        if options.early_abort_communicator and isinstance(abort, Compose):
+            abort = abort.with_communication_first()
+        stopping = Stopping(
+            abort,
+            options.abort_timeout or _ABORT_TIMEOUT_S,
+            options.async_raise_before_abort,
+            options.progress_timeout_s,
+        )
+        self._attempt = Attempt(stopping, state, client, self._interrupter)
         self._attempt.start()
 
     def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> Any:
@@ -290,7 +295,7 @@ class HPCallWrapper:
             self._client = (self.wrapper.hp_api_factory or rendezvous_from_environment)()
             self._client.wait_rank()
             register_interruptible_gloo()
-            if torch.cuda.is_available():
+            if has_gpu():
                 outlive_nccl_errors()
         return self._client
 
@@ -350,52 +355,64 @@ class HPCallWrapper:
         attempt.communication.take_down()
         if self.wrapper.finalize is not None:
             self.wrapper.finalize(attempt.state)
-        release_free_memory()
-        # Most of an attempt is freed without it. It goes through all objects of all libraries,
-        # which takes longer than all else that a restart does.
-        if has_kept_memory(memory_in_use(), self._memory_before):
-            gc.collect()
-            release_free_memory()
-        self._memory_before = memory_in_use()
+        self._memory.release()
         if self.wrapper.check_memory_status:
-            self._first_memory = self._first_memory or self._memory_before
-            log_memory(self.num_attempts, self._memory_before, self._first_memory)
+            self._memory.log(self.num_attempts)
 
     def _note_store(self, store: Any) -> None:
         self._running().communication.note_store(store)
 
     def _require_fit(self, state: HPState, train_ex: BaseException | None) -> None:
         """Raise unless this process may run another attempt."""
-        limit, idle_limit = self.wrapper.max_attempts, self.wrapper.max_idle_attempts
-        fault = state.fault
+        limit = self.wrapper.max_attempts
         if limit is not None and state.attempt >= limit:
             raise RestartError(
-                f"{state.attempt} attempts, {limit} allowed; the last: {fault}"
+                f"{state.attempt} attempts, {limit} allowed; the last: {state.fault}"
             ) from train_ex
-        client, step, num_of_job = self._opened(), self._step(), 0
-        is_long = step is None and time.monotonic() - self._began > _LONG_S
-        before = -1 if self.step_upon_restart or is_long else self._first_step
-        is_own = fault is not None and fault.global_rank == state.rank
-        if isinstance(client, StoreRendezvous):
-            num_of_job = client.count_idle(self._round, (before, step), is_own=is_own)
-        self._num_idle = self._num_idle + is_own if num_of_job or before == step else 0
-        num_idle = max(self._num_idle, num_of_job)
-        if idle_limit is not None and max(self._num_idle, num_of_job / 2) >= idle_limit:
-            why = f"{num_idle} attempts in a row failed before a step was done; the last: {fault}"
-            if isinstance(client, StoreRendezvous) and num_of_job >= 2 * idle_limit:
-                client.give_up(why)
+        if why := self._idle.end_attempt(state, self._opened(), self.step_upon_restart):
             raise RestartError(why) from train_ex
         if self.wrapper.health_check is not None:
             self.wrapper.health_check(state, train_ex)
-
-    def _step(self) -> Any:
-        """The step that the checkpoint manager keeps, if it says."""
-        return getattr(self.wrapper.checkpoint_manager, "global_step", None)
 
     def _running(self) -> Attempt:
         if self._attempt is None:
             raise RestartError("no attempt is running; call start_hp_fault_handling_thread first")
         return self._attempt
+
+
+class _IdleAttempts:
+    """Counts attempts in a row that failed before a step was done, of this process and the job.
+
+    The step is that of the checkpoint manager, if there is one that says.
+    """
+
+    def __init__(self, limit: int | None, manager: Any) -> None:
+        self._limit, self._manager = limit, manager
+        self._num = 0
+        self.begin_attempt()
+
+    def begin_attempt(self) -> None:
+        self._first_step, self._began = self._step(), time.monotonic()
+
+    def end_attempt(self, state: HPState, client: RendezvousClient, num_steps: int) -> str:
+        """Why there are too many; "" if there are not. The function has counted ``num_steps``."""
+        step, num_of_job, fault = self._step(), 0, state.fault
+        is_long = step is None and time.monotonic() - self._began > _LONG_S
+        before = -1 if num_steps or is_long else self._first_step
+        is_own = fault is not None and fault.global_rank == state.rank
+        if isinstance(client, StoreRendezvous):
+            num_of_job = client.count_idle(state.restart_round, (before, step), is_own=is_own)
+        self._num = self._num + is_own if num_of_job or before == step else 0
+        if self._limit is None or max(self._num, num_of_job / 2) < self._limit:
+            return ""
+        num_idle = max(self._num, num_of_job)
+        why = f"{num_idle} attempts in a row failed before a step was done; the last: {fault}"
+        if isinstance(client, StoreRendezvous) and num_of_job >= 2 * self._limit:
+            client.give_up(why)
+        return why
+
+    def _step(self) -> Any:
+        return getattr(self._manager, "global_step", None)
 
 
 def _require_usable(options: HPWrapper) -> None:

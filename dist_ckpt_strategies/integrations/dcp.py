@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dist_ckpt_strategies.comm.abort import run_abandonable
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     global_rank,
     is_of_communication,
-    run_abandonable,
 )
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment

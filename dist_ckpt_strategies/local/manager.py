@@ -256,8 +256,9 @@ class LocalCheckpointManager:
             The state; and iteration, this rank, and session id.
 
         Raises:
-            CheckpointNotFoundError: there are none, at most what a first save that was killed left.
-            NoReplicasAvailableError: of each save some shard is lost; says which.
+            CheckpointNotFoundError: there is no complete checkpoint. (The remains of a first save
+                that was killed do not count.)
+            NoReplicasAvailableError: each save has lost a shard; says which.
             StorageError: all are of other trainings.
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """

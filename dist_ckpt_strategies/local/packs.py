@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dist_ckpt_strategies.core.array import DType, Region, ShardId, ShardSpec
-from dist_ckpt_strategies.device import host_memory, require_plain, torch_dtype
+from dist_ckpt_strategies.device import has_gpu, host_memory, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -237,7 +237,7 @@ def decode_shard(shard: LoadedShard, allowed: Allowed, *, on_host: bool = True) 
         UnsafeObjectError: it needs a class that is not allowed.
         CorruptCheckpointError: its description makes no sense.
     """
-    on_host = on_host or not torch.cuda.is_available()
+    on_host = on_host or not has_gpu()
     shard_id = shard.info.shard_id
     hollow = load_content(shard.content, str(shard_id), _NAME, allowed)
     try:

@@ -21,6 +21,7 @@ from dist_ckpt_strategies.comm.process_group import (
     new_group_of,
     payload_device,
 )
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import (
     MIB,
@@ -28,7 +29,6 @@ from dist_ckpt_strategies.config import (
     local_world_size,
     options_from_environment,
 )
-from dist_ckpt_strategies.device import TensorBytes
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.packs import (
     ReceivedPack,

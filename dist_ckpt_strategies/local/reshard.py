@@ -24,10 +24,11 @@ from dist_ckpt_strategies.comm.base import (
     run_collectively,
 )
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable, overlaps
-from dist_ckpt_strategies.device import TensorBytes, torch_dtype
+from dist_ckpt_strategies.device import torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError, CoverageError, PlanError
 from dist_ckpt_strategies.local.plan import least_loaded
 from dist_ckpt_strategies.megatron.shards import (

@@ -9,7 +9,8 @@ import torch
 
 from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
-from dist_ckpt_strategies.device import TensorBytes, host_memory
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
+from dist_ckpt_strategies.device import host_memory
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -15,7 +15,8 @@ import torch
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import MESSAGE_NBYTES, Incoming, Outgoing, Rounds
-from dist_ckpt_strategies.device import TensorBytes, to_host
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
+from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,

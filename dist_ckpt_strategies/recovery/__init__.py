@@ -7,7 +7,7 @@ a process that has died is replaced. The search for the newest checkpoint is the
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.recovery.manager import CheckpointManager, InMemoryCheckpointManager
 from dist_ckpt_strategies.recovery.peft import PEFTCheckpointManager
 from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import (
@@ -31,6 +31,7 @@ _HOMES = {
 __all__ = [
     "Attempt",
     "CheckpointManager",
+    "InMemoryCheckpointManager",
     "Loaded",
     "MegatronStateProvider",
     "MemoryChecksumManager",

@@ -8,7 +8,7 @@ import torch
 
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.device import await_gpu
-from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.recovery.manager import InMemoryCheckpointManager
 from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import (
     HeldTensors,
@@ -23,8 +23,8 @@ from dist_ckpt_strategies.recovery.recover import Recovery
 _BASE = "base model"
 
 
-class PEFTCheckpointManager(CheckpointManager):
-    """A CheckpointManager that keeps the frozen base model apart from what is trained.
+class PEFTCheckpointManager(InMemoryCheckpointManager):
+    """An in-memory manager that keeps the frozen base model apart from what is trained.
 
     The base model is noted once, when its state is first tracked or saved, and kept through all
     recoveries; what each recovery moves is the adapters, the optimizer and the objects. Of the base
@@ -65,7 +65,7 @@ class PEFTCheckpointManager(CheckpointManager):
             self._note_base(self._base_of(provider_of(trainer)))
 
     def save_checkpoint(self, trainer: Any) -> None:
-        """See CheckpointManager; notes the base model too."""
+        """See InMemoryCheckpointManager; notes the base model too."""
         self.maybe_save_base_model(trainer)
         super().save_checkpoint(trainer)
 
@@ -76,12 +76,12 @@ class PEFTCheckpointManager(CheckpointManager):
         group: ProcessGroup | None = None,
         replica_group: ProcessGroup | None = None,
     ) -> None:
-        """See CheckpointManager; notes the base model too."""
+        """See InMemoryCheckpointManager; notes the base model too."""
         super().track(provider, group=group, replica_group=replica_group)
         self.maybe_save_base_model(provider)
 
     def maybe_offload_checkpoint(self) -> None:
-        """See CheckpointManager; moves the base model's weights to the host too."""
+        """See InMemoryCheckpointManager; moves the base model's weights to the host too."""
         super().maybe_offload_checkpoint()
         if self.enable_offload and self.base_model_weights is not None:
             self.base_model_weights = {
@@ -108,7 +108,7 @@ class PEFTCheckpointManager(CheckpointManager):
             checksums=self._base_checksums if self.enable_checksum else None,
         )
 
-        report = self._unless_refused(
+        report = self._answer(
             lambda: recovery.run(
                 recovery.plan(),
                 finish_step=lambda: None,

@@ -19,7 +19,8 @@ from typing import Any, NoReturn, Protocol, Self, cast
 import torch
 import xxhash
 
-from dist_ckpt_strategies.device import HostSnapshot, TensorBytes, require_plain, to_host
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
+from dist_ckpt_strategies.device import HostSnapshot, require_plain, to_host
 from dist_ckpt_strategies.errors import PlanError, RestartError, StorageError, StrategyError
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.recovery.plan import Phase, ShardInfo
@@ -307,6 +308,21 @@ class HeldTensors(ReplicatedState):
     def apply_update(self) -> NoReturn:
         """Raise a RestartError: held tensors have no gradients."""
         raise RestartError("held tensors have no gradients to update from")
+
+
+def copied_to_host(checkpoint: InMemoryCheckpoint, shards: Shards) -> InMemoryCheckpoint:
+    """A state whose tensors, those of ``shards``, are copies on the host."""
+    flat_shards(shards)  # a tensor without memory cannot be copied
+    every = [tensor for tensors in shards.values() for tensor in tensors.values()]
+    copies = iter(HostSnapshot().take(every))
+    copied = {shard_id: dict(zip(names, copies)) for shard_id, names in shards.items()}  # noqa: B905 - as many as there are names
+    host = HeldTensors(
+        lambda: copied,
+        step=checkpoint.step,
+        gathered=checkpoint.provider.gathered_parts(),
+        objects=copy.deepcopy(dict(checkpoint.provider.objects())),
+    )
+    return InMemoryCheckpoint(host, checkpoint.step, checkpoint.phase)
 
 
 class ParameterUpdateLock:

@@ -1,15 +1,17 @@
 """The random states of a process, and back. Importing this does not import Megatron-Core."""
 
+import pickle
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.device import uses_cuda
-from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.comm.process_group import global_rank
+from dist_ckpt_strategies.device import gpu_random_state, set_gpu_random_state
+from dist_ckpt_strategies.errors import CorruptCheckpointError, RestartError
 
 RandomState = tuple[str, Any]
 """Of one generator: its name, and what it needs to go on from there."""
@@ -28,8 +30,9 @@ def capture_random_states() -> tuple[RandomState, ...]:
         ("numpy", np.random.get_state()),  # noqa: NPY002 - the global one
         ("torch", torch.get_rng_state().numpy()),
     ]
-    if uses_cuda():
-        found.append(("cuda", torch.cuda.get_rng_state().numpy()))
+    on_gpu = gpu_random_state()
+    if on_gpu is not None:
+        found.append(("cuda", on_gpu))
     tracker = _tracker()
     for name, state in sorted(tracker.get_states().items()) if tracker else ():
         tensor = state.get_state() if isinstance(state, torch.Generator) else state
@@ -46,7 +49,7 @@ def restore_random_states(states: Sequence[RandomState]) -> None:
         "python": random.setstate,
         "numpy": np.random.set_state,
         "torch": lambda state: torch.set_rng_state(torch.from_numpy(state)),
-        "cuda": lambda state: torch.cuda.set_rng_state(torch.from_numpy(state)),
+        "cuda": set_gpu_random_state,
     }
     tracker = _tracker()
     tracked = dict(tracker.get_states()) if tracker else {}
@@ -64,6 +67,36 @@ def restore_random_states(states: Sequence[RandomState]) -> None:
             raise CorruptCheckpointError(f"random states: {name}: {error}") from error
     if tracker:
         tracker.set_states(tracked)
+
+
+class KnownRandomStates(dict[tuple[int, int], bytes]):
+    """Encoded random states at the beginning of the last steps, by global rank and step."""
+
+    def take(self, step: int) -> bytes:
+        """Keep the current ones of this process as those of a step, and return them."""
+        content = self[global_rank(), step] = pickle.dumps(capture_random_states())
+        return content
+
+    def own(self, step: int) -> list[RandomState] | None:
+        """Those of this process; None if they are not known."""
+        content = self.get((global_rank(), step))
+        return None if content is None else list(pickle.loads(content))  # noqa: S301 - of this job
+
+    def restore(self, step: int) -> None:
+        """Go back to those of this process; a RestartError if they are not known."""
+        states = self.own(step)
+        if states is None:
+            raise RestartError(f"no random states are known for step {step}")
+        restore_random_states(states)
+
+    def add(self, step: int, by_rank: Mapping[int, bytes]) -> None:
+        """Keep those of other ranks."""
+        self.update({(rank, step): content for rank, content in by_rank.items()})
+
+    def forget_before(self, step: int) -> None:
+        """Forget those of earlier steps."""
+        for key in [key for key in self if key[1] < step]:
+            del self[key]
 
 
 def _tracker() -> Any:

@@ -14,8 +14,9 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import is_of_communication
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
 from dist_ckpt_strategies.core.report import RecoveryReport
-from dist_ckpt_strategies.device import TensorBytes, await_gpu
+from dist_ckpt_strategies.device import await_gpu
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, RestartError, text_of
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,

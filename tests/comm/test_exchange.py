@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
-from dist_ckpt_strategies.device import TensorBytes
+from dist_ckpt_strategies.comm.tensor_bytes import TensorBytes
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from tests.local.clique_worlds import flipping
 from tests.support.entries import outcome

@@ -192,6 +192,7 @@ def test_a_wait_ends_when_it_is_ended_or_at_its_limit() -> None:
 
 EXITS = """
 import os
+from contextlib import suppress
 import torch, torch.distributed as dist
 import dist_ckpt_strategies.comm.teardown
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
@@ -199,8 +200,9 @@ from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_
 def main():
     dist.init_process_group("interruptible_gloo", store=dist.HashStore(), rank=0, world_size=1)
     for task in os.listdir("/proc/self/task"):
-        if "pt_gloo" in open(f"/proc/self/task/{task}/comm").read():
-            os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))
+        with suppress(FileNotFoundError):  # it has ended
+            if "pt_gloo" in open(f"/proc/self/task/{task}/comm").read():
+                os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))
     dist.all_reduce(torch.ones(1))
 
 torch.set_num_threads(1)

@@ -28,7 +28,10 @@ _STORAGE_CALLS = (
     *("open", "write", "pwrite", "preadv", "fsync", "mkdir", "listdir", "scandir"),
     *CHANGES,
 )
-_OF_COLLECTIVES = ("comm/base.py", "comm/process_group.py", "comm/torch_communicator.py")
+_OF_COLLECTIVES = tuple(
+    f"comm/{name}.py"
+    for name in ("base", "process_group", "torch_communicator", "progress", "abort")
+)
 """A rank that fails in there cannot tell the others any more."""
 
 

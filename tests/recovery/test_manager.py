@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
 from dist_ckpt_strategies.errors import NoReplicasAvailableError, PeerLostError, RestartError
-from dist_ckpt_strategies.recovery import CheckpointManager, Phase
+from dist_ckpt_strategies.recovery import CheckpointManager, InMemoryCheckpointManager, Phase
 from tests.support.memory_provider import MemoryProvider
 from tests.support.ranks import run_processes
 
@@ -46,7 +46,8 @@ def tracking(
 
 
 def test_at_the_first_start_there_is_nothing_to_load() -> None:
-    manager = CheckpointManager()
+    assert InMemoryCheckpointManager is CheckpointManager
+    manager = InMemoryCheckpointManager()
 
     assert manager.try_checkpointless_load(provider(0)) is None
     assert not manager.checkpointless_recovery_feasible(provider(0))

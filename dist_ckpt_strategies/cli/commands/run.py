@@ -1,0 +1,176 @@
+"""Arguments of ``run``. They have torchrun's names and meanings where it has them."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dist_ckpt_strategies.cli.command import Debug, command, flag, value
+from dist_ckpt_strategies.errors import PlanError
+
+Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")
+]
+Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
+NprocPerNode = Annotated[
+    str,
+    typer.Option(
+        "--nproc-per-node",
+        "--nproc",
+        "-n",
+        metavar="N",
+        help="Ranks of each node; gpu, cpu or auto: one per device.",
+    ),
+]
+Spares = Annotated[
+    int,
+    typer.Option(
+        metavar="S",
+        min=0,
+        help="Processes per node that wait in wait_rank() to take over a rank. A script that "
+        "does not call it would run in each of them as a job of its own.",
+    ),
+]
+MaxRestarts = Annotated[
+    int, typer.Option(metavar="R", min=0, help="Workers that may be replaced, in total.")
+]
+HeartbeatTimeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=0,
+        help="Seconds without a heartbeat before a worker counts as hung; 0: no check.",
+    ),
+]
+ShutdownTimeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=0,
+        envvar="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        help="How long workers may take to save and end after a signal; then they are killed.",
+    ),
+]
+NumNodes = Annotated[str, typer.Option(metavar="N", help="Nodes that have ranks.")]
+NodeRank = Annotated[
+    int | None, value(metavar="N", min=0, help="The node's place in the job, if it is vacant.")
+]
+Backend = Annotated[str, typer.Option(metavar="NAME", help="c10d: a TCPStore.")]
+Endpoint = Annotated[
+    str,
+    value(
+        metavar="HOST[:PORT]",
+        help="Where the nodes find each other: a store, hosted by the agent whose address it is.",
+    ),
+]
+JobId = Annotated[str, typer.Option(metavar="ID", help="Name of the job.")]
+StoreOnly = Annotated[
+    bool, flag("--store-only", help="Host the store, and run no ranks; takes no SCRIPT.")
+]
+SpareNodes = Annotated[
+    int,
+    typer.Option(
+        metavar="S",
+        min=0,
+        help="Nodes that wait to take a lost node's place. The script must call wait_rank().",
+    ),
+]
+NodeTtl = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=1,
+        help="Seconds without a renewal of its place after which a node is lost.",
+    ),
+]
+NodeWait = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=0,
+        help="How long the job waits for a node, at first or in a lost one's place.",
+    ),
+]
+LogDir = Annotated[
+    str | None, value(metavar="DIR", help="Directory for the files of --redirects and --tee.")
+]
+Redirects = Annotated[
+    str,
+    typer.Option(
+        metavar="STD",
+        help="Write output to files: 1 stdout, 2 stderr, 3 both; 0:1,1:2 by local rank.",
+    ),
+]
+Tee = Annotated[str, typer.Option(metavar="STD", help="Write output to files and to the terminal.")]
+EventLogHandler = Annotated[
+    str, value(metavar="NAME", help="Where torch's events go: null or console.")
+]
+IsModule = Annotated[bool, flag("--module", "-m", help="SCRIPT names a module.")]
+
+
+@command(
+    "dist-ckpt run --nproc-per-node 4 --spares 1 train.py",
+    "0 all ranks ended with 0, 1 gave up, 2 wrong usage, 87 a node or the store is missing, "
+    "88 this node has left the job or the store is lost: start it again, 89 ended by a signal, and "
+    "ranks had to be killed, 130 interrupted, 128 plus its number for another signal.",
+    context_settings={
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # as torchrun
+    },
+)
+def run(
+    script: Script = "",
+    args: Args = None,
+    *,
+    nproc_per_node: NprocPerNode = "1",
+    spares: Spares = 0,
+    max_restarts: MaxRestarts = 16,
+    heartbeat_timeout: HeartbeatTimeout = 30.0,
+    shutdown_timeout: ShutdownTimeout = 30.0,
+    nnodes: NumNodes = "1",
+    node_rank: NodeRank = None,
+    rdzv_backend: Backend = "c10d",
+    rdzv_endpoint: Endpoint = "",
+    rdzv_id: JobId = "none",
+    store_only: StoreOnly = False,
+    spare_nodes: SpareNodes = 0,
+    node_ttl: NodeTtl = 10.0,
+    node_wait: NodeWait = 600.0,
+    log_dir: LogDir = None,
+    redirects: Redirects = "0",
+    tee: Tee = "0",
+    event_log_handler: EventLogHandler = "null",
+    is_module: IsModule = False,
+    debug: Debug = False,
+) -> int:
+    """Run a training script on the ranks of this node, and replace workers that die.
+
+    The others stay alive: with HPWrapper around its training the script continues in place. All
+    arguments after SCRIPT are the script's. A dead worker is noticed at once, a hung one after
+    --heartbeat-timeout. In scripts that call wait_rank(), spares wait with everything imported.
+
+    Run the same command on each of several nodes. If a node is lost, a spare node takes its place.
+    """
+    from dist_ckpt_strategies.cli.run import nodes_of, ranks_of, run_script  # noqa: PLC0415
+    from dist_ckpt_strategies.inprocess.job import Job, script_command  # noqa: PLC0415
+
+    if store_only and script:
+        raise PlanError(f"--store-only: the store's process runs no script, found {script}")
+    if not is_module and not store_only and not Path(script).is_file():
+        raise PlanError(f"SCRIPT: expected a Python file, found {script or 'nothing'}")
+    num_ranks = ranks_of(nproc_per_node)
+    options: dict[str, Any] = {
+        "run_id": rdzv_id,
+        "ttl_s": node_ttl,
+        "wait_s": node_wait,
+        "node_rank": node_rank,
+    }
+    options |= {"num_spare_nodes": spare_nodes, "is_store_only": store_only}
+    nodes = nodes_of(nnodes, rdzv_endpoint, rdzv_backend, num_ranks, **options)
+    job = Job(
+        script_command(script, args or (), is_module=is_module),
+        *(num_ranks, spares, max_restarts, heartbeat_timeout, shutdown_timeout),
+        nodes=nodes,
+        event_log_handler=event_log_handler,
+    )
+    return run_script(job, log_dir=log_dir, redirects=redirects, tee=tee)
