@@ -14,6 +14,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Self, TypeVar
@@ -28,7 +29,15 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
 )
-from dist_ckpt_strategies.formats.pack import StoredBytes, StoredObject
+from dist_ckpt_strategies.formats.index_parts import (
+    RECORDS,
+    checked_objects,
+    checked_root,
+    checked_table,
+    inflated,
+    require,
+)
+from dist_ckpt_strategies.formats.pack import StoredBytes, StoredObject, table_nbytes
 from dist_ckpt_strategies.formats.pack_header import MALFORMED
 from dist_ckpt_strategies.formats.pack_write import PackRecord
 
@@ -45,7 +54,6 @@ _ROWS = 1024
 """Blocks of a segment; docs/decisions.md has the measurement."""
 
 _OBJECTS = 1024
-_RECORDS = 1024
 _LEVEL = 1
 _LENGTH = struct.Struct("<Q")
 _MAX_NBYTES = 1 << 60
@@ -118,11 +126,11 @@ class Pointer:
                     path=path,
                 )
             save_id, digest = str(found["save_id"]), str(found["digest"])
-            _require(name == _FORMAT, "format", name)
-            _require(_SAVE_ID.fullmatch(save_id) is not None, "save_id", save_id)  # part of a path
+            require(name == _FORMAT, "format", name)
+            require(_SAVE_ID.fullmatch(save_id) is not None, "save_id", save_id)  # part of a path
             byte_offset, nbytes = int(found["byte_offset"]), int(found["nbytes"])
-            _require(0 <= byte_offset < _MAX_NBYTES, "byte_offset", byte_offset)
-            _require(0 < nbytes < _MAX_NBYTES, "nbytes", nbytes)
+            require(0 <= byte_offset < _MAX_NBYTES, "byte_offset", byte_offset)
+            require(0 < nbytes < _MAX_NBYTES, "nbytes", nbytes)
             return cls(save_id, byte_offset, nbytes, digest)
         except MALFORMED as error:
             raise CorruptCheckpointError(
@@ -130,11 +138,6 @@ class Pointer:
                 "the index anew",
                 path=path,
             ) from error
-
-
-def _require(is_good: bool, name: str, value: object) -> None:  # noqa: FBT001
-    if not is_good:
-        raise ValueError(f"{name} {value!r}")
 
 
 # Written by the first rank
@@ -265,8 +268,8 @@ def build_full_index(save: NewSave) -> tuple[bytes, Pointer]:
         "objects": listed,
         "num_packs": len(packs),
         "packs": [
-            add(zlib.compress(records[start : start + _RECORDS].tobytes(), _LEVEL))
-            for start in range(0, len(packs), _RECORDS)
+            add(zlib.compress(records[start : start + RECORDS].tobytes(), _LEVEL))
+            for start in range(0, len(packs), RECORDS)
         ],
     }
     described = json.dumps(root, separators=(",", ":")).encode()
@@ -278,13 +281,16 @@ def _moved(stored: StoredBytes, first_pack: int) -> StoredBytes:
     return replace(stored, pack=first_pack + stored.pack)
 
 
+# Read by every rank
+
+
 def _record_in(content: bytes, number: int) -> PackRecord:
     """One of the records of a segment of packs."""
     name, digest, *numbers = np.frombuffer(content, _PACK_RECORD)[number].tolist()
-    return PackRecord(name.hex(), digest.hex(), *numbers)
-
-
-# Read by every rank
+    record = PackRecord(name.hex(), digest.hex(), *numbers)
+    least = record.data_start + table_nbytes(record.num_ranges)
+    require(least <= record.nbytes < _MAX_NBYTES, f"size of pack {record.name}", record.nbytes)
+    return record
 
 
 class FullIndex:
@@ -308,7 +314,7 @@ class FullIndex:
         self._read, self._path, self.pointer = read, path, pointer
         self.nbytes = pointer.byte_offset + pointer.nbytes + _LENGTH.size
         (root,) = self._parts([(pointer.byte_offset, pointer.nbytes, pointer.digest)])
-        self.facts: dict[str, Any] = json.loads(root)
+        self.facts = self._understood(checked_root, root, pointer.byte_offset)
         self._held: dict[tuple[str, int], Any] = {}
 
     @property
@@ -324,8 +330,11 @@ class FullIndex:
             ArrayNotFoundError: there is no such array.
         """
         wanted = sorted(set(keys))
-        found = self._segments("arrays", self._numbers("arrays", wanted), BlockTable.from_bytes)
-        table, _, _ = merged(_of_keys(segment, wanted) for segment in found)
+        found = self._segments("arrays", self._numbers("arrays", wanted), checked_table)
+        table, _, differing = merged(_of_keys(segment, wanted) for segment in found)
+        order = np.lexsort([*table.origin.T[::-1], table.array])
+        is_sorted = bool((order[1:] > order[:-1]).all()) and [*table.keys] == sorted(table.keys)
+        self._understood(require, is_sorted and not differing, "blocks of", table.keys)
         for key in sorted(set(wanted).difference(table.keys)):
             raise ArrayNotFoundError(f"{key}: no such array in {self._path}", key=key)
         return table
@@ -337,21 +346,23 @@ class FullIndex:
         list(self._parts([last]))
         for _, _, _, *part in self.facts["arrays"]:
             (content,) = self._parts([part])
-            yield BlockTable.from_bytes(zlib.decompress(content))
+            yield self._segment(content, checked_table)
 
     def objects(self, keys: Iterable[str] | None = None) -> list[StoredObject]:
         """Shards of objects of these keys, or all, sorted."""
         wanted = None if keys is None else set(keys)
         numbers = None if wanted is None else self._numbers("objects", wanted)
-        found = self._segments("objects", numbers, lambda rows: list(_objects_in(json.loads(rows))))
+        found = self._segments("objects", numbers, checked_objects)
         return [one for part in found for one in part if wanted is None or one[0].key in wanted]
 
     def packs(self, numbers: Iterable[int] | None = None) -> dict[int, PackRecord]:
         """The records of these packs, or of all."""
         wanted = sorted(set(range(self.facts["num_packs"]) if numbers is None else numbers))
-        parts = sorted({n // _RECORDS for n in wanted})
-        held = dict(zip(parts, self._segments("packs", parts, bytes), strict=True))
-        return {n: _record_in(held[n // _RECORDS], n % _RECORDS) for n in wanted}
+        parts = sorted({n // RECORDS for n in wanted})
+        segments = self._segments("packs", parts, lambda content, _: content)
+        held = dict(zip(parts, segments, strict=True))
+        record = partial(self._understood, _record_in)
+        return {n: record(held[n // RECORDS], n % RECORDS) for n in wanted}
 
     def _numbers(self, name: str, keys: Iterable[str]) -> set[int]:
         """The segments that may hold some of these keys, by the first key of each."""
@@ -363,15 +374,29 @@ class FullIndex:
         }
 
     def _segments(
-        self, name: str, numbers: Iterable[int] | None, parse: Callable[[bytes], T]
+        self, name: str, numbers: Iterable[int] | None, parse: Callable[[bytes, int], T]
     ) -> list[T]:
         """Segments of arrays, objects or packs, by number, or all; each is read once."""
         listed, held = self.facts[name], self._held
         wanted = sorted(range(len(listed)) if numbers is None else numbers)
         missing = [n for n in wanted if (name, n) not in held]
         for n, content in zip(missing, self._parts([listed[n][-3:] for n in missing]), strict=True):
-            held[name, n] = parse(zlib.decompress(content))
+            held[name, n] = self._segment(content, parse)
         return [held[name, n] for n in wanted]
+
+    def _segment(self, content: bytes, parse: Callable[[bytes, int], T]) -> T:
+        return self._understood(parse, self._understood(inflated, content), self.facts["num_packs"])
+
+    def _understood(self, parse: Callable[..., T], *parts: Any) -> T:
+        """What is made of a part; CorruptCheckpointError if it is not what it should be."""
+        try:
+            return parse(*parts)
+        except (*MALFORMED, zlib.error) as error:
+            raise CorruptCheckpointError(
+                f"{self._path} is damaged ({type(error).__name__}: {error}); the packs are not: "
+                "dist-ckpt rebuild-index makes the index anew",
+                path=self._path,
+            ) from error
 
     def _parts(self, parts: Sequence[Sequence[Any]]) -> Iterator[bytes]:
         """The bytes of parts, each by offset, size and digest; neighbours are read at once.

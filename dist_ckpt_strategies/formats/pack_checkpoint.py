@@ -13,18 +13,20 @@ import numpy as np
 
 from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region
-from dist_ckpt_strategies.core.blocks import BlockTable, merged, overlaps
+from dist_ckpt_strategies.core.blocks import BlockTable, Column, merged, overlaps
+from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointChangedError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    PlanError,
     StorageError,
     StorageTimeoutError,
     array_not_found,
     some_of,
 )
-from dist_ckpt_strategies.formats.index import INDEX_NAME, Pointer
+from dist_ckpt_strategies.formats.index import INDEX_NAME, Pointer, full_index_of
 from dist_ckpt_strategies.formats.locations import (
     Location,
     holds_packs,
@@ -213,9 +215,24 @@ class PackCheckpoint:
             table = self.index.find(wanted)
         except ArrayNotFoundError as error:
             raise array_not_found(str(error.key), list(self.keys()), self._store) from error
-        packs = self.index.packs(np.unique(table.place[:, 0]).tolist())
+        numbers, of_row = np.unique(table.place[:, 0], return_inverse=True)
+        packs = self.index.packs(numbers.tolist())
+        ranks = np.array([packs[number].rank for number in numbers.tolist()], np.int64)
+        self._require_partitions(table, ranks[of_row])
         self._last = table, {key: n for n, key in enumerate(table.keys)}, packs
         return self._last
+
+    def _require_partitions(self, table: BlockTable, ranks: Column) -> None:
+        """Raise unless blocks make up their arrays: else elements would not be read at all."""
+        try:
+            require_coverage(table, ranks)
+        except PlanError as error:
+            path = self._store.path(full_index_of(self.index.pointer.save_id))
+            raise CorruptCheckpointError(
+                f"{path} is damaged: {error.message}; dist-ckpt rebuild-index makes it anew",
+                key=error.key,
+                path=path,
+            ) from error
 
     def digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
         """The digests of all ranges of each stored block, but of packs whose digests are damaged.

@@ -133,6 +133,9 @@ def commit(
         try:
             store.write_pieces(name, [[np.frombuffer(full_index, np.uint8)]])
             raise_if_cancelled()
+            if not store.has_bytes(name, len(full_index)):
+                text = f"{store.path(name)} is gone right after it was written; save again"
+                raise IncompleteCheckpointError(text, path=store.path(name))
             if save.marker is None:
                 set_other_format_aside(store)
             store.write(INDEX_NAME, pointer.to_bytes())

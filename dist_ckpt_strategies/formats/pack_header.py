@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -143,7 +143,7 @@ def _parsed(
         if name == COMMON:
             common = stored
         elif match and match[2] == "#":
-            grid = tuple(map(_size, grids[match[1]]))
+            grid = tuple(map(checked_size, grids[match[1]]))
             objects.append((ObjectId(match[1], _numbers(match[3]), grid), stored))
         elif match:
             key, origin = match[1], _numbers(match[3])
@@ -159,7 +159,7 @@ def _parsed(
     return PackHeader(
         metadata["save"],
         int(metadata["packs"]),
-        int(metadata["rank"]),
+        checked_size(int(metadata["rank"]), 1 << 32),
         features,
         BlockTable.of(
             {key: facts for key, facts, _, _ in blocks},
@@ -188,11 +188,14 @@ def _block(
     tensor: dict[str, Any], origin: Shape, array_shape: Any, stated: str | None
 ) -> tuple[ArrayFacts, Region]:
     dtype = _DTYPES[tensor["dtype"]] if stated is None else DType(stated)
-    shape = tuple(map(_size, tensor["shape"]))
+    shape = tuple(map(checked_size, tensor["shape"]))
     if dtype not in SAFETENSORS_NAMES and dtype.itemsize > 1:
         shape = shape[:-1]
     start, stop = tensor["data_offsets"]
-    facts, region = ArrayFacts(dtype.value, tuple(map(_size, array_shape))), Region(origin, shape)
+    facts, region = (
+        ArrayFacts(dtype.value, tuple(map(checked_size, array_shape))),
+        Region(origin, shape),
+    )
     if len(origin) != region.ndim or region.ndim != len(facts.shape):
         raise ValueError(f"{region.ndim} dims at {origin} in an array {facts}")
     if region.numel * dtype.itemsize != stop - start:
@@ -200,8 +203,9 @@ def _block(
     return facts, region
 
 
-def _size(number: Any) -> int:
-    if type(number) is not int or number < 0:
+def checked_size(number: Any, limit: int = 1 << 63) -> int:
+    """A number if it is an int from 0 to below the limit; else a ValueError."""
+    if type(number) is not int or not 0 <= number < limit:
         raise ValueError(f"expected a size, found {number!r}")
     return number
 
@@ -255,6 +259,9 @@ def open_pack(store: Place, name: str, expected: PackRecord | None = None) -> Op
         text = f"{path} is damaged: its header has digest {found}, expected {stated}"
         raise CorruptCheckpointError(text, path=path)
     header = header or parse_header(content, path)
+    if (header.nbytes, header.num_ranges) != (end, num_ranges):
+        text = f"{path} is damaged: its header tells of {header.num_ranges} ranges"
+        raise CorruptCheckpointError(f"{text}, its index of {num_ranges}", path=path)
     record = PackRecord(name, table[-16:].hex(), end, start, num_ranges, header.rank)
     return OpenedPack(record, header, digests)
 
@@ -267,13 +274,17 @@ def _has_byte(store: Place, name: str, byte_offset: int) -> bool:
 
 
 def verify_pack(
-    store: Place, name: str, expected: PackRecord | None = None, holds: str = ""
+    store: Place,
+    name: str,
+    expected: PackRecord | None = None,
+    holds: str = "",
+    listed: Callable[[], tuple[BlockTable, Sequence[StoredObject]]] | None = None,
 ) -> Iterator[Issue]:
     """All that is damaged in a pack, in the order of the file. Reads every byte, 4 MiB at a time.
 
     Where the header or the table is damaged, nothing tells what the other bytes should be: then
-    that is the only issue, which says what the pack ``holds``. ``expected``: how the index lists
-    it, if there is one.
+    that is the only issue, which says what the pack ``holds``. ``expected`` and ``listed``: how
+    the index lists it, and what it lists in it, if there is one.
 
     Raises:
         StorageError: storage fails.
@@ -289,6 +300,31 @@ def verify_pack(
         yield Issue(Problem.DAMAGED, None, file_of(name), whole, error.message)
     else:
         yield from _damaged_ranges(store, pack)
+        if listed is not None:
+            yield from _mislisted(pack, *listed())
+
+
+def _mislisted(
+    pack: OpenedPack, listed: BlockTable, objects: Sequence[StoredObject]
+) -> Iterator[Issue]:
+    """What the index lists in a pack, and the pack does not."""
+    header, file = pack.header, file_of(pack.record.name)
+    for key, text in sorted(_blocks(listed) - _blocks(header.table)):
+        yield Issue(Problem.DAMAGED, key, file, f"{text}, as the index says", "no such block")
+    places = dict(header.objects)
+    for name, stored in objects:
+        if places.get(name) != replace(stored, pack=0):
+            key, text = name.unique_key, f"it at byte {stored.byte_offset}, as the index says"
+            yield Issue(Problem.DAMAGED, key, file, text, "another")
+
+
+def _blocks(table: BlockTable) -> set[tuple[str, str]]:
+    """Key of each block, and what is said of it."""
+    places = zip(table.array.tolist(), table.place[:, 1:].tolist(), strict=True)
+    return {
+        (table.keys[n], f"{table.region(row)} of {table.facts[n]} at byte {at}, digest {first}")
+        for row, (n, (at, first)) in enumerate(places)
+    }
 
 
 def _damaged_ranges(store: Place, pack: OpenedPack) -> Iterator[Issue]:

@@ -146,6 +146,11 @@ def read_content(
     Raises:
         CorruptCheckpointError, IncompleteCheckpointError: as ``begin_reads``.
     """
+    end = pack.data_start + stored.byte_offset + stored.nbytes
+    if end > pack.nbytes or stored.first_range + num_ranges(stored.nbytes) > pack.num_ranges:
+        path = store.path(file_of(pack.name))
+        text = f"{key}: {path} has no {stored}; the index that says so is damaged"
+        raise CorruptCheckpointError(text, key=key, path=path)
     content, size = np.empty(stored.nbytes, np.uint8), np.array([[stored.nbytes]])
     place = np.array([[0, stored.byte_offset, stored.first_range]])
     reads = BlockReads({0: pack}, place, size, 0 * size, size, [content], [key])
@@ -161,19 +166,19 @@ def _file(pack: PackRecord | str) -> str:
 def read_table(store: Place, pack: PackRecord, tables: DigestTables, key: str) -> None:
     """Add a pack's digests to those that were read; an error names ``key``."""
     content, name = np.empty(table_nbytes(pack.num_ranges), np.uint8), file_of(pack.name)
-    with _named(key, pack):
+    with _named(lambda: key, pack):
         store.read_into(name, pack.nbytes - content.size, [content])
         tables[pack] = opened_table(content.tobytes(), pack.digest, store.path(name))
 
 
 @contextmanager
-def _named(key: str, pack: PackRecord | str) -> Iterator[None]:
+def _named(key_of: Callable[[], str], pack: PackRecord | str) -> Iterator[None]:
     """Within the block errors of a file name what is read of it, and who wrote it, if known."""
     try:
         yield
     except StorageError as error:
         if error.key is None:
-            error.key = key
+            error.key = key = key_of()
             by = "" if isinstance(pack, str) else f"; rank {pack.rank} wrote it"
             error.args = (f"{key}: {error.message}{by}",)
         raise
@@ -311,13 +316,13 @@ def _read_batch(
     for (row, _, _, start, *_), content in zip(spans, contents, strict=True):
         starts = range(0, content.size, RANGE_NBYTES)
         ranges += [content[begin : begin + RANGE_NBYTES] for begin in starts]
+        rows += [row] * len(starts)
         if table is not None:
             begin = int(reads.place[row, 2]) + start // RANGE_NBYTES
             expected += table[begin : begin + len(starts)].tolist()
-            rows += [row] * len(starts)
     at += 0 if isinstance(pack, str) else pack.data_start
     done = 0
-    with _named(key, pack):
+    with _named(lambda: reads.keys[rows[done]], pack):
         for num_filled in store.read_steps(_file(pack), at, ranges):
             raise_if_cancelled()
             if table is not None and not isinstance(pack, str):

@@ -7,7 +7,7 @@ see ``zarr2_scan``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
@@ -20,14 +20,17 @@ import numpy as np
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.blocks import BlockTable, merged
 from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
     CheckpointError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     IncompatibleVersionError,
     StorageError,
     some_of,
 )
-from dist_ckpt_strategies.formats.index import INDEX_NAME, SAVES, full_index_of
+from dist_ckpt_strategies.formats.index import INDEX_NAME, SAVES, Pointer, full_index_of
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
     NO_FILE,
@@ -54,7 +57,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_something,
 )
 from dist_ckpt_strategies.formats.pack import StoredObject
-from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint, pointer_at
 from dist_ckpt_strategies.formats.pack_header import verify_pack
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, file_of
 from dist_ckpt_strategies.formats.zarr2_scan import scan_zarr
@@ -123,6 +126,7 @@ def verify(
 
     Raises:
         StoreAccessError, StorageTimeoutError: an object store does not answer any more.
+        CheckpointChangedError: another save has replaced it meanwhile.
         PlanError: the ranks see different files.
     """
     return sorted_by_key(run_checks(scan.issues, scan.checks, scan.num_threads, watch, comm))
@@ -154,7 +158,7 @@ def run_checks(
 def _run(check: FileCheck, count: Count) -> list[Issue]:
     try:
         found = list(check.run())
-    except NO_ANSWER:
+    except (*NO_ANSWER, CheckpointChangedError):
         raise  # no other object would be read either
     except CheckpointError as error:
         found = [unreadable(check.key, check.name, error.message)]
@@ -183,7 +187,7 @@ def _not_packs(bucket: Bucket, names: Sequence[str]) -> CheckpointError:
 
 def _scan_packs(location: Location) -> Scan:
     """See ``scan``; by names, sizes and the index."""
-    store = place_of(location)
+    store, save = place_of(location), _save_at(location)
     files, others = _files_at(store)
     marker, issues = checked_marker(store, PACKS.sharded_format)
     scan = Scan(
@@ -201,7 +205,23 @@ def _scan_packs(location: Location) -> Scan:
         raise
     except CheckpointError as error:
         scan = replace(scan, issues=(*scan.issues, _bad_index(error, store)))
+    if scan.issues and _save_at(location) != save:  # another has replaced it meanwhile
+        return _scan_packs(location)
     return replace(scan, issues=sorted_by_key(scan.issues))
+
+
+def _save_at(location: Location) -> Pointer | None:
+    with suppress(CheckpointError):
+        return pointer_at(location)
+    return None
+
+
+def _of_save(checkpoint: PackCheckpoint, run: Callable[[], Iterable[Issue]]) -> Sequence[Issue]:
+    """The issues of a check; CheckpointChangedError if another save has replaced what it is of."""
+    issues = checkpoint.save.read(lambda: list(run()))
+    if issues:
+        checkpoint.save.require_current()
+    return issues
 
 
 def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan:
@@ -210,9 +230,23 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
     packs = index.packs()
     arrays, keys = _arrays(checkpoint, packs)
     name, nbytes = full_index_of(index.pointer.save_id), index.nbytes
-    checks = [_pack_check(store, pack, keys[number]) for number, pack in packs.items()]
-    # Its parts are compared with their digests whenever they are read.
-    checks.append(FileCheck(None, name, nbytes, nbytes_text(nbytes), lambda: ()))
+    table, objects = merged(index.tables())[0], index.objects()
+    in_pack: dict[int, list[StoredObject]] = defaultdict(list)
+    for shard in objects:
+        in_pack[shard[1].pack].append(shard)
+
+    def listed(number: int) -> tuple[BlockTable, Sequence[StoredObject]]:
+        return table.rows(np.flatnonzero(table.place[:, 0] == number)), in_pack[number]
+
+    def run() -> Iterable[Issue]:
+        try:
+            checkpoint.find(checkpoint.keys())
+        except CorruptCheckpointError as error:  # its parts do not fit together
+            return (_bad_index(error, store),)
+        return ()
+
+    checks = [_pack_check(store, pack, keys[n], partial(listed, n)) for n, pack in packs.items()]
+    checks.append(FileCheck(None, name, nbytes, nbytes_text(nbytes), run))
     issues = [*scan.issues, *(issue for check in checks for issue in compared(check, files))]
     if COMMON_NAME in files:
         checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
@@ -223,12 +257,12 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
     return replace(
         scan,
         arrays=arrays,
-        objects=tuple(_objects(index.objects(), packs)),
+        objects=tuple(_objects(objects, packs)),
         stale_files=tuple(
             StaleFile(StaleKind.PARTIAL, name, files[name] or 0) for name in sorted(stale)
         ),
         issues=tuple(issues),
-        checks=tuple(checks),
+        checks=tuple(replace(c, run=partial(_of_save, checkpoint, c.run)) for c in checks),
         facts=index.facts,
     )
 
@@ -294,10 +328,15 @@ def _objects(
         yield ScannedObject(key, shape, len(places), len(places), nbytes, tuple(writers))
 
 
-def _pack_check(store: Place, pack: PackRecord, keys: Sequence[str]) -> FileCheck:
+def _pack_check(
+    store: Place,
+    pack: PackRecord,
+    keys: Sequence[str],
+    listed: Callable[[], tuple[BlockTable, Sequence[StoredObject]]],
+) -> FileCheck:
     holds = f", with blocks of {some_of(keys)}" if keys else ""
     expected = f"{nbytes_text(pack.nbytes)}, written by rank {pack.rank}{holds}"
-    run = partial(verify_pack, store, pack.name, pack, holds)
+    run = partial(verify_pack, store, pack.name, pack, holds, listed)
     return FileCheck(None, file_of(pack.name), pack.nbytes, expected, run)
 
 

@@ -23,6 +23,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CheckpointError,
+    CheckpointNotFoundError,
     IncompleteCheckpointError,
     PlanError,
     some_of,
@@ -88,13 +89,14 @@ def has_changed(
     before: str | None,
     failure: CheckpointError,
 ) -> bool:
-    """Whether another save has replaced packs since, which explains a failure. Collective.
+    """Whether a load finds other packs now, which explains a failure. Collective.
 
     Ranks may have failed for different reasons. Returns as soon as all of them see the same save,
-    which a network file system may take a while for. ``before`` is the identity of the packs that
-    this rank has opened; None: of none.
+    or none, which a network file system may take a while for. ``before`` is the identity of the
+    packs that this rank has opened; None: of none.
     """
-    is_explained = isinstance(failure, CheckpointChangedError | IncompleteCheckpointError)
+    explained = CheckpointChangedError, CheckpointNotFoundError, IncompleteCheckpointError
+    is_explained = isinstance(failure, explained)
     if not any(run_and_gather(comm, lambda: is_explained)):
         return False
     over = Deadline.after(min(_VIEW_S, options.timeout_s / 2))
@@ -106,7 +108,7 @@ def has_changed(
 
     while True:
         now, was, are_over = zip(*run_and_gather(comm, look), strict=True)
-        if None in now or None in was or any(are_over):
+        if set(now) == {None} or any(are_over):
             return False
         if len(set(now)) == 1:
             return set(now) != set(was)

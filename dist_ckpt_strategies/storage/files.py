@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -223,21 +224,8 @@ def write_vector(handle: int, buffers: Sequence[Bytes]) -> None:
         left = _rest(left, done)
 
 
-def read_vector(handle: int, byte_offset: int, targets: Sequence[Bytes]) -> int:
-    """Fill memory from a position of the file; returns the bytes that there were."""
-    left, done = [target for target in targets if target.size], 0
-    while left:
-        raise_if_cancelled()
-        got = os.preadv(handle, [piece.data for piece in left], byte_offset + done)
-        if got == 0:
-            break
-        done += got
-        left = _rest(left, got)
-    return done
-
-
-def _rest(buffers: list[Bytes], done: int) -> list[Bytes]:
-    """What is left of some memory of which the first bytes are done."""
+def _rest(buffers: Sequence[Bytes], done: int) -> list[Bytes]:
+    """What is left of some memory of which the first bytes are done; begins with no empty one."""
     for number, buffer in enumerate(buffers):
         if done < buffer.size:
             return [buffer[done:], *buffers[number + 1 :]]
@@ -310,20 +298,26 @@ class Directory:
         deque(self.read_steps(name, byte_offset, targets), maxlen=0)
 
     def read_steps(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> Iterator[int]:
-        """The same; after each step how many targets are filled, while they are in the cache."""
-        path, first, wanted = self.path(name), 0, 0
+        """The same; after each step how many targets are filled, while they are in the cache.
+
+        A step ends before memory that the system cannot write to: the next one raises.
+        """
+        path, left = self.path(name), _rest(targets, 0)
         with file_errors(None, path):
             handle = os.open(path, READ_AT_ONCE)
             try:
-                for stop, target in enumerate(targets, 1):
-                    wanted += target.size
-                    if wanted < _STEP_NBYTES and stop < len(targets):
-                        continue
-                    if read_vector(handle, byte_offset, targets[first:stop]) < wanted:
-                        text = f"{path} is damaged: it ends before byte {byte_offset + wanted}"
+                while left:
+                    sizes = accumulate(piece.size for piece in left)
+                    stop = 1 + sum(1 for _ in takewhile(lambda size: size < _STEP_NBYTES, sizes))
+                    step = [piece.data for piece in left[:stop]]
+                    num_read = os.preadv(handle, step, byte_offset)
+                    raise_if_cancelled()
+                    if num_read == 0:
+                        end = byte_offset + sum(map(len, step))
+                        text = f"{path} is damaged: it ends before byte {end}"
                         raise CorruptCheckpointError(text, path=path)
-                    yield stop
-                    first, byte_offset, wanted = stop, byte_offset + wanted, 0
+                    byte_offset, left = byte_offset + num_read, _rest(left, num_read)
+                    yield len(targets) - len(left)
             finally:
                 os.close(handle)
 

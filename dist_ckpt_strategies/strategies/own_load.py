@@ -18,6 +18,7 @@ from dist_ckpt_strategies.formats.locations import (
     holds_packs,
     located,
     place_of,
+    refuse_format2,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
@@ -142,7 +143,9 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
         return Format1Checkpoint(require_path(root, f"format {ZARR}"), options, save)
 
     def _reads_packs(self, root: Location) -> bool:
-        return PACK in self.formats and (ZARR not in self.formats or holds_packs(root))
+        if ZARR not in self.formats or PACK not in self.formats:
+            return PACK in self.formats
+        return holds_packs(root) or refuse_format2(root) == PACK  # then its index is lost
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:

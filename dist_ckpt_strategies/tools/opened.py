@@ -204,7 +204,7 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
 
     @cached_property
     def _keys(self) -> tuple[str, ...]:
-        return tuple(sorted(self._stored.keys()))
+        return tuple(sorted(self.unchanged(lambda: [*self._stored.keys()])))
 
     # What the tools read
 
@@ -232,6 +232,11 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
             arrays.append(SourceArray(key, spec.shape, spec.dtype, *grid, blocks))
         return arrays
 
+    @property
+    def max_inflight_bytes(self) -> int:
+        """See Options."""
+        return self._options.max_inflight_bytes
+
     def read_into(self, *reads: ArrayRead) -> None:
         """Fill memory with regions of arrays that ``find`` has given. What has digests is verified.
 
@@ -246,7 +251,7 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
     @cached_property
     def object_ids(self) -> Sequence[ObjectId]:
         """All shards of objects, sorted; not one that stands for the file of the common state."""
-        ids = sorted(self._stored.object_ids())
+        ids = sorted(self.unchanged(lambda: [*self._stored.object_ids()]))
         if COMMON_OBJECT in ids:
             try:
                 self._common_file()
@@ -360,27 +365,37 @@ class LazyArray:
     def __getitem__(self, index: Any) -> HostArray:
         """Elements, in memory of their own: by ints, slices with any steps, and one ``...``.
 
-        With a step, what lies between is read too.
+        With a step, what lies between is read too, at most ``max_inflight_bytes`` of it at a time.
 
         Raises:
             IndexError: an int is out of bounds, or the index is none of those.
             StorageError: see OpenedCheckpoint.
         """
         ranges, kept = _selection(self.key, self.shape, index)
-        # Ascending, since a region is read in its own order; the result is turned round at the end.
+        found: HostArray = np.empty([len(r) for r in ranges], self.dtype)
+        # Ascending, since a region is read in its own order.
         forward = [r if r.step > 0 else r[::-1] for r in ranges]
-        ends = [r[-1] + 1 if r else r.start for r in forward]
-        offset = tuple(r.start for r in forward)
-        region = Region(offset, tuple(end - at for end, at in zip(ends, offset, strict=True)))
+        turns: tuple[Any, ...] = tuple(slice(None, None, -1 if r.step < 0 else 1) for r in ranges)
+        if found.size:
+            self._opened.unchanged(lambda: self._read(forward, found[(*turns, ...)]))
+        return found[(*(slice(None) if k else 0 for k in kept), ...)]
+
+    def _read(self, ranges: Sequence[range], target: HostArray) -> None:
+        """Fill memory with the elements at these indices, which ascend; in halves if need be."""
+        region = Region(tuple(r.start for r in ranges), tuple(r[-1] + 1 - r.start for r in ranges))
+        if region.shape == target.shape:
+            self._opened.read_into(ArrayRead(self._array, region, target))
+            return
+        if region.numel * self.dtype.itemsize > self._opened.max_inflight_bytes:
+            dim = next(n for n, r in enumerate(ranges) if len(r) > 1)
+            middle = len(ranges[dim]) // 2
+            for half in (slice(None, middle), slice(middle, None)):
+                part = [*ranges[:dim], ranges[dim][half], *ranges[dim + 1 :]]
+                self._read(part, target[(slice(None),) * dim + (half,)])
+            return
         elements = np.empty(region.shape, self.dtype)
-        if elements.size:
-            read = ArrayRead(self._array, region, elements)
-            self._opened.unchanged(lambda: self._opened.read_into(read))
-        dims = tuple(
-            slice(None, None, r.step) if k else 0 for r, k in zip(ranges, kept, strict=True)
-        )
-        found: HostArray = elements[(*dims, ...)]
-        return found if found.size == elements.size else found.copy()
+        self._opened.read_into(ArrayRead(self._array, region, elements))
+        target[...] = elements[tuple(slice(None, None, r.step) for r in ranges)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:  # noqa: FBT001
         """All elements, for numpy."""

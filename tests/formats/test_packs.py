@@ -302,6 +302,13 @@ def test_what_cannot_be_stored_is_refused_by_key() -> None:
         lay_out([shard("w", 0, 2), shard("w", 2, 6, 9)], rank=4)
 
 
+@pytest.mark.parametrize("rank", [-1, 1 << 32])
+def test_a_header_of_no_rank_is_refused(rank: int) -> None:
+    header = lay_out([], (), 3, rank=rank).packs[0].header("s")
+    with pytest.raises(CorruptCheckpointError, match=str(rank)):
+        parse_header(header, "packs/00/00.safetensors")
+
+
 def test_later_versions_and_unknown_features_are_refused() -> None:
     (packed,) = lay_out([], [], 3, features=[UNVERIFIED]).packs
     header = packed.header("s")

@@ -28,6 +28,7 @@ from dist_ckpt_strategies.formats.rebuild import rebuild_index
 from dist_ckpt_strategies.sharded.save import Contents
 from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import flip_at
 from tests.support.layouts import scattered
@@ -285,8 +286,9 @@ def test_the_command_and_the_loads_around_it(tmp_path: Path) -> None:
     dist_ckpt_strategies.save(state(), root, ("safetensors", 1))
     assert run("rebuild-index", root).exit_code == 0
     lose_index(root)
-    with pytest.raises(CheckpointError, match="rebuild-index"):
-        dist_ckpt_strategies.load(state(), root)
+    for strategy in (None, EitherFormatLoadShardedStrategy()):
+        with pytest.raises(CheckpointError, match="rebuild-index"):
+            dist_ckpt_strategies.load(state(), root, strategy)
 
     found = json_of("rebuild-index", root, code=0)
     assert (found["rebuilt"], found["num_packs"], found["passed_over"]) == (True, 1, [])

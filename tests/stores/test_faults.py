@@ -26,7 +26,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.strategies.safetensors import PackLoadShardedStrategy
 from tests.stores.commands import ONE_SERVER, differing
-from tests.support.entries import PACKS, Failure, outcome
+from tests.support.entries import PACKS, Failure, outcome, require_refused
 from tests.support.faulty_proxy import BUSY, DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import Radosgw
 from tests.support.ranks import RankDiedError, run_processes
@@ -229,6 +229,26 @@ def test_a_save_to_a_new_url_needs_rights_to_put_read_and_list_alone(
 
     for name in ("one", "two", "three"):
         assert differing(f"{url}/{name}", [cut]) == []
+
+
+@ONE_SERVER
+@pytest.mark.parametrize("lost", ["packs/", "saves/"])
+def test_what_a_server_acknowledges_and_loses_is_noticed_before_the_commit(
+    lost: str, proxy: FaultyProxy, bucket: str
+) -> None:
+    def one_rank(generation: int) -> list[Cut]:
+        return cuts(generation, size=1)
+
+    def decide(request: Request) -> Fault:
+        is_lost = request.method == "PUT" and f"/{lost}" in request.path
+        return Fault(status=200) if is_lost else NONE
+
+    url = f"s3://{bucket}/run"
+    act = partial(dist_ckpt_strategies.save, checkpoint_dir=url, overwrite=True)
+    act(state_of(0, one_rank(1)))
+    with proxy.faulty(decide):
+        require_refused(lambda: act(state_of(0, one_rank(2))), IncompleteCheckpointError, lost)
+    assert differing(url, one_rank(1)) == []
 
 
 @ONE_SERVER

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +378,27 @@ def load_without_common(rank: int, root: Path) -> None:
     loaded = load(Entry.OURS, full_state(rank, no_data), root)
     assert differences(rank, own_cuts(), loaded) == []
     assert loaded["iteration"] == 7
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
+def test_memory_that_cannot_be_written_to_is_told_by_its_own_key(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    def state(size: int) -> dict[str, Any]:
+        tensors = {f"w{n}": torch.full((size,), float(n)) for n in range(6)}
+        return {key: ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}
+
+    for size in (100, 100_000):  # many in one call, and several calls for one
+        root, memory = tmp_path / f"{size}", tmp_path / f"{size}.memory"
+        dist_ckpt_strategies.save(state(size), root, backend)
+        memory.write_bytes(bytes(4 * size))
+        with memory.open("rb") as file:
+            mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
+        wanted = state(size)
+        wanted["w4"].data = torch.frombuffer(mapped, dtype=torch.float32)
+        act = partial(dist_ckpt_strategies.load, wanted, root)
+        require_refused(act, StorageError, "w4: ", "Bad address", key="w4")
 
 
 # Disks that are full or read-only

@@ -21,7 +21,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import CheckpointChangedError
+from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+)
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from tests.support.entries import (
     ZARR,
@@ -446,14 +450,17 @@ def test_readers_beside_savers_never_see_a_mixture(num_savers: int, tmp_path: Pa
 # A rank that sees an older state of the directory
 
 
-def load_with_a_stale_view(rank: int, scratch: Path, is_late: bool) -> None:
-    """Each rank reaches the place by a link of its own; that of rank 1 leads to an older copy."""
+def load_with_a_stale_view(rank: int, scratch: Path, seen: str, is_late: bool) -> None:
+    """Each rank reaches the place by a link of its own; that of rank 1 leads to an older state."""
     now, before, link = scratch / "now", scratch / "before", scratch / f"view{rank}"
     save = partial(dist_ckpt_strategies.save, sharded_strategy=PACKS, overwrite=True)
     save(state_of(1.0, rank, 2), now)
     dist.barrier()
     if rank == 0:
-        shutil.copytree(now, before)
+        if seen != "nothing":
+            shutil.copytree(now, before)
+        if seen == "no index":
+            (before / "index").unlink()
     dist.barrier()
     save(state_of(2.0, rank, 2), now)
     dist.barrier()
@@ -471,9 +478,14 @@ def load_with_a_stale_view(rank: int, scratch: Path, is_late: bool) -> None:
     if is_late:
         assert value_in(link, rank=rank, size=2) == 2.0
     else:
-        require_refused(partial(act, timeout_s=6.0), CheckpointChangedError)
+        refusals = {"nothing": CheckpointNotFoundError, "no index": IncompleteCheckpointError}
+        kind = refusals.get(seen, CheckpointChangedError)
+        assert require_refused(partial(act, timeout_s=6.0), kind).seconds > 2.0
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-def test_a_stale_view_is_waited_for_and_never_read(is_late: bool, tmp_path: Path) -> None:
-    require_on_ranks(2, load_with_a_stale_view, tmp_path, is_late)
+@pytest.mark.parametrize("seen", ["an older save", "no index", "nothing"])
+def test_a_stale_view_is_waited_for_and_never_read(
+    seen: str, is_late: bool, tmp_path: Path
+) -> None:
+    require_on_ranks(2, load_with_a_stale_view, tmp_path, seen, is_late)

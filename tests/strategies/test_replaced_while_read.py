@@ -18,7 +18,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.errors import CheckpointChangedError, StorageError
+from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.integrations import dcp
 from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
@@ -191,6 +192,27 @@ def test_a_conversion_and_a_comparison_learn_of_it(
         with replaced_at(root, moment, partial(save_anew, root, state(2.0), then)):
             require_refused(act, StorageError, str(root), "replaced")
         assert not (target / "metadata.json").exists()
+
+
+def test_verify_learns_of_it(tmp_path: Path) -> None:
+    number, found = 0, [""]
+    while number == 0 or found[-1]:  # once for each file that it opens, and once without a save
+        root, opened = tmp_path / str(number), iter(range(-number, 1000))
+        save_anew(root, state(1.0), PACKS)
+
+        def act(_name: str, path: str, root: Path = root, opened: Iterator[int] = opened) -> None:
+            if path.startswith(str(root)) and next(opened) == 0:
+                save_anew(root, state(2.0), PACKS)
+
+        with before_calls(act, ("open", "scandir")):
+            try:
+                assert verify(scan(root)) == (), number
+            except CheckpointChangedError:
+                found.append("replaced")
+            else:
+                found.append("whole" if next(opened) > 0 else "")
+        number += 1
+    assert {*found} == {"", "whole", "replaced"}, found
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=str)

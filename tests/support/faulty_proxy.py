@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = proxy.fault_of(request)
         if fault.status is not None:
             content = b"" if self.command == "HEAD" else fault.content  # an answer to it has none
-            self._answer(fault.status, [], content, is_cut=False)
+            self._answer(fault.status, [("ETag", '"0"')], content, is_cut=False)
             return
         headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
         try:

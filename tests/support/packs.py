@@ -1,10 +1,17 @@
 """Packs that ranks have saved as threads, and places of packs that tests can damage."""
 
+import json
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
+import xxhash
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -59,6 +66,61 @@ def small_ranges(nbytes: int) -> Iterator[None]:
         stack.enter_context(patch.object(pack_header, "_READ_NBYTES", 8 * nbytes))
         stack.enter_context(patch.object(pack_write, "_WRITE_NBYTES", 8 * nbytes))
         yield
+
+
+@dataclass
+class IndexParts:
+    """What the full index of a small checkpoint says, as it stands in the file."""
+
+    root: dict[str, Any]
+    kinds: list[list[Any]]  # of arrays: dtype and shape
+    of_key: list[int]
+    keys: list[Any]
+    rows: Any  # int64: array, origin, extent, pack, byte offset, first range
+    objects: list[list[Any]]
+    packs: Any  # bytes of the records
+
+
+def with_index(root: Path, change: Callable[[IndexParts], object]) -> Path:
+    """Give a checkpoint another index, whose digests are right: an error of its writer.
+
+    Of one segment of each kind, as docs/packs.md has them.
+    """
+    pointer = json.loads((root / "index").read_bytes())
+    path = root / "saves" / pointer["save_id"] / "index"
+    content, end = path.read_bytes(), pointer["byte_offset"]
+    described = json.loads(content[end : end + pointer["nbytes"]])
+    blocks, objects, packs = (
+        zlib.decompress(content[start : start + nbytes])
+        for kind in ("arrays", "objects", "packs")
+        for *_, start, nbytes, _digest in described[kind]
+    )
+    length, num_rows, width = struct.unpack_from("<QQQ", blocks)
+    kinds, of_key, keys = json.loads(blocks[24 : 24 + length])
+    rows = np.frombuffer(blocks, "<i8", offset=24 + length).reshape(num_rows, -1).copy()
+    records = bytearray(packs)
+    parts = IndexParts(described, kinds, of_key, keys, rows, json.loads(objects), records)
+    change(parts)
+
+    head_text = json.dumps([parts.kinds, parts.of_key, parts.keys]).encode()
+    table = struct.pack("<QQQ", len(head_text), len(parts.rows), width)
+    new = b""
+    for kind, segment in (
+        ("arrays", table + head_text + parts.rows.astype("<i8").tobytes()),
+        ("objects", json.dumps(parts.objects).encode()),
+        ("packs", bytes(parts.packs)),
+    ):
+        packed = zlib.compress(segment)
+        if isinstance(parts.root.get(kind), list) and parts.root[kind]:
+            digest = xxhash.xxh3_128_hexdigest(packed)
+            parts.root[kind][0][-3:] = [len(new), len(packed), digest]
+        new += packed
+    text = json.dumps(parts.root).encode()
+    pointer |= {"byte_offset": len(new), "nbytes": len(text)}
+    pointer["digest"] = xxhash.xxh3_128_hexdigest(text)
+    path.write_bytes(new + text + struct.pack("<Q", len(text)))
+    (root / "index").write_bytes(json.dumps(pointer).encode())
+    return root
 
 
 class MemoryPlace:

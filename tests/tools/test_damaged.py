@@ -2,9 +2,12 @@
 
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
@@ -12,10 +15,12 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, copy, diff, upgrade
 from dist_ckpt_strategies.errors import ArrayNotFoundError, IncompleteCheckpointError, StorageError
+from dist_ckpt_strategies.formats.rebuild import rebuild_index
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.tools.diff import Difference
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import contents, copied, flip_at, header_of, write_object
+from tests.support.packs import IndexParts, with_index
 from tests.support.thread_ranks import run_ranks
 from tests.tools.all_formats import FORMATS
 
@@ -292,3 +297,145 @@ def test_digests_are_copied_and_compared_with_what_is_read(saved: Path, tmp_path
     assert result.exit_code == 0, result.stderr
     assert run("verify", tmp_path / "part").exit_code == 0
     assert (tmp_path / "part" / "common.pt").stat().st_mtime <= time.time()
+
+
+def row_of(parts: IndexParts, key: str, number: int) -> Any:
+    """The row of a block, as it stands in the index: a view."""
+    rows = [n for n, row in enumerate(parts.rows) if parts.keys[row[0]] == key]
+    return parts.rows[rows[number]]
+
+
+def column(number: int, value: int, key: str = "cut") -> Callable[[IndexParts], None]:
+    """Another number in the row of the second block of a key, which has two dims."""
+
+    def change(parts: IndexParts) -> None:
+        row_of(parts, key, 1)[number] = value
+
+    return change
+
+
+def described(dtype: Any = "float32", shape: Any = (8, 6)) -> Callable[[IndexParts], None]:
+    def change(parts: IndexParts) -> None:
+        parts.of_key[parts.keys.index("cut")] = len(parts.kinds)
+        parts.kinds.append([dtype, shape])
+
+    return change
+
+
+def without_a_block(parts: IndexParts) -> None:
+    parts.rows = np.delete(parts.rows, np.flatnonzero(parts.rows[:, 0] == 0)[1], axis=0)
+
+
+def swapped(parts: IndexParts) -> None:
+    """Each of two blocks where the other is, which only the pack tells."""
+    one, other = (row_of(parts, "cut", n) for n in range(2))
+    one[5:], other[5:] = other[5:].copy(), one[5:].copy()
+
+
+def of_root(name: str, value: Any) -> Callable[[IndexParts], None]:
+    return lambda parts: parts.root.__setitem__(name, value)
+
+
+def of_object(number: int, value: Any) -> Callable[[IndexParts], None]:
+    return lambda parts: parts.objects[0].__setitem__(number, value)
+
+
+HUGE = 1 << 62
+FORGED: dict[str, Callable[[IndexParts], Any]] = {
+    "a gap and an overlap of one size": column(1, 3),
+    "an origin before the array": column(1, -1),
+    "an origin beyond it": column(1, HUGE),
+    "a shorter block": column(3, 3),
+    "a block of negative size": column(3, -4),
+    "a block of huge size": column(3, HUGE),
+    "no block": without_a_block,
+    "a block of no array": column(0, 99),
+    "a block of another array": column(0, 1),
+    "no such pack": column(5, 7),
+    "a pack before the first": column(5, -1),
+    "bytes before the first": column(6, -96),
+    "bytes beyond the last": column(6, HUGE),
+    "no such digest": column(7, HUGE),
+    "blocks in another order": lambda parts: parts.rows[:2].__setitem__(..., parts.rows[1::-1]),
+    "no dtype": described("float7"),
+    "a larger dtype": described("float64"),
+    "another shape": described(shape=[9, 6]),
+    "a huge shape": described(shape=[1 << 70, 6]),
+    "a negative shape": described(shape=[-8, 6]),
+    "a shape of more dims": described(shape=[8, 6, 1]),
+    "no shape": described(shape=None),
+    "a key twice": lambda parts: parts.keys.__setitem__(1, "cut"),
+    "a key that is a number": lambda parts: parts.keys.__setitem__(0, 1),
+    "no field": lambda parts: parts.root.pop("common"),
+    "too many packs": of_root("num_packs", 1 << 70),
+    "no list of packs": of_root("packs", []),
+    "no list of arrays": of_root("arrays", 5),
+    "a common state of huge size": of_root("common", [0, 0, 0, HUGE]),
+    "a common state without digests": of_root("common", [0, 0, HUGE, 5]),
+    "an object in no pack": of_object(3, 9),
+    "an object of huge size": of_object(6, HUGE),
+    "an object without digests": of_object(5, HUGE),
+    "an object of no place": of_object(1, None),
+    "cut records of packs": lambda parts: parts.packs.pop(),
+    "a pack of huge size": lambda parts: parts.packs.__setitem__(slice(24, 32), b"\xff" * 8),
+    "a pack of too many digests": lambda parts: parts.packs.__setitem__(slice(36, 40), b"\xff" * 4),
+}
+
+
+def two_blocks() -> dict[str, Any]:
+    values: Any = torch.arange(48.0).reshape(8, 6)
+    tensors: dict[str, Any] = {
+        str(n): ShardedTensor.from_rank_offsets("cut", values[4 * n : 4 * n + 4], (0, n, 2))
+        for n in range(2)
+    }
+    tensors["v"] = ShardedTensor.from_rank_offsets("other", values[:4].clone())
+    return tensors | {"o": ShardedObject("o", {"n": 1}, (1,), (0,)), "iteration": 7}
+
+
+def read_all(root: Path) -> None:
+    """Read all that ``two_blocks`` has saved: it is what was saved, or an error."""
+    opened = dist_ckpt_strategies.open(root)
+    saved = torch.arange(48.0).reshape(8, 6).numpy()
+    assert np.array_equal(opened["cut"][...], saved)
+    assert np.array_equal(opened["other"][...], saved[:4])
+    assert (opened.objects["o/shard_0_1"], opened.common) == ({"n": 1}, {"iteration": 7})
+
+
+def load_all(root: Path) -> None:
+    wanted = two_blocks()
+    for value in wanted.values():
+        if isinstance(value, ShardedTensor):
+            value.data = torch.zeros_like(value.data)
+    found: Any = dist_ckpt_strategies.load(wanted, root)
+    assert torch.equal(torch.cat([found["0"], found["1"]]), torch.arange(48.0).reshape(8, 6))
+    assert (found["o"], found["iteration"]) == ({"n": 1}, 7)
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
+def test_an_index_that_a_writer_got_wrong_is_an_error_and_no_value(
+    change: Callable[[IndexParts], Any], tmp_path: Path
+) -> None:
+    dist_ckpt_strategies.save(two_blocks(), tmp_path / "c")
+    root = with_index(tmp_path / "c", change)
+    acts: dict[str, Callable[[], Any]] = {
+        "open": partial(read_all, root),
+        "load": partial(load_all, root),
+        "copy": partial(copy, root, tmp_path / "copy"),
+    }
+    for name, act in acts.items():
+        with pytest.raises(StorageError) as caught:
+            act()
+        assert str(root) in caught.value.message, name
+    assert run("verify", root).exit_code in {1, 3}
+    assert "unexpected" not in run("verify", root).output + run("inspect", root).output
+    assert rebuild_index(root, force=True) is not None
+    read_all(root)
+
+
+def test_verify_compares_the_index_with_the_packs(tmp_path: Path) -> None:
+    for number, change in enumerate((swapped, described("int32"))):
+        dist_ckpt_strategies.save(two_blocks(), tmp_path / str(number))
+        root = with_index(tmp_path / str(number), change)
+        found = verify(scan(root))
+        assert {issue.key for issue in found} == {"cut"}, found
+        assert all("as the index says" in issue.expected for issue in found)

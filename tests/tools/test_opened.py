@@ -2,6 +2,7 @@
 
 import os
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies import convert
+from dist_ckpt_strategies import Options, convert
+from dist_ckpt_strategies.config import MIB
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointChangedError,
@@ -98,6 +100,30 @@ def test_slices_are_those_of_numpy(saved: Path, name: str) -> None:
     assert opened.objects["rng/shard_0_1"] == {1: 1}
     assert opened.common["iteration"] == 1
     assert contents(saved / name) == before
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_slices_with_steps_are_read_in_parts(saved: Path, name: str) -> None:
+    array = dist_ckpt_strategies.open(saved / name, options=Options(max_inflight_bytes=70_000))
+    expected = state(1)["large"].data.numpy()
+    rng = random.Random(name)
+
+    for _ in range(20):
+        index = random_index(rng, expected.shape)
+        assert np.array_equal(array["large"][index], expected[index]), index
+
+
+def test_a_slice_with_steps_takes_little_memory(tmp_path: Path) -> None:
+    whole = torch.arange(16 * MIB // 4, dtype=torch.float32).reshape(64, -1)
+    dist_ckpt_strategies.save({"w": ShardedTensor.from_rank_offsets("w", whole)}, tmp_path / "c")
+    for index in ((..., slice(None, None, 100)), slice(None, None, -9)):
+        array = dist_ckpt_strategies.open(tmp_path / "c", options=Options(max_inflight_bytes=MIB))
+        tracemalloc.start()
+        found = array["w"][index]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert np.array_equal(found, whole.numpy()[index])
+        assert peak < found.nbytes + 3 * MIB, (index, peak)
 
 
 def test_wrong_indices_are_refused_as_numpy_refuses_them(saved: Path) -> None:
