@@ -27,8 +27,8 @@ from dist_ckpt_strategies.formats.pack_write import write_pack
 from dist_ckpt_strategies.formats.rebuild import rebuild_index
 from dist_ckpt_strategies.sharded.save import Contents
 from dist_ckpt_strategies.storage.files import Directory
+from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import flip_at
 from tests.support.layouts import scattered
@@ -286,7 +286,7 @@ def test_the_command_and_the_loads_around_it(tmp_path: Path) -> None:
     dist_ckpt_strategies.save(state(), root, ("safetensors", 1))
     assert run("rebuild-index", root).exit_code == 0
     lose_index(root)
-    for strategy in (None, EitherFormatLoadShardedStrategy()):
+    for strategy in (None, OwnLoadShardedStrategy()):
         with pytest.raises(CheckpointError, match="rebuild-index"):
             dist_ckpt_strategies.load(state(), root, strategy)
 
