@@ -108,7 +108,7 @@ def has_changed(
 
     while True:
         now, was, are_over = zip(*run_and_gather(comm, look), strict=True)
-        if set(now) == {None} or any(are_over):
+        if {None} in (set(now), set(was)) or any(are_over):
             return False
         if len(set(now)) == 1:
             return set(now) != set(was)
