@@ -123,16 +123,19 @@ def replace_functions(
             kind = ZarrSaveShardedStrategy
         saver = kind(*sharded_strategy, options=chosen, allow=allow)
     ways = _Ways(saver, tuple(allow), chosen, save_by, load_by)
-    uninstall()
-    registered = registered_formats()
+    earlier: _Undo | None = getattr(serialization.save, _UNDO, None)
+    theirs_of = {} if earlier is None else {ours: theirs for theirs, ours in earlier.replaced.items()}
     replaced: dict[Any, Any] = {}
     holders = serialization, sys.modules[serialization.__package__ or ""]
     for holder, (name, ours) in product(holders, _REPLACED.items()):
-        theirs = getattr(holder, name, None)
-        if theirs is None or theirs in replaced:
-            continue
-        replaced[theirs] = _in_place_of(theirs, partial(ours, ways, theirs))
-        setattr(replaced[theirs], _UNDO, _Undo(replaced, registered))
+        held = getattr(holder, name, None)
+        theirs = theirs_of.get(held, held)
+        if theirs is not None and theirs not in replaced:
+            replaced[theirs] = _in_place_of(theirs, partial(ours, ways, theirs))
+    uninstall()  # nothing is refused from here on
+    undo = _Undo(replaced, registered_formats())
+    for function in replaced.values():
+        setattr(function, _UNDO, undo)
     if has_registry():  # there Megatron-Core looks strategies up by what a checkpoint names
         register(replace_common=True, replace=True, allow=allow, options=chosen)
     _replace_everywhere(replaced)

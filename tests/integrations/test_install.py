@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.config import install_from_environment
-from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
 from tests.support.ranks import allow_torch_dist, done_by
 
 NUM_RANKS = 2
@@ -238,6 +238,23 @@ def test_a_wrapper_that_hides_the_arguments_is_refused_before_anything_is_replac
     with dist_ckpt_strategies.installed():
         assert serialization.save is not traced
     assert serialization.save is traced
+
+
+def test_a_refused_installation_leaves_the_earlier_one_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = held()
+    with dist_ckpt_strategies.installed(sharded_strategy=ZARR):
+        with monkeypatch.context() as hiding:
+            hiding.setattr(dist_checkpointing, "load", lambda *_, **__: None)
+            earlier = held()
+            with pytest.raises(StrategyError, match=r"functools\.wraps"):
+                dist_ckpt_strategies.install()
+            with pytest.raises(IncompatibleVersionError, match="hdf5"):
+                dist_ckpt_strategies.install(sharded_strategy=("hdf5", 1))
+            assert held() == earlier
+        dist_ckpt_strategies.install()  # in place of the earlier one, not around it
+    assert held() == before
 
 
 def test_the_block_of_a_test_puts_everything_back() -> None:
