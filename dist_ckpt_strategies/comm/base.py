@@ -5,6 +5,7 @@ all ranks.
 """
 
 import logging
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -20,6 +21,7 @@ import xxhash
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
+    PeerError,
     PeerLostError,
     PeerTimeoutError,
     StorageTimeoutError,
@@ -111,6 +113,18 @@ class Communicator:
 
     def note_failure(self, error: BaseException) -> None:
         """Have peers that wait for this rank in vain learn by what error it left. Rank-local."""
+
+    def peer_error(
+        self,
+        error: BaseException,
+        deadline: float = math.inf,  # noqa: ARG002
+        peer: int | None = None,
+    ) -> PeerError:
+        """The error for a collective that broke off, or at its deadline, with the ranks to blame.
+
+        Rank-local. The collective may be one of another package over the same ranks.
+        """
+        return PeerLostError(peer, text_of(error))
 
 
 def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[str]) -> str:

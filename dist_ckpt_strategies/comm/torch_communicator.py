@@ -1,6 +1,7 @@
 """A Communicator over a process group of torch.distributed; it names ranks that are missing."""
 
 import json
+import math
 import os
 import struct
 import time
@@ -353,8 +354,10 @@ class TorchCommunicator(Communicator):
                     work: Any = dist.irecv(nothing, peer, group=channel, tag=_TAG_OF_NOTHING)
                     work.wait(timedelta(milliseconds=1))
 
-    def peer_error(self, error: BaseException, deadline: float, peer: int | None) -> PeerError:
-        """The error for a collective that timed out or broke off, with the ranks to blame."""
+    def peer_error(
+        self, error: BaseException, deadline: float = math.inf, peer: int | None = None
+    ) -> PeerError:
+        """See Communicator."""
         is_lost = time.monotonic() < deadline - 0.001
         missing = {peer: ""} if peer is not None else self._missing(is_lost=is_lost)
         if missing is None:

@@ -266,7 +266,7 @@ def _called(
     """What a verb of DCP's returns; its errors as ours. ``discard``: what it has written."""
 
     def on_gpu() -> T:
-        with on_own_gpu():
+        with on_own_gpu(), torch.no_grad():
             return verb()
 
     try:
@@ -279,13 +279,13 @@ def _called(
         raise _of_ranks(comm, causes) from error
     except CheckpointError:
         raise
-    except TimeoutError as error:
-        raise PeerTimeoutError(None, f"{comm.title}: {error}") from error
-    except RuntimeError as error:
-        if not is_of_communication(error):
+    except (TimeoutError, RuntimeError) as error:
+        is_late = isinstance(error, TimeoutError)
+        if not (is_late or is_of_communication(error)):
             raise
-        kind = PeerTimeoutError if "imed out" in str(error) else PeerLostError
-        raise kind(None, f"{comm.title}: lost contact with a peer: {error}") from error
+        found = comm.peer_error(error)
+        is_late |= "imed out" in str(error)
+        raise (PeerTimeoutError if is_late else PeerLostError)(found.rank, found.message) from error
     return result
 
 

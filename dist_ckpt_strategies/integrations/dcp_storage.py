@@ -35,9 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from dist_ckpt_strategies.comm.process_group import (
-    global_rank,
-)
+from dist_ckpt_strategies.comm.process_group import global_rank
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.device import require_plain, torch_dtype
@@ -158,6 +156,7 @@ class PackStorageWriter(_Placed, StorageWriter):
         """The plans as they are."""
         return plans
 
+    @torch.no_grad()  # a DTensor then gives its shard at once
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's packs, durably; one result that says what is where. DCP calls it.
 
@@ -336,6 +335,7 @@ class PackStorageReader(_Placed, StorageReader):
             )
         return plans
 
+    @torch.no_grad()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read and verify what this rank needs; bytes are given to DCP last. DCP calls it.
 
@@ -396,11 +396,8 @@ def _read_objects(
 ) -> dict[str, bytes]:
     """What is stored of objects, by key; it can be unpickled to what is allowed."""
     keys = {item.storage_index.fqn for item in items}
-    stored, contents, limit_s = (
-        opened.stored,
-        dict.fromkeys(sorted(keys), b""),
-        ENDING * options.timeout_s,
-    )
+    stored, limit_s = opened.stored, ENDING * options.timeout_s
+    contents = dict.fromkeys(sorted(keys), b"")
     names = stored.save.read(partial(_objects, opened), limit_s) if keys else {}
 
     def read(key: str) -> None:

@@ -124,7 +124,7 @@ def replace_functions(
         saver = kind(*sharded_strategy, options=chosen, allow=allow)
     ways = _Ways(saver, tuple(allow), chosen, save_by, load_by)
     earlier: _Undo | None = getattr(serialization.save, _UNDO, None)
-    theirs_of = {} if earlier is None else {ours: theirs for theirs, ours in earlier.replaced.items()}
+    theirs_of = {ours: theirs for theirs, ours in earlier.replaced.items()} if earlier else {}
     replaced: dict[Any, Any] = {}
     holders = serialization, sys.modules[serialization.__package__ or ""]
     for holder, (name, ours) in product(holders, _REPLACED.items()):
