@@ -55,12 +55,7 @@ from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
 from dist_ckpt_strategies.formats.pack_write import PackJob, delete_files, file_of
 from dist_ckpt_strategies.sharded.ledger import Ledger, described, proved
 from dist_ckpt_strategies.sharded.load import TensorRead, run_reads
-from dist_ckpt_strategies.sharded.save import (
-    Contents,
-    limits_of,
-    num_writers,
-    write_contents,
-)
+from dist_ckpt_strategies.sharded.save import Contents, limits_of, num_writers, write_contents
 from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
     OPENING,
