@@ -145,10 +145,7 @@ def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
             return peft_callback_of(self.trainer) is not None
 
         def teardown(self) -> None:
-            """Nothing: abort and finalize end what a fault leaves; what survives stays where it is.
-
-            After a training that no fault has ended there is nothing to free but the process.
-            """
+            """Nothing: abort and finalize end what a fault leaves; what survives stays there."""
 
     return CheckpointlessMegatronStrategy
 

@@ -142,28 +142,27 @@ class LocalCheckpointManager:
     ) -> LocalSaveRequest | None:
         """Save every rank's state, and remove what is not to be kept any longer.
 
-        Collective. The state is left as it is. Either the shards of all ranks are there then,
-        durably, or an error is raised on every rank, and the saves before are untouched.
+        Collective. Either the shards of all ranks are there then, durably, or an error is raised
+        on every rank, and the saves before are untouched.
 
         Args:
             state_dict: this rank's state.
-            iteration: the training iteration; equal on all ranks.
-            is_async: return when the tensors have been copied to host memory, and do the rest
-                in the background; equal on all ranks. The copy's memory is kept for the next
-                save. The save counts once the request has been finalised. Until then nothing else
-                may send over the strategy's process group.
+            iteration: of the training; equal on all ranks.
+            is_async: return when the tensors have been copied to host memory, and do the rest in
+                the background; equal on all ranks. The copy's memory is kept for the next save.
+                The save counts once the request is finalised; till then nothing else may send
+                over the strategy's process group.
 
         Returns:
-            With ``is_async``, a request for a checkpoint queue, which is also complete in itself:
-            ``request.wait(timeout_s)`` finalises it without a queue.
+            With ``is_async``, a request: a checkpoint queue, or its ``wait``, finalises it.
 
         Raises:
-            PlanError: ranks differ in the iteration, in ``is_async`` or in the session, or have
-                called another method; or a tensor cannot be stored.
-            UnsafeObjectError: the state holds an object of a class that is not allowed.
+            PlanError: ranks differ in iteration, ``is_async``, session or method; or a tensor
+                cannot be stored.
+            UnsafeObjectError: an object is of a class that is not allowed.
             StorageError: a shard cannot be written, for example if the disk is full.
-            StrategyError: the state is no TensorAwareStateDict; or, with ``is_async``,
-                the strategy's group is the one that training uses, or sends over NCCL.
+            StrategyError: the state is no TensorAwareStateDict; or, with ``is_async``, the
+                strategy's group is that of the training, or sends over NCCL.
             PeerError: the same on another rank.
         """
         comm = self.communicator("local save", f"of iteration {iteration}")
@@ -172,8 +171,7 @@ class LocalCheckpointManager:
             strategy = strategy.replication_strategy  # collective over the world the first time
         prepare = partial(self._prepare, comm, state_dict, iteration, strategy, is_async=is_async)
         started = start_save(comm, self._directory, prepare)
-        work = started.work
-        self._newest = started.save
+        self._newest, work = started.save, started.work
         if work is None:
             self._finish(started, lambda: write_shards(started))
             return None
@@ -194,11 +192,8 @@ class LocalCheckpointManager:
                 if self._running is work and work.ends_within(0):
                     self._running = None
 
-        name = (
-            started.save.stamp,
-            f"the end of the local save of iteration {started.save.iteration}",
-        )
-        return LocalSaveRequest(comm, name, work, finish, self.timeout_s)
+        what = f"the end of the local save of iteration {started.save.iteration}"
+        return LocalSaveRequest(comm, (started.save.stamp, what), work, finish, self.timeout_s)
 
     def _finish(self, started: Started, written: Callable[[], str]) -> None:
         """Complete a save, then remove what is not kept. Collective.

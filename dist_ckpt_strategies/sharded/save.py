@@ -277,8 +277,8 @@ def finish_save(
 ) -> Known:
     """Make the save the content of its place, once every rank has written its share. Collective.
 
-    If it fails on any rank, every rank raises, and the place holds what it held before; what this
-    save has written is removed. ("zarr", 1): unless files of the old checkpoint have been moved.
+    If it fails on any rank, every rank raises, what this save has written is removed, and the place
+    holds what it held before; ("zarr", 1) only if no file of the old checkpoint has been moved.
 
     Args:
         started: what ``start_save`` has returned.
@@ -287,11 +287,11 @@ def finish_save(
         overwrite: whether it may replace what belongs to no finished checkpoint.
 
     Returns:
-        What the next save takes as ``known``.
+        ``known`` of the next save.
 
     Raises:
         CoverageError, PlanError: the shards do not make up the arrays.
-        StorageError: a share could not be written on this rank, or the save not be committed.
+        StorageError: a share could not be written, or the save not be committed.
         PeerError: the same, on another rank.
     """
     comm, store, known = started.comm, started.store, started.known
@@ -313,10 +313,9 @@ def finish_save(
 
     may_be_visible = False
     try:
-        summaries = run_and_gather(comm, summarize, is_sparse=True)  # 2
-        may_be_visible = True
-        deadline = Deadline.after(ENDING * started.options.timeout_s)
-        act = partial(run_within, deadline, store, make_visible)
+        summaries, may_be_visible = run_and_gather(comm, summarize, is_sparse=True), True  # 2
+        limit = Deadline.after(ENDING * started.options.timeout_s)
+        act = partial(run_within, limit, store, make_visible)
         failure, *_ = run_and_gather(comm, act, is_sparse=True)  # 3
     except CheckpointError as error:
         # Where others, or a thread that was given up, may still commit: see prune --unfinished.
