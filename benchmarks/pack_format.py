@@ -312,7 +312,9 @@ def index_form(form: str, table: BlockTable) -> dict[str, Any]:
             stack.enter_context(patch.object(BlockTable, "from_bytes", staticmethod(_from_json)))
         began = time.process_time()
         segments = index.array_segments(table)
-        content, pointer = index.build_full_index(index.NewSave("s", segments, (), {}))
+        pack = PackRecord("0" * 16, "0" * 32, 1 << 62, 0, 0, 0)  # of which the index says nothing
+        packs = [index.PackSummary((pack,) * (1 + int(table.place[:, 0].max())))]
+        content, pointer = index.build_full_index(index.NewSave("s", segments, packs, {}))
         built = time.process_time() - began
         read: list[int] = []
 
