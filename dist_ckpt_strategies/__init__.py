@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
     from dist_ckpt_strategies.core.report import SaveMetrics
+    from dist_ckpt_strategies.manager.candidates import Attempt, Loaded, Tier
+    from dist_ckpt_strategies.manager.latest import load_latest
     from dist_ckpt_strategies.manager.manager import TieredCheckpointManager
     from dist_ckpt_strategies.manager.policy import ManagerOptions, SavePolicy
     from dist_ckpt_strategies.strategies.install import install, installed, uninstall
@@ -36,6 +38,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "config": ("LocalOptions", "Options", "StoreOptions"),
     "core.report": ("SaveMetrics",),
+    "manager.candidates": ("Attempt", "Loaded", "Tier"),
+    "manager.latest": ("load_latest",),
     "manager.manager": ("TieredCheckpointManager",),
     "manager.policy": ("ManagerOptions", "SavePolicy"),
     "strategies.install": ("install", "installed", "uninstall"),
@@ -59,7 +63,9 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "Attempt",
     "ConvertOptions",
+    "Loaded",
     "LocalOptions",
     "ManagerOptions",
     "Options",
@@ -69,6 +75,7 @@ __all__ = [
     "SavePolicy",
     "StoreOptions",
     "StrategyAction",
+    "Tier",
     "TieredCheckpointManager",
     "convert",
     "copy",
@@ -77,6 +84,7 @@ __all__ = [
     "install",
     "installed",
     "load",
+    "load_latest",
     "open",
     "prepare_local_load",
     "prune",

@@ -110,7 +110,7 @@ class CheckpointReader:
             StorageError: there are checkpoints, but none can be used, or all are newer than
                 ``at_most``, or of a course that was left; the text has the reason for each.
             CheckpointChangedError: another job saves at ``root``.
-            StorageError, PeerError: as in ``recovery.load_latest``.
+            StorageError, PeerError: as in ``dist_ckpt_strategies.load_latest``.
         """
         comm, state = self._begin_load(state_dict)
         refused: tuple[Attempt, ...] = ()

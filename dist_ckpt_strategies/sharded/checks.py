@@ -237,9 +237,9 @@ def _require_valid(comm: Communicator, everyone: Sequence[Sequence[Message]]) ->
         tables = []
         for is_main in (True, False):
             held = [m for m in messages if m[0] in on_grid and is_main_message(m) is is_main]
-            shards = [shard_from_message(m) for m in held]
-            names = [object_from_message(m) for m in held if shard_from_message(m) is None]
-            tables.append(shard_table([shard for shard in shards if shard], names))
+            specs = [(shard_from_message(m), m) for m in held]
+            names = [object_from_message(m) for spec, m in specs if spec is None]
+            tables.append(shard_table([spec for spec, _ in specs if spec], names))
         digest = xxh3_128_hexdigest(tables[1])
         told.append((0, tables[0], digest))
         copies[digest] = tables[1]

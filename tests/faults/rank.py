@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies import load_latest
 from dist_ckpt_strategies.local import CliqueReplicationStrategy, LocalCheckpointManager
-from dist_ckpt_strategies.recovery import load_latest
 from tests.faults.injection import Trap, armed
 from tests.faults.operations import LIMIT_S, OPERATIONS, Action
 from tests.faults.oracle import NUM_RANKS, Found, Tier

@@ -24,6 +24,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies import load_latest
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -34,7 +35,6 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from tests.local.clique_worlds import described
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies import SavePolicy, TieredCheckpointManager
+from dist_ckpt_strategies import SavePolicy, Tier, TieredCheckpointManager
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -29,7 +29,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.integrations import dcp
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
-from dist_ckpt_strategies.recovery import Tier
 from tests.integrations.test_dcp import plain, values, whole
 from tests.support.pages import ROOT, python_blocks
 from tests.support.processes import ended

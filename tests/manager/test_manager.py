@@ -31,6 +31,7 @@ from dist_ckpt_strategies import (
     SaveMetrics,
     SavePolicy,
     TieredCheckpointManager,
+    load_latest,
     prune,
     save,
 )
@@ -38,7 +39,7 @@ from dist_ckpt_strategies.config import JOB
 from dist_ckpt_strategies.errors import CheckpointChangedError, PlanError
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
 from dist_ckpt_strategies.manager.candidates import Loaded, Tier
-from dist_ckpt_strategies.recovery import CheckpointManager, load_latest
+from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.local.clique_worlds import once
 from tests.support.entries import Failure, outcome
 from tests.support.memory_provider import MemoryProvider

@@ -10,6 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies import load_latest
 from dist_ckpt_strategies.config import Credentials, Options, StoreOptions
 from dist_ckpt_strategies.errors import (
     CheckpointExistsError,
@@ -20,7 +21,6 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StrategyError,
 )
-from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.safetensors import (
     PackLoadShardedStrategy,
     PackSaveShardedStrategy,

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies import load_latest
 from dist_ckpt_strategies.errors import StorageTimeoutError
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
     LocalCheckpointManager,
 )
-from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support import sharding
 from tests.support.entries import FORMATS, Failure, outcome, require_on_ranks

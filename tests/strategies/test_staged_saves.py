@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies import load_latest
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -28,7 +29,6 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StrategyError,
 )
-from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from tests.support.entries import (
