@@ -14,9 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+
+import numpy as np
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -49,6 +52,28 @@ Allowed = Sequence[Any]
 
 _CHANGES_LIST = threading.Lock()
 """Held while torch's list of allowed classes changes."""
+
+
+def default_allowed() -> list[Any]:
+    """The classes that a checkpoint may need when it is unpickled.
+
+    Megatron-Core's own list, where it is installed, and numpy's arrays under the names of numpy 1
+    and 2: they are rebuilt by ``_reconstruct`` and ``scalar``, which moved from ``numpy.core`` to
+    ``numpy._core``, and a checkpoint names the module of its writer.
+    """
+    multiarray = np._core.multiarray  # type: ignore[attr-defined]  # noqa: SLF001 - what pickles name
+    named = [
+        (rebuild, f"{module}.{rebuild.__name__}")
+        for rebuild in (multiarray._reconstruct, multiarray.scalar)  # noqa: SLF001
+        for module in ("numpy.core.multiarray", "numpy._core.multiarray")
+    ]
+    dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__ if name != "ObjectDType"]
+    plain = [SimpleNamespace, np.ndarray, np.dtype, *dtypes, *named]
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        return plain
+    from dist_ckpt_strategies.megatron.types import megatron_classes  # noqa: PLC0415 - slow
+
+    return [*megatron_classes(), *plain]
 
 
 def file_damage(file: IO[bytes]) -> str | None:
@@ -263,8 +288,9 @@ def _unsafe_error(
     where = name if path is None else f"{name}: {path}"
     return UnsafeObjectError(
         f"{where} needs {classes}, which the list of classes allowed to be unpickled does not "
-        f"hold; if you trust this checkpoint, pass allow=[{classes}] to dist_ckpt_strategies.save "
-        "and load, or to register, or call torch.serialization.add_safe_globals",
+        f"hold; if you trust this checkpoint, pass allow=[{classes}] to what saves and "
+        "loads it (save, load, register, install, manager, PackStorageWriter, PackStorageReader), "
+        "or call torch.serialization.add_safe_globals",
         key=name,
         path=None if path is None else str(path),
     )

@@ -48,13 +48,22 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.commit import require_unfinished
 from dist_ckpt_strategies.formats.index import NewSave, PackSummary
 from dist_ckpt_strategies.formats.locations import PACKS, Location, located, place_of
-from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_object, load_content
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    allowing,
+    default_allowed,
+    dump_object,
+    load_content,
+)
 from dist_ckpt_strategies.formats.pack import lay_out
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
 from dist_ckpt_strategies.formats.pack_write import PackJob, delete_files, file_of
 from dist_ckpt_strategies.sharded.ledger import Ledger, described, proved
-from dist_ckpt_strategies.sharded.load import TensorRead, run_reads
+from dist_ckpt_strategies.sharded.read import (
+    TensorRead,
+    run_reads,
+)
 from dist_ckpt_strategies.sharded.save import Contents, limits_of, num_writers, write_contents
 from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
@@ -65,7 +74,7 @@ from dist_ckpt_strategies.storage.io_pool import (
     Transfer,
     run_within,
 )
-from dist_ckpt_strategies.tools.opened import OpenedCheckpoint, open_at, with_defaults
+from dist_ckpt_strategies.tools.opened import OpenedCheckpoint, open_at
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +259,7 @@ def _contents(
         tensors.append(tensor)
     if objects:
         pickled = [(name.key, content) for name, content in objects]
-        _require_allowed(pickled, "what is saved", with_defaults(allow))
+        _require_allowed(pickled, "what is saved", [*default_allowed(), *allow])
     common = _no_common_state() if has_common else None
     return Contents(tuple(shards), tuple(tensors), objects=tuple(objects), common=common)
 

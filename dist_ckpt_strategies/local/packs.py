@@ -24,7 +24,12 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_content
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    default_allowed,
+    dump_loadable,
+    load_content,
+)
 from dist_ckpt_strategies.formats.pack import MAX_BLOCKS, Layout, PackLimits, lay_out
 from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads, read_content
 from dist_ckpt_strategies.formats.pack_write import seal
@@ -47,7 +52,6 @@ from dist_ckpt_strategies.megatron.shards import sharded_values
 from dist_ckpt_strategies.megatron.types import (
     TENSOR_AWARE_CLASS,
     ShardedObject,
-    default_allowed,
     tensor_aware_class,
 )
 from dist_ckpt_strategies.sharded.background import copy_contents

@@ -16,13 +16,13 @@ What is missing, be it the whole module, gets a stand-in of the same name and at
 import hashlib
 import json
 import types
+from collections.abc import Sequence
 from enum import Enum
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from megatron.core import safe_globals
 from megatron.core.dist_checkpointing import serialization
@@ -182,31 +182,18 @@ def tensor_aware_class() -> Any:
     return MCoreTensorAwareStateDict
 
 
-def default_allowed() -> list[Any]:
-    """The classes that a checkpoint may need when it is unpickled.
-
-    Megatron-Core's own list, and numpy's arrays under the names of numpy 1 and 2: they are rebuilt
-    by ``_reconstruct`` and ``scalar``, which moved from ``numpy.core`` to ``numpy._core``, and a
-    checkpoint names the module of its writer.
-    """
-    multiarray = np._core.multiarray  # type: ignore[attr-defined]  # noqa: SLF001 - what pickles name
-    named = [
-        (rebuild, f"{module}.{rebuild.__name__}")
-        for rebuild in (multiarray._reconstruct, multiarray.scalar)  # noqa: SLF001
-        for module in ("numpy.core.multiarray", "numpy._core.multiarray")
-    ]
-    dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__ if name != "ObjectDType"]
-    megatron_classes: list[Any] = list(safe_globals.SAFE_GLOBALS)
-    return [*megatron_classes, types.SimpleNamespace, np.ndarray, np.dtype, *dtypes, *named]
+def megatron_classes() -> list[Any]:
+    """The classes that Megatron-Core allows to be unpickled."""
+    return list(safe_globals.SAFE_GLOBALS)
 
 
-def allow_in_common_state() -> None:
+def allow_in_common_state(allow: Sequence[Any]) -> None:
     """Let later releases' own ``load`` read the common state that our saves accept.
 
     They read ``common.pt`` with torch's list of allowed classes, to which they have added most.
     """
     if not has_registry():
-        torch.serialization.add_safe_globals(default_allowed())
+        torch.serialization.add_safe_globals(list(allow))
 
 
 def registered_strategy(action: StrategyAction, backend: str, version: int) -> Any | None:

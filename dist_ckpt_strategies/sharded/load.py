@@ -16,15 +16,7 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
-from dist_ckpt_strategies.device import (
-    HostSnapshot,
-    build_batches,
-    copy_into,
-    host_view,
-    require_plain,
-    to_host,
-    torch_dtype,
-)
+from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
@@ -38,9 +30,10 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.checks import require_same_checkpoint, require_validated
+from dist_ckpt_strategies.sharded.agreement import require_same_checkpoint
+from dist_ckpt_strategies.sharded.checks import require_validated
+from dist_ckpt_strategies.sharded.read import TensorRead, run_reads
 from dist_ckpt_strategies.storage.io_pool import ENDING, WORK, Deadline, Job, Transfer, run_within
-from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +42,6 @@ Conversions = list[list[str]]
 
 Validated = dict[str, str]
 """Shardings that were checked: the digest of all ranks' shards, by that of this rank's."""
-
-TensorRead = tuple[ArraySpec, Region, torch.Tensor]
-"""A region of an array, and the tensor that has its shape: of any strides and device."""
 
 _NUM_EXAMPLES = 3
 
@@ -251,81 +241,6 @@ def _read(
 
     checkpoint.save.read(fill, ENDING * options.timeout_s)
     return loaded, sum(part.numel() * array.dtype.itemsize for array, _, part in reads)
-
-
-def run_reads(
-    store: ArrayReader, reads: Sequence[TensorRead], options: Options, deadline: Deadline
-) -> None:
-    """Fill every tensor, of any dtype, from storage.
-
-    CPU tensors of the stored dtype are read into directly, all at once. Others are read through
-    memory of the stored dtype, pinned for CUDA, batch by batch, and converted as ``copy_`` does;
-    that takes at most ``max_inflight_bytes`` (or the largest tensor).
-
-    Two tensors may be one memory, as tied weights are; a PlanError if they are stored unlike.
-    """
-    direct, staged, tied = _divided(reads)
-    if direct:
-        store.begin_reads(direct).wait(deadline.left_s)
-    memory = HostSnapshot()
-    for batch in build_batches(staged, options.max_inflight_bytes) if staged else ():
-        _read_staged(store, batch, memory, deadline)
-    for array, region, tensor in tied:
-        again = torch.empty_like(tensor)
-        run_reads(store, [(array, region, again)], options, deadline)
-        if len({host.tobytes() for host in to_host([tensor, again])}) > 1:
-            raise PlanError(
-                f"{array.key}: its data is also that of another tensor of this load, for which "
-                "the checkpoint holds other values; untie the two, or load one of them",
-                key=array.key,
-            )
-
-
-def _divided(
-    reads: Sequence[TensorRead],
-) -> tuple[list[ArrayRead], list[tuple[TensorRead, int]], list[TensorRead]]:
-    """What is read straight into tensors; through other memory, with its size; and what is tied."""
-    direct: list[ArrayRead] = []
-    staged: list[tuple[TensorRead, int]] = []
-    tied: list[TensorRead] = []
-    places: dict[int, torch.Tensor] = {}
-    for read in reads:
-        array, region, tensor = read
-        if tensor.data_ptr() in places and _is_one(tensor, places[tensor.data_ptr()]):
-            tied.append(read)
-            continue
-        places[tensor.data_ptr()] = tensor
-        is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
-        if is_plain and tensor.dtype == torch_dtype(array.dtype):
-            direct.append(ArrayRead(array, region, host_view(tensor)))
-        else:
-            staged.append((read, region.numel * array.dtype.itemsize))
-    return direct, staged, tied
-
-
-def _is_one(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that begin at one address are one memory, read in the same way."""
-    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride()) == (
-        other.device,
-        other.dtype,
-        other.shape,
-        other.stride(),
-    )
-
-
-def _read_staged(
-    store: ArrayReader, reads: Sequence[TensorRead], memory: HostSnapshot, deadline: Deadline
-) -> None:
-    """A function, so that nothing looks at the memory any more when it has to grow."""
-    layouts = [(region.shape, torch_dtype(array.dtype)) for array, region, _ in reads]
-    is_cuda = any(tensor.device.type == "cuda" for _, _, tensor in reads)
-    hosts = memory.places(layouts, is_pinned=is_cuda)
-    requests = [
-        ArrayRead(array, region, host_view(host))
-        for (array, region, _), host in zip(reads, hosts, strict=True)
-    ]
-    store.begin_reads(requests).wait(deadline.left_s)
-    copy_into([tensor for _, _, tensor in reads], hosts)
 
 
 def matched(

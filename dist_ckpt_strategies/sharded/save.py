@@ -44,7 +44,9 @@ from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, la
 from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
 from dist_ckpt_strategies.formats.pack_write import PackJob, PackRecord, delete_files, file_of
 from dist_ckpt_strategies.formats.zarr2 import ChunkJob
-from dist_ckpt_strategies.sharded.checks import require_one_strategy
+from dist_ckpt_strategies.sharded.agreement import (
+    require_one_strategy,
+)
 from dist_ckpt_strategies.sharded.ledger import (
     Description,
     Ledger,

@@ -10,10 +10,9 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import IncompatibleVersionError
 from dist_ckpt_strategies.formats.locations import FORMAT2, FORMAT2_REFUSED
-from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.objects import Allowed, default_allowed
 from dist_ckpt_strategies.megatron.types import (
     allow_in_common_state,
-    default_allowed,
     raises_megatron_errors,
 )
 from dist_ckpt_strategies.storage.io_pool import Deadline, run_within
@@ -39,7 +38,7 @@ class Configured:
         self.options = (options or options_from_environment()).with_changes(**changes)
         self._allow = tuple(allow)
         self.group = group
-        allow_in_common_state()
+        allow_in_common_state(default_allowed())
 
     @property
     def allowed(self) -> Allowed:

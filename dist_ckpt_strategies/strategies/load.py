@@ -46,11 +46,13 @@ from dist_ckpt_strategies.megatron.types import (
     raises_megatron_errors,
     require_reads,
 )
-from dist_ckpt_strategies.sharded.checks import (
-    check_load,
+from dist_ckpt_strategies.sharded.agreement import (
     has_changed,
     require_one_strategy,
     require_same_checkpoint,
+)
+from dist_ckpt_strategies.sharded.checks import (
+    check_load,
 )
 from dist_ckpt_strategies.sharded.load import (
     LoadPlan,

@@ -42,10 +42,12 @@ from dist_ckpt_strategies.megatron.types import (
     raises_megatron_errors,
     require_psutil,
 )
+from dist_ckpt_strategies.sharded.agreement import (
+    require_one_strategy,
+)
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.checks import (
     check_save,
-    require_one_strategy,
     warn_of_differences,
 )
 from dist_ckpt_strategies.sharded.save import Contents, start_save

@@ -20,14 +20,13 @@ from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.formats.checkpoints import common_digest
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
-from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.objects import Allowed, default_allowed
 from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.types import (
     LoadShardedStrategy,
     StrategyAction,
     allow_in_common_state,
-    default_allowed,
     handles_objects,
     is_strategy,
     raises_megatron_errors,
@@ -96,7 +95,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )
         self._allow = tuple(allow)
-        allow_in_common_state()
+        allow_in_common_state(default_allowed())
         self._report: BroadcastReport | None = None
 
     @property

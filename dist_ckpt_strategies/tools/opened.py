@@ -33,7 +33,13 @@ from dist_ckpt_strategies.formats.locations import (
     other_contents,
     read_marker,
 )
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content, require_archive
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    default_allowed,
+    dump_object,
+    load_content,
+    require_archive,
+)
 from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
@@ -103,7 +109,7 @@ def _stored(root: Location, options: Options, allow: Allowed) -> tuple[Format, S
     if kinds[backend] is Format.TORCH_DIST:
         from dist_ckpt_strategies.tools.torch_dist import TorchDistCheckpoint  # noqa: PLC0415
 
-        return Format.TORCH_DIST, TorchDistCheckpoint(root, options, with_defaults(allow))
+        return Format.TORCH_DIST, TorchDistCheckpoint(root, options, [*default_allowed(), *allow])
     kind = Format1Checkpoint if kinds[backend] is Format.ZARR1 else Zarr3Checkpoint
     return kinds[backend], kind(root, options)
 
@@ -121,13 +127,6 @@ def _backend(root: Location) -> tuple[str, int]:
             f"{root}: common state of format {marker.common_format}, expected ('torch', 1)"
         )
     return marker.sharded_format
-
-
-def with_defaults(allow: Allowed) -> Allowed:
-    """These classes, and those that any checkpoint may need when it is unpickled."""
-    from dist_ckpt_strategies.megatron.types import default_allowed  # noqa: PLC0415 - slow
-
-    return [*default_allowed(), *allow]
 
 
 class OpenedCheckpoint(Mapping[str, "LazyArray"]):
@@ -216,7 +215,7 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
     @cached_property
     def allowed(self) -> Allowed:
         """The classes that objects may be unpickled to."""
-        return with_defaults(self._allow)
+        return [*default_allowed(), *self._allow]
 
     def unchanged(self, step: Callable[[], T]) -> T:
         """What a step reads of it; a StorageError where another save has replaced it meanwhile."""

@@ -23,7 +23,9 @@ from dist_ckpt_strategies.device import (
     uses_cuda,
 )
 from dist_ckpt_strategies.errors import CheckpointError
-from dist_ckpt_strategies.sharded.load import run_reads
+from dist_ckpt_strategies.sharded.read import (
+    run_reads,
+)
 from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
 from dist_ckpt_strategies.two_stage.plan import ROUNDS_IN_FLIGHT, Batch, GroupPlan, Slice

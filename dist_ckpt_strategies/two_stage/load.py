@@ -33,7 +33,9 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.checks import require_same_checkpoint
+from dist_ckpt_strategies.sharded.agreement import (
+    require_same_checkpoint,
+)
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
 from dist_ckpt_strategies.storage.host import available_nbytes, page_cache_of
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within

@@ -20,8 +20,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.formats.objects import allowing
-from dist_ckpt_strategies.megatron.types import default_allowed
+from dist_ckpt_strategies.formats.objects import allowing, default_allowed
 from tests.support.sharding import Cut, Part, same_bits
 
 _HERE = Path(__file__).parent / "data"

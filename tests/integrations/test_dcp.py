@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.integrations.dcp import PackStorageReader, PackStorageWriter, load, save
 from tests.cli.commands import run
+from tests.support.processes import finished
 from tests.support.ranks import RankDiedError, allow_processes, done_by, run_processes
 from tests.tools.all_formats import saved_by
 
@@ -528,3 +530,39 @@ def test_megatron_reads_what_dcp_saves_and_dcp_what_megatron_saves(tmp_path: Pat
     assert run("diff", tmp_path / "dcp", tmp_path / "converted").exit_code == 0
     damage(tmp_path / "dcp")
     assert run("verify", tmp_path / "dcp").exit_code != 0
+
+
+_WITHOUT_MEGATRON = """
+import sys
+from types import SimpleNamespace
+
+sys.modules["megatron"] = None  # as where it is not installed
+
+import numpy as np
+import torch
+
+from dist_ckpt_strategies import convert, diff, open
+from dist_ckpt_strategies.cli.app import main
+from dist_ckpt_strategies.errors import MissingDependencyError
+from dist_ckpt_strategies.integrations import dcp
+
+path, state = sys.argv[1], {"w": torch.arange(6.0), "a": np.arange(3), "n": SimpleNamespace(x=1)}
+dcp.save(state, path, no_dist=True)
+loaded = {"w": torch.zeros(6), "a": None, "n": None}
+dcp.load(loaded, path, no_dist=True)
+assert loaded["w"].equal(state["w"]) and loaded["a"].tolist() == [0, 1, 2] and loaded["n"].x == 1
+convert(path, path + "_t", ("torch_dist", 1))
+assert diff(path, path + "_t").is_equal
+assert open(path + "_t")["w"][:].tolist() == [0, 1, 2, 3, 4, 5]
+try:
+    dcp.shard_layout
+except MissingDependencyError as error:
+    assert "megatron-core" in str(error)
+sys.argv = ["dist-ckpt", "verify", path]
+main()
+"""
+
+
+def test_packs_of_dcp_do_without_megatron(tmp_path: Path) -> None:
+    done = finished(sys.executable, "-c", _WITHOUT_MEGATRON, tmp_path / "c", limit_s=100.0)
+    assert "is whole" in done.stdout
