@@ -68,6 +68,21 @@ def current_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def gpu_of_local_rank(local_rank: int | None) -> int:
+    """The number of a rank's GPU: the current one where none is named, or one alone is shown."""
+    if local_rank is None or local_rank >= torch.cuda.device_count():
+        return int(torch.cuda.current_device())
+    return local_rank
+
+
+def synchronize_gpu(device: int) -> None:
+    """Return when a GPU has done all of its work; call it on a thread that may be given up.
+
+    Raises a RuntimeError if the GPU answers with an error.
+    """
+    torch.cuda.synchronize(device)
+
+
 def gpu_memory_nbytes() -> int:
     """What torch has allocated on the current device; 0 if this process has not used CUDA."""
     return int(torch.cuda.memory_allocated()) if uses_cuda() else 0

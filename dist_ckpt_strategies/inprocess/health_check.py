@@ -3,13 +3,12 @@
 import datetime as dt
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from functools import partial
 
 from dist_ckpt_strategies.comm.abort import run_abandonable
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import local_rank
+from dist_ckpt_strategies.device import gpu_of_local_rank, synchronize_gpu, uses_cuda
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.inprocess.rendezvous import Fault
 
@@ -70,18 +69,14 @@ class CudaHealthCheck(HealthCheck):
             TimeoutError: the GPU does not answer in time.
             RestartError: it answers with an error.
         """
-        cuda: Any = torch.cuda
-        if not cuda.is_initialized():
-            return state, train_ex
-        device = local_rank()
-        # Where each process of a node is shown one device only, that is number 0 for all of them.
-        if device is None or device >= cuda.device_count():
-            device = cuda.current_device()
-        what = f"CUDA device {device}"
-        try:
-            run_abandonable(lambda: cuda.synchronize(device), self.timeout.total_seconds(), what)
-        except RuntimeError as error:
-            raise RestartError(f"{what}: {error}") from error
+        if uses_cuda():
+            device = gpu_of_local_rank(local_rank())
+            what = f"CUDA device {device}"
+            ask = partial(synchronize_gpu, device)
+            try:
+                run_abandonable(ask, self.timeout.total_seconds(), what)
+            except RuntimeError as error:
+                raise RestartError(f"{what}: {error}") from error
         return state, train_ex
 
 

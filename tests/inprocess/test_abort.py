@@ -105,7 +105,7 @@ def test_cleaning_up_can_be_repeated_and_lets_the_trainer_go() -> None:
 
 class FakeCuda:
     def __init__(self, num_devices: int, answer: Callable[[int], Any]) -> None:
-        self.is_initialized = lambda: True
+        self.is_available = self.is_initialized = lambda: True
         self.device_count = lambda: num_devices
         self.current_device = lambda: 0
         self.synchronize = answer
