@@ -1,9 +1,11 @@
 """``dist-ckpt inspect`` and ``verify``: of packs, of ("zarr", 1), and of local checkpoints."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ from dist_ckpt_strategies.cli.render import (
 from dist_ckpt_strategies.cli.status import Status, status_of_issues
 from dist_ckpt_strategies.cli.summary import Summary, summary_of
 from dist_ckpt_strategies.comm.shared_work import Ranks, Watch
-from dist_ckpt_strategies.errors import some_of
+from dist_ckpt_strategies.errors import ArrayNotFoundError, some_of
 from dist_ckpt_strategies.formats.issues import Issue, Scan
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.pack import UNVERIFIED
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, scan_local, verify_local
+from dist_ckpt_strategies.tools.options import ConvertOptions
 
 _NUM_FIRST = 3
 _MAX_PER_SECTION = 20
@@ -37,6 +40,7 @@ _LABEL_WIDTH = 12
 _PROBLEM_WIDTH = 19
 _LACKING = " of "
 _UNKNOWN = "?"
+_FIGURES = ("min", "max", "mean", "nan", "zeros")
 _RIGHT = ("files", "blocks", "shards", "copies", "owner", "ranks", "tensors", "size")
 _NOT_LOOKED_INTO = (
     "dist-ckpt looks into packs and zarr 1 only; `dist-ckpt diff` and `convert` read torch_dist"
@@ -54,6 +58,36 @@ def inspect_checkpoint(
     else:
         _print_inspection(summary)
     return status_of_issues(summary.issues)
+
+
+def inspect_stats(address: str, keys: str | None, *, as_json: bool) -> Status:
+    """Show figures about the elements of a checkpoint's arrays; returns the exit status."""
+    from dist_ckpt_strategies.tools.stats import stats_of  # noqa: PLC0415
+
+    options = ConvertOptions()
+    opened = options.open(address, ())
+    matching = [key for key in opened if keys is None or fnmatchcase(key, keys)]
+    if keys is not None and not matching:
+        raise ArrayNotFoundError(f"{opened.root}: none of its {len(opened)} keys matches {keys!r}")
+    with open_bars(in_bytes=True) as open_bar:
+        rows = [asdict(one) for one in stats_of(opened, matching, options, open_bar("reading"))]
+    if as_json:
+        print_json("inspect", {"path": str(opened.root), "stats": list(map(_finite, rows))})
+        return Status.FINE
+    texts = [
+        [printable(row.pop("key")), *(_UNKNOWN if n is None else f"{n:.6g}" for n in row.values())]
+        for row in rows
+    ]
+    print_table(Console(highlight=False), ["array", *_FIGURES], texts, _FIGURES)
+    return Status.FINE
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures for JSON, which has no infinity."""
+    return {
+        name: str(n) if isinstance(n, float) and not math.isfinite(n) else n
+        for name, n in row.items()
+    }
 
 
 def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Status:

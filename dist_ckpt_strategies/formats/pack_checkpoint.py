@@ -199,12 +199,13 @@ class PackCheckpoint:
         Raises:
             ArrayNotFoundError: there is no such array; names similar ones.
         """
-        specs = {}
-        table, *_ = self._look_up(keys)
-        for key, facts in zip(table.keys, table.facts, strict=True):
+        wanted, specs = sorted(set(keys)), {}
+        table, numbers, _ = self._look_up(wanted)
+        for key in wanted:
+            facts = table.facts[numbers[key]]
             chunk = tuple([size or 1 for size in facts.shape])
             specs[key] = ArraySpec(key, facts.shape, DType(facts.dtype), chunk)
-        return dict(sorted(specs.items()))
+        return specs
 
     def _look_up(self, keys: Iterable[str]) -> _Lookup:
         """The blocks of these keys, and perhaps of others: those that were looked up last."""

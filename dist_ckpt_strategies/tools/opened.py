@@ -6,17 +6,13 @@ exchange alone, in the files of those names here.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
-from dist_ckpt_strategies.core.array import COMMON_OBJECT, ObjectId, Region, Shape
+from dist_ckpt_strategies.core.array import COMMON_OBJECT, ObjectId, Region
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointNotFoundError,
@@ -44,13 +40,14 @@ from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory, file_errors
-from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
+from dist_ckpt_strategies.storage.store import ArrayRead
+from dist_ckpt_strategies.tools.lazy_array import LazyArray
 from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
 from dist_ckpt_strategies.tools.safetensors import SafetensorsCheckpoint, holds_safetensors
 from dist_ckpt_strategies.tools.zarr3 import Zarr3Checkpoint
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 T = TypeVar("T")
 
@@ -129,7 +126,7 @@ def _backend(root: Location) -> tuple[str, int]:
     return marker.sharded_format
 
 
-class OpenedCheckpoint(Mapping[str, "LazyArray"]):
+class OpenedCheckpoint(Mapping[str, LazyArray]):
     """The arrays of a checkpoint by key, read as they are asked for. Any thread may read.
 
     A read raises a StorageError where elements are missing or damaged, or where another save has
@@ -187,7 +184,7 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
     def __getitem__(self, key: str) -> LazyArray:
         """The array of that key; ArrayNotFoundError, a KeyError, if there is none."""
         (array,) = self.unchanged(lambda: self.find([key]))
-        return LazyArray(self, array)
+        return self._lazy(array)
 
     def __iter__(self) -> Iterator[str]:
         """The keys, sorted."""
@@ -196,6 +193,21 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
     def __len__(self) -> int:
         """Number of arrays."""
         return len(self._keys)
+
+    def zarr_store(self) -> Any:
+        """The arrays as a read-only store of zarr-python: ``zarr.open(checkpoint.zarr_store())``.
+
+        A Zarr v3 hierarchy, made up as it is read: the parts of a key between its slashes are
+        groups, chunks have at most 16 MiB. Of dtypes that Zarr lacks, such as bfloat16, the bits
+        are an array of uint8 or uint16, whose attribute ``dtype`` names them. Reads raise what
+        those of the arrays raise.
+
+        Raises a MissingDependencyError without zarr-python 3.
+        """
+        from dist_ckpt_strategies.tools.zarr_view import zarr_store  # noqa: PLC0415 - optional
+
+        arrays = self.unchanged(lambda: self.find(self._keys))
+        return zarr_store({array.key: self._lazy(array) for array in arrays})
 
     def __repr__(self) -> str:
         """Place, format and number of arrays."""
@@ -242,6 +254,12 @@ class OpenedCheckpoint(Mapping[str, "LazyArray"]):
         Raises a StorageError if elements are missing or damaged, or cannot be read.
         """
         self._stored.begin_reads(reads).wait(self._options.timeout_s)
+
+    def _lazy(self, array: SourceArray) -> LazyArray:
+        def read(wanted: ArrayRead) -> None:
+            self.unchanged(lambda: self.read_into(wanted))
+
+        return LazyArray(array, read, self.max_inflight_bytes)
 
     def block_digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
         """The digests of all ranges of each stored block, where the format has them."""
@@ -319,122 +337,3 @@ class _Objects(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"<objects of {self._opened.root}: {', '.join(self._ids) or 'none'}>"
-
-
-class LazyArray:
-    """An array of a checkpoint, of which only what is sliced is read.
-
-    Attributes:
-        key: its name.
-        shape: in elements.
-        dtype: numpy's; of ml_dtypes for bfloat16 and float8.
-    """
-
-    def __init__(self, opened: OpenedCheckpoint, array: SourceArray) -> None:
-        self._opened, self._array = opened, array
-        self.key, self.shape = array.key, array.shape
-        self.dtype: np.dtype[Any] = array.dtype.numpy
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return self._array.nbytes
-
-    def __len__(self) -> int:
-        """Length of the first dim."""
-        if not self.shape:
-            raise TypeError(f"{self.key}: len() of an array without dims")
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[HostArray]:
-        """What is at each index of the first dim."""
-        return (self[n] for n in range(len(self)))
-
-    @raises_megatron_errors
-    def __getitem__(self, index: Any) -> HostArray:
-        """Elements, in memory of their own: by ints, slices with any steps, and one ``...``.
-
-        With a step, what lies between is read too, at most ``max_inflight_bytes`` of it at a time.
-
-        Raises:
-            IndexError: an int is out of bounds, or the index is none of those.
-            StorageError: see OpenedCheckpoint.
-        """
-        ranges, kept = _selection(self.key, self.shape, index)
-        found: HostArray = np.empty([len(r) for r in ranges], self.dtype)
-        # Ascending, since a region is read in its own order.
-        forward = [r if r.step > 0 else r[::-1] for r in ranges]
-        turns: tuple[Any, ...] = tuple(slice(None, None, -1 if r.step < 0 else 1) for r in ranges)
-        if found.size:
-            self._opened.unchanged(lambda: self._read(forward, found[(*turns, ...)]))
-        return found[(*(slice(None) if k else 0 for k in kept), ...)]
-
-    def _read(self, ranges: Sequence[range], target: HostArray) -> None:
-        """Fill memory with the elements at these indices, which ascend; in halves if need be."""
-        region = Region(tuple(r.start for r in ranges), tuple(r[-1] + 1 - r.start for r in ranges))
-        if region.shape == target.shape:
-            self._opened.read_into(ArrayRead(self._array, region, target))
-            return
-        if region.numel * self.dtype.itemsize > self._opened.max_inflight_bytes:
-            dim = next(n for n, r in enumerate(ranges) if len(r) > 1)
-            middle = len(ranges[dim]) // 2
-            for half in (slice(None, middle), slice(middle, None)):
-                part = [*ranges[:dim], ranges[dim][half], *ranges[dim + 1 :]]
-                self._read(part, target[(slice(None),) * dim + (half,)])
-            return
-        elements = np.empty(region.shape, self.dtype)
-        self._opened.read_into(ArrayRead(self._array, region, elements))
-        target[...] = elements[tuple(slice(None, None, r.step) for r in ranges)]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:  # noqa: FBT001
-        """All elements, for numpy."""
-        if copy is False:
-            raise ValueError(f"{self.key}: elements have to be read into new memory")
-        elements = self[...]
-        return elements if dtype is None else elements.astype(dtype, copy=False)
-
-    def torch(self) -> torch.Tensor:
-        """All elements as a tensor on the CPU, bit for bit."""
-        from dist_ckpt_strategies.device import as_tensor  # noqa: PLC0415 - torch takes a while
-
-        return as_tensor(self[...], self._array.dtype)
-
-    def __repr__(self) -> str:
-        """Key, shape and dtype."""
-        return f"<array {self.key}: {self.shape} {self.dtype}>"
-
-
-def _selection(key: str, shape: Shape, index: Any) -> tuple[list[range], list[bool]]:
-    """The indices that are wanted in each dim, and whether the result has the dim."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    places = [n for n, one in enumerate(given) if one is Ellipsis]
-    missing = len(shape) - (len(given) - len(places))
-    if len(places) > 1 or missing < 0:
-        raise IndexError(f"{key}: {len(given)} indices {index!r} for {len(shape)} dims")
-    at = places[0] if places else len(given)
-    given[at : at + 1] = [slice(None)] * missing
-    ranges = []
-    for dim, (one, length) in enumerate(zip(given, shape, strict=True)):
-        if isinstance(one, slice):
-            ranges.append(range(length)[one])
-            continue
-        try:
-            number = operator.index(one)
-        except TypeError:
-            number = None
-        if number is None or isinstance(one, bool | np.bool_):
-            raise IndexError(f"{key}: expected ints, slices and ..., found {one!r}")
-        if not -length <= number < length:
-            raise IndexError(f"{key}: index {number} is out of bounds for dim {dim} of {length}")
-        ranges.append(range(number % length, number % length + 1))
-    return ranges, [isinstance(one, slice) for one in given]

@@ -31,17 +31,27 @@ def inspect(
         ),
     ] = None,
     objects: Annotated[bool, flag(help="Show the objects below the arrays.")] = True,
+    stats: Annotated[
+        bool,
+        flag(
+            "--stats",
+            help="Read the arrays, of any format, and show min, max, mean, and the shares of NaN "
+            "and zeros.",
+        ),
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> int:
     """List the arrays and objects of a checkpoint, and say whether it is complete.
 
     For a directory of local checkpoints it lists iterations and local shards. Reads names, sizes
-    and metadata only.
+    and metadata only; with --stats every element once, in blocks, and what has digests is verified.
     """
-    from dist_ckpt_strategies.cli.inspect import inspect_checkpoint  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.inspect import inspect_checkpoint, inspect_stats  # noqa: PLC0415
 
     prepare(directory)
+    if stats:
+        return inspect_stats(directory, keys, as_json=as_json)
     return inspect_checkpoint(directory, keys, with_objects=objects, as_json=as_json)
 
 
