@@ -9,6 +9,7 @@ from configparser import Error as ConfigParserError
 from configparser import RawConfigParser
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from numbers import Integral, Real
 from pathlib import Path
@@ -144,6 +145,11 @@ class Options:
         writer_process: whether a separate process per rank writes asynchronous saves to
             directories; threads of this process compete with training for Python's lock.
         store: how object stores are reached; None: from the environment.
+        base: directory or URL of the checkpoint that has the rest of the model, where saves hold
+            its trained part alone: each names it with the digest of its index. Loads of such a
+            save take what it lacks from there, and refuse another one; by default it is looked for
+            where it was.
+        only: which keys a save holds: a glob, or a function of a key; None: all.
     """
 
     timeout_s: float = 1800.0
@@ -153,10 +159,20 @@ class Options:
     strict_dtype: bool = False
     writer_process: bool = True
     store: StoreOptions | None = None
+    base: str | None = None
+    only: str | Callable[[str], bool] | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that could only hang or crash later."""
         _require_usable(self)
+        if self.base is not None:
+            object.__setattr__(self, "base", os.fspath(self.base))
+
+    def saves(self, key: str) -> bool:
+        """Whether a save holds an array or object of that key."""
+        if self.only is None or isinstance(self.only, str):
+            return self.only is None or fnmatchcase(key, self.only)
+        return bool(self.only(key))
 
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""

@@ -88,6 +88,7 @@ def summary_of(
         "unfinished": found.is_unfinished,
         "others": found.others,
         "features": found.facts.get("features", ()),
+        "base": found.facts.get("base"),
     }
     contents = f"{counted(len(found.arrays), 'array')}, {counted(len(found.objects), 'object')}"
     return Summary(
@@ -135,6 +136,8 @@ def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
     yield "backend", backend
     if found.facts:
         yield "saved", _saved(found.facts)
+    if base := found.facts.get("base"):
+        yield "base", f"{base['path']}, digest {base['digest']}: loads take the rest from there"
     if UNVERIFIED in found.facts.get("features", ()):
         yield UNVERIFIED, _UNVERIFIED
     if not found.is_foreign:

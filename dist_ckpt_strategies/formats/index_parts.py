@@ -51,6 +51,8 @@ def checked_root(content: bytes, end: int) -> dict[str, Any]:
         _stored(root["common"], num_packs)
     features = root.get("features", [])
     require(all(isinstance(name, str) for name in features), "features", features)
+    base = root.get("base", {"path": "", "digest": ""})
+    require(all(isinstance(base[name], str) for name in ("path", "digest")), "base", base)
     return root
 
 

@@ -45,6 +45,7 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
+from dist_ckpt_strategies.formats.base import BASE, NamedBase, base_to_name
 from dist_ckpt_strategies.formats.commit import require_unfinished
 from dist_ckpt_strategies.formats.index import NewSave, PackSummary
 from dist_ckpt_strategies.formats.locations import PACKS, Location, located, place_of
@@ -138,6 +139,7 @@ class PackStorageWriter(_Placed, StorageWriter):
         self._options, self._allow = options or options_from_environment(), tuple(allow)
         self._overwrite, self._is_coordinator = overwrite, False
         self._written: tuple[str, ...] = ()
+        self._base: NamedBase | None = None
         self.reset(path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
@@ -153,9 +155,11 @@ class PackStorageWriter(_Placed, StorageWriter):
                 "holds; leave it out, or save with no_dist=True to a place of each rank's own"
             )
         self._is_coordinator, self._written = is_coordinator, ()
+        root, deadline = self._root, Deadline.after(OPENING * self._options.timeout_s)
         if is_coordinator and not self._overwrite:
-            root, deadline = self._root, Deadline.after(OPENING * self._options.timeout_s)
             run_within(deadline, root, lambda: require_unfinished(root))
+        if is_coordinator:
+            self._base = run_within(deadline, root, lambda: base_to_name(self._options))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is: what it held would be lost where DCP caches plans."""
@@ -174,8 +178,9 @@ class PackStorageWriter(_Placed, StorageWriter):
             UnsafeObjectError: bytes need a class that the reader would refuse.
             StorageError: a pack cannot be written; nothing stays.
         """
-        contents = _contents(plan, planner, self._allow, has_common=self._is_coordinator)
         options, place, rank = self._options, place_of(self._root), global_rank()
+        kept = replace(plan, items=[one for one in plan.items if options.saves(one.index.fqn)])
+        contents = _contents(kept, planner, self._allow, has_common=self._is_coordinator)
         sizes = [(name, len(content)) for name, content in contents.objects]
         common = None if contents.common is None else len(contents.common)
         limits = limits_of(place, options)
@@ -202,6 +207,7 @@ class PackStorageWriter(_Placed, StorageWriter):
         ledger = proved(Ledger("", told, {}), ranks)
         facts: dict[str, Any] = {"ranks": len(ranks), "created": time.time()}
         facts |= {_PATHS: paths} if (paths := _paths(metadata.planner_data)) else {}
+        facts |= {BASE: self._base} if self._base else {}
 
         def make_visible() -> CheckpointError | None:
             place = place_of(self._root)

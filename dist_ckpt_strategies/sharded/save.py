@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -36,9 +36,11 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
     PeerTimeoutError,
+    PlanError,
     StorageError,
     StorageTimeoutError,
 )
+from dist_ckpt_strategies.formats.base import BASE, NamedBase, base_to_name
 from dist_ckpt_strategies.formats.index import NewSave, PackSummary
 from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, lay_out
 from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
@@ -153,6 +155,7 @@ class Started:
         num_packs: of all ranks.
         notes: what ``prepare`` has added on each rank.
         rank: the global rank of this process.
+        base: that the save names, on the first rank.
         began: when all ranks knew of each other, by ``time.monotonic``.
     """
 
@@ -167,6 +170,7 @@ class Started:
     num_packs: int
     notes: tuple[Message, ...]
     rank: int
+    base: NamedBase | None = None
     began: float = field(default_factory=time.monotonic)
 
 
@@ -192,8 +196,10 @@ def start_save(
             different formats.
     """
     prepared: list[tuple[Place, Contents, Known]] = []
+    base: NamedBase | None = None
 
     def describe() -> Message:
+        nonlocal base
         store, contents, note = prepare()
         mine = _laid_out(comm, contents, known, limits_of(store, options))
         prepared.append((store, contents, mine))
@@ -201,6 +207,9 @@ def start_save(
         if comm.rank == 0:
             deadline = Deadline.after(OPENING * options.timeout_s)
             save_id = run_within(deadline, store, lambda: new_save_id(store))
+            base = run_within(deadline, store, lambda: base_to_name(options))
+            if base is not None and save_format is not PACKS:
+                raise PlanError(f"base: expected format {PACKS.name}, found {save_format.name}")
         num_packs, main, copies, digest = mine.description
         nbytes = sum(pack.nbytes for pack in mine.layout.packs)
         sizes = num_packs, len(main), len(copies), digest
@@ -220,7 +229,7 @@ def start_save(
         mine = replace(mine, session=session, ledger=ledger)
     what = store, options, save_ids[0], contents, mine
     total = sum(nbytes), sum(of_rank[0] for of_rank in sizes)
-    return Started(comm, save_format, *what, *total, notes, comm.global_ranks[comm.rank])
+    return Started(comm, save_format, *what, *total, notes, comm.global_ranks[comm.rank], base)
 
 
 def write_share(started: Started) -> Sequence[PackRecord]:
@@ -376,7 +385,8 @@ def _commit_packs(
     marker: bytes | None,
     _overwrite: bool,  # noqa: FBT001
 ) -> StorageError | None:
-    facts = {"ranks": started.comm.size, "created": time.time()}
+    facts: dict[str, Any] = {"ranks": started.comm.size, "created": time.time()}
+    facts |= {BASE: started.base} if started.base else {}
     written = [PackSummary.from_message(message) for message in summaries if message]
     common = started.contents.common if started.contents.copies_common else None
     segments = ledger.segments or ()

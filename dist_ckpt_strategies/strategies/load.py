@@ -1,5 +1,6 @@
 """``load`` with Megatron-Core's signature; every rank raises where one fails."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -117,6 +118,7 @@ class _Call:
     strict_dtype: bool
     timeout_s: float | None
     process_group: ProcessGroup | None
+    moved_base: str | Path | None
 
 
 class _Load(NamedTuple):
@@ -151,6 +153,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     timeout_s: float | None = None,
     verify: str | None = None,
     strict_dtype: bool = False,
+    base: str | Path | None = None,
 ) -> Loaded:
     """Load a checkpoint into the layout that a sharded state dict describes.
 
@@ -173,6 +176,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         strict_dtype: raise where an array is stored in another dtype than the one requested, before
             any tensor is filled. By default such arrays are converted as ``Tensor.copy_`` does,
             with one warning.
+        base: where the checkpoint is now that this one was saved with as its base.
 
     Returns:
         The state dict, and for the RETURN_* values of ``strict`` missing and unexpected keys.
@@ -192,7 +196,7 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     opened = open_call(action, sharded_strategy, detail, timeout_s, allow, process_group)
     what = sharded_state_dict, checkpoint_dir, bool(sharded_strategy), common_strategy
     digests = Verify.READ if verify_integrity else verify
-    how = validate_access_integrity, strict, digests, strict_dtype, timeout_s, process_group
+    how = validate_access_integrity, strict, digests, strict_dtype, timeout_s, process_group, base
     call = _Call(*(*opened, *what), *how)
     with allowing(() if call.invalid else allow), no_garbage_collection():
         return _load(call)
@@ -338,9 +342,10 @@ def _strategies(call: _Call, root: Location, marker: CheckpointMarker) -> tuple[
             f"{PACKS.sharded_format}, which {type(chosen).__name__} does not read itself, "
             f"found {stored}; set verify on the strategy that does, or in its options"
         )
-    is_changed = call.verify is not None or call.strict_dtype
-    if is_changed and hasattr(chosen, "with_options"):
-        chosen = chosen.with_options(verify=call.verify, strict_dtype=call.strict_dtype or None)
+    base = None if call.moved_base is None else os.fspath(call.moved_base)
+    changes = {"verify": call.verify, "strict_dtype": call.strict_dtype or None, "base": base}
+    if any(changes.values()) and hasattr(chosen, "with_options"):
+        chosen = chosen.with_options(**changes)
     return chosen, common
 
 

@@ -11,6 +11,7 @@ from dist_ckpt_strategies.comm.base import Message, run_and_gather
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats import commit, pack_commit
+from dist_ckpt_strategies.formats.base import open_packs
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
@@ -22,7 +23,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave, PackCheckpoint
+from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import LoadShardedStrategy, raises_megatron_errors
 from dist_ckpt_strategies.sharded.load import (
@@ -139,7 +140,7 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
     ) -> StoredCheckpoint:
         """The checkpoint at a place; ``save``: what a load has opened. Rank-local."""
         if self._reads_packs(root):
-            return PackCheckpoint(root, options, save)
+            return open_packs(root, options, save)
         return Format1Checkpoint(require_path(root, f"format {ZARR}"), options, save)
 
     def _reads_packs(self, root: Location) -> bool:

@@ -150,6 +150,8 @@ class OwnSaveShardedStrategy(ConfiguredSaver, AsyncSaveShardedStrategy):  # type
         objects: dict[ObjectId, bytes] = {}
         object_copies: list[ObjectId] = []
         for value in sharded_values(state):
+            if not self.options.saves(value.key):
+                continue
             message = message_of(value)
             if (spec := shard_from_message(message)) is not None:
                 (shards if spec.is_main else copies).append(spec)

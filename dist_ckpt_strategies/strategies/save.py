@@ -4,7 +4,8 @@ Every rank raises where one fails. A finished checkpoint is not overwritten by a
 appears whole, after everything else is durable. torch_dist never takes the place of a strategy.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,7 @@ class _Save:
     verify: bool
     overwrite: bool
     allow: Allowed
+    trained: Mapping[str, Any]
 
 
 @raises_megatron_errors
@@ -109,6 +111,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     overwrite: bool = False,
     allow: Allowed = (),
     timeout_s: float | None = None,
+    base: str | Path | None = None,
+    only: str | Callable[[str], bool] | None = None,
 ) -> LocalSaveRequest | None:
     """Save a checkpoint, which becomes visible when it is complete and durable.
 
@@ -134,6 +138,9 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             objects of ("zarr", 1) of no finished checkpoint that this save does not replace.
         allow: further classes that objects and the common state may be of, for ``load`` too.
         timeout_s: longest wait for a peer; by default the strategy's own.
+        base: the checkpoint that has the rest of the model, of which ``load`` takes what this one
+            lacks; see Options.
+        only: which keys are saved, a glob or a function; see Options.
 
     Raises:
         CheckpointExistsError: the directory holds a finished checkpoint, or other arrays.
@@ -147,7 +154,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     opened = open_call(action, sharded_strategy, detail, timeout_s, allow)
     what = sharded_state_dict, checkpoint_dir, common_strategy, validate_access_integrity
     common = preprocess_common_before_consistancy_check, content_metadata
-    how = async_sharded_save, *common, async_strategy, verify_integrity, overwrite, allow
+    trained = {"base": base and os.fspath(base), "only": only}
+    how = async_sharded_save, *common, async_strategy, verify_integrity, overwrite, allow, trained
     call = _Save(*(*opened, *what), *how)
     with allowing(() if call.invalid else allow), no_garbage_collection():
         if isinstance(call.base, OwnSaveShardedStrategy):
@@ -170,6 +178,8 @@ def save_async(  # noqa: PLR0913 - those of save
     overwrite: bool = False,
     allow: Allowed = (),
     timeout_s: float | None = None,
+    base: str | Path | None = None,
+    only: str | Callable[[str], bool] | None = None,
 ) -> SaveHandle:
     """Save a checkpoint in the background; blocks for the copy to host memory only.
 
@@ -200,6 +210,8 @@ def save_async(  # noqa: PLR0913 - those of save
         overwrite=overwrite,
         allow=allow,
         timeout_s=timeout_s,
+        base=base,
+        only=only,
     )
     assert request is not None  # noqa: S101 - an asynchronous save returns one
     return request
@@ -207,7 +219,8 @@ def save_async(  # noqa: PLR0913 - those of save
 
 def _save_own(call: _Save) -> LocalSaveRequest | None:
     """Save by a strategy of this package; begin to, and return the request. Collective."""
-    comm, strategy = call.comm, call.base.with_options(timeout_s=call.options.timeout_s)
+    strategy = call.base.with_options(timeout_s=call.options.timeout_s, **call.trained)
+    comm = call.comm
     split: list[tuple[StateDict, StateDict]] = []
     compared: list[StateDict | None] = []
 
@@ -255,6 +268,10 @@ def _suitable_saver(call: _Save) -> Any:
         raise StrategyError(
             "verify_integrity: only format ('safetensors', 1) has digests; save that, or do without"
             f" verify_integrity, in Megatron-LM --verify-integrity, with {stored}"
+        )
+    if any(call.trained.values()) and not is_own:
+        raise StrategyError(
+            f"base, only: format ('safetensors', 1) alone holds a part of a model, found {stored}"
         )
     if call.is_async and not is_own:
         raise StrategyError(

@@ -21,6 +21,7 @@ from dist_ckpt_strategies.errors import (
     raises_megatron_errors,
     similar_text,
 )
+from dist_ckpt_strategies.formats.base import open_packs
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
@@ -95,7 +96,7 @@ def _stored(root: Location, options: Options, allow: Allowed) -> tuple[Format, S
         return Format.SAFETENSORS, SafetensorsCheckpoint(root, options)
     backend = _backend(root)
     if backend == PACKS.sharded_format:
-        return Format.PACK, PackCheckpoint(root, options)
+        return Format.PACK, open_packs(root, options)
     if isinstance(root, Bucket):
         expected = "('safetensors', 1): others are not read from an object store"
         raise IncompatibleVersionError(f"{root}: format {backend}; expected {expected}")

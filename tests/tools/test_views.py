@@ -82,7 +82,7 @@ def test_views_change_nothing_and_read_no_damage(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"model/large: .*written by rank 0"):
         opened["model/large"].tensorstore().read().result()
     with pytest.raises(CorruptCheckpointError, match=r"model/large: .*written by rank 0"):
-        zarr.open_group(opened.zarr_store(), mode="r")["model/large"][...]
+        np.asarray(zarr.open_group(opened.zarr_store(), mode="r")["model/large"])
 
 
 @pytest.mark.parametrize("name", FORMATS)
