@@ -12,8 +12,8 @@ from rich.text import Text
 
 from dist_ckpt_strategies.cli.render import bytes_text, counted, print_json, print_table, printable
 from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.formats.course import KeepBest
 from dist_ckpt_strategies.tools.prune import (
-    KeepBest,
     PruneDecision,
     PruneReport,
     prune,

@@ -23,6 +23,9 @@ COURSE_NAME = ".dist-ckpt-course.json"
 
 _NUMBER = re.compile(rb"\s*(\d{1,18})\s*", re.ASCII)
 
+KeepBest = tuple[str, str, int]
+"""A metric, "min" or "max", and how many to keep."""
+
 Resumed = tuple[int, str]
 """The iteration that a course went on from, and the time, as stamps of local saves begin."""
 
@@ -32,13 +35,14 @@ class Course:
     """The iteration that was written last if it is known, and those of global checkpoints left.
 
     ``is_listed``: these are all. Local saves from before it ``resumed``, of later iterations, were
-    left.
+    left. ``keep_best`` is the rule of the manager that saved last.
     """
 
     newest: int | None = None
     left: frozenset[int] = frozenset()
     is_listed: bool = True
     resumed: Resumed | None = None
+    keep_best: KeepBest | None = None
 
     def has(self, iteration: int) -> bool:
         """Whether a global checkpoint is of the present course."""
@@ -59,7 +63,9 @@ def read_course(place: Directory | Bucket) -> Course:
         found = json.loads(_content(place, COURSE_NAME) or b"{}")
         left, began = frozenset(map(int, found.get("left", ()))), found.get("resumed")
         resumed = (int(began[0]), str(began[1])) if began else None
-        listed = Course(found.get("newest"), left, resumed=resumed)
+        metric, mode, count = found.get("keep_best") or ("", "", 0)
+        best = (str(metric), str(mode), int(count)) if count else None
+        listed = Course(found.get("newest"), left, resumed=resumed, keep_best=best)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         logger.warning("%s/%s is damaged, and not used", place, COURSE_NAME)
     is_listed = newest in {None, listed.newest}
@@ -73,7 +79,12 @@ def write_course(place: Directory | Bucket, course: Course) -> None:
     """Write both files, Megatron-LM's first: killed in between, what is newer counts as left."""
     if course.newest is not None:
         place.write(TRACKER_NAME, str(course.newest).encode())
-    content = {"newest": course.newest, "left": sorted(course.left), "resumed": course.resumed}
+    content = {
+        "newest": course.newest,
+        "left": sorted(course.left),
+        "resumed": course.resumed,
+        "keep_best": course.keep_best,
+    }
     place.write(COURSE_NAME, json.dumps(content).encode())
 
 

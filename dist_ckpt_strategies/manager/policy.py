@@ -11,11 +11,12 @@ from pathlib import Path
 
 from dist_ckpt_strategies.core.report import SaveMetrics
 from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.formats.course import KeepBest
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.manager.candidates import Tier
 from dist_ckpt_strategies.storage.io_pool import WORK
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
-from dist_ckpt_strategies.tools.prune import KeepBest, require_keep_best
+from dist_ckpt_strategies.tools.prune import require_keep_best
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from dist_ckpt_strategies.config import JOB, environment, options_from_environme
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.formats.course import (
     Course,
+    KeepBest,
     read_course,
     read_metrics,
     write_course,
@@ -108,8 +109,10 @@ class Root:
         if metrics or self.metrics(step):
             write_metrics(self._store, step, metrics)
 
-    def note_course(self, step: int, tier: Tier, resumed: Resumed | None) -> None:
-        """Note what was written last; after a load, also what the training has left."""
+    def note_course(
+        self, step: int, tier: Tier, resumed: Resumed | None, keep_best: KeepBest | None
+    ) -> None:
+        """Note what was written last, and the rule; after a load, also what was left."""
         before = self.course()
         left, newest, since = set(before.left), before.newest, before.resumed
         if resumed is not None:
@@ -123,7 +126,7 @@ class Root:
         if tier is Tier.GLOBAL:
             left.discard(step)
             newest = step
-        after = Course(newest, frozenset(left), resumed=since)
+        after = Course(newest, frozenset(left), resumed=since, keep_best=keep_best)
         if after != before:
             write_course(self._store, after)
 

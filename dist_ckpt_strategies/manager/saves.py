@@ -164,7 +164,8 @@ class Saves:
 
         def note() -> list[float]:
             if comm.rank == 0:
-                self._root.within(partial(self._root.note_course, begun.step, tier, self.resumed))
+                noted = begun.step, tier, self.resumed, self._policy.keep_best
+                self._root.within(partial(self._root.note_course, *noted))
             return mine
 
         try:

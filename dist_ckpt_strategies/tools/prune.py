@@ -21,7 +21,12 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.commit import OLD_MARKER_NAME, remove_contents
-from dist_ckpt_strategies.formats.course import metrics_name, read_course, read_metrics
+from dist_ckpt_strategies.formats.course import (
+    KeepBest,
+    metrics_name,
+    read_course,
+    read_metrics,
+)
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.locations import (
@@ -54,9 +59,6 @@ from dist_ckpt_strategies.tools.prune_packs import (
     remove_stale,
     written_s,
 )
-
-KeepBest = tuple[str, str, int]
-"""A metric, ``"min"`` or ``"max"``, and how many of the best to keep."""
 
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 _OF_A_TRAINING = re.compile(r"iter_\d{7,}")
@@ -162,7 +164,8 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         keep_every: keep iterations that are a multiple of it.
         keep_best: ``("loss", "min", 3)``: also keep the best, by the metrics with which a
             TieredCheckpointManager saved them. NaN and missing ones are no best; of equal ones the
-            newest is.
+            newest is. Beside another ``keep_`` the default is the rule of the manager that saved
+            last.
         unfinished: also remove files of killed saves and conversions.
         older_than_s: keep unfinished ones that changed less than this many seconds ago: the save
             may still be running. In an object store the time is that of the save's start, so it
@@ -180,9 +183,12 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     """
     location, best = located(root, store, what="root"), None
     if keep_best is not None:
-        metric, mode, best = require_keep_best(keep_best)
+        require_keep_best(keep_best)
     found = _find(location, pattern)
-    if best is not None:
+    if keep_best is None and not (keep_last is None and keep_every is None):
+        keep_best = read_course(place_of(location)).keep_best
+    if keep_best is not None:
+        metric, mode, best = require_keep_best(keep_best)
         found = _ranked(location, found, metric, mode)
     plan = build_prune_plan(
         found, keep_last, keep_every, best=best, unfinished=unfinished, older_than_s=older_than_s

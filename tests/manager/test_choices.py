@@ -196,6 +196,8 @@ def test_the_best_are_kept_by_later_jobs_too(
     if rules.get("keep_last") == 2:
         plan = prune(tmp_path, keep_best=("loss", "min", 1), dry_run=True)
         assert [one.iteration for one in plan.removed] == [20, 80]  # of equal ones the newer stays
+        plan = prune(tmp_path, keep_last=1, dry_run=True)  # by the manager's rule
+        assert [one.iteration for one in plan.removed] == [80]
 
 
 def saves_a_step_again(root: Path) -> None:
